@@ -11,6 +11,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
+use crate::core::serving::query;
 
 /// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
 /// `readiness=100ms,liveness=500ms`. Ours; off unless set.
@@ -352,11 +353,7 @@ fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Re
             .filter(|h| !h.is_empty())
             .unwrap_or_else(|| ip.to_owned()),
         port: port(&get.port, container)?,
-        path: if path.starts_with('/') {
-            path
-        } else {
-            format!("/{path}")
-        },
+        path: query::encode_url(&format!("/{}", path.strip_prefix('/').unwrap_or(&path))),
         headers,
     })
 }
@@ -563,11 +560,11 @@ mod tests {
             Ok(Check::Exec(vec!["x".into(), "1".into(), "$(B)".into()]))
         );
         let Ok(Check::Http(get)) = asked(
-            json!({"httpGet": {"port": "web", "path": "ok?x=1", "httpHeaders": [{"name": "accept", "value": ""}, {"name": "X", "value": "y"}]}}),
+            json!({"httpGet": {"port": "web", "path": "o k?x=1", "httpHeaders": [{"name": "accept", "value": ""}, {"name": "X", "value": "y"}]}}),
         ) else {
             panic!("http")
         };
-        assert_eq!(get.url(), "http://10.0.0.2:8080/ok?x=1");
+        assert_eq!(get.url(), "http://10.0.0.2:8080/o%20k?x=1");
         assert_eq!(
             get.headers,
             [
