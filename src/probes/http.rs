@@ -17,8 +17,8 @@ use super::connect;
 use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limited};
 use crate::core::serving::query;
 
-/// How many redirects are followed.
-const REDIRECTS: usize = 10;
+/// How many requests are made for one probe: the first, and those to which redirects lead.
+const REQUESTS: usize = 10;
 
 /// Accepts every certificate: a probe asks whether a server answers, not who it is.
 #[derive(Debug)]
@@ -76,23 +76,19 @@ fn failed(error: impl std::fmt::Display) -> HttpError {
 /// Sends the request and follows redirects that stay on its host.
 pub async fn get(request: &Http) -> Result<Reply, HttpError> {
     let mut request = request.clone();
-    for _ in 0..=REDIRECTS {
+    for _ in 0..REQUESTS {
         let (reply, location) = once(&request).await?;
-        let Some(location) = location else {
+        let next = match location {
+            Some(location) => follow(&request, &location)?,
+            None => None,
+        };
+        let Some(next) = next else {
             return Ok(reply);
         };
-        match follow(&request, &location)? {
-            Some(next) => request = next,
-            None => {
-                return Ok(Reply {
-                    elsewhere: true,
-                    ..reply
-                });
-            }
-        }
+        request = next;
     }
     Err(HttpError::Failed(format!(
-        "stopped after {REDIRECTS} redirects"
+        "stopped after {REQUESTS} redirects"
     )))
 }
 
@@ -228,8 +224,9 @@ async fn exchange(
     let location = answer
         .headers()
         .get(LOCATION)
-        .filter(|_| status.is_redirection())
+        .filter(|_| matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308))
         .and_then(|l| l.to_str().ok())
+        .filter(|l| !l.is_empty())
         .map(str::to_owned);
     let mut body = Limited::new(answer.into_body(), OUTPUT_LIMIT);
     let mut bytes = Vec::new();
@@ -242,7 +239,6 @@ async fn exchange(
         Reply {
             status: status.as_u16(),
             body: limited(&String::from_utf8_lossy(&bytes)),
-            elsewhere: false,
         },
         location,
     ))

@@ -27,7 +27,7 @@ pub enum HttpError {
 /// The network as probes see it.
 #[async_trait]
 pub trait Dialer: Send + Sync + 'static {
-    /// An HTTP GET; redirects are followed on the same host, at most ten.
+    /// An HTTP GET; redirects are followed on the same host, in ten requests at most.
     async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError>;
     /// A connection, closed at once.
     async fn tcp(&self, host: &str, port: u16, timeout: Duration) -> Result<(), String>;

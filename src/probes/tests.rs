@@ -37,6 +37,8 @@ async fn server() -> u16 {
                     "/local" => (302, Some("/ok".to_owned()), String::new()),
                     "/loop" => (302, Some("/loop".to_owned()), String::new()),
                     "/away" => (302, Some("http://192.0.2.1/".to_owned()), "moved".into()),
+                    "/nowhere" => (302, None, String::new()),
+                    "/same" => (304, Some("/ok".to_owned()), String::new()),
                     "/long" => (200, None, "x".repeat(1 << 20)),
                     "/slow" => {
                         tokio::time::sleep(SECOND * 10).await;
@@ -73,8 +75,7 @@ async fn http_follows_its_own_host_and_bounds_what_it_reads() {
         get("/ok").await,
         Ok(Reply {
             status: 200,
-            body: "kube-probe/1.36".into(),
-            elsewhere: false
+            body: "kube-probe/1.36".into()
         })
     );
     assert_eq!(get("/local").await.map(|r| r.status), Ok(200));
@@ -82,10 +83,11 @@ async fn http_follows_its_own_host_and_bounds_what_it_reads() {
         get("/away").await,
         Ok(Reply {
             status: 302,
-            body: "moved".into(),
-            elsewhere: true
+            body: "moved".into()
         })
     );
+    assert_eq!(get("/nowhere").await.map(|r| r.status), Ok(302));
+    assert_eq!(get("/same").await.map(|r| r.status), Ok(304));
     assert_eq!(get("/nothing").await.map(|r| r.status), Ok(503));
     assert!(
         get("/long")

@@ -19,7 +19,6 @@ impl Dialer for World {
             1 if faults => Ok(Reply {
                 status: 503,
                 body: String::new(),
-                elsewhere: false,
             }),
             _ => {
                 // The path names the container, the host its pod.
@@ -54,7 +53,6 @@ impl Dialer for World {
                 Ok(Reply {
                     status: 200,
                     body: String::new(),
-                    elsewhere: false,
                 })
             }
         }

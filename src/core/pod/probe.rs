@@ -442,8 +442,6 @@ pub struct Reply {
     pub status: u16,
     /// The beginning of the body.
     pub body: String,
-    /// The last answer sent us to another host, where probes do not go.
-    pub elsewhere: bool,
 }
 
 /// The answer that an HTTP reply, or its failing, is.
@@ -451,11 +449,12 @@ pub struct Reply {
 pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
     match reply {
         Err(error) => Answer::Failure(format!("Get {:?}: {error}", request.url())),
-        Ok(reply) if reply.elsewhere => Answer::Warning(format!(
+        Ok(reply) if (200..300).contains(&reply.status) => Answer::Success,
+        // It leads to another host, where probes do not go, or nowhere.
+        Ok(reply) if (300..400).contains(&reply.status) => Answer::Warning(format!(
             "Probe terminated redirects, Response body: {}",
             reply.body
         )),
-        Ok(reply) if (200..400).contains(&reply.status) => Answer::Success,
         Ok(reply) => Answer::Failure(format!(
             "HTTP probe failed with statuscode: {}",
             reply.status
@@ -673,20 +672,21 @@ mod tests {
             path: "/".into(),
             headers: vec![],
         };
-        let reply = |status, elsewhere| {
+        let reply = |status| {
             Ok(Reply {
                 status,
                 body: "b".into(),
-                elsewhere,
             })
         };
-        assert_eq!(of_http(&request, reply(204, false)), Answer::Success);
+        assert_eq!(of_http(&request, reply(204)), Answer::Success);
+        for status in [300, 302, 304] {
+            assert_eq!(
+                of_http(&request, reply(status)),
+                Answer::Warning("Probe terminated redirects, Response body: b".into())
+            );
+        }
         assert_eq!(
-            of_http(&request, reply(302, true)),
-            Answer::Warning("Probe terminated redirects, Response body: b".into())
-        );
-        assert_eq!(
-            of_http(&request, reply(500, false)),
+            of_http(&request, reply(500)),
             Answer::Failure("HTTP probe failed with statuscode: 500".into())
         );
         assert_eq!(
