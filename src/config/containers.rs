@@ -30,18 +30,18 @@ pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
     let interval = document.container_log_monitor_interval.as_ref();
     let workers = document.container_log_max_workers;
     let text = size.map_or("10Mi", String::as_str);
-    let bytes = text
-        .parse::<Quantity>()
-        .ok()
-        .and_then(|q| u64::try_from(q.units()).ok());
+    let bytes = text.parse::<Quantity>().ok().map(Quantity::units);
     Ok(Logs {
-        max_size: bytes.filter(|b| *b > 0).ok_or_else(|| {
-            invalid(
-                "containerLogMaxSize",
-                text,
-                "use a positive quantity such as 10Mi",
-            )
-        })?,
+        max_size: match bytes {
+            // No log is larger: none is rotated.
+            Some(..0) => u64::MAX,
+            Some(bytes @ 1..) => bytes.unsigned_abs(),
+            Some(0) | None => {
+                let remedy =
+                    "use a positive quantity such as 10Mi, or a negative one for no rotation";
+                return Err(invalid("containerLogMaxSize", text, remedy));
+            }
+        },
         max_files: at_least("containerLogMaxFiles", files, 5, 2)?,
         interval: time("containerLogMonitorInterval", interval, 10)?,
         workers: at_least("containerLogMaxWorkers", workers, 1, 1)?,

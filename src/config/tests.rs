@@ -40,6 +40,7 @@ const MISTAKES: &[(&str, &str)] = &[
         "allowedUnsafeSysctls",
     ),
     ("containerLogMaxSize: big\n", "containerLogMaxSize"),
+    ("containerLogMaxSize: \"0\"\n", "containerLogMaxSize"),
     ("containerLogMaxFiles: 1\n", "containerLogMaxFiles"),
     ("containerLogMaxWorkers: 0\n", "containerLogMaxWorkers"),
     ("syncFrequency: soon\n", "syncFrequency: \"soon\""),
@@ -284,6 +285,17 @@ fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is
     ] {
         let config = load(text, &Overrides::default()).expect(text);
         assert_eq!(config.node_status_report.as_secs(), seconds, "{text}");
+    }
+}
+
+#[test]
+fn a_negative_size_turns_the_rotation_of_logs_off() {
+    for (size, expected) in [("-1", u64::MAX), ("-1Mi", u64::MAX), ("4Ki", 4096)] {
+        let config = load(
+            &format!("containerLogMaxSize: {size:?}\n"),
+            &Overrides::default(),
+        );
+        assert_eq!(config.map(|c| c.logs.max_size), Ok(expected), "{size}");
     }
 }
 
