@@ -176,8 +176,8 @@ impl Server {
             }
             Routed::Nothing => return text(StatusCode::NOT_FOUND, "404 page not found"),
         };
-        if let Some(why) = self.closed(&endpoint) {
-            return text(StatusCode::METHOD_NOT_ALLOWED, why);
+        if let Some(Refusal(code, why)) = self.closed(&endpoint) {
+            return text(code, why);
         }
         self.found(&endpoint, request)
             .await
@@ -185,24 +185,17 @@ impl Server {
     }
 
     /// Why an endpoint is turned off.
-    fn closed(&self, endpoint: &Endpoint) -> Option<&'static str> {
-        let serving = &self.context.config.serving;
-        let debugging = matches!(
-            endpoint,
-            Endpoint::Run(_)
-                | Endpoint::Exec(_)
-                | Endpoint::Attach(_)
-                | Endpoint::PortForward(_)
-                | Endpoint::Logs(_)
-                | Endpoint::RunningPods
-        );
-        match endpoint {
-            Endpoint::Files(_) if !serving.debugging => Some("Debug endpoints are disabled."),
-            Endpoint::Files(_) if !serving.system_logs => Some("logs endpoint is disabled."),
-            Endpoint::Verbosity if !serving.debug_flags => Some("flags endpoint is disabled."),
-            _ if debugging && !serving.debugging => Some("Debug endpoints are disabled."),
-            _ => None,
+    fn closed(&self, endpoint: &Endpoint) -> Option<Refusal> {
+        let config = &self.context.config.serving;
+        if !config.debugging {
+            return serving::without_debugging(endpoint).map(Refusal::of);
         }
+        let why = match endpoint {
+            Endpoint::Files(_) if !config.system_logs => "logs endpoint is disabled.",
+            Endpoint::Verbosity if !config.debug_flags => "flags endpoint is disabled.",
+            _ => return None,
+        };
+        Some(Refusal(StatusCode::METHOD_NOT_ALLOWED, why.into()))
     }
 
     async fn found(
@@ -371,19 +364,14 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
             move |_, request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
-                    let open = matches!(
-                        serving::route(request.method().as_str(), request.uri().path()),
-                        Routed::Found(
-                            Endpoint::Health
-                                | Endpoint::Pods
-                                | Endpoint::Stats
-                                | Endpoint::Metrics(_)
-                        )
-                    );
-                    if open {
-                        server.serve(request).await
-                    } else {
-                        text(StatusCode::NOT_FOUND, "404 page not found")
+                    let (method, path) = (request.method().as_str(), request.uri().path());
+                    let closed = match serving::route(method, path) {
+                        Routed::Found(endpoint) => serving::without_debugging(&endpoint),
+                        Routed::OtherMethod | Routed::Nothing => None,
+                    };
+                    match closed.map(Refusal::of) {
+                        Some(Refusal(code, why)) => text(code, why),
+                        None => server.serve(request).await,
                     }
                 }
             },

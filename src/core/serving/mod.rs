@@ -145,6 +145,26 @@ pub fn route(method: &str, path: &str) -> Routed {
     }
 }
 
+/// What an endpoint answers where debugging is turned off, and on the port that only reads; none if it is there all the same.
+#[must_use]
+pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
+    match endpoint {
+        Endpoint::Health | Endpoint::Pods | Endpoint::Stats | Endpoint::Metrics(_) => None,
+        Endpoint::Run(_)
+        | Endpoint::Exec(_)
+        | Endpoint::Attach(_)
+        | Endpoint::PortForward(_)
+        | Endpoint::Logs(_)
+        | Endpoint::Files(_)
+        | Endpoint::RunningPods => Some((405, "Debug endpoints are disabled.".into())),
+        Endpoint::Config
+        | Endpoint::Checkpoint(_)
+        | Endpoint::Verbosity
+        | Endpoint::Status
+        | Endpoint::Flags => Some((404, "404 page not found".into())),
+    }
+}
+
 /// What a request needs to be allowed: a verb on one of these subresources of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Needs {
@@ -540,6 +560,34 @@ mod tests {
                 Needs { verb, subresources },
                 "{method} {path}"
             );
+        }
+    }
+
+    #[test]
+    fn without_debugging_little_is_served() {
+        for (method, path, code) in [
+            ("GET", "/healthz", None),
+            ("GET", "/pods", None),
+            ("GET", "/stats/summary", None),
+            ("GET", "/metrics/cadvisor", None),
+            ("POST", "/run/n/p/c", Some(405)),
+            ("GET", "/exec/n/p/c", Some(405)),
+            ("POST", "/attach/n/p/c", Some(405)),
+            ("POST", "/portForward/n/p", Some(405)),
+            ("GET", "/containerLogs/n/p/c", Some(405)),
+            ("GET", "/logs/syslog", Some(405)),
+            ("GET", "/runningpods/", Some(405)),
+            ("GET", "/configz", Some(404)),
+            ("POST", "/checkpoint/n/p/c", Some(404)),
+            ("PUT", "/debug/flags/v", Some(404)),
+            ("GET", "/statusz", Some(404)),
+            ("GET", "/flagz", Some(404)),
+        ] {
+            let Routed::Found(endpoint) = route(method, path) else {
+                panic!("{path} leads nowhere");
+            };
+            let answer = without_debugging(&endpoint);
+            assert_eq!(answer.map(|(code, _)| code), code, "{path}");
         }
     }
 
