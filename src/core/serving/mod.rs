@@ -274,8 +274,13 @@ impl LogOptions {
     pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
-        for (key, value) in query::pairs(text).into_iter().filter(|(key, value)| {
-            !value.is_empty() || matches!(key.as_str(), "follow" | "previous")
+        let mut seen = std::collections::BTreeSet::new();
+        let pairs = query::pairs(text).into_iter();
+        for (key, value) in pairs.filter(|(key, value)| {
+            // Of a key that is repeated the first counts.
+            seen.insert(key.clone())
+                && (!value.is_empty()
+                    || matches!(key.as_str(), "follow" | "previous" | "timestamps"))
         }) {
             let number = || {
                 let wrong = || (400, format!("{key}: {value:?} is not a number"));
@@ -298,9 +303,9 @@ impl LogOptions {
                 }
             };
             match key.as_str() {
-                "follow" => options.follow = query::is_true(&value),
-                "previous" => options.previous = query::is_true(&value),
-                "timestamps" => options.timestamps = query::is_true(&value),
+                "follow" => options.follow = query::is_not_false(&value),
+                "previous" => options.previous = query::is_not_false(&value),
+                "timestamps" => options.timestamps = query::is_not_false(&value),
                 "tail" if value == "all" => {}
                 "tail" | "tailLines" => options.tail = u64::try_from(at_least(0)?).ok(),
                 "limitBytes" => options.limit = u64::try_from(at_least(1)?).ok(),
@@ -609,6 +614,20 @@ mod tests {
             })
         );
         assert_eq!(of("tail=all"), Ok(LogOptions::default()));
+        assert_eq!(
+            of("follow=yes&follow=false&previous&timestamps=&tailLines=1&tailLines=2"),
+            Ok(LogOptions {
+                follow: true,
+                previous: true,
+                timestamps: true,
+                tail: Some(1),
+                ..LogOptions::default()
+            })
+        );
+        assert_eq!(
+            of("follow=FALSE&previous=0&timestamps=False"),
+            Ok(LogOptions::default())
+        );
         for (text, code) in [
             ("tailLines=-1", 422),
             ("tailLines=x", 400),

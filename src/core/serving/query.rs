@@ -70,6 +70,12 @@ pub fn is_true(value: &str) -> bool {
     matches!(value, "1" | "t" | "T" | "true" | "TRUE" | "True" | "")
 }
 
+/// A boolean of `PodLogOptions`: whatever is not `false` or `0`.
+#[must_use]
+pub fn is_not_false(value: &str) -> bool {
+    !(value == "0" || value.eq_ignore_ascii_case("false"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,6 +97,7 @@ mod tests {
             encode_url("/a b/%20?c=<d>&e=[f]#g"),
             "/a%20b/%20?c=%3Cd%3E&e=[f]#g"
         );
+        assert!(is_not_false("") && is_not_false("no") && !is_not_false("False"));
         assert!(is_true("1") && is_true("") && !is_true("0") && !is_true("yes"));
     }
 }
