@@ -12,13 +12,35 @@ use super::Server;
 use crate::core::pod::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
 use crate::core::{pod, serving::query};
-use crate::cri::RuntimeError;
+use crate::cri::{RuntimeError, RuntimeErrorKind};
 use crate::https::{
     Body, Carried, Channels, Outgoing, carried, is_upgrade, serve_socket, text, tunnel,
 };
 
 fn broken(error: RuntimeError) -> Refusal {
-    Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
+    let code = match (error.kind, error.code) {
+        (RuntimeErrorKind::NotFound, _) => StatusCode::NOT_FOUND,
+        (_, Some("ResourceExhausted")) => StatusCode::TOO_MANY_REQUESTS,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    };
+    Refusal(code, error.message)
+}
+
+/// The streams that are asked for. Whether an attachment has a terminal is up to its container.
+fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, Refusal> {
+    let tty = match endpoint {
+        Endpoint::Attach(place) => server.find(place).and_then(|known| {
+            let all = pod::containers(&known.pod);
+            let (_, container) = all.iter().find(|(_, c)| c.name == place.container)?;
+            Some(container.tty == Some(true))
+        }),
+        _ => None,
+    };
+    let streams = match tty {
+        Some(tty) => Streams::with_tty(text, tty),
+        None => Streams::parse(text),
+    };
+    streams.map_err(Refusal::of)
 }
 
 /// The runtime's id of a container that runs.
@@ -55,10 +77,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
     };
     match endpoint {
         Endpoint::Exec(place) => {
-            let (streams, command) = (
-                Streams::parse(text).map_err(Refusal::of)?,
-                values("command"),
-            );
+            let (streams, command) = (streams(server, endpoint, text)?, values("command"));
             if command.is_empty() {
                 return Err(Refusal(
                     StatusCode::BAD_REQUEST,
@@ -71,7 +90,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
                 .map_err(broken)
         }
         Endpoint::Attach(place) => {
-            let streams = Streams::parse(text).map_err(Refusal::of)?;
+            let streams = streams(server, endpoint, text)?;
             runtime
                 .attach_url(&running(server, place).await?, streams)
                 .await
@@ -163,7 +182,7 @@ pub async fn hand_on(
         server.context.metrics.websocket(what);
         let channels = match carried {
             Carried::Command => {
-                Streams::parse(request.uri().query().unwrap_or_default()).map_err(Refusal::of)?
+                streams(server, endpoint, request.uri().query().unwrap_or_default())?
             }
             Carried::Ports => Streams::default(),
         };
@@ -205,5 +224,28 @@ pub async fn run(
         Ok(text(StatusCode::OK, done.output))
     } else {
         Err(Refusal(StatusCode::INTERNAL_SERVER_ERROR, done.output))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_of_the_runtime_have_their_codes() {
+        for (kind, code, expected) in [
+            (RuntimeErrorKind::NotFound, Some("NotFound"), 404),
+            (RuntimeErrorKind::Failed, Some("ResourceExhausted"), 429),
+            (RuntimeErrorKind::Failed, Some("Unknown"), 500),
+            (RuntimeErrorKind::Unavailable, None, 500),
+        ] {
+            let message = "why".to_owned();
+            let refusal = broken(RuntimeError {
+                kind,
+                code,
+                message,
+            });
+            assert_eq!(refusal.0.as_u16(), expected, "{kind:?}");
+        }
     }
 }

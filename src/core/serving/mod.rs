@@ -351,11 +351,16 @@ pub struct Streams {
 }
 
 impl Streams {
-    /// From a query: `input`, `output`, `error` and `tty`, each `1`. A terminal has no errors of its own.
+    /// From a query: `input`, `output`, `error` and `tty`, each `1`.
     pub fn parse(text: &str) -> Result<Streams, Refused> {
+        let tty = query::pairs(text).contains(&("tty".to_owned(), "1".to_owned()));
+        Streams::with_tty(text, tty)
+    }
+
+    /// From a query, for what has a terminal or not. A terminal has no errors of its own.
+    pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Refused> {
         let pairs = query::pairs(text);
         let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
-        let tty = has("tty");
         let streams = Streams {
             stdin: has("input"),
             stdout: has("output"),
@@ -651,5 +656,15 @@ mod tests {
             })
         );
         assert!(Streams::parse("tty=1&error=1").is_err_and(|(code, _)| code == 400));
+        let attached = |tty| Streams::with_tty("output=1&error=1&tty=1", tty);
+        assert_eq!(
+            attached(false),
+            Ok(Streams {
+                stdout: true,
+                stderr: true,
+                ..Streams::default()
+            })
+        );
+        assert!(attached(true).is_ok_and(|streams| streams.tty && !streams.stderr));
     }
 }
