@@ -34,7 +34,6 @@ use super::tasks;
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{ContainerState, ObservedPod};
-use crate::core::pod::probe;
 use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
@@ -434,7 +433,7 @@ impl Runtime for CriClient {
         let output = [answer.stdout, answer.stderr].concat();
         Ok(Exec {
             code: answer.exit_code,
-            output: probe::limited(&String::from_utf8_lossy(&output)),
+            output: String::from_utf8_lossy(&output).into_owned(),
         })
     }
 

@@ -104,7 +104,7 @@ pub struct Stock {
 pub struct Exec {
     /// Its exit code.
     pub code: i32,
-    /// Standard output and error, bounded.
+    /// Standard output and error, as much as a message of the runtime holds.
     pub output: String,
 }
 

@@ -32,7 +32,10 @@ pub async fn run(
             Ok(done) if done.code == 0 => Ok(()),
             Ok(done) => {
                 // What it printed may be secret: it is in the log at the highest verbosity only.
-                tracing::trace!(output = done.output, "a lifecycle hook failed");
+                tracing::trace!(
+                    output = probe::limited(&done.output),
+                    "a lifecycle hook failed"
+                );
                 Err(format!(
                     "command {:?} exited with {}",
                     command.first().map(String::as_str).unwrap_or_default(),

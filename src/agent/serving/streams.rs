@@ -12,7 +12,7 @@ use super::Server;
 use crate::core::pod::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
 use crate::core::{pod, serving::query};
-use crate::cri::{RuntimeError, RuntimeErrorKind};
+use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
 use crate::https::{
     Body, Carried, Channels, Outgoing, carried, is_upgrade, serve_socket, text, tunnel,
 };
@@ -217,19 +217,37 @@ pub async fn run(
     let done = server
         .context
         .runtime
-        .exec(&id, &command, Some(server.context.config.runtime_timeout))
+        .exec(&id, &command, None)
         .await
         .map_err(broken)?;
+    said(&command, done).map(|output| text(StatusCode::OK, output))
+}
+
+/// What a command said, if it succeeded.
+fn said(command: &[String], done: Exec) -> Result<String, Refusal> {
     if done.code == 0 {
-        Ok(text(StatusCode::OK, done.output))
-    } else {
-        Err(Refusal(StatusCode::INTERNAL_SERVER_ERROR, done.output))
+        return Ok(done.output);
     }
+    let (command, Exec { code, output }) = (command.join(" "), done);
+    let why = format!("command '{command}' exited with {code}: {output}");
+    Err(Refusal(StatusCode::INTERNAL_SERVER_ERROR, why))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_that_fail_tell_their_code() {
+        let command = ["ls".to_owned(), "/x".to_owned()];
+        let done = |code| Exec {
+            code,
+            output: "out".into(),
+        };
+        assert_eq!(said(&command, done(0)), Ok("out".into()));
+        let failed = said(&command, done(2)).map_err(|refusal| refusal.1);
+        assert_eq!(failed, Err("command 'ls /x' exited with 2: out".into()));
+    }
 
     #[test]
     fn failures_of_the_runtime_have_their_codes() {
