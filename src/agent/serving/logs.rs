@@ -72,6 +72,17 @@ fn last<'a>(
     named.or(newest.filter(|c| waits && c.state == ContainerState::Exited))
 }
 
+/// Why a container has not started yet.
+fn why_it_waits(told: Option<&ContainerStatus>) -> String {
+    let reason = told.and_then(|s| s.state.as_ref()?.waiting.as_ref()?.reason.clone());
+    match reason.as_deref() {
+        Some("ErrImagePull") => "image can't be pulled".to_owned(),
+        Some("ImagePullBackOff") => "trying and failing to pull image".to_owned(),
+        Some(reason) => reason.to_owned(),
+        None => "ContainerCreating".to_owned(),
+    }
+}
+
 /// Chooses the instance. Pure.
 fn instance(
     known: &Known,
@@ -122,13 +133,7 @@ fn instance(
             running: None,
         });
     }
-    let reason = told.and_then(|s| s.state.as_ref()?.waiting.as_ref()?.reason.clone());
-    let why = match reason.as_deref() {
-        Some("ErrImagePull") => "image can't be pulled".to_owned(),
-        Some("ImagePullBackOff") => "trying and failing to pull image".to_owned(),
-        Some(reason) => reason.to_owned(),
-        None => "ContainerCreating".to_owned(),
-    };
+    let why = why_it_waits(told);
     Err(Refusal(
         StatusCode::BAD_REQUEST,
         format!("container {container:?} in pod {name:?} is waiting to start: {why}"),
@@ -214,6 +219,46 @@ impl Following {
     }
 }
 
+/// Reads to the present end of a log; none if nobody wants more, or no more can be read.
+async fn read_to_end(
+    mut log: LogFile,
+    decoder: &mut Decoder,
+    to: &mpsc::Sender<Bytes>,
+) -> Option<LogFile> {
+    loop {
+        let took = blocking(move || {
+            let piece = log.read().map_err(|e| e.to_string())?;
+            let next = match piece.is_empty() {
+                true => log.follow().map_err(|e| e.to_string())?,
+                false => Next::Same,
+            };
+            Ok((log, piece, next))
+        });
+        let (piece, next) = match took.await {
+            Ok((back, piece, next)) => {
+                log = back;
+                (piece, next)
+            }
+            Err(error) => {
+                tracing::debug!(error, "a log cannot be read any further");
+                return None;
+            }
+        };
+        let out = decoder.push(&piece);
+        if !out.is_empty() && to.send(out.into()).await.is_err() {
+            return None;
+        }
+        if decoder.is_full() {
+            return None;
+        }
+        match next {
+            Next::Same if piece.is_empty() => return Some(log),
+            Next::Ending => tokio::time::sleep(REST).await,
+            Next::Same | Next::Another => {}
+        }
+    }
+}
+
 /// Reads until nothing more comes or nobody listens any more.
 async fn read(
     mut log: LogFile,
@@ -228,35 +273,10 @@ async fn read(
     // Before reading: what is written from now on ends the wait below.
     let mut changes = follow.as_ref().map(|f| Changes::with_writes(&f.dir));
     loop {
-        loop {
-            let took = blocking(move || {
-                let piece = log.read().map_err(|e| e.to_string())?;
-                let next = match piece.is_empty() {
-                    true => log.follow().map_err(|e| e.to_string())?,
-                    false => Next::Same,
-                };
-                Ok((log, piece, next))
-            });
-            let (piece, next) = match took.await {
-                Ok((back, piece, next)) => {
-                    log = back;
-                    (piece, next)
-                }
-                Err(error) => return tracing::debug!(error, "a log cannot be read any further"),
-            };
-            let out = decoder.push(&piece);
-            if !out.is_empty() && to.send(out.into()).await.is_err() {
-                return;
-            }
-            if decoder.is_full() {
-                return;
-            }
-            match next {
-                Next::Same if piece.is_empty() => break,
-                Next::Ending => tokio::time::sleep(REST).await,
-                Next::Same | Next::Another => {}
-            }
-        }
+        let Some(back) = read_to_end(log, &mut decoder, &to).await else {
+            return;
+        };
+        log = back;
         let (Some(follow), Some(changes), false) = (&follow, &mut changes, ended) else {
             let out = decoder.finish();
             if !out.is_empty() {

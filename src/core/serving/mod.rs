@@ -274,14 +274,10 @@ impl LogOptions {
     pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
-        let mut seen = std::collections::BTreeSet::new();
-        let pairs = query::pairs(text).into_iter();
-        for (key, value) in pairs.filter(|(key, value)| {
-            // Of a key that is repeated the first counts.
-            seen.insert(key.clone())
-                && (!value.is_empty()
-                    || matches!(key.as_str(), "follow" | "previous" | "timestamps"))
-        }) {
+        let given = |key: &str, value: &str| {
+            !value.is_empty() || matches!(key, "follow" | "previous" | "timestamps")
+        };
+        for (key, value) in query::firsts(text).into_iter().filter(|(k, v)| given(k, v)) {
             let number = || {
                 let wrong = || (400, format!("{key}: {value:?} is not a number"));
                 value.parse::<i64>().map_err(|_| wrong())
@@ -546,21 +542,6 @@ mod tests {
                 "get",
                 &["configz", "proxy"],
             ),
-            (
-                "GET",
-                "/%65xec/n/p/c",
-                found(Endpoint::Exec(place(None, "c"))),
-                "create",
-                &["proxy"],
-            ),
-            (
-                "GET",
-                "/metric%73",
-                found(Endpoint::Metrics(String::new())),
-                "get",
-                &["metrics"],
-            ),
-            ("GET", "//exec/n/p/c", Routed::Nothing, "get", &["proxy"]),
             ("GET", "/", Routed::Nothing, "get", &["proxy"]),
             ("BREW", "/coffee", Routed::Nothing, "", &["proxy"]),
         ] {
@@ -571,6 +552,22 @@ mod tests {
                 "{method} {path}"
             );
         }
+    }
+
+    #[test]
+    fn what_is_encoded_needs_what_it_leads_to() {
+        for (path, plain) in [
+            ("/%65xec/n/p/c", "/exec/n/p/c"),
+            ("/ru%6E/n/p/c", "/run/n/p/c"),
+            ("/metric%73", "/metrics"),
+        ] {
+            assert_eq!(route("GET", path), route("GET", plain), "{path}");
+            assert_eq!(needs("GET", path), needs("GET", plain), "{path}");
+            assert_eq!(family(path), family(plain), "{path}");
+        }
+        assert_eq!(needs("GET", "/%65xec/n/p/c").verb, "create");
+        // What is before the first part leads nowhere.
+        assert_eq!(route("GET", "//exec/n/p/c"), Routed::Nothing);
     }
 
     #[test]

@@ -64,6 +64,15 @@ pub fn pairs(text: &str) -> Vec<(String, String)> {
         .collect()
 }
 
+/// The pairs of a query, of each key the first.
+#[must_use]
+pub fn firsts(text: &str) -> Vec<(String, String)> {
+    let mut seen = std::collections::BTreeSet::new();
+    let mut pairs = pairs(text);
+    pairs.retain(|(key, _)| seen.insert(key.clone()));
+    pairs
+}
+
 /// A boolean as Go parses it; present without a value counts as true.
 #[must_use]
 pub fn is_true(value: &str) -> bool {
