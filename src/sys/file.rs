@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// The text of a file of at most `limit` bytes; `InvalidData` where it is longer, or no text. Blocking.
@@ -25,21 +25,40 @@ pub fn read_text_if_there(path: &Path, limit: u64) -> io::Result<Option<String>>
     }
 }
 
+/// The new content beside the old, under a name that what a crash has left there has, too. Who writes the same file
+/// meanwhile waits until this file is closed, which is after it was renamed.
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = PathBuf::from(format!("{}.new", path.display()));
-    let mut file = fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&aside)?;
-    file.write_all(content)?;
-    Ok((aside, file))
+    loop {
+        let mut file = fs::OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&aside)?;
+        file.lock()?;
+        // Who held it before has renamed it, and it is not to be written any more.
+        if !is_at(&file, &aside)? {
+            continue;
+        }
+        file.set_len(0)?;
+        file.write_all(content)?;
+        return Ok((aside, file));
+    }
+}
+
+/// Whether this file is the one at the path.
+fn is_at(file: &fs::File, path: &Path) -> io::Result<bool> {
+    let (open, there) = match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        there => (file.metadata()?, there?),
+    };
+    Ok((open.dev(), open.ino()) == (there.dev(), there.ino()))
 }
 
 /// Replaces a file as a whole, readable by root only, and leaves it to the kernel when it reaches the disk.
 pub fn replace_soon(path: &Path, content: &[u8]) -> io::Result<()> {
-    let (aside, _) = aside(path, content)?;
+    let (aside, _locked) = aside(path, content)?;
     fs::rename(aside, path)
 }
 
@@ -70,6 +89,25 @@ mod tests {
             fs::metadata(&path).expect("metadata").permissions().mode() & 0o777,
             0o600
         );
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
+    }
+    #[test]
+    fn several_may_write_a_file_at_once_and_what_a_crash_left_is_overwritten() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("f");
+        fs::write(dir.path().join("f.new"), b"left by a crash, and long").expect("written");
+        std::thread::scope(|scope| {
+            for writer in 0..4_u8 {
+                let path = &path;
+                scope.spawn(move || {
+                    for _ in 0..200 {
+                        replace_soon(path, &[b'0' + writer; 9]).expect("written");
+                        let content = fs::read(path).expect("read");
+                        assert_eq!(content, [content[0]; 9], "the content of one writer");
+                    }
+                });
+            }
+        });
         assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
     }
 }
