@@ -293,7 +293,14 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
     else {
         return true;
     };
-    let (record, pulling) = records.read(name, &image.id).await;
+    let (record, pulling) = match records.read(name, &image.id).await {
+        Ok(found) => found,
+        Err(error) => {
+            // As if somebody else's credentials had pulled it: a record that is lost must not open the image to all.
+            tracing::warn!(error, image = name, "the pod has to pull the image itself");
+            return false;
+        }
+    };
     let own: Vec<BySecret> = of_secrets(secrets, name)
         .into_iter()
         .map(|(_, by)| by)
@@ -438,9 +445,10 @@ async fn attempt(
         return Err("pull QPS exceeded".into());
     }
     let start = Instant::now();
-    if let Some(records) = &images.records {
-        records.begin(name).await?;
-    }
+    let noted = match &images.records {
+        Some(records) => Some(records.begin(name).await?),
+        None => None,
+    };
     let mut errors: Vec<String> = Vec::new();
     for (credentials, by) in candidates(context, name, secrets).await {
         if let Err(error) = context.runtime.pull(name, credentials).await {
@@ -454,21 +462,15 @@ async fn attempt(
             .map_err(|e| e.to_string())?;
         let image =
             image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
-        if let Some(records) = &images.records {
-            records
-                .done(
-                    name,
-                    &image.id,
-                    &keyring::repository(name),
-                    by,
-                    context.clock.now(),
-                )
+        if let Some(pull) = noted {
+            let now = context.clock.now();
+            pull.done(&image.id, &keyring::repository(name), by, now)
                 .await?;
         }
         return Ok((image, start.elapsed()));
     }
-    if let Some(records) = &images.records {
-        records.failed(name).await;
+    if let Some(pull) = noted {
+        pull.failed().await;
     }
     errors.dedup();
     Err(errors.join("; "))

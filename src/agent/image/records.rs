@@ -1,29 +1,89 @@
 //! The records of pulled images on disk (kubelet spec, 8.4), in the kubelet's layout.
 
+use std::collections::BTreeMap;
+use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use serde_json::json;
 
 use crate::core::digest;
 use crate::core::image::pulled::{By, Record};
+use crate::core::lock::lock;
 use crate::sys::file;
 
 /// The directories `pulling` and `pulled` below the agent's.
 #[derive(Debug, Clone)]
-pub struct Records(PathBuf);
+pub struct Records(Arc<Store>);
+
+#[derive(Debug)]
+struct Store {
+    dir: PathBuf,
+    /// Held while files are changed.
+    changing: Mutex<()>,
+    /// How many pulls of an image are under way. Never held while the disk is waited for.
+    pulls: Mutex<BTreeMap<String, usize>>,
+}
+
+/// A pull under way. One that is given up leaves its note: what came of it is not known.
+#[derive(Debug)]
+pub struct Pull {
+    store: Arc<Store>,
+    image: String,
+    ended: bool,
+}
 
 fn name(of: &str) -> String {
     format!("sha256-{}", digest::sha256(of.as_bytes()))
 }
 
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    tokio::task::spawn_blocking(work).await.ok()
+async fn blocking<T: Send + 'static>(
+    what: &str,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, String> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done.map_err(|e| format!("{what}: {e}")),
+        Err(_) => Err(format!("{what}: it ended unexpectedly")),
+    }
+}
+
+/// The record in a file, if there is one.
+fn record_in(path: &Path) -> io::Result<Option<Record>> {
+    match std::fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => Ok(Some(serde_json::from_slice(&read?)?)),
+    }
+}
+
+impl Store {
+    fn intent(&self, image: &str) -> PathBuf {
+        self.dir.join("pulling").join(name(image))
+    }
+
+    fn record(&self, reference: &str) -> PathBuf {
+        self.dir.join("pulled").join(name(reference))
+    }
+
+    /// One pull of the image less. Whether it was the last.
+    fn leave(&self, image: &str) -> bool {
+        let mut pulls = lock(&self.pulls);
+        match pulls.get_mut(image) {
+            Some(several) if *several > 1 => {
+                *several -= 1;
+                false
+            }
+            _ => {
+                pulls.remove(image);
+                true
+            }
+        }
+    }
 }
 
 impl Records {
     /// Below the agent's root directory.
-    pub fn open(root: &Path) -> std::io::Result<Records> {
+    pub fn open(root: &Path) -> io::Result<Records> {
         let dir = root.join("image_manager");
         for below in ["pulling", "pulled"] {
             std::fs::DirBuilder::new()
@@ -31,80 +91,109 @@ impl Records {
                 .mode(0o700)
                 .create(dir.join(below))?;
         }
-        Ok(Records(dir))
+        Ok(Records(Arc::new(Store {
+            dir,
+            changing: Mutex::default(),
+            pulls: Mutex::default(),
+        })))
     }
 
-    fn intent(&self, image: &str) -> PathBuf {
-        self.0.join("pulling").join(name(image))
-    }
-
-    fn record(&self, reference: &str) -> PathBuf {
-        self.0.join("pulled").join(name(reference))
-    }
-
-    /// The record of an image, and whether a pull of it was begun and its end not noted.
-    pub async fn read(&self, image: &str, reference: &str) -> (Option<Record>, bool) {
-        let (record, intent) = (self.record(reference), self.intent(image));
+    /// The record of an image, and whether a pull of it was begun and its end not noted. An error does not tell that there
+    /// is none.
+    pub async fn read(
+        &self,
+        image: &str,
+        reference: &str,
+    ) -> Result<(Option<Record>, bool), String> {
+        let (record, intent) = (self.0.record(reference), self.0.intent(image));
+        // The note first: a pull that ends meanwhile writes its record before the note goes.
         let read = move || {
-            (
-                std::fs::read(record)
-                    .ok()
-                    .and_then(|text| serde_json::from_slice(&text).ok()),
-                intent.exists(),
-            )
+            let pulling = intent.try_exists()?;
+            Ok((record_in(&record)?, pulling))
         };
-        blocking(read).await.unwrap_or_default()
+        blocking("the record of who pulled the image cannot be read", read).await
     }
 
     /// A pull is begun. Without this note an image that a crash left behind would count as preloaded.
-    pub async fn begin(&self, image: &str) -> Result<(), String> {
-        let path = self.intent(image);
+    pub async fn begin(&self, image: &str) -> Result<Pull, String> {
+        let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
-        let written = blocking(move || file::replace(&path, text.as_bytes())).await;
-        written
-            .ok_or("the note ended unexpectedly")?
-            .map_err(|e| format!("that the image is pulled cannot be noted: {e}"))
+        let write = move || {
+            let _changing = lock(&store.changing);
+            file::replace(&store.intent(&image), text.as_bytes())?;
+            *lock(&store.pulls).entry(image.clone()).or_default() += 1;
+            Ok(Pull {
+                store: store.clone(),
+                image,
+                ended: false,
+            })
+        };
+        blocking("that the image is pulled cannot be noted", write).await
     }
+}
 
-    /// A pull has succeeded.
+impl Pull {
+    /// It has succeeded.
     pub async fn done(
-        &self,
-        image: &str,
+        mut self,
         reference: &str,
         repository: &str,
         by: By,
         now: jiff::Timestamp,
     ) -> Result<(), String> {
-        let (path, intent) = (self.record(reference), self.intent(image));
         let (reference, repository) = (reference.to_owned(), repository.to_owned());
         let note = move || {
-            let mut record: Record = std::fs::read(&path)
-                .ok()
-                .and_then(|text| serde_json::from_slice(&text).ok())
-                .unwrap_or_default();
+            let store = self.store.clone();
+            let _changing = lock(&store.changing);
+            let path = store.record(&reference);
+            let known = record_in(&path).unwrap_or_else(|error| {
+                tracing::warn!(%error, image = self.image, "the record of who pulled the image cannot be read, a new one is written");
+                None
+            });
+            let mut record = known.unwrap_or_default();
             record.image_ref = reference;
             record.note(&repository, by, &now.to_string());
             file::replace(&path, &serde_json::to_vec(&record)?)?;
-            remove(&intent)
+            self.end()
         };
-        blocking(note)
-            .await
-            .ok_or("the note ended unexpectedly")?
-            .map_err(|e: std::io::Error| format!("who pulled the image cannot be noted: {e}"))
+        blocking("who pulled the image cannot be noted", note).await
     }
 
-    /// A pull has failed.
-    pub async fn failed(&self, image: &str) {
-        let intent = self.intent(image);
-        if let Some(Err(error)) = blocking(move || remove(&intent)).await {
-            tracing::warn!(%error, image, "the note of a pull that failed stays");
+    /// It has failed.
+    pub async fn failed(mut self) {
+        let image = self.image.clone();
+        let end = move || {
+            let store = self.store.clone();
+            let _changing = lock(&store.changing);
+            self.end()
+        };
+        if let Err(error) = blocking("it cannot be removed", end).await {
+            tracing::warn!(error, image, "the note of a pull that failed stays");
+        }
+    }
+
+    /// The last pull of an image that ends takes the note with it.
+    fn end(&mut self) -> io::Result<()> {
+        self.ended = true;
+        if self.store.leave(&self.image) {
+            remove(&self.store.intent(&self.image))
+        } else {
+            Ok(())
         }
     }
 }
 
-fn remove(path: &Path) -> std::io::Result<()> {
+impl Drop for Pull {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.store.leave(&self.image);
+        }
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     }
 }
@@ -114,40 +203,73 @@ mod tests {
     use super::*;
     use crate::core::image::pulled::BySecret;
 
-    #[tokio::test]
-    async fn what_was_pulled_and_by_whom_is_found_again() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let records = Records::open(dir.path()).expect("opened");
-        assert_eq!(records.read("r/x:1", "sha256:1").await, (None, false));
-        records.begin("r/x:1").await.expect("noted");
-        assert_eq!(records.read("r/x:1", "sha256:1").await, (None, true));
-        let secret = BySecret {
+    const IMAGE: &str = "r/x:1";
+    const ID: &str = "sha256:1";
+
+    fn secret() -> BySecret {
+        BySecret {
             uid: "u".into(),
             namespace: "n".into(),
             name: "s".into(),
             credential_hash: "h".into(),
-        };
-        records
-            .done(
-                "r/x:1",
-                "sha256:1",
-                "r/x",
-                By::Secret(secret.clone()),
-                jiff::Timestamp::UNIX_EPOCH,
-            )
-            .await
-            .expect("noted");
+        }
+    }
+
+    async fn done(pull: Pull, by: By) -> Result<(), String> {
+        pull.done(ID, "r/x", by, jiff::Timestamp::UNIX_EPOCH).await
+    }
+
+    #[tokio::test]
+    async fn what_was_pulled_and_by_whom_is_found_again() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let records = Records::open(dir.path()).expect("opened");
+        assert_eq!(records.read(IMAGE, ID).await, Ok((None, false)));
+        let pull = records.begin(IMAGE).await.expect("noted");
+        assert_eq!(records.read(IMAGE, ID).await, Ok((None, true)));
+        done(pull, By::Secret(secret())).await.expect("noted");
         let (record, pulling) = Records::open(dir.path())
             .expect("opened")
-            .read("r/x:1", "sha256:1")
-            .await;
+            .read(IMAGE, ID)
+            .await
+            .expect("read");
         assert!(!pulling);
         assert_eq!(
             record.expect("a record").credential_mapping["r/x"].kubernetes_secrets,
-            [secret]
+            [secret()]
         );
-        records.begin("r/y").await.expect("noted");
-        records.failed("r/y").await;
-        assert_eq!(records.read("r/y", "sha256:2").await, (None, false));
+    }
+
+    #[tokio::test]
+    async fn the_note_goes_with_the_last_of_several_pulls() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let records = Records::open(dir.path()).expect("opened");
+        let begin = async || records.begin(IMAGE).await.expect("noted");
+        let pulling = async || records.read(IMAGE, ID).await.expect("read").1;
+        let (first, second, third) = (begin().await, begin().await, begin().await);
+        first.failed().await;
+        assert!(pulling().await, "two others are under way");
+        drop(second);
+        assert!(pulling().await, "another is under way");
+        third.failed().await;
+        assert!(!pulling().await, "none is under way");
+        drop(begin().await);
+        assert!(
+            pulling().await,
+            "what came of a pull that was given up is not known"
+        );
+        begin().await.failed().await;
+        assert!(!pulling().await);
+    }
+
+    #[tokio::test]
+    async fn a_record_that_cannot_be_read_is_not_taken_for_none_and_is_written_anew() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let records = Records::open(dir.path()).expect("opened");
+        std::fs::write(records.0.record(ID), "{").expect("written");
+        assert!(records.read(IMAGE, ID).await.is_err());
+        let pull = records.begin(IMAGE).await.expect("noted");
+        done(pull, By::Anyone).await.expect("noted");
+        let (record, pulling) = records.read(IMAGE, ID).await.expect("read");
+        assert!(record.is_some() && !pulling);
     }
 }
