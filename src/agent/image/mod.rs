@@ -27,7 +27,7 @@ use crate::core::digest;
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
 use crate::core::image::pulled::{self, By, BySecret, Policy};
-use crate::core::image::with_default_tag;
+use crate::core::image::{untagged, with_default_tag};
 use crate::core::lock::lock;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
@@ -307,7 +307,7 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
         .collect();
     pulled::may_use(
         &images.policy,
-        &keyring::repository(name),
+        untagged(name),
         record.as_ref(),
         pulling,
         &own,
@@ -464,8 +464,7 @@ async fn attempt(
             image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
         if let Some(pull) = noted {
             let now = context.clock.now();
-            pull.done(&image.id, &keyring::repository(name), by, now)
-                .await?;
+            pull.done(&image.id, untagged(name), by, now).await?;
         }
         return Ok((image, start.elapsed()));
     }

@@ -133,15 +133,15 @@ impl Records {
 }
 
 impl Pull {
-    /// It has succeeded.
+    /// It has succeeded. `untagged` is the image's name as the pod writes it, without tag and digest.
     pub async fn done(
         mut self,
         reference: &str,
-        repository: &str,
+        untagged: &str,
         by: By,
         now: jiff::Timestamp,
     ) -> Result<(), String> {
-        let (reference, repository) = (reference.to_owned(), repository.to_owned());
+        let (reference, untagged) = (reference.to_owned(), untagged.to_owned());
         let note = move || {
             let store = self.store.clone();
             let _changing = lock(&store.changing);
@@ -152,7 +152,7 @@ impl Pull {
             });
             let mut record = known.unwrap_or_default();
             record.image_ref = reference;
-            record.note(&repository, by, &now.to_string());
+            record.note(&untagged, by, &now.to_string());
             file::replace(&path, &serde_json::to_vec(&record)?)?;
             self.end()
         };

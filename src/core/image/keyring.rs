@@ -3,6 +3,8 @@
 use base64::Engine as _;
 use serde_json::Value;
 
+use super::reference::Reference;
+
 /// Credentials for the registries and repositories that a pattern names.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Entry {
@@ -20,8 +22,10 @@ impl std::fmt::Debug for Entry {
     }
 }
 
-/// The host of Docker Hub's credentials.
-const HUB: &str = "index.docker.io";
+/// What the repositories of Docker Hub begin with.
+const HUB: &str = "docker.io/";
+/// Under which key docker keeps its credentials.
+const HUB_KEY: &str = "index.docker.io";
 
 /// Host, port and path of a key or an image.
 fn parts(text: &str) -> (&str, Option<&str>, &str) {
@@ -87,28 +91,17 @@ pub fn covers(pattern: &str, image: &str) -> bool {
             .all(|(pattern, label)| label_matches(pattern, label))
 }
 
-/// The image as credentials name it: with its registry, without tag and digest.
+/// The image as credentials name it: with its registry, without tag and digest. What is no name stays as it is.
 #[must_use]
 pub fn repository(image: &str) -> String {
-    let untagged = image.split('@').next().unwrap_or(image);
-    let untagged = match untagged.rsplit_once(':') {
-        Some((name, tag)) if !tag.contains('/') => name,
-        _ => untagged,
-    };
-    let host = super::registry(image);
-    match untagged.strip_prefix(&format!("{host}/")) {
-        _ if host == "docker.io" => {
-            let path = untagged
-                .trim_start_matches("docker.io/")
-                .trim_start_matches("index.docker.io/");
-            format!("{HUB}/{path}")
-        }
-        Some(path) => format!("{host}/{path}"),
-        None => format!("{host}/{untagged}"),
-    }
+    Reference::parse(image).map_or_else(
+        |_| image.to_owned(),
+        |r| format!("{}/{}", r.registry, r.repository),
+    )
 }
 
-/// The entries that cover an image, the most specific first, each credential once.
+/// The entries that cover an image, the most specific first, each credential once. Docker's own key for its hub covers the
+/// hub's images where nothing else does.
 #[must_use]
 pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
     let repository = repository(image);
@@ -117,6 +110,9 @@ pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
         .filter(|e| covers(&e.pattern, &repository))
         .cloned()
         .collect();
+    if found.is_empty() && repository.starts_with(HUB) {
+        found.extend(entries.iter().filter(|e| e.pattern == HUB_KEY).cloned());
+    }
     found.sort_by(|a, b| b.pattern.cmp(&a.pattern));
     let mut seen = std::collections::BTreeSet::new();
     found.retain(|e| seen.insert((e.username.clone(), e.password.clone())));
@@ -139,15 +135,8 @@ fn entry(key: &str, value: &Value) -> Option<Entry> {
             )
         }
     };
-    let key = bare(key);
-    // Docker's own names for its hub.
-    let pattern = if ["docker.io", "registry-1.docker.io"].contains(&key.as_str()) {
-        HUB.to_owned()
-    } else {
-        key
-    };
     Some(Entry {
-        pattern,
+        pattern: bare(key),
         username,
         password,
     })
@@ -205,6 +194,13 @@ mod tests {
             ("reg.example/team", "reg.example/other/x", false),
             ("index.docker.io", "busybox", true),
             ("index.docker.io", "docker.io/library/busybox:1", true),
+            ("index.docker.io", "index.docker.io/team/x", true),
+            ("index.docker.io", "reg.example/team/x", false),
+            ("docker.io", "busybox", true),
+            ("docker.io/library", "busybox:1", true),
+            ("docker.io/team", "team/x", true),
+            ("docker.io/team", "index.docker.io/team/x:1", true),
+            ("docker.io/team", "busybox", false),
         ] {
             let entries = [Entry {
                 pattern: pattern.into(),
@@ -227,6 +223,7 @@ mod tests {
             "https://reg.example:5000/v2/": {"auth": encode("u:p:w")},
             "reg.example:5000/team": {"username": "team", "password": "t"},
             "https://index.docker.io/v1/": {"auth": encode("hub:h")},
+            "docker.io/team": {"auth": encode("of:team")},
             "broken": {"auth": "!"},
         }});
         let entries = parse(config.to_string().as_bytes());
@@ -244,10 +241,15 @@ mod tests {
             ]
         );
         assert_eq!(found("busybox"), [("hub".to_owned(), "h".to_owned())]);
+        assert_eq!(
+            found("team/x"),
+            [("of".to_owned(), "team".to_owned())],
+            "the hub's key is for what no other covers"
+        );
         assert_eq!(found("other.example/x"), []);
         assert_eq!(
             parse(config["auths"].to_string().as_bytes()).len(),
-            3,
+            4,
             "the older format has no auths"
         );
         assert_eq!(
@@ -258,7 +260,7 @@ mod tests {
         let secret = json!({"data": {".dockercfg": encode(&config["auths"].to_string())}});
         assert_eq!(
             of_secret(&serde_json::from_value(secret).expect("a secret")).len(),
-            3
+            4
         );
         assert_eq!(parse(b"not json"), []);
     }

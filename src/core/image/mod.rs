@@ -40,10 +40,20 @@ pub fn canonical(image: &str) -> Option<String> {
     })
 }
 
-/// The registry host of an image name, `docker.io` where none is written.
+/// The name as it is written, without tag and digest.
 #[must_use]
-pub fn registry(image: &str) -> String {
-    Reference::parse(image).map_or_else(|_| "docker.io".into(), |r| r.registry.to_owned())
+pub fn untagged(image: &str) -> &str {
+    let Ok(reference) = Reference::parse(image) else {
+        return image;
+    };
+    let tagged = match reference.digest {
+        Some(digest) => &image[..image.len() - digest.len() - "@".len()],
+        None => image,
+    };
+    match reference.tag {
+        Some(tag) => &tagged[..tagged.len() - tag.len() - ":".len()],
+        None => tagged,
+    }
 }
 
 #[cfg(test)]
@@ -72,7 +82,11 @@ mod tests {
         ];
         for (image, latest, host, full) in cases {
             assert_eq!(tag_is_latest(image), latest, "{image}");
-            assert_eq!(registry(image), host, "{image}");
+            assert_eq!(
+                Reference::parse(image).map(|r| r.registry),
+                Ok(host),
+                "{image}"
+            );
             assert_eq!(with_default_tag(image).as_deref(), full, "{image}");
         }
         assert!(with_default_tag("Not Valid!").is_err() && !tag_is_latest("Not Valid!"));
@@ -84,6 +98,18 @@ mod tests {
             canonical("r.example:5000/a:1").as_deref(),
             Some("r.example:5000/a:1")
         );
+        let both = digest.replace('@', ":1@");
+        for (image, expected) in [
+            ("busybox", "busybox"),
+            ("busybox:1.36", "busybox"),
+            ("reg.example:5000/a/b", "reg.example:5000/a/b"),
+            ("reg.example:5000/a/b:1", "reg.example:5000/a/b"),
+            (digest.as_str(), "a"),
+            (both.as_str(), "a"),
+            ("Not Valid!", "Not Valid!"),
+        ] {
+            assert_eq!(untagged(image), expected, "{image}");
+        }
         assert_eq!(
             canonical(&digest),
             Some(format!("docker.io/library/{digest}"))

@@ -57,7 +57,7 @@ pub struct Record {
     pub last_updated_time: String,
     /// The image's id in the runtime.
     pub image_ref: String,
-    /// By repository.
+    /// By the image's name as pods write it, without tag and digest.
     pub credential_mapping: BTreeMap<String, Access>,
 }
 
@@ -72,14 +72,11 @@ pub enum By {
 
 impl Record {
     /// Records one more credential with which the image was pulled.
-    pub fn note(&mut self, repository: &str, by: By, now: &str) {
+    pub fn note(&mut self, image: &str, by: By, now: &str) {
         self.kind = "ImagePulledRecord".into();
         self.api_version = "kubelet.config.k8s.io/v1beta1".into();
         self.last_updated_time = now.to_owned();
-        let access = self
-            .credential_mapping
-            .entry(repository.to_owned())
-            .or_default();
+        let access = self.credential_mapping.entry(image.to_owned()).or_default();
         match by {
             By::Anyone => {
                 *access = Access {
@@ -99,12 +96,12 @@ impl Record {
     }
 }
 
-/// Whether a pod with these secrets may use an image that is there. `pulling` says that a pull of it was
-/// begun and its end not noted.
+/// Whether a pod with these secrets may use an image that is there. `image` is its name as the pod writes it, without tag
+/// and digest; `pulling` says that a pull of it was begun and its end not noted.
 #[must_use]
 pub fn may_use(
     policy: &Policy,
-    repository: &str,
+    image: &str,
     record: Option<&Record>,
     pulling: bool,
     secrets: &[BySecret],
@@ -116,16 +113,14 @@ pub fn may_use(
         Policy::NeverVerifyAllowlisted(list) => {
             preloaded
                 && list.iter().any(|entry| {
-                    entry
-                        .strip_suffix("/*")
-                        .map_or(entry == repository, |prefix| {
-                            repository.starts_with(&format!("{prefix}/"))
-                        })
+                    entry.strip_suffix("/*").map_or(entry == image, |prefix| {
+                        image.starts_with(&format!("{prefix}/"))
+                    })
                 })
         }
         Policy::AlwaysVerify => false,
     };
-    let access = record.and_then(|r| r.credential_mapping.get(repository));
+    let access = record.and_then(|r| r.credential_mapping.get(image));
     free || access.is_some_and(|access| {
         // The same secret, changed or not; or the same credentials in another secret.
         let same = |a: &BySecret, b: &BySecret| {
