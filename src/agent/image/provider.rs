@@ -204,7 +204,7 @@ impl Providers {
                 .iter()
                 .any(|m| keyring::covers(m, &repository))
         }) {
-            match provider.entries(image, &repository).await {
+            match provider.entries(&repository).await {
                 Ok(entries) => found.extend(keyring::matching(&entries, image)),
                 Err(error) => {
                     tracing::warn!(
@@ -221,25 +221,25 @@ impl Providers {
 }
 
 impl Provider {
-    fn cached(&self, image: &str, repository: &str) -> Option<Vec<Entry>> {
+    fn cached(&self, repository: &str) -> Option<Vec<Entry>> {
         let registry = repository.split('/').next().unwrap_or_default();
         let mut cached = lock(&self.cached);
         cached.retain(|_, k| k.until > Instant::now());
-        ["", registry, image]
+        ["", registry, repository]
             .iter()
             .find_map(|key| cached.get(*key))
             .map(|k| k.entries.clone())
     }
 
-    async fn entries(&self, image: &str, repository: &str) -> anyhow::Result<Vec<Entry>> {
-        if let Some(cached) = self.cached(image, repository) {
+    async fn entries(&self, repository: &str) -> anyhow::Result<Vec<Entry>> {
+        if let Some(cached) = self.cached(repository) {
             return Ok(cached);
         }
         let _asking = self.asking.lock().await;
-        if let Some(cached) = self.cached(image, repository) {
+        if let Some(cached) = self.cached(repository) {
             return Ok(cached);
         }
-        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(image))
+        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(repository))
             .await
             .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
@@ -265,7 +265,7 @@ impl Provider {
             .and_then(|d| duration(d))
             .unwrap_or_default();
         let key = match answer.cache_key_type.as_str() {
-            "Image" => image.to_owned(),
+            "Image" => repository.to_owned(),
             "Registry" => repository.split('/').next().unwrap_or_default().to_owned(),
             "Global" => String::new(),
             other => bail!("cacheKeyType {other:?} is not known: use Image, Registry or Global"),
@@ -280,7 +280,7 @@ impl Provider {
         Ok(entries)
     }
 
-    async fn ask(&self, image: &str) -> anyhow::Result<Answer> {
+    async fn ask(&self, repository: &str) -> anyhow::Result<Answer> {
         let mut command = tokio::process::Command::new(&self.program);
         command
             .args(&self.definition.args)
@@ -293,7 +293,7 @@ impl Provider {
         let mut child = command
             .spawn()
             .with_context(|| format!("{} cannot be run", self.program.display()))?;
-        let request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": image}).to_string();
+        let request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": repository}).to_string();
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         let (Some(mut stdin), Some(stdout)) = (stdin, stdout) else {
             bail!("the plugin has no stdin or stdout")
@@ -345,7 +345,7 @@ mod tests {
         };
         let count = dir.path().join("count");
         let script = format!(
-            "#!/bin/sh\necho asked >> {}\ngrep -q reg.example/x || exit 1\necho '{{\"apiVersion\": \"{REQUEST}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
+            "#!/bin/sh\necho asked >> {}\ngrep -q '\"image\":\"reg.example/x\"' || exit 1\necho '{{\"apiVersion\": \"{REQUEST}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
             count.display()
         );
         executed(&write("plugin", &script));
