@@ -212,14 +212,12 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         });
     }
     // The image is there now; who has no credentials for it must still show some.
+    let closed_image = format!("{}/team/one:1", closed.address);
     cluster.apply(&format!(
-        "{}{}{}",
-        pod("thief", &format!("{}/team/one:1", closed.address), ""),
-        pod(
-            "colleague",
-            &format!("{}/team/one:1", closed.address),
-            "imagePullSecrets: [{name: pull}],"
-        ),
+        "{}{}{}{}",
+        pod("thief", &closed_image, ""),
+        pod("curious", &closed_image, "").replace("IfNotPresent", "Never"),
+        pod("colleague", &closed_image, secrets),
         pod("again", &format!("{}/free:1", open.address), ""),
     ));
     cluster.wait("who may uses what is there", || {
@@ -233,6 +231,10 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     cluster.wait("who may not does not", || {
         ["ErrImagePull", "ImagePullBackOff"]
             .contains(&waiting("thief")["reason"].as_str().unwrap_or_default())
+    });
+    cluster.wait("that it is there not to be told", || {
+        let said = waiting("curious")["message"].to_string();
+        said.contains("is not present with pull policy of Never")
     });
     // Between two tries.
     cluster.wait("why to be explained", || {

@@ -236,15 +236,16 @@ async fn ensure(
         .image_pull_policy
         .as_deref()
         .unwrap_or("IfNotPresent");
+    // An image that is there and not for this pod is not told of: it is as if there were none.
     let usable = match present {
         Some(image) if policy != "Always" => {
             let allowed = allowed(context, &name, &image, secrets).await;
-            Some((image, allowed))
+            allowed.then_some(image)
         }
         _ => None,
     };
     match (policy, usable) {
-        ("IfNotPresent" | "Never", Some((image, true))) => {
+        ("IfNotPresent" | "Never", Some(image)) => {
             let message = format!(
                 "Container image {spec_image:?} already present on machine and can be accessed by the pod"
             );
@@ -253,15 +254,9 @@ async fn ensure(
                 .pod(pod, path, Kind::Normal, "Pulled", message);
             Ok(image)
         }
-        ("Never", refused) => {
-            let message = match refused {
-                None => format!(
-                    "Container image {spec_image:?} is not present with pull policy of Never"
-                ),
-                Some(_) => format!(
-                    "Container image {spec_image:?} is present, but the pod has no credentials that it was pulled with, and its pull policy is Never"
-                ),
-            };
+        ("Never", None) => {
+            let message =
+                format!("Container image {spec_image:?} is not present with pull policy of Never");
             context.events.pod(
                 pod,
                 path.clone(),
