@@ -13,7 +13,7 @@ pub enum Policy {
     /// For images that were pulled here, not for those that were put here by other means.
     #[default]
     NeverVerifyPreloaded,
-    /// For all but those listed; an entry may end in `/*`.
+    /// For all but those listed, however they came here; an entry may end in `/*`.
     NeverVerifyAllowlisted(Vec<String>),
     /// Always.
     AlwaysVerify,
@@ -106,18 +106,14 @@ pub fn may_use(
     pulling: bool,
     secrets: &[BySecret],
 ) -> bool {
-    let preloaded = record.is_none() && !pulling;
     let free = match policy {
         Policy::NeverVerify => true,
-        Policy::NeverVerifyPreloaded => preloaded,
-        Policy::NeverVerifyAllowlisted(list) => {
-            preloaded
-                && list.iter().any(|entry| {
-                    entry.strip_suffix("/*").map_or(entry == image, |prefix| {
-                        image.starts_with(&format!("{prefix}/"))
-                    })
-                })
-        }
+        Policy::NeverVerifyPreloaded => record.is_none() && !pulling,
+        Policy::NeverVerifyAllowlisted(list) => list.iter().any(|entry| {
+            entry.strip_suffix("/*").map_or(entry == image, |prefix| {
+                image.starts_with(&format!("{prefix}/"))
+            })
+        }),
         Policy::AlwaysVerify => false,
     };
     let access = record.and_then(|r| r.credential_mapping.get(image));
@@ -212,11 +208,11 @@ mod tests {
             ),
             (
                 Policy::NeverVerifyAllowlisted(vec!["r/*".into()]),
-                None,
+                Some(&record),
                 false,
                 vec![],
                 true,
-                "listed",
+                "listed, and pulled by somebody's secret",
             ),
             (
                 Policy::NeverVerifyAllowlisted(vec!["r/y".into()]),
