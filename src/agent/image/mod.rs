@@ -27,7 +27,7 @@ use crate::core::digest;
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
 use crate::core::image::pulled::{self, By, BySecret, Policy};
-use crate::core::image::{untagged, with_default_tag};
+use crate::core::image::{failure, untagged, with_default_tag};
 use crate::core::lock::lock;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
@@ -364,11 +364,9 @@ async fn pull(
             Ok(image)
         }
         Err(error) => {
-            let until = backoff().failed(key, &error, context.clock.now());
-            let known = ["RegistryUnavailable", "SignatureValidationFailed"]
-                .into_iter()
-                .find(|reason| error.contains(*reason));
-            let reason = known.unwrap_or("ErrImagePull");
+            let (reason, message) = failure(shown, &error);
+            let shown_later = format!("{reason}: {message}");
+            let until = backoff().failed(key, &shown_later, context.clock.now());
             context.events.pod(
                 pod,
                 path.clone(),
@@ -385,7 +383,7 @@ async fn pull(
             );
             Err(Waiting {
                 reason: reason.into(),
-                message: error,
+                message,
                 again: Some(until.min(context.clock.now() + SHOWN)),
             })
         }

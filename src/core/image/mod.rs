@@ -56,6 +56,27 @@ pub fn untagged(image: &str) -> &str {
     }
 }
 
+/// The reason and the message of a pull that failed: a runtime begins its error with the name of what it can tell apart.
+#[must_use]
+pub fn failure(image: &str, error: &str) -> (&'static str, String) {
+    let known = [
+        ("RegistryUnavailable", "the registry is unavailable"),
+        (
+            "SignatureValidationFailed",
+            "the signature validation failed",
+        ),
+    ];
+    let named = |(reason, why): (&'static str, &str)| {
+        let rest = error.strip_prefix(reason)?;
+        let message = format!("image pull failed for {image} because {why}{rest}");
+        Some((reason, message))
+    };
+    known
+        .into_iter()
+        .find_map(named)
+        .unwrap_or_else(|| ("ErrImagePull", error.to_owned()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,5 +135,28 @@ mod tests {
             canonical(&digest),
             Some(format!("docker.io/library/{digest}"))
         );
+    }
+
+    #[test]
+    fn what_a_runtime_names_at_the_beginning_of_its_error_is_the_reason() {
+        for (error, reason, message) in [
+            (
+                "RegistryUnavailable: no route",
+                "RegistryUnavailable",
+                "image pull failed for r/x because the registry is unavailable: no route",
+            ),
+            (
+                "SignatureValidationFailed",
+                "SignatureValidationFailed",
+                "image pull failed for r/x because the signature validation failed",
+            ),
+            (
+                "not found: RegistryUnavailable/x",
+                "ErrImagePull",
+                "not found: RegistryUnavailable/x",
+            ),
+        ] {
+            assert_eq!(failure("r/x", error), (reason, message.to_owned()));
+        }
     }
 }
