@@ -40,17 +40,35 @@ fn parts(text: &str) -> (&str, Option<&str>, &str) {
     }
 }
 
-/// A key of a docker configuration without what does not count: scheme, API version, trailing slashes.
+/// A key of a docker configuration without what does not count: the scheme, and the API's version before the path. A slash
+/// at a path's end stays: `team/` is not `team2`.
 fn bare(key: &str) -> String {
     let key = key
         .trim_start_matches("https://")
         .trim_start_matches("http://");
-    let key = key.trim_end_matches('/');
-    let key = key
-        .strip_suffix("/v1")
-        .or_else(|| key.strip_suffix("/v2"))
-        .unwrap_or(key);
-    key.to_owned()
+    let (host, path) = key.split_once('/').unwrap_or((key, ""));
+    let path = match path {
+        "v1" | "v2" => "",
+        _ => path
+            .strip_prefix("v1/")
+            .or_else(|| path.strip_prefix("v2/"))
+            .unwrap_or(path),
+    };
+    match path {
+        "" => host.to_owned(),
+        _ => format!("{host}/{path}"),
+    }
+}
+
+/// User name and password of an `auth` field, with or without padding.
+fn decoded(auth: &str) -> Option<(String, String)> {
+    let bytes = base64::engine::general_purpose::STANDARD_NO_PAD
+        .decode(auth.trim().trim_end_matches('='))
+        .ok()?;
+    let text = String::from_utf8(bytes).ok()?;
+    let (username, password) = text.split_once(':')?;
+    let password = password.trim_end_matches('\0');
+    Some((username.to_owned(), password.to_owned()))
 }
 
 fn label_matches(pattern: &str, label: &str) -> bool {
@@ -120,20 +138,10 @@ pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
 }
 
 fn entry(key: &str, value: &Value) -> Option<Entry> {
-    let text = |name: &str| value[name].as_str().map(str::to_owned);
-    let (username, password) = match (text("username"), text("password")) {
-        (Some(username), Some(password)) => (username, password),
-        _ => {
-            let decoded = base64::engine::general_purpose::STANDARD
-                .decode(text("auth")?.trim())
-                .ok()?;
-            let decoded = String::from_utf8(decoded).ok()?;
-            let (username, password) = decoded.split_once(':')?;
-            (
-                username.to_owned(),
-                password.trim_end_matches('\0').to_owned(),
-            )
-        }
+    let text = |name: &str| value[name].as_str().filter(|text| !text.is_empty());
+    let (username, password) = match text("auth") {
+        Some(auth) => decoded(auth)?,
+        None => (text("username")?.to_owned(), text("password")?.to_owned()),
     };
     Some(Entry {
         pattern: bare(key),
@@ -213,6 +221,52 @@ mod tests {
                 "{pattern} and {image} ({})",
                 repository(image)
             );
+        }
+    }
+
+    #[test]
+    fn keys_lose_what_does_not_count() {
+        for (key, expected) in [
+            ("reg.example", "reg.example"),
+            ("https://reg.example:5000/", "reg.example:5000"),
+            ("https://index.docker.io/v1/", "index.docker.io"),
+            ("http://reg.example/v2", "reg.example"),
+            ("https://reg.example/v2/team", "reg.example/team"),
+            ("reg.example/team/", "reg.example/team/"),
+            ("reg.example/v2team", "reg.example/v2team"),
+        ] {
+            assert_eq!(bare(key), expected, "{key}");
+        }
+        assert!(covers(&bare("reg.example/team/"), "reg.example/team/x"));
+        assert!(!covers(&bare("reg.example/team/"), "reg.example/team2/x"));
+    }
+
+    #[test]
+    fn an_auth_field_comes_before_user_name_and_password() {
+        let some = |name: &str, word: &str| Some((name.to_owned(), word.to_owned()));
+        for (value, expected) in [
+            // echo -n u:p | base64
+            (json!({"auth": "dTpw"}), some("u", "p")),
+            // echo -n u:pw | base64
+            (json!({"auth": "dTpwdw=="}), some("u", "pw")),
+            (json!({"auth": "dTpwdw"}), some("u", "pw")),
+            (
+                json!({"auth": "dTpw", "username": "other", "password": "o"}),
+                some("u", "p"),
+            ),
+            (
+                json!({"auth": "", "username": "other", "password": "o"}),
+                some("other", "o"),
+            ),
+            (
+                json!({"auth": "!", "username": "other", "password": "o"}),
+                None,
+            ),
+            (json!({"username": "other"}), None),
+            (json!({}), None),
+        ] {
+            let found = entry("reg.example", &value).map(|e| (e.username, e.password));
+            assert_eq!(found, expected, "{value}");
         }
     }
 
