@@ -16,7 +16,12 @@ use crate::core::image::keyring::{self, Entry};
 use crate::core::lock::lock;
 use crate::core::time::duration;
 
-const REQUEST: &str = "credentialprovider.kubelet.k8s.io/v1";
+/// In which versions plugins may be asked: the questions and answers are the same.
+const VERSIONS: [&str; 3] = [
+    "credentialprovider.kubelet.k8s.io/v1",
+    "credentialprovider.kubelet.k8s.io/v1beta1",
+    "credentialprovider.kubelet.k8s.io/v1alpha1",
+];
 /// How long a plugin may take.
 const PLUGIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// The largest answer.
@@ -97,10 +102,11 @@ fn check(definition: &Definition, programs: &Path) -> anyhow::Result<PathBuf> {
     if definition.match_images.is_empty() {
         bail!("providers[{name}].matchImages: Required value");
     }
-    if definition.api_version != REQUEST {
+    if !VERSIONS.contains(&definition.api_version.as_str()) {
         bail!(
-            "providers[{name}].apiVersion: {:?} is not supported: use {REQUEST}",
-            definition.api_version
+            "providers[{name}].apiVersion: {:?} is not supported: use one of {}",
+            definition.api_version,
+            VERSIONS.join(", ")
         );
     }
     if definition.token_attributes.is_some() {
@@ -344,15 +350,16 @@ mod tests {
             while probe.output().is_err() && begun.elapsed().as_secs() < 60 {}
         };
         let count = dir.path().join("count");
+        let version = VERSIONS[1];
         let script = format!(
-            "#!/bin/sh\necho asked >> {}\ngrep -q '\"image\":\"reg.example/x\"' || exit 1\necho '{{\"apiVersion\": \"{REQUEST}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
+            "#!/bin/sh\necho asked >> {}\ngrep -q '\"image\":\"reg.example/x\"' || exit 1\necho '{{\"apiVersion\": \"{version}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
             count.display()
         );
         executed(&write("plugin", &script));
         let _ = std::fs::remove_file(&count);
         let definition = |more: &str| {
             format!(
-                "apiVersion: kubelet.config.k8s.io/v1\nkind: CredentialProviderConfig\nproviders:\n- name: plugin\n  apiVersion: {REQUEST}\n  matchImages: ['*.example']\n  args: [me]\n  env: [{{name: PASS, value: word}}]\n{more}"
+                "apiVersion: kubelet.config.k8s.io/v1\nkind: CredentialProviderConfig\nproviders:\n- name: plugin\n  apiVersion: {version}\n  matchImages: ['*.example']\n  args: [me]\n  env: [{{name: PASS, value: word}}]\n{more}"
             )
         };
         let config = write("config.yaml", &definition(""));
@@ -382,6 +389,10 @@ mod tests {
         for (text, expected) in [
             (definition("  tokenAttributes: {}\n"), "tokenAttributes"),
             (definition("  extra: 1\n"), "extra"),
+            (
+                definition("").replace(version, "credentialprovider.kubelet.k8s.io/v2"),
+                "credentialprovider.kubelet.k8s.io/v1, ",
+            ),
             (
                 definition("").replace("name: plugin", "name: ../plugin"),
                 "../plugin",
