@@ -10,6 +10,7 @@ use super::qos::{self, QosClass};
 use super::resources::{
     Amounts, Side, huge_pages as huge_pages_of, of_container, of_containers, of_pod, of_pod_level,
 };
+use crate::core::node::preempt::is_critical;
 use crate::core::pod;
 
 /// Who makes cgroups.
@@ -211,11 +212,17 @@ pub fn pod_values(pod: &Pod, pids: Option<i64>, period: Option<u64>, page_sizes:
     }
 }
 
+/// Whether the node cannot do without the pod: static pods have no priority yet that says so.
+fn is_node_critical(pod: &Pod) -> bool {
+    let class = pod::spec(pod).priority_class_name.as_deref();
+    class == Some("system-node-critical") && is_critical(pod)
+}
+
 /// How ready the kernel is to kill a container's processes (kubelet spec, 6.8). `memory` is the node's, in bytes.
 #[must_use]
 pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
     let spec = pod::spec(pod);
-    if spec.priority.is_some_and(|p| p >= 2_000_001_000) {
+    if is_node_critical(pod) {
         return -997;
     }
     match qos::of(spec) {
@@ -369,6 +376,27 @@ mod tests {
             (limits.shares, limits.quota, limits.memory),
             (1024, Some(100_000), Some(1 << 20))
         );
+    }
+
+    #[test]
+    fn what_the_node_cannot_do_without_is_killed_last() {
+        let score = |source: &str, class: &str, priority: Option<i32>| {
+            let pod: Pod = serde_json::from_value(json!({
+                "metadata": {"annotations": {"kubernetes.io/config.source": source}},
+                "spec": {"priorityClassName": class, "priority": priority, "containers": [{"name": "a"}]},
+            }))
+            .expect("a pod");
+            oom_score_adj(&pod, &pod::spec(&pod).containers[0], 1000)
+        };
+        for (source, class, priority, expected) in [
+            ("file", "system-node-critical", None, -997),
+            ("api", "system-node-critical", Some(2_000_001_000), -997),
+            ("api", "system-cluster-critical", Some(2_000_000_000), 1000),
+            ("file", "", None, 1000),
+        ] {
+            let found = score(source, class, priority);
+            assert_eq!(found, expected, "{source} {class} {priority:?}");
+        }
     }
 
     #[test]

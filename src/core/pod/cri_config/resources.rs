@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::Node;
 use crate::core::cpuset::list;
+use crate::core::node::preempt::is_critical;
 use crate::core::pod;
 use crate::core::pod::cgroup::{self, oom_score_adj};
 use crate::core::pod::cgroup_values::page_name;
@@ -15,9 +16,6 @@ use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{
     Amounts, Side, amounts, huge_pages, of_container, of_containers, of_pod_level,
 };
-
-/// From this priority on a pod is critical.
-const CRITICAL: i32 = 2_000_000_000;
 
 /// How much of the machine's swap containers may use (KEP-2400; kubelet spec, 6.8).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,9 +119,8 @@ fn lift_quota(message: &mut pb::LinuxContainerResources) {
 
 /// A container's share of `swap` bytes: by its memory request, for Burstable pods that are not critical.
 fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory: u64) -> u64 {
-    let spec = pod::spec(pod);
-    let entitled = qos::of(spec) == QosClass::Burstable
-        && spec.priority.is_none_or(|p| p < CRITICAL)
+    let entitled = qos::of(pod::spec(pod)) == QosClass::Burstable
+        && !is_critical(pod)
         && requests.get("memory") != limits.get("memory");
     let Some(request) = requests.get("memory").filter(|q| entitled && !q.is_zero()) else {
         return 0;
@@ -187,6 +184,20 @@ mod tests {
     }
 
     #[test]
+    fn static_pods_are_kept_out_of_swap() {
+        let share = |source: &str| {
+            let pod: Pod = serde_json::from_value(json!({
+                "metadata": {"annotations": {"kubernetes.io/config.source": source}},
+                "spec": {"containers": [{"name": "c", "resources": {"requests": {"memory": "1Ki"}}}]},
+            }))
+            .expect("a pod");
+            let requests = of_pod(&pod, Side::Requests);
+            swap_share(&pod, &requests, &Amounts::new(), 1 << 20, 1 << 20)
+        };
+        assert_eq!((share("api"), share("file")), (1 << 10, 0));
+    }
+
+    #[test]
     fn swap_is_shared_by_request_or_kept_away() {
         let burstable =
             json!({"containers": [{"name": "c", "resources": {"requests": {"memory": "256Mi"}}}]});
@@ -214,7 +225,7 @@ mod tests {
         );
         assert_eq!(share(&burstable, None), None);
         let mut critical = burstable.clone();
-        critical["priority"] = CRITICAL.into();
+        critical["priority"] = 2_000_000_000.into();
         let guaranteed = json!({"containers": [{"name": "c", "resources": {"limits": {"cpu": "1", "memory": "256Mi"}}}]});
         for spec in [
             critical,
