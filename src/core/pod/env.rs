@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Container, Pod, Secret, Service};
 
+use super::quoted::quoted;
 use super::resources::{Side, of_container, of_pod_level};
 use crate::core::meta;
 use crate::core::quantity::Quantity;
@@ -149,7 +150,7 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
     let spec = super::spec(pod);
     let lines = |map: &BTreeMap<String, String>| {
         map.iter()
-            .map(|(k, v)| format!("{k}={v:?}"))
+            .map(|(k, v)| format!("{k}={}", quoted(v)))
             .collect::<Vec<_>>()
             .join("\n")
     };
