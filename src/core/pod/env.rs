@@ -3,7 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{ConfigMap, Container, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{
+    ConfigMap, Container, Pod, ResourceFieldSelector, Secret, Service,
+};
 
 use super::quoted::quoted;
 use super::resources::{Side, of_container, of_pod_level};
@@ -177,7 +179,7 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
 }
 
 /// A resource of a container as text, in units of the divisor, rounded up. A limit that it does not have is
-/// its pod's, else what the node can give.
+/// its pod's, else what the node can give, as far as containers share it.
 pub fn resource(
     container: &Container,
     name: &str,
@@ -193,6 +195,8 @@ pub fn resource(
         .get(key)
         .copied()
         .filter(|q| !q.is_zero());
+    // Huge pages and the like are never overcommitted: what has no limit has none of them.
+    let shared = ["cpu", "memory", "ephemeral-storage"].contains(&key);
     let of_others = || {
         of_pod_level(around.pod, side)
             .get(key)
@@ -201,7 +205,7 @@ pub fn resource(
     };
     let amount = set
         .or_else(|| {
-            if side == Side::Limits {
+            if side == Side::Limits && shared {
                 of_others()
             } else {
                 None
@@ -220,6 +224,26 @@ pub fn resource(
         (amount.units(), divisor.units().max(1))
     };
     Ok((amount / divisor + i64::from(amount % divisor != 0)).to_string())
+}
+
+/// The resource that a variable of a container refers to: its own, or that of the container that is named.
+fn selected(
+    own: &Container,
+    reference: &ResourceFieldSelector,
+    around: &Surroundings<'_>,
+) -> Result<String, String> {
+    let divisor = reference.divisor.as_ref().map(|q| q.0.as_str());
+    let of = |container: &Container| resource(container, &reference.resource, divisor, around);
+    match reference.container_name.as_deref() {
+        None | Some("") => of(own),
+        Some(name) => match super::containers(around.pod)
+            .iter()
+            .find(|(_, c)| c.name == name)
+        {
+            Some((_, container)) => of(container),
+            None => Err(format!("container {name} not found")),
+        },
+    }
 }
 
 /// What stands in the files that variables refer to, by volume and path.
@@ -303,18 +327,7 @@ pub fn build(
                 if let Some(reference) = &source.field_ref {
                     Some(field(&reference.field_path, around)?)
                 } else if let Some(reference) = &source.resource_field_ref {
-                    let all = super::containers(around.pod);
-                    let named = reference
-                        .container_name
-                        .as_ref()
-                        .and_then(|n| all.iter().find(|(_, c)| c.name == *n))
-                        .map_or(container, |(_, c)| c);
-                    Some(resource(
-                        named,
-                        &reference.resource,
-                        reference.divisor.as_ref().map(|q| q.0.as_str()),
-                        around,
-                    )?)
+                    Some(selected(container, reference, around)?)
                 } else if let Some(reference) = &source.config_map_key_ref {
                     let optional = reference.optional == Some(true);
                     match objects.config_map(&reference.name) {
@@ -464,6 +477,38 @@ mod tests {
             );
         }
         assert_eq!(value("status.podIP", &[]).as_deref(), Ok(""));
+    }
+
+    #[test]
+    fn resources_are_those_of_the_container_that_is_named() {
+        let pod: Pod = serde_json::from_value(json!({"spec": {
+            "initContainers": [{"name": "i", "resources": {"limits": {"cpu": "3"}}}],
+            "containers": [{"name": "c", "resources": {"limits": {"cpu": "1"}}}]}}))
+        .expect("a pod");
+        let allocatable = ["cpu", "hugepages-2Mi"]
+            .map(|name| (name.to_owned(), Quantity::from_units(8)))
+            .into();
+        let around = Surroundings {
+            pod: &pod,
+            pod_ips: &[],
+            node_ips: &[],
+            allocatable: &allocatable,
+        };
+        for (of, resource, expected) in [
+            (json!(null), "limits.cpu", Ok("1")),
+            (json!(""), "limits.cpu", Ok("1")),
+            (json!("i"), "limits.cpu", Ok("3")),
+            (json!("x"), "limits.cpu", Err("container x not found")),
+            (json!(null), "limits.hugepages-2Mi", Ok("0")),
+            (json!(null), "requests.cpu", Ok("0")),
+        ] {
+            let reference =
+                serde_json::from_value(json!({"containerName": of, "resource": resource}))
+                    .expect("a reference");
+            let found = selected(&super::super::spec(&pod).containers[0], &reference, &around);
+            let found = found.as_deref().map_err(String::as_str);
+            assert_eq!(found, expected, "{of} {resource}");
+        }
     }
 
     #[test]
