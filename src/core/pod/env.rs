@@ -271,7 +271,7 @@ pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result
     });
     match missing.into_inner() {
         None => Ok(expanded),
-        Some(name) => Err(format!("missing value for {name:?}")),
+        Some(name) => Err(format!("missing value for {name}")),
     }
 }
 

@@ -170,6 +170,7 @@ pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResou
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::pod::resources::of_pod;
     use serde_json::{Value, json};
 
     fn made(spec: Value, swap: Option<Swap>) -> pb::LinuxContainerResources {
