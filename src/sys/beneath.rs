@@ -138,6 +138,19 @@ impl Dir {
         )?)
     }
 
+    /// The same, where the name may also be that of a link with an absolute path. `at` is this directory's own path: what the
+    /// link names must be below it, and no link on the way there may lead outside.
+    pub fn open_linked(&self, at: &Path, path: &Path) -> io::Result<std::fs::File> {
+        match self.open_within(path) {
+            Err(error) if error.raw_os_error() == Some(libc::EXDEV) => {
+                let target = std::fs::read_link(at.join(path))?;
+                let below = target.strip_prefix(at).map_err(|_| error)?;
+                self.open_within(below)
+            }
+            opened => opened,
+        }
+    }
+
     /// A pipe would be waited for, a device could do anything.
     fn only_a_file(fd: OwnedFd) -> io::Result<std::fs::File> {
         let file = std::fs::File::from(fd);
@@ -231,6 +244,34 @@ impl Found {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn absolute_links_to_what_is_below_are_followed() {
+        use std::os::unix::fs::symlink;
+
+        let dir = tempfile::tempdir().expect("a directory");
+        let at = dir.path();
+        std::fs::create_dir_all(at.join("pods/p")).expect("a directory");
+        std::fs::write(at.join("pods/p/0.log"), "said").expect("written");
+        std::fs::create_dir(at.join("containers")).expect("a directory");
+        let outside = at.join("pods/../../outside");
+        for (name, target) in [
+            ("ours", at.join("pods/p/0.log")),
+            ("passwd", "/etc/passwd".into()),
+            ("outside", outside),
+            ("chain", at.join("containers/passwd")),
+        ] {
+            symlink(target, at.join("containers").join(name)).expect("linked");
+        }
+        let below = Dir::open(at).expect("a directory");
+        let open = |name: &str| below.open_linked(at, &Path::new("containers").join(name));
+        let text = open("ours").map(|file| io::read_to_string(file).expect("text"));
+        assert_eq!(text.expect("followed"), "said");
+        for name in ["passwd", "outside", "chain", "none"] {
+            assert!(open(name).is_err(), "{name}");
+        }
+        assert!(below.open_linked(at, Path::new("../x")).is_err());
+    }
 
     #[test]
     fn links_that_lead_outside_are_refused() {

@@ -326,7 +326,8 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
         let dir = crate::sys::beneath::Dir::open(root).map_err(|e| e.to_string())?;
         Ok(match dir.list(&path) {
             Ok(names) => lists.then_some(Err(names)),
-            Err(_) => dir.open_within(&path).ok().map(Ok),
+            // The links to logs in `containers` have absolute paths.
+            Err(_) => dir.open_linked(root, &path).ok().map(Ok),
         })
     });
     let missing = || Refusal(StatusCode::NOT_FOUND, "404 page not found".into());
