@@ -3,10 +3,12 @@
 use std::process::Stdio;
 use std::time::Duration;
 
+use hyper::body::Bytes;
 use hyper::{Response, StatusCode};
 use tokio::io::AsyncReadExt as _;
-use tokio::process::Command;
+use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use super::Refusal;
 use super::logs;
@@ -38,7 +40,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         .args(query.journal(services))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .kill_on_drop(true);
     let mut child = match command.spawn() {
         Ok(child) => child,
@@ -56,6 +58,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
             "the node's journal cannot be read".into(),
         ));
     };
+    let errors = errors_of(&mut child);
     let mut first = vec![0; PIECE];
     let begun = tokio::time::timeout(SEARCH_TIMEOUT, out.read(&mut first)).await;
     let length = begun
@@ -73,22 +76,51 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
     }
     let (sender, pieces) = mpsc::channel(2);
     tokio::spawn(async move {
-        let mut piece = first;
         // The program ends with this task, and with who reads.
-        let copy = async {
-            while !piece.is_empty() && sender.send(std::mem::take(&mut piece).into()).await.is_ok()
-            {
-                piece = vec![0; PIECE];
-                let length = out.read(&mut piece).await.unwrap_or(0);
-                piece.truncate(length);
-            }
-        };
+        let copy = pass_on(first, out, errors, sender);
         if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
             tracing::warn!("a search of the node's journal took too long and was ended");
         }
         drop(child);
     });
     Ok(logs::stream(pieces))
+}
+
+/// Hands on what has come already, what comes, and at last the errors.
+async fn pass_on(
+    first: Vec<u8>,
+    mut out: ChildStdout,
+    errors: JoinHandle<Vec<u8>>,
+    to: mpsc::Sender<Bytes>,
+) {
+    let mut piece = first;
+    while !piece.is_empty() && to.send(std::mem::take(&mut piece).into()).await.is_ok() {
+        piece = vec![0; PIECE];
+        let length = out.read(&mut piece).await.unwrap_or(0);
+        piece.truncate(length);
+    }
+    let errors = tokio::select! {
+        errors = errors => errors.unwrap_or_default(),
+        () = to.closed() => return,
+    };
+    if !errors.is_empty() {
+        // Whoever has gone does not miss them.
+        let _ = to.send(errors.into()).await;
+    }
+}
+
+/// Collects what a program has to say about its failing.
+fn errors_of(child: &mut Child) -> JoinHandle<Vec<u8>> {
+    let errors = child.stderr.take();
+    tokio::spawn(async move {
+        let mut text = vec![];
+        if let Some(errors) = errors
+            && let Err(error) = errors.take(PIECE as u64).read_to_end(&mut text).await
+        {
+            tracing::debug!(%error, "the errors of a search cannot be read");
+        }
+        text
+    })
 }
 
 async fn own_file(services: &[String]) -> Result<Response<Body>, Refusal> {
@@ -107,4 +139,27 @@ async fn own_file(services: &[String]) -> Result<Response<Body>, Refusal> {
             services.join(", ")
         ),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_a_program_says_of_its_failing_comes_last() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo wrong >&2; echo out; exit 1"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("a shell");
+        let out = child.stdout.take().expect("its output");
+        let errors = errors_of(&mut child);
+        let (sender, mut pieces) = mpsc::channel(8);
+        pass_on(b"first\n".to_vec(), out, errors, sender).await;
+        let mut text = vec![];
+        while let Some(piece) = pieces.recv().await {
+            text.extend_from_slice(&piece);
+        }
+        assert_eq!(text, b"first\nout\nwrong\n");
+        child.wait().await.expect("ended");
+    }
 }
