@@ -66,7 +66,14 @@ pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
     out
 }
 
-/// The variables that tell of services: `kubernetes` of `default` always, those of the namespace if wanted.
+/// The address that a service has for itself.
+fn cluster_ip(service: &Service) -> Option<&str> {
+    let ip = service.spec.as_ref()?.cluster_ip.as_deref()?;
+    (!ip.is_empty() && ip != "None").then_some(ip)
+}
+
+/// The variables that tell of services: those of the namespace if wanted, and `kubernetes` of `default` if no other of
+/// this name is among them.
 #[must_use]
 pub fn of_services(
     services: &[std::sync::Arc<Service>],
@@ -74,19 +81,22 @@ pub fn of_services(
     links: bool,
 ) -> BTreeMap<String, String> {
     let mut env = BTreeMap::new();
+    let own = |service: &Service| links && meta::namespace(service) == namespace;
+    let is_api = |service: &Service| meta::name(service) == "kubernetes";
+    let api_of = match services
+        .iter()
+        .any(|s| own(s) && is_api(s) && cluster_ip(s).is_some())
+    {
+        true => namespace,
+        false => "default",
+    };
     for service in services {
-        let (name, at) = (
-            meta::name(service.as_ref()),
-            meta::namespace(service.as_ref()),
-        );
-        let own = at == namespace && links;
-        let api = at == "default" && name == "kubernetes";
-        let Some(ip) = service
-            .spec
-            .as_ref()
-            .and_then(|s| s.cluster_ip.clone())
-            .filter(|ip| !ip.is_empty() && ip != "None")
-        else {
+        let name = meta::name(service.as_ref());
+        let wanted = match is_api(service) {
+            true => meta::namespace(service.as_ref()) == api_of,
+            false => own(service),
+        };
+        let Some(ip) = cluster_ip(service).filter(|_| wanted) else {
             continue;
         };
         let ports = service
@@ -95,16 +105,13 @@ pub fn of_services(
             .and_then(|s| s.ports.clone())
             .unwrap_or_default();
         let Some(first) = ports.first() else { continue };
-        if !own && !api {
-            continue;
-        }
         let upper = name.to_uppercase().replace('-', "_");
         let host = if ip.contains(':') {
             format!("[{ip}]")
         } else {
-            ip.clone()
+            ip.to_owned()
         };
-        env.insert(format!("{upper}_SERVICE_HOST"), ip.clone());
+        env.insert(format!("{upper}_SERVICE_HOST"), ip.to_owned());
         env.insert(format!("{upper}_SERVICE_PORT"), first.port.to_string());
         let url = |port: &k8s_openapi::api::core::v1::ServicePort| {
             format!(
@@ -129,7 +136,7 @@ pub fn of_services(
             env.insert(prefix.clone(), url(port));
             env.insert(format!("{prefix}_PROTO"), protocol.to_lowercase());
             env.insert(format!("{prefix}_PORT"), port.port.to_string());
-            env.insert(format!("{prefix}_ADDR"), ip.clone());
+            env.insert(format!("{prefix}_ADDR"), ip.to_owned());
         }
     }
     env
@@ -433,6 +440,39 @@ mod tests {
             (name == "s").then(|| {
                 Arc::new(serde_json::from_value(json!({"data": {"p": "cXE="}})).expect("a secret"))
             })
+        }
+    }
+
+    #[test]
+    fn the_apiserver_is_told_of_unless_the_namespace_has_a_service_of_its_name() {
+        let service = |namespace: &str, name: &str, ip: &str| -> Arc<Service> {
+            let service = json!({"metadata": {"namespace": namespace, "name": name},
+                "spec": {"clusterIP": ip, "ports": [{"port": 443}]}});
+            Arc::new(serde_json::from_value(service).expect("a service"))
+        };
+        let api = service("default", "kubernetes", "10.0.0.1");
+        let own = service("n", "kubernetes", "10.0.0.2");
+        let headless = service("n", "kubernetes", "None");
+        let other = service("n", "other", "10.0.0.3");
+        for (services, links, expected) in [
+            (
+                vec![&own, &api, &other],
+                true,
+                [Some("10.0.0.2"), Some("10.0.0.3")],
+            ),
+            (
+                vec![&api, &own, &other],
+                true,
+                [Some("10.0.0.2"), Some("10.0.0.3")],
+            ),
+            (vec![&own, &api, &other], false, [Some("10.0.0.1"), None]),
+            (vec![&headless, &api], true, [Some("10.0.0.1"), None]),
+        ] {
+            let services: Vec<Arc<Service>> = services.into_iter().cloned().collect();
+            let env = of_services(&services, "n", links);
+            let hosts = ["KUBERNETES_SERVICE_HOST", "OTHER_SERVICE_HOST"]
+                .map(|name| env.get(name).map(String::as_str));
+            assert_eq!(hosts, expected, "{services:?} {links}");
         }
     }
 
