@@ -6,6 +6,7 @@ mod access;
 mod cadvisor;
 mod checkpoint;
 mod figures;
+mod gzip;
 pub mod local;
 mod logs;
 mod metrics;
@@ -226,7 +227,10 @@ impl Server {
                 streams::hand_on(self, endpoint, request).await
             }
             Endpoint::Stats => stats::summary(self, &query).await,
-            Endpoint::Metrics(part) => metrics::part(self, part).await,
+            Endpoint::Metrics(part) => {
+                let page = metrics::part(self, part).await?;
+                gzip::compressed(request.headers(), page).await
+            }
         }
     }
 }
