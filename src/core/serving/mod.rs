@@ -206,10 +206,10 @@ pub fn needs(method: &str, path: &str) -> Needs {
     Needs { verb, subresources }
 }
 
-/// The first part of a path as metrics show it: of others only that they were asked for.
+/// What a path belongs to, as metrics show it: its first part, and which metrics; of others only that they were asked for.
 #[must_use]
 pub fn family(path: &str) -> &'static str {
-    const KNOWN: [&str; 16] = [
+    const KNOWN: [&str; 19] = [
         "healthz",
         "pods",
         "runningpods",
@@ -221,23 +221,31 @@ pub fn family(path: &str) -> &'static str {
         "configz",
         "stats",
         "metrics",
+        "metrics/cadvisor",
+        "metrics/probes",
+        "metrics/resource",
         "logs",
         "checkpoint",
         "debug",
         "statusz",
         "flagz",
     ];
-    let first = parts(path).next().unwrap_or_default();
+    let mut parts = parts(path);
+    let first = parts.next().unwrap_or_default();
+    let shown = match parts.next() {
+        Some(part) if first == "metrics" => format!("metrics/{part}"),
+        _ => first,
+    };
     KNOWN
         .into_iter()
-        .find(|known| *known == first)
+        .find(|known| *known == shown)
         .unwrap_or("other")
 }
 
-/// Whether what is asked for lasts until its reader ends it.
+/// Whether what is asked for counts as lasting; forwarded ports and logs do not, as in the kubelet.
 #[must_use]
 pub fn is_long(family: &str) -> bool {
-    matches!(family, "exec" | "attach" | "portForward" | "containerLogs")
+    matches!(family, "exec" | "attach" | "debug")
 }
 
 /// A method as metrics show it.
@@ -568,6 +576,26 @@ mod tests {
         assert_eq!(needs("GET", "/%65xec/n/p/c").verb, "create");
         // What is before the first part leads nowhere.
         assert_eq!(route("GET", "//exec/n/p/c"), Routed::Nothing);
+    }
+
+    #[test]
+    fn metrics_show_what_is_asked_as_the_kubelet_does() {
+        for (path, shown, long) in [
+            ("/pods/", "pods", false),
+            ("/exec/n/p/c", "exec", true),
+            ("/attach/n/p/c", "attach", true),
+            ("/debug/flags/v", "debug", true),
+            ("/portForward/n/p", "portForward", false),
+            ("/containerLogs/n/p/c", "containerLogs", false),
+            ("/metrics", "metrics", false),
+            ("/metrics/", "metrics", false),
+            ("/metrics/cadvisor", "metrics/cadvisor", false),
+            ("/metrics/secret", "other", false),
+            ("/coffee", "other", false),
+        ] {
+            assert_eq!(family(path), shown, "{path}");
+            assert_eq!(is_long(shown), long, "{path}");
+        }
     }
 
     #[test]
