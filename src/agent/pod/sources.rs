@@ -12,6 +12,7 @@ use super::static_uids::{self, KeptUids};
 use crate::agent::Context;
 use crate::core::backoff::Doubling;
 use crate::core::pod;
+use crate::core::pod::references;
 use crate::core::pod::static_uid::Started;
 use crate::sys;
 
@@ -323,6 +324,9 @@ fn complete(
         .clone()
         .filter(|n| !n.is_empty())
         .ok_or("metadata.name: Required value")?;
+    if let Some(kind) = references::kind_of_object(&pod) {
+        return Err(format!("static pods may not reference {kind}"));
+    }
     let spec = pod
         .spec
         .as_mut()
@@ -348,29 +352,6 @@ fn complete(
         container
             .termination_message_path
             .get_or_insert_with(|| "/dev/termination-log".into());
-    }
-    if spec
-        .service_account_name
-        .as_deref()
-        .is_some_and(|s| !s.is_empty())
-    {
-        return Err("static pods may not reference serviceaccounts".into());
-    }
-    for volume in spec.volumes.iter().flatten() {
-        let (maps, secrets) = crate::core::volume::payload::references(volume);
-        let token = !crate::core::volume::payload::tokens(volume).is_empty();
-        for (used, what) in [
-            (!maps.is_empty(), "configmaps"),
-            (!secrets.is_empty(), "secrets"),
-            (token, "serviceaccounts"),
-        ] {
-            if used {
-                return Err(format!(
-                    "static pods may not reference {what} (volume {:?})",
-                    volume.name
-                ));
-            }
-        }
     }
     spec.node_name = Some(node.into());
     spec.restart_policy.get_or_insert_with(|| "Always".into());

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, Volume, VolumeProjection};
 
 use crate::core::{pod, volume::payload};
 
@@ -59,6 +59,51 @@ pub fn of(pod: &Pod) -> References {
     found
 }
 
+/// What kind of the API's objects a pod needs, if it needs any. Static pods may need none: they must run without an API.
+#[must_use]
+pub fn kind_of_object(pod: &Pod) -> Option<&'static str> {
+    let (spec, found) = (pod::spec(pod), of(pod));
+    let account = spec.service_account_name.as_deref().unwrap_or_default();
+    let any = |is: fn(&Volume) -> bool| spec.volumes.iter().flatten().any(is);
+    let projects = |is: fn(&VolumeProjection) -> bool| {
+        let projected = spec.volumes.iter().flatten().flat_map(|v| &v.projected);
+        projected.flat_map(|p| p.sources.iter().flatten()).any(is)
+    };
+    let kinds = [
+        (
+            "serviceaccounts",
+            !account.is_empty() || projects(|s| s.service_account_token.is_some()),
+        ),
+        (
+            "secrets",
+            !found.secrets.is_empty()
+                || !found.pull_secrets.is_empty()
+                || any(|v| v.secret.is_some() || v.azure_file.is_some()),
+        ),
+        (
+            "configmaps",
+            !found.config_maps.is_empty() || any(|v| v.config_map.is_some()),
+        ),
+        (
+            "resourceclaims",
+            spec.resource_claims.as_ref().is_some_and(|c| !c.is_empty()),
+        ),
+        (
+            "persistentvolumeclaims",
+            any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some()),
+        ),
+        ("csidrivers", any(|v| v.csi.is_some())),
+        ("endpoints", any(|v| v.glusterfs.is_some())),
+        (
+            "clustertrustbundles",
+            projects(|s| s.cluster_trust_bundle.is_some()),
+        ),
+        ("podcertificates", projects(|s| s.pod_certificate.is_some())),
+    ];
+    let needed = kinds.into_iter().find(|(_, needed)| *needed);
+    needed.map(|(kind, _)| kind)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,5 +130,63 @@ mod tests {
                 pull_secrets: names(&["p"])
             }
         );
+    }
+
+    #[test]
+    fn what_needs_the_api_is_told_from_what_does_not() {
+        let variable = |source: &str, reference: serde_json::Value| json!({"initContainers": [{"name": "i", "env": [{"name": "X", "valueFrom": {source: reference}}]}]});
+        let volume = |kind: &str, source: serde_json::Value| json!({"volumes": [{"name": "v", kind: source}]});
+        let projected = |kind: &str, source: serde_json::Value| json!({"volumes": [{"name": "v", "projected": {"sources": [{kind: source}]}}]});
+        let key = json!({"name": "n", "key": "k"});
+        for (spec, expected) in [
+            (json!({}), None),
+            (
+                variable("fieldRef", json!({"fieldPath": "metadata.name"})),
+                None,
+            ),
+            (volume("hostPath", json!({"path": "/p"})), None),
+            (projected("downwardAPI", json!({})), None),
+            (json!({"serviceAccountName": "a"}), Some("serviceaccounts")),
+            (
+                projected("serviceAccountToken", json!({"path": "p"})),
+                Some("serviceaccounts"),
+            ),
+            (
+                json!({"imagePullSecrets": [{"name": "s"}]}),
+                Some("secrets"),
+            ),
+            (variable("secretKeyRef", key.clone()), Some("secrets")),
+            (
+                volume("secret", json!({"secretName": "s"})),
+                Some("secrets"),
+            ),
+            (variable("configMapKeyRef", key), Some("configmaps")),
+            (
+                projected("configMap", json!({"name": "c"})),
+                Some("configmaps"),
+            ),
+            (
+                json!({"resourceClaims": [{"name": "r"}]}),
+                Some("resourceclaims"),
+            ),
+            (
+                volume("persistentVolumeClaim", json!({"claimName": "c"})),
+                Some("persistentvolumeclaims"),
+            ),
+            (
+                volume("ephemeral", json!({})),
+                Some("persistentvolumeclaims"),
+            ),
+            (volume("csi", json!({"driver": "d"})), Some("csidrivers")),
+            (
+                projected("clusterTrustBundle", json!({"path": "p"})),
+                Some("clustertrustbundles"),
+            ),
+        ] {
+            let mut whole = spec.clone();
+            whole["containers"] = json!([]);
+            let pod = serde_json::from_value(json!({"spec": whole})).expect("a pod");
+            assert_eq!(kind_of_object(&pod), expected, "{spec}");
+        }
     }
 }
