@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Pod, Toleration};
+use k8s_openapi::api::core::v1::{Container, Pod, Toleration};
 use tokio::sync::watch;
 
 use super::static_uids::{self, KeptUids};
@@ -304,6 +304,43 @@ fn decode(text: &str) -> Result<serde_json::Value, String> {
     documents.into_iter().next().ok_or("it is empty".into())
 }
 
+/// Gives a container of a static pod what the API gives others by default.
+fn complete_container(container: &mut Container, list: &str) -> Result<(), String> {
+    if container.name.is_empty() {
+        return Err(format!("spec.{list}[].name: Required value"));
+    }
+    let image = container.image.as_deref().unwrap_or_default();
+    if image.is_empty() {
+        let name = &container.name;
+        return Err(format!("spec.{list}[{name}].image: Required value"));
+    }
+    let policy = if crate::core::image::tag_is_latest(image) {
+        "Always"
+    } else {
+        "IfNotPresent"
+    };
+    container
+        .image_pull_policy
+        .get_or_insert_with(|| policy.into());
+    container
+        .termination_message_path
+        .get_or_insert_with(|| "/dev/termination-log".into());
+    container
+        .termination_message_policy
+        .get_or_insert_with(|| "File".into());
+    let Some(resources) = &mut container.resources else {
+        return Ok(());
+    };
+    // Who is limited and requests nothing requests as much.
+    for (name, limit) in resources.limits.iter().flatten() {
+        let requests = resources.requests.get_or_insert_default();
+        requests
+            .entry(name.clone())
+            .or_insert_with(|| limit.clone());
+    }
+    Ok(())
+}
+
 /// Makes a static pod of a manifest.
 fn complete(
     value: serde_json::Value,
@@ -332,26 +369,11 @@ fn complete(
         .as_mut()
         .filter(|s| !s.containers.is_empty())
         .ok_or("spec.containers: Required value")?;
+    for container in spec.init_containers.iter_mut().flatten() {
+        complete_container(container, "initContainers")?;
+    }
     for container in &mut spec.containers {
-        if container.name.is_empty() {
-            return Err("spec.containers[].name: Required value".into());
-        }
-        let image = container
-            .image
-            .clone()
-            .filter(|i| !i.is_empty())
-            .ok_or_else(|| format!("spec.containers[{}].image: Required value", container.name))?;
-        let policy = if crate::core::image::tag_is_latest(&image) {
-            "Always"
-        } else {
-            "IfNotPresent"
-        };
-        container
-            .image_pull_policy
-            .get_or_insert_with(|| policy.into());
-        container
-            .termination_message_path
-            .get_or_insert_with(|| "/dev/termination-log".into());
+        complete_container(container, "containers")?;
     }
     spec.node_name = Some(node.into());
     spec.restart_policy.get_or_insert_with(|| "Always".into());
@@ -450,6 +472,41 @@ mod tests {
             .pods(),
             None,
             "every source counts"
+        );
+    }
+
+    #[test]
+    fn containers_have_the_defaults_of_the_api() {
+        let manifest = |init: &str| {
+            format!(
+                "{{apiVersion: v1, kind: Pod, metadata: {{name: p}}, spec: {{initContainers: [{{name: i{init}}}], containers: [{{name: c, image: 'x:1', resources: {{limits: {{cpu: '1', memory: 1Gi}}, requests: {{cpu: 500m}}}}}}]}}}}"
+            )
+        };
+        let read = |text: &str| parse_url(text, "http://x/", "n1");
+        let pods = read(&manifest(", image: x")).expect("a pod");
+        let spec = pod::spec(&pods[0]);
+        let init = &spec.init_containers.as_deref().expect("init containers")[0];
+        assert_eq!(
+            (
+                init.image_pull_policy.as_deref(),
+                init.termination_message_path.as_deref(),
+                init.termination_message_policy.as_deref()
+            ),
+            (Some("Always"), Some("/dev/termination-log"), Some("File"))
+        );
+        let requests = crate::core::pod::resources::of_container(
+            &spec.containers[0],
+            crate::core::pod::resources::Side::Requests,
+        );
+        let request = |name: &str| requests[name].milli();
+        assert_eq!(
+            (request("cpu"), request("memory")),
+            (500, 1_073_741_824_000)
+        );
+        let error = read(&manifest("")).expect_err("no image");
+        assert!(
+            error.contains("spec.initContainers[i].image: Required value"),
+            "{error}"
         );
     }
 
