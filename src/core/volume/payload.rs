@@ -360,10 +360,10 @@ fn projection(
             .bundles
             .get(&bundle.path)
             .ok_or("the trust bundle has not been fetched")?;
-        let content = text.clone().unwrap_or_default().into_bytes();
+        let text = text.clone().unwrap_or_default();
         return Ok(Files::from([(
             safe(&bundle.path)?,
-            File::new(content, mode(None, default)),
+            private(around.pod, text, default),
         )]));
     }
     if let Some(certificate) = &source.pod_certificate {
@@ -396,7 +396,7 @@ fn projection(
     ))
 }
 
-/// A file that proves who the pod is. Only one user may read it where the pod says which: the one that all containers
+/// A file that proves who the pod is, or whom it trusts. Only one user may read it where the pod says which: the one that all containers
 /// run as, or those of its `fsGroup` (kubelet spec, 9.3).
 fn private(pod: &Pod, text: String, default: i32) -> File {
     let owner = crate::core::pod::common_user(pod);
@@ -565,6 +565,33 @@ mod tests {
             ),
             (0o640, Some(9))
         );
+    }
+
+    #[test]
+    fn trust_bundles_are_for_who_may_read_tokens() {
+        let source = serde_json::from_value(json!({"clusterTrustBundle": {"path": "roots"}}))
+            .expect("a source");
+        let given = Given {
+            bundles: BTreeMap::from([("roots".to_owned(), Some("ROOTS".to_owned()))]),
+            ..Given::default()
+        };
+        for (security, expected) in [
+            (json!({}), (0o644, None)),
+            (json!({"runAsUser": 7}), (0o600, Some(7))),
+            (json!({"fsGroup": 5}), (0o640, None)),
+        ] {
+            let spec = json!({"securityContext": security, "containers": [{"name": "c"}]});
+            let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
+            let around = Surroundings {
+                pod: &pod,
+                pod_ips: &[],
+                node_ips: &[],
+                allocatable: &Default::default(),
+            };
+            let files = projection(0, &source, 0o644, &around, &Fixed, &given).expect("files");
+            let file = &files["roots"];
+            assert_eq!((file.mode, file.owner), expected, "{security}");
+        }
     }
 
     #[test]
