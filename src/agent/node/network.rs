@@ -52,14 +52,22 @@ pub async fn first_addresses(config: &Config) -> Vec<String> {
     })
 }
 
+/// The local address of each family that the node has, in its order.
+fn local_servers(node_ips: &[String]) -> Vec<String> {
+    let local = |ip: &String| if ip.contains(':') { "::1" } else { "127.0.0.1" };
+    let servers: Vec<String> = node_ips.iter().map(|ip| local(ip).into()).collect();
+    match servers.is_empty() {
+        true => vec!["127.0.0.1".into()],
+        false => servers,
+    }
+}
+
 /// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
 pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, String> {
     let own = if config.resolv_conf.is_empty() {
-        // Nothing of the node's: its own address as the server, and the root alone to search.
-        let is_ipv6 = node_ips.first().is_some_and(|ip| ip.contains(':'));
-        let local = if is_ipv6 { "::1" } else { "127.0.0.1" };
+        // Nothing of the node's: a server on the same machine, and the root alone to search.
         Resolver {
-            servers: vec![local.into()],
+            servers: local_servers(node_ips),
             searches: vec![".".into()],
             ..Resolver::default()
         }
@@ -154,5 +162,18 @@ mod tests {
             (found.servers, found.cluster_dns.len()),
             (vec!["192.0.2.53".to_owned()], 1)
         );
+    }
+
+    #[test]
+    fn without_a_file_the_server_is_local_in_each_family_of_the_node() {
+        for (node_ips, expected) in [
+            (vec![], vec!["127.0.0.1"]),
+            (vec!["192.0.2.1"], vec!["127.0.0.1"]),
+            (vec!["2001:db8::1"], vec!["::1"]),
+            (vec!["2001:db8::1", "192.0.2.1"], vec!["::1", "127.0.0.1"]),
+        ] {
+            let node_ips: Vec<String> = node_ips.into_iter().map(str::to_owned).collect();
+            assert_eq!(local_servers(&node_ips), expected, "{node_ips:?}");
+        }
     }
 }
