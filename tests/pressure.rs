@@ -53,20 +53,33 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
     text.unwrap().trim().parse().unwrap()
 }
 
+/// The image that every hog has.
+const IMAGE: &str = "test.local/busybox:1";
+
 /// A pod that does nothing yet, and `script` once it is [`let_go`].
 fn hog(cluster: &Cluster, name: &str, script: &str) {
     hog_with(cluster, name, script, &json!({}));
 }
 
 fn hog_with(cluster: &Cluster, name: &str, script: &str, more: &Value) {
-    let image = support::busybox(cluster);
-    let asked = json!({"requests": {"cpu": "10m", "memory": "10Mi"}});
-    let script = format!("until test -e /v/go; do sleep 0.1; done; {script}; sleep 1000");
+    hog_that_asks(cluster, name, script, &json!({}), more);
+}
+
+/// One with requests of its own.
+fn hog_that_asks(cluster: &Cluster, name: &str, script: &str, asked: &Value, more: &Value) {
+    let mut requests = json!({"cpu": "10m", "memory": "10Mi"});
+    json_patch::merge(&mut requests, asked);
+    let script =
+        format!("until test -e /v/go; do sleep 0.1; done; {script}; : > /v/done; sleep 1000");
     let mut spec = json!({"volumes": [{"name": "v", "emptyDir": {}}],
-        "containers": [{"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": asked,
+        "containers": [{"name": "c", "image": IMAGE, "command": ["busybox", "sh", "-c", script], "resources": {"requests": requests},
             "volumeMounts": [{"name": "v", "mountPath": "/v"}]}]});
     json_patch::merge(&mut spec, more);
     pod(cluster, name, &spec);
+}
+
+fn of_class(class: &str) -> Value {
+    json!({"priorityClassName": class})
 }
 
 fn let_go(cluster: &Cluster, name: &str) {
@@ -78,15 +91,74 @@ fn signal(cluster: &Cluster, name: &str, file: &str) {
     cluster.wait("the pod to run", || {
         cluster.pod(name)["status"]["phase"] == "Running"
     });
+    std::fs::write(volume_of(cluster, name).join(file), "").unwrap();
+}
+
+/// A hog's volume on this machine.
+fn volume_of(cluster: &Cluster, name: &str) -> std::path::PathBuf {
     let uid = cluster.pod(name)["metadata"]["uid"].clone();
     let dir = format!(
         "agent/pods/{}/volumes/kubernetes.io~empty-dir/v",
         uid.as_str().unwrap()
     );
-    std::fs::write(cluster.data().join(dir).join(file), "").unwrap();
+    cluster.data().join(dir)
 }
 
-/// Waits until the node has evicted a pod; the answer is its status. Pods beside it stay, and the node says what is short.
+/// Lets hogs go, and waits until each has all that it takes.
+fn let_grow(cluster: &Cluster, names: &[&str]) {
+    for name in names {
+        let_go(cluster, name);
+    }
+    for name in names {
+        let done = volume_of(cluster, name).join("done");
+        cluster.wait_quietly(&format!("{name} to have grown"), || done.exists());
+    }
+}
+
+/// The pods that the agent has evicted so far, in its order.
+fn victims(cluster: &Cluster) -> Vec<String> {
+    let log = cluster.log("agent");
+    let told = log.lines().filter(|line| {
+        line.contains("the pod is evicted: the node is short of")
+            && line.contains("ends_already=false")
+    });
+    let name = |line: &str| {
+        let (_, rest) = line.split_once("pod=").unwrap();
+        let name = rest.trim_start_matches('"').split('_').next();
+        name.unwrap().to_owned()
+    };
+    told.map(name).collect()
+}
+
+/// Pods that nothing may happen to, with their containers.
+struct Bystanders(std::collections::BTreeMap<String, Value>);
+
+impl Bystanders {
+    fn of(cluster: &Cluster, names: &[&str]) -> Bystanders {
+        let ready = |name: &&str| support::condition(&cluster.pod(name), "Ready") == "True";
+        cluster.wait("the bystanders", || names.iter().all(ready));
+        let id =
+            |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["containerID"].clone();
+        let all = names.iter().map(|name| ((*name).to_owned(), id(name)));
+        Bystanders(all.collect())
+    }
+
+    #[track_caller]
+    fn are_untouched(&self, cluster: &Cluster) {
+        let pods = cluster.pods();
+        for (name, id) in &self.0 {
+            let pod = pods.iter().find(|p| p["metadata"]["name"] == **name);
+            let status = &pod.unwrap()["status"];
+            let container = &status["containerStatuses"][0];
+            let is_as_it_was = status["phase"] == "Running"
+                && container["restartCount"] == 0
+                && container["containerID"] == *id;
+            assert!(is_as_it_was, "{name}: {status}\n{}", cluster.log("agent"));
+        }
+    }
+}
+
+/// Lets a hog go, and waits until the node has evicted it; the answer is its status. The node says what is short.
 fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Value {
     let_go(cluster, name);
     cluster.wait("the node to say what is short", || {
@@ -109,14 +181,6 @@ fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Valu
         cluster.events(name).contains(&evicted)
             && cluster.events(&cluster.node_name()).contains(&attempt)
     });
-    let steady = cluster.pod("steady")["status"].clone();
-    assert_eq!(
-        steady["phase"],
-        "Running",
-        "{steady}\n{}",
-        cluster.log("agent")
-    );
-    assert_eq!(steady["containerStatuses"][0]["restartCount"], 0);
     eprintln!("{name}: {message}");
     status
 }
@@ -164,12 +228,12 @@ fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
 }
 
 /// Two hogs of memory, of which the smaller one has the lower priority: it goes first, the other one as that was not
-/// enough, and how long that takes. One that is smaller still stays.
+/// enough, and how long that takes. One that uses as much and asked for it stays, and so does one of a higher priority.
 fn memory_hogs_go(cluster: &Cluster) {
-    for name in ["smaller", "memory-low"] {
+    for name in ["smaller", "modest", "memory-low"] {
         let_go(cluster, name);
     }
-    cluster.wait("both to have their memory", || used(cluster) > 230 << 20);
+    cluster.wait("all to have their memory", || used(cluster) > 270 << 20);
     let status = std::thread::scope(|scope| {
         let measured = scope.spawn(|| watch_memory(cluster, 400 << 20, 300 << 20));
         let status = is_evicted(cluster, "memory-hog", "MemoryPressure", "memory");
@@ -180,19 +244,24 @@ fn memory_hogs_go(cluster: &Cluster) {
         is_quick(cluster, "memory-low", crossed);
         status
     });
-    let reason = &cluster.pod("memory-low")["status"]["reason"];
-    assert_eq!(*reason, "Evicted", "{}", cluster.log("agent"));
-    let first = eviction_of(cluster, "memory-low")["metadata"]["annotations"]["ranking"].clone();
-    let first = first.as_str().unwrap().to_owned();
-    let places = [
-        "memory-low_default",
-        "memory-hog_default",
-        "smaller_default",
-    ];
-    let places = places.map(|name| first.find(name));
-    assert!(places[0] == Some(0) && places.is_sorted(), "{first}");
-    assert_eq!(cluster.pod("smaller")["status"]["phase"], "Running");
+    ranks(
+        cluster,
+        "memory-low",
+        &["memory-low", "memory-hog", "modest", "smaller"],
+    );
     memory_pressure_is_told(cluster, &status);
+}
+
+/// The pods of the ranking by which one went.
+fn ranks(cluster: &Cluster, name: &str, expected: &[&str]) {
+    let ranking = eviction_of(cluster, name)["metadata"]["annotations"]["ranking"].clone();
+    let ranking = ranking.as_str().unwrap().to_owned();
+    let places: Vec<Option<usize>> = expected
+        .iter()
+        .map(|name| ranking.find(&format!("{name}_default")))
+        .collect();
+    let in_order = places.is_sorted() && places.iter().all(Option::is_some);
+    assert!(places[0] == Some(0) && in_order, "{ranking}");
 }
 
 /// What is said of the eviction of a hog, and what the node is like after it.
@@ -222,8 +291,10 @@ fn memory_pressure_is_told(cluster: &Cluster, status: &Value) {
     });
 }
 
-fn a_disk_hog_goes_after_the_dead(cluster: &Cluster) {
-    let done = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [{"name": "c", "image": support::busybox(cluster), "command": ["busybox", "true"],
+/// Dead containers go first. Then the larger hog of the disk, and the smaller one, since that is not yet as much as is to be
+/// reclaimed. Who has most of all asked for it, and stays.
+fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
+    let done = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [{"name": "c", "image": IMAGE, "command": ["busybox", "true"],
         "resources": {"requests": {"memory": "1Mi"}}}]});
     pod(cluster, "done", &done);
     cluster.wait("the pod to finish", || {
@@ -232,25 +303,61 @@ fn a_disk_hog_goes_after_the_dead(cluster: &Cluster) {
     let id = cluster.pod("done")["status"]["containerStatuses"][0]["containerID"].clone();
     let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
     let dead = || support::ctr(cluster, "k8s.io", &["containers", "ls", "-q"]).contains(&id);
+    let_grow(cluster, &["disk-asked", "disk-more"]);
     assert!(dead(), "its logs are there until it is deleted");
-    is_evicted(cluster, "disk-hog", "DiskPressure", "ephemeral-storage");
+    is_evicted(cluster, "disk-less", "DiskPressure", "ephemeral-storage");
     assert!(
         !dead(),
         "the node is short of disk: dead containers went first"
     );
 }
 
-/// The configuration of a node that is soon short of something.
+fn make_disk_hogs(cluster: &Cluster) {
+    let files = |mib: u32| format!("busybox dd if=/dev/zero of=/v/f bs=1M count={mib}");
+    let asked = json!({"ephemeral-storage": "60Mi"});
+    hog_that_asks(cluster, "disk-asked", &files(50), &asked, &json!({}));
+    hog(cluster, "disk-more", &files(45));
+    hog(cluster, "disk-less", &files(42));
+}
+
+/// Nobody can ask for inodes: who has most goes first, then the next one, until as many as are to be reclaimed are free.
+fn inode_hogs_go(cluster: &Cluster) {
+    let_grow(cluster, &["inode-few", "inode-more"]);
+    is_evicted(cluster, "inode-less", "DiskPressure", "inodes");
+    ranks(cluster, "inode-less", &["inode-less", "inode-few"]);
+}
+
+fn make_inode_hogs(cluster: &Cluster) {
+    let files = |many: u32| format!("cd /v; for i in $(busybox seq {many}); do : > $i; done");
+    hog(cluster, "inode-few", &files(2500));
+    hog(cluster, "inode-more", &files(7000));
+    hog(cluster, "inode-less", &files(6500));
+}
+
+/// The configuration of a node that is soon short of something: of disk when 120 MiB of the root directory's 220 are used (and
+/// softly when 106 are) until no more than 85 are, of inodes from 14,000 of 20,000 to 7,000, of process ids from 1,350 more than
+/// there are now to 600 more.
 fn small_node() -> String {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap();
     let total = info.lines().next().unwrap().split_whitespace().nth(1);
     let total: u64 = total.unwrap().parse().unwrap();
     let (most, now) = sys::meter::processes();
-    format!(
-        "systemReserved: {{memory: {}Ki}}\nsystemReservedCgroup: /holdfast-t-pressure-system\nenforceNodeAllocatable: [pods, system-reserved]\nevictionPressureTransitionPeriod: 25s\nevictionHard: {{memory.available: 200Mi, nodefs.available: 60Mi, nodefs.inodesFree: '4000', pid.available: '{}'}}\nevictionSoft: {{nodefs.available: 85Mi}}\nevictionSoftGracePeriod: {{nodefs.available: 3s}}\nevictionMaxPodGracePeriod: 120\npodPidsLimit: 2500\n",
-        total - (600 << 10),
-        most - now - 1200
-    )
+    let fields = [
+        format!("systemReserved: {{memory: {}Ki}}", total - (600 << 10)),
+        "systemReservedCgroup: /holdfast-t-pressure-system".into(),
+        "enforceNodeAllocatable: [pods, system-reserved]".into(),
+        "evictionPressureTransitionPeriod: 20s".into(),
+        format!(
+            "evictionHard: {{memory.available: 200Mi, nodefs.available: 100Mi, nodefs.inodesFree: '6000', pid.available: '{}'}}",
+            most - now - 1350
+        ),
+        "evictionSoft: {nodefs.available: 114Mi}".into(),
+        "evictionSoftGracePeriod: {nodefs.available: 3s}".into(),
+        "evictionMinimumReclaim: {nodefs.available: 35Mi, nodefs.inodesFree: '7000', pid.available: '750'}".into(),
+        "evictionMaxPodGracePeriod: 120".into(),
+        "podPidsLimit: 2500".into(),
+    ];
+    fields.map(|field| field + "\n").concat()
 }
 
 fn limits_are_told(cluster: &Cluster) {
@@ -265,22 +372,43 @@ fn limits_are_told(cluster: &Cluster) {
     }
 }
 
-/// A fork bomb that stops by itself.
-fn a_fork_bomb_goes(cluster: &Cluster) {
-    let bomb = "for i in $(busybox seq 1700); do busybox sleep 1000 & done";
-    hog(cluster, "fork-bomb", bomb);
-    let status = is_evicted(cluster, "fork-bomb", "PIDPressure", "pids");
+/// The agent starts again with a threshold for the processes that this machine has by now: others have some too.
+fn count_processes_anew(cluster: &Cluster) {
+    let config = cluster.config.as_ref().unwrap();
+    std::fs::write(config.path(), small_node()).unwrap();
+    cluster.kill("agent");
+    cluster.up();
+}
+
+/// Fork bombs that stop by themselves: the one of a lower priority goes first, though it is the smaller one.
+fn fork_bombs_go(cluster: &Cluster) {
+    let processes =
+        |many: u32| format!("for i in $(busybox seq {many}); do busybox sleep 1000 & done");
+    hog(cluster, "forks-few", &processes(60));
+    hog(cluster, "forks-more", &processes(800));
+    hog_with(cluster, "forks-low", &processes(700), &of_class("low"));
+    cluster.wait("the third one", || {
+        support::condition(&cluster.pod("forks-more"), "Ready") == "True"
+    });
+    count_processes_anew(cluster);
+    let_grow(cluster, &["forks-few", "forks-low"]);
+    let status = is_evicted(cluster, "forks-more", "PIDPressure", "pids");
     let message = status["message"].as_str().unwrap();
     assert!(!message.contains("Container"), "{message}");
+    ranks(
+        cluster,
+        "forks-low",
+        &["forks-low", "forks-more", "forks-few"],
+    );
 }
 
 /// A hog that only crosses a soft threshold has its grace period, and uses it; a hog of memory that comes meanwhile goes at
 /// once, and nobody else does.
 fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
-    let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=35; until test -e /v/end; do sleep 0.1; done; exit 0";
+    let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=60; until test -e /v/end; do sleep 0.1; done; exit 0";
     let patient = json!({"terminationGracePeriodSeconds": 120});
     hog_with(cluster, "soft-hog", script, &patient);
-    hog(cluster, "late-hog", &memory_of_size("350m"));
+    hog(cluster, "late-hog", &memory_of_size("300m"));
     let_go(cluster, "soft-hog");
     cluster.wait("the soft threshold to be acted upon", || {
         cluster.events("soft-hog").contains("Warning Evicted ")
@@ -291,14 +419,12 @@ fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
         measured.join().unwrap().0
     });
     is_quick(cluster, "late-hog", crossed);
-    for name in ["soft-hog", "smaller"] {
-        let status = cluster.pod(name)["status"].clone();
-        assert_eq!(status["phase"], "Running", "{status}");
-    }
+    let status = cluster.pod("soft-hog")["status"].clone();
+    assert_eq!(status["phase"], "Running", "{status}");
     signal(cluster, "soft-hog", "end");
     let status = is_evicted_at_last(cluster, "soft-hog");
     let message = status["message"].as_str().unwrap();
-    assert!(message.contains("Threshold quantity: 85Mi, "), "{message}");
+    assert!(message.contains("Threshold quantity: 114Mi, "), "{message}");
 }
 
 /// The status of a pod that was told to end.
@@ -316,67 +442,97 @@ fn memory_of_size(size: &str) -> String {
     format!("busybox head -c {size} /dev/zero | busybox tail -c {size} | sleep 1000")
 }
 
-/// Hogs of memory: one of a priority below the others', and a small one above them.
+/// Hogs of memory: one of a priority below the others', one that asked for nearly all that it uses, and a small one of a
+/// higher priority.
 fn make_memory_hogs(cluster: &Cluster) {
+    hog(cluster, "memory-hog", &memory_of_size("220m"));
+    hog_with(
+        cluster,
+        "memory-low",
+        &memory_of_size("60m"),
+        &of_class("low"),
+    );
+    hog_with(
+        cluster,
+        "smaller",
+        &memory_of_size("60m"),
+        &of_class("high"),
+    );
+    let asked = json!({"memory": "155Mi"});
+    hog_that_asks(
+        cluster,
+        "modest",
+        &memory_of_size("160m"),
+        &asked,
+        &json!({}),
+    );
+}
+
+fn make_classes(cluster: &Cluster) {
     for (name, value) in [("low", -10), ("high", 1000)] {
         let class = json!({"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": name}, "value": value});
         cluster.apply(&class.to_string());
     }
-    let of = |class: &str| json!({"priorityClassName": class});
-    hog(cluster, "memory-hog", &memory_of_size("320m"));
-    hog_with(cluster, "memory-low", &memory_of_size("140m"), &of("low"));
-    hog_with(cluster, "smaller", &memory_of_size("100m"), &of("high"));
 }
 
-/// The memory of all pods is limited to 600 MiB and the root directory lies on a small filesystem: what others do on this
-/// machine does not matter.
-#[test]
-fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
-    let fields = small_node();
+/// A node whose pods have 600 MiB of memory together and whose root directory lies on a small filesystem: what others do on
+/// this machine does not matter.
+fn make_small_node() -> (Cluster, Small, Group) {
     let config = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(config.path(), fields).unwrap();
+    std::fs::write(config.path(), small_node()).unwrap();
     let mut cluster = Cluster::new("pressure", 57);
     cluster.config = Some(config);
     cluster.clear();
-    let root = Small::at(cluster.data().join("agent"), "size=120m,nr_inodes=16000");
-    let _system = Group::made("/holdfast-t-pressure-system");
+    let root = Small::at(cluster.data().join("agent"), "size=220m,nr_inodes=20000");
+    let system = Group::made("/holdfast-t-pressure-system");
     cluster.up();
     let limit = of_all_pods(&cluster, "memory.limit_in_bytes", "memory.max");
     assert_eq!(limit, 600 << 20);
     let allocatable = cluster.node()["status"]["allocatable"]["memory"].clone();
     assert_eq!(allocatable, "400Mi");
     limits_are_told(&cluster);
+    (cluster, root, system)
+}
+
+/// Of each kind there are two hogs, and others that use as much as they may, or less: the hogs are evicted in their order, and
+/// nobody else is.
+#[test]
+fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
+    let (cluster, root, _system) = make_small_node();
     let sizes = json!({"cpu": "10m", "memory": "50Mi"});
     let guaranteed = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": sizes, "limits": sizes}}]});
     pod(&cluster, "steady", &guaranteed);
-    cluster.wait("the guaranteed pod to run", || {
-        cluster.pod("steady")["status"]["phase"] == "Running"
-    });
+    assert_eq!(support::busybox(&cluster), IMAGE);
+    make_classes(&cluster);
     make_memory_hogs(&cluster);
-    hog(
-        &cluster,
-        "disk-hog",
-        "busybox dd if=/dev/zero of=/v/f bs=1M count=75",
-    );
-    hog(
-        &cluster,
-        "inode-hog",
-        "cd /v; for i in $(busybox seq 13000); do : > $i; done",
-    );
+    make_disk_hogs(&cluster);
+    make_inode_hogs(&cluster);
+    let others = ["steady", "smaller", "disk-asked", "inode-few"];
+    let others = Bystanders::of(&cluster, &others);
+    let modest = Bystanders::of(&cluster, &["modest"]);
     memory_hogs_go(&cluster);
-    a_disk_hog_goes_after_the_dead(&cluster);
-    is_evicted(&cluster, "inode-hog", "DiskPressure", "inodes");
+    modest.are_untouched(&cluster);
+    assert_eq!(victims(&cluster), ["memory-low", "memory-hog"]);
+    // What others write to the small filesystem is memory too.
+    cluster.kubectl(&["delete", "pod", "modest", "--wait=false"]);
+    disk_hogs_go_after_the_dead(&cluster);
+    others.are_untouched(&cluster);
+    assert_eq!(victims(&cluster)[2..], ["disk-more", "disk-less"]);
+    inode_hogs_go(&cluster);
+    others.are_untouched(&cluster);
+    assert_eq!(victims(&cluster)[4..], ["inode-more", "inode-less"]);
     for kind in ["MemoryPressure", "DiskPressure"] {
         until_relieved(&cluster, kind);
     }
     pod(&cluster, "after", &json!({"nodeName": cluster.node_name()}));
-    // The larger ones were enough.
-    assert_eq!(cluster.pod("smaller")["status"]["phase"], "Running");
-    cluster.wait("a best-effort pod to run again", || {
-        cluster.pod("after")["status"]["phase"] == "Running"
-    });
-    a_fork_bomb_goes(&cluster);
+    let after = Bystanders::of(&cluster, &["after"]);
+    fork_bombs_go(&cluster);
+    assert_eq!(victims(&cluster)[6..], ["forks-low", "forks-more"]);
     memory_is_watched_while_a_pod_has_its_grace_period(&cluster);
+    assert_eq!(victims(&cluster)[8..], ["soft-hog", "late-hog"]);
+    for bystanders in [others, after] {
+        bystanders.are_untouched(&cluster);
+    }
     cluster.down();
     drop(root);
 }
