@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod power;
+mod resources;
 #[path = "../support/mod.rs"]
 mod support;
 #[path = "../support/vm.rs"]

@@ -1,0 +1,250 @@
+//! A node with two NUMA nodes, swap and cgroup v2 (issue 18): whose processors and memory are whose, who may swap how much,
+//! and who goes when memory is short. The machine at hand has one NUMA node, no swap, and cgroup v1.
+
+use std::path::{Path, PathBuf};
+
+use holdfast::core::cpuset;
+use serde_json::{Value, json};
+
+use crate::support::{self, Cluster, condition};
+use crate::{an_uplink, line, programs, run, vm};
+
+/// Two sockets of two processors, each with its own memory.
+const TWO_NODES: &str = "-smp 4,sockets=2,cores=2 -object memory-backend-ram,id=near,size=1G -object memory-backend-ram,id=far,size=1G -numa node,nodeid=0,cpus=0-1,memdev=near -numa node,nodeid=1,cpus=2-3,memdev=far";
+const SLICE: &str = "/sys/fs/cgroup/holdfast_t_resources.slice";
+const IMAGE: &str = "test.local/busybox:1";
+const MIB: u64 = 1 << 20;
+/// What all pods together may have of memory, and what is to be left of that.
+const LIMIT: u64 = 400 * MIB;
+const LEFT: u64 = 150 * MIB;
+
+#[test]
+fn a_machine_of_two_numa_nodes_is_shared_out() {
+    if let Some(node) = vm::Node::new("resources::inside", &programs()) {
+        node.run(TWO_NODES);
+    }
+}
+
+#[test]
+#[ignore = "runs in a virtual machine"]
+fn inside() {
+    assert!(vm::is_inside(), "this makes the machine swap");
+    an_uplink();
+    make_swap();
+    // The machine goes with the test, and the cluster with it.
+    let cluster = Cluster::new("resources", 47).configured(&configuration());
+    let cluster = std::mem::ManuallyDrop::new(cluster);
+    cluster.up();
+    assert_eq!(support::busybox(&cluster), IMAGE);
+    who_cannot_be_aligned_is_refused(&cluster);
+    let containers = start(&cluster);
+    what_is_aligned_has_one_nodes_processors_and_memory(&containers);
+    swap_is_shared_by_request(&containers);
+    a_hog_goes_and_others_stay(&cluster, &containers);
+}
+
+fn make_swap() {
+    let file = "/var/swap";
+    run("fallocate", &["-l", "256M", file]);
+    run("chmod", &["600", file]);
+    run("mkswap", &["-q", file]);
+    run("swapon", &[file]);
+}
+
+/// A line of a file of the kernel's with kilobytes, in bytes.
+fn bytes(file: &str, name: &str) -> u64 {
+    let text = std::fs::read_to_string(file).unwrap();
+    let found = text.lines().find(|line| line.contains(name)).unwrap();
+    let mut words = found.split_whitespace().rev();
+    let kilobytes: u64 = words.nth(1).unwrap().parse().unwrap();
+    kilobytes * 1024
+}
+
+/// Half of what pods may ask for comes from each NUMA node; of the processors the first one is the system's.
+fn configuration() -> String {
+    let totals = [0, 1].map(|node| {
+        let file = format!("/sys/devices/system/node/node{node}/meminfo");
+        bytes(&file, "MemTotal:")
+    });
+    let for_pods = (LIMIT - LEFT) / 2;
+    let system = totals.iter().sum::<u64>() - LIMIT;
+    let reserved = [0, 1].map(|node| {
+        let bytes = totals[node] - for_pods;
+        format!("{{numaNode: {node}, limits: {{memory: '{bytes}'}}}}")
+    });
+    let fields = [
+        "cgroupDriver: systemd".to_owned(),
+        "cpuManagerPolicy: static".into(),
+        "cpuManagerReconcilePeriod: 2s".into(),
+        "reservedSystemCPUs: '0'".into(),
+        "memoryManagerPolicy: Static".into(),
+        format!("reservedMemory: [{}]", reserved.join(", ")),
+        "topologyManagerPolicy: single-numa-node".into(),
+        format!("systemReserved: {{memory: '{system}'}}"),
+        format!("evictionHard: {{memory.available: {}Mi}}", LEFT / MIB),
+        "failSwapOn: false".into(),
+        "memorySwap: {swapBehavior: LimitedSwap}".into(),
+    ];
+    fields.map(|field| field + "\n").concat()
+}
+
+/// A pod with containers of these names and resources.
+fn pod(cluster: &Cluster, name: &str, script: &str, containers: &[(&str, Value)]) {
+    let container = |(name, resources): &(&str, Value)| {
+        json!({"name": name, "image": IMAGE, "resources": resources, "command": ["busybox", "sh", "-c", script],
+            "volumeMounts": [{"name": "v", "mountPath": "/v"}]})
+    };
+    let containers: Vec<Value> = containers.iter().map(container).collect();
+    let volumes = json!([{"name": "v", "emptyDir": {}}]);
+    let spec =
+        json!({"nodeName": cluster.node_name(), "volumes": volumes, "containers": containers});
+    support::pod(cluster, name, &spec);
+}
+
+const IDLE: &str = "exec busybox sleep 100000";
+/// Has 280 MiB of memory once it is let go: what it has read nobody takes from it.
+const GROWS: &str = "until test -e /v/go; do sleep 1; done; busybox dd if=/dev/zero bs=280M count=1 | busybox sleep 100000";
+
+/// There is as much as these ask for, though not on one NUMA node: three processors, or more memory than half.
+fn who_cannot_be_aligned_is_refused(cluster: &Cluster) {
+    for (name, cpu, memory) in [("many", 3, 16 * MIB), ("much", 1, (LIMIT - LEFT) * 3 / 5)] {
+        let whole = json!({"limits": {"cpu": cpu, "memory": memory.to_string()}});
+        pod(cluster, name, IDLE, &[("c", whole)]);
+        cluster.wait(&format!("{name} to be refused"), || {
+            cluster.pod(name)["status"]["phase"] == "Failed"
+        });
+        let status = cluster.pod(name)["status"].clone();
+        let told = ["reason", "message"].map(|key| status[key].as_str().unwrap_or_default());
+        let message = "Pod was rejected: Resources cannot be allocated with Topology locality";
+        assert_eq!(told, ["TopologyAffinityError", message], "{status}");
+    }
+}
+
+/// Containers that run, by their pod and name.
+struct Containers(Vec<(String, PathBuf, Value)>);
+
+impl Containers {
+    fn scope(&self, name: &str) -> &Path {
+        let found = self.0.iter().find(|(of, ..)| of == name);
+        &found.unwrap().1
+    }
+
+    fn file(&self, name: &str, file: &str) -> String {
+        line(&self.scope(name).join(file))
+    }
+}
+
+/// The scope of a container.
+fn scope(dir: &Path, id: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut dirs = entries.map(|e| e.path()).filter(|path| path.is_dir());
+    dirs.find_map(|path| match path.to_string_lossy().contains(id) {
+        true => Some(path),
+        false => scope(&path, id),
+    })
+}
+
+/// One pod of each class, and the hog.
+fn start(cluster: &Cluster) -> Containers {
+    let whole = json!({"limits": {"cpu": 2, "memory": "64Mi"}});
+    pod(cluster, "aligned", IDLE, &[("c", whole)]);
+    let asks = json!({"requests": {"memory": "48Mi"}});
+    let even = json!({"requests": {"memory": "16Mi"}, "limits": {"memory": "16Mi"}});
+    let containers = [("asks", asks), ("even", even)];
+    pod(cluster, "burstable", IDLE, &containers);
+    pod(cluster, "modest", IDLE, &[("c", json!({}))]);
+    let little = json!({"requests": {"memory": "8Mi"}});
+    pod(cluster, "hog", GROWS, &[("c", little)]);
+    let names = ["aligned", "burstable", "modest", "hog"];
+    cluster.wait("the pods", || {
+        let ready = |name| condition(&cluster.pod(name), "Ready") == "True";
+        names.into_iter().all(ready)
+    });
+    let mut found = vec![];
+    for name in &names[..3] {
+        let pod = cluster.pod(name);
+        for status in pod["status"]["containerStatuses"].as_array().unwrap() {
+            let id = status["containerID"].clone();
+            let number = id.as_str().unwrap().rsplit('/').next().unwrap();
+            let scope = scope(Path::new(SLICE), number).expect("the container's scope");
+            let container = status["name"].as_str().unwrap();
+            found.push((format!("{name}/{container}"), scope, id));
+        }
+    }
+    Containers(found)
+}
+
+/// The aligned container has the processors and the memory of the second node, which alone has two to give; all others have
+/// the processors that are left.
+fn what_is_aligned_has_one_nodes_processors_and_memory(containers: &Containers) {
+    let own = ["cpuset.cpus", "cpuset.mems"].map(|file| containers.file("aligned/c", file));
+    assert_eq!(own, ["2-3", "1"]);
+    let process = containers.file("aligned/c", "cgroup.procs");
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    for allowed in ["Cpus_allowed_list:\t2-3", "Mems_allowed_list:\t1"] {
+        assert!(status.lines().any(|line| line == allowed), "{status}");
+    }
+    for (name, scope, _) in &containers.0[1..] {
+        let cpus = line(&scope.join("cpuset.cpus"));
+        let cpus = cpuset::parse_list(&cpus).unwrap_or_default();
+        assert_eq!(cpus, [0, 1].into(), "{name}");
+    }
+}
+
+/// A container of a Burstable pod may swap by what its request is of the machine's memory, in whole pages (KEP-2400). Who is
+/// Guaranteed, or asks for nothing or for as much as its limit, may not.
+fn swap_is_shared_by_request(containers: &Containers) {
+    let [swap, memory] = ["SwapTotal:", "MemTotal:"].map(|name| bytes("/proc/meminfo", name));
+    let share = u128::from(48 * MIB) * u128::from(swap) / u128::from(memory);
+    let share = u64::try_from(share).unwrap() / 4096 * 4096;
+    assert!(share > 4 * MIB, "{share} of {swap}");
+    for (name, expected) in [
+        ("burstable/asks", share),
+        ("burstable/even", 0),
+        ("aligned/c", 0),
+        ("modest/c", 0),
+    ] {
+        let found = containers.file(name, "memory.swap.max");
+        assert_eq!(found, expected.to_string(), "{name}");
+    }
+}
+
+/// The memory of all pods runs short: the hog goes, and what others have stays as it is.
+fn a_hog_goes_and_others_stay(cluster: &Cluster, containers: &Containers) {
+    let pods = Path::new(SLICE).join("holdfast_t_resources-kubepods.slice");
+    assert_eq!(line(&pods.join("memory.max")), LIMIT.to_string());
+    let uid = cluster.pod("hog")["metadata"]["uid"].clone();
+    let volume = format!(
+        "agent/pods/{}/volumes/kubernetes.io~empty-dir/v/go",
+        uid.as_str().unwrap()
+    );
+    std::fs::write(cluster.data().join(volume), "").unwrap();
+    cluster.wait("the hog to be evicted", || {
+        cluster.pod("hog")["status"]["phase"] == "Failed"
+    });
+    let status = cluster.pod("hog")["status"].clone();
+    assert_eq!(status["reason"], "Evicted", "{status}");
+    let message = status["message"].as_str().unwrap();
+    let low = "The node was low on resource: memory. Threshold quantity: 150Mi, available: ";
+    assert!(message.starts_with(low), "{message}");
+    println!("{message}");
+    assert_eq!(condition(&cluster.node(), "MemoryPressure"), "True");
+    let events = line(&pods.join("memory.events"));
+    let kills = events.lines().find(|line| line.starts_with("oom_kill "));
+    assert_eq!(
+        kills,
+        Some("oom_kill 0"),
+        "the kernel killed nobody: {events}"
+    );
+    for (name, _, id) in &containers.0 {
+        let (name, container) = name.split_once('/').unwrap();
+        let status = cluster.pod(name)["status"].clone();
+        let mut all = status["containerStatuses"].as_array().unwrap().iter();
+        let found = all.find(|status| status["name"] == container).unwrap();
+        let is_as_it_was = found["restartCount"] == 0 && found["containerID"] == *id;
+        assert!(
+            is_as_it_was && !found["state"]["running"].is_null(),
+            "{status}"
+        );
+    }
+}
