@@ -13,6 +13,7 @@ use crate::{an_uplink, line, programs, run, vm};
 const TWO_NODES: &str = "-smp 4,sockets=2,cores=2 -object memory-backend-ram,id=near,size=1G -object memory-backend-ram,id=far,size=1G -numa node,nodeid=0,cpus=0-1,memdev=near -numa node,nodeid=1,cpus=2-3,memdev=far";
 const SLICE: &str = "/sys/fs/cgroup/holdfast_t_resources.slice";
 const IMAGE: &str = "test.local/busybox:1";
+const RUNNING: [&str; 4] = ["aligned", "burstable", "modest", "hog"];
 const MIB: u64 = 1 << 20;
 /// What all pods together may have of memory, and what is to be left of that.
 const LIMIT: u64 = 400 * MIB;
@@ -35,8 +36,7 @@ fn inside() {
     let cluster = Cluster::new("resources", 47).configured(&configuration());
     let cluster = std::mem::ManuallyDrop::new(cluster);
     cluster.up();
-    assert_eq!(support::busybox(&cluster), IMAGE);
-    who_cannot_be_aligned_is_refused(&cluster);
+    support::busybox_alone(&cluster, IMAGE);
     let containers = start(&cluster);
     what_is_aligned_has_one_nodes_processors_and_memory(&containers);
     swap_is_shared_by_request(&containers);
@@ -88,44 +88,72 @@ fn configuration() -> String {
     fields.map(|field| field + "\n").concat()
 }
 
-/// A pod with containers of these names and resources.
-fn pod(cluster: &Cluster, name: &str, script: &str, containers: &[(&str, Value)]) {
+/// A pod with containers of these names and resources. The bundled scheduler would not have those that do not fit.
+fn pod(node: &str, name: &str, script: &str, containers: &[(&str, Value)]) -> Value {
     let container = |(name, resources): &(&str, Value)| {
         json!({"name": name, "image": IMAGE, "resources": resources, "command": ["busybox", "sh", "-c", script],
             "volumeMounts": [{"name": "v", "mountPath": "/v"}]})
     };
     let containers: Vec<Value> = containers.iter().map(container).collect();
     let volumes = json!([{"name": "v", "emptyDir": {}}]);
-    let spec =
-        json!({"nodeName": cluster.node_name(), "volumes": volumes, "containers": containers});
-    support::pod(cluster, name, &spec);
+    json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"nodeName": node, "volumes": volumes, "containers": containers}})
+}
+
+fn apply(cluster: &Cluster, pods: &[Value]) {
+    let documents: Vec<String> = pods.iter().map(Value::to_string).collect();
+    cluster.apply(&documents.join("\n"));
+}
+
+/// Waits in one process, which does nothing meanwhile: starting kubectl takes seconds of an emulated processor.
+fn wait_for(cluster: &Cluster, condition: &str, names: &[&str]) {
+    let condition = format!("--for={condition}");
+    let timeout = format!("--timeout={}s", support::patience().as_secs());
+    let pods = names.iter().map(|name| format!("pod/{name}"));
+    let pods: Vec<String> = pods.collect();
+    let mut arguments = vec!["wait", &condition, &timeout];
+    arguments.extend(pods.iter().map(String::as_str));
+    cluster.kubectl(&arguments);
+}
+
+const FAILED: &str = "jsonpath={.status.phase}=Failed";
+
+fn named<'a>(pods: &'a [Value], name: &str) -> &'a Value {
+    let found = pods.iter().find(|pod| pod["metadata"]["name"] == *name);
+    found.unwrap()
 }
 
 const IDLE: &str = "exec busybox sleep 100000";
 /// Has 280 MiB of memory once it is let go: what it has read nobody takes from it.
 const GROWS: &str = "until test -e /v/go; do sleep 1; done; busybox dd if=/dev/zero bs=280M count=1 | busybox sleep 100000";
 
-/// There is as much as these ask for, though not on one NUMA node: three processors, or more memory than half.
-fn who_cannot_be_aligned_is_refused(cluster: &Cluster) {
-    for (name, cpu, memory) in [("many", 3, 16 * MIB), ("much", 1, (LIMIT - LEFT) * 3 / 5)] {
+/// Those of which there is as much as they ask for, though not on one NUMA node: three processors, or more memory than half.
+fn too_wide(node: &str) -> [Value; 2] {
+    let half_and_more = (LIMIT - LEFT) * 3 / 5;
+    [("many", 3, 16 * MIB), ("much", 1, half_and_more)].map(|(name, cpu, memory)| {
         let whole = json!({"limits": {"cpu": cpu, "memory": memory.to_string()}});
-        pod(cluster, name, IDLE, &[("c", whole)]);
-        cluster.wait(&format!("{name} to be refused"), || {
-            cluster.pod(name)["status"]["phase"] == "Failed"
-        });
-        let status = cluster.pod(name)["status"].clone();
-        let told = ["reason", "message"].map(|key| status[key].as_str().unwrap_or_default());
-        let message = "Pod was rejected: Resources cannot be allocated with Topology locality";
-        assert_eq!(told, ["TopologyAffinityError", message], "{status}");
-    }
+        pod(node, name, IDLE, &[("c", whole)])
+    })
 }
 
-/// Containers that run, by their pod and name.
-struct Containers(Vec<(String, PathBuf, Value)>);
+fn is_refused(pod: &Value) {
+    let status = &pod["status"];
+    let told = ["reason", "message"].map(|key| status[key].as_str().unwrap_or_default());
+    let message = "Pod was rejected: Resources cannot be allocated with Topology locality";
+    assert_eq!(told, ["TopologyAffinityError", message], "{status}");
+}
+
+/// What runs.
+struct Containers {
+    /// Containers that nothing may happen to: their pods and names, scopes and ids.
+    steady: Vec<(String, PathBuf, Value)>,
+    /// The hog's uid.
+    hog: String,
+}
 
 impl Containers {
     fn scope(&self, name: &str) -> &Path {
-        let found = self.0.iter().find(|(of, ..)| of == name);
+        let found = self.steady.iter().find(|(of, ..)| of == name);
         &found.unwrap().1
     }
 
@@ -144,26 +172,35 @@ fn scope(dir: &Path, id: &str) -> Option<PathBuf> {
     })
 }
 
-/// One pod of each class, and the hog.
+/// Those that nowhere fit as a whole are refused. One pod of each class runs, and the hog.
 fn start(cluster: &Cluster) -> Containers {
-    let whole = json!({"limits": {"cpu": 2, "memory": "64Mi"}});
-    pod(cluster, "aligned", IDLE, &[("c", whole)]);
+    let node = cluster.node_name();
     let asks = json!({"requests": {"memory": "48Mi"}});
     let even = json!({"requests": {"memory": "16Mi"}, "limits": {"memory": "16Mi"}});
-    let containers = [("asks", asks), ("even", even)];
-    pod(cluster, "burstable", IDLE, &containers);
-    pod(cluster, "modest", IDLE, &[("c", json!({}))]);
     let little = json!({"requests": {"memory": "8Mi"}});
-    pod(cluster, "hog", GROWS, &[("c", little)]);
-    let names = ["aligned", "burstable", "modest", "hog"];
-    cluster.wait("the pods", || {
-        let ready = |name| condition(&cluster.pod(name), "Ready") == "True";
-        names.into_iter().all(ready)
-    });
+    let mut pods = too_wide(&node).to_vec();
+    pods.push(pod(
+        &node,
+        "burstable",
+        IDLE,
+        &[("asks", asks), ("even", even)],
+    ));
+    pods.push(pod(&node, "modest", IDLE, &[("c", json!({}))]));
+    pods.push(pod(&node, "hog", GROWS, &[("c", little)]));
+    apply(cluster, &pods);
+    wait_for(cluster, FAILED, &["many", "much"]);
+    // Only now: with it there would be too little for them at all.
+    let whole = json!({"limits": {"cpu": 2, "memory": "64Mi"}});
+    apply(cluster, &[pod(&node, "aligned", IDLE, &[("c", whole)])]);
+    wait_for(cluster, "condition=Ready", &RUNNING);
+    let pods = cluster.pods();
+    for name in ["many", "much"] {
+        is_refused(named(&pods, name));
+    }
     let mut found = vec![];
-    for name in &names[..3] {
-        let pod = cluster.pod(name);
-        for status in pod["status"]["containerStatuses"].as_array().unwrap() {
+    for name in &RUNNING[..3] {
+        let statuses = &named(&pods, name)["status"]["containerStatuses"];
+        for status in statuses.as_array().unwrap() {
             let id = status["containerID"].clone();
             let number = id.as_str().unwrap().rsplit('/').next().unwrap();
             let scope = scope(Path::new(SLICE), number).expect("the container's scope");
@@ -171,7 +208,11 @@ fn start(cluster: &Cluster) -> Containers {
             found.push((format!("{name}/{container}"), scope, id));
         }
     }
-    Containers(found)
+    let hog = named(&pods, "hog")["metadata"]["uid"].clone();
+    Containers {
+        steady: found,
+        hog: hog.as_str().unwrap().to_owned(),
+    }
 }
 
 /// The aligned container has the processors and the memory of the second node, which alone has two to give; all others have
@@ -184,7 +225,7 @@ fn what_is_aligned_has_one_nodes_processors_and_memory(containers: &Containers) 
     for allowed in ["Cpus_allowed_list:\t2-3", "Mems_allowed_list:\t1"] {
         assert!(status.lines().any(|line| line == allowed), "{status}");
     }
-    for (name, scope, _) in &containers.0[1..] {
+    for (name, scope, _) in &containers.steady[1..] {
         let cpus = line(&scope.join("cpuset.cpus"));
         let cpus = cpuset::parse_list(&cpus).unwrap_or_default();
         assert_eq!(cpus, [0, 1].into(), "{name}");
@@ -213,16 +254,14 @@ fn swap_is_shared_by_request(containers: &Containers) {
 fn a_hog_goes_and_others_stay(cluster: &Cluster, containers: &Containers) {
     let pods = Path::new(SLICE).join("holdfast_t_resources-kubepods.slice");
     assert_eq!(line(&pods.join("memory.max")), LIMIT.to_string());
-    let uid = cluster.pod("hog")["metadata"]["uid"].clone();
     let volume = format!(
         "agent/pods/{}/volumes/kubernetes.io~empty-dir/v/go",
-        uid.as_str().unwrap()
+        containers.hog
     );
     std::fs::write(cluster.data().join(volume), "").unwrap();
-    cluster.wait("the hog to be evicted", || {
-        cluster.pod("hog")["status"]["phase"] == "Failed"
-    });
-    let status = cluster.pod("hog")["status"].clone();
+    wait_for(cluster, FAILED, &["hog"]);
+    let found = cluster.pods();
+    let status = &named(&found, "hog")["status"];
     assert_eq!(status["reason"], "Evicted", "{status}");
     let message = status["message"].as_str().unwrap();
     let low = "The node was low on resource: memory. Threshold quantity: 150Mi, available: ";
@@ -236,14 +275,14 @@ fn a_hog_goes_and_others_stay(cluster: &Cluster, containers: &Containers) {
         Some("oom_kill 0"),
         "the kernel killed nobody: {events}"
     );
-    for (name, _, id) in &containers.0 {
+    for (name, _, id) in &containers.steady {
         let (name, container) = name.split_once('/').unwrap();
-        let status = cluster.pod(name)["status"].clone();
+        let status = &named(&found, name)["status"];
         let mut all = status["containerStatuses"].as_array().unwrap().iter();
-        let found = all.find(|status| status["name"] == container).unwrap();
-        let is_as_it_was = found["restartCount"] == 0 && found["containerID"] == *id;
+        let one = all.find(|status| status["name"] == container).unwrap();
+        let is_as_it_was = one["restartCount"] == 0 && one["containerID"] == *id;
         assert!(
-            is_as_it_was && !found["state"]["running"].is_null(),
+            is_as_it_was && !one["state"]["running"].is_null(),
             "{status}"
         );
     }
