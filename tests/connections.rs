@@ -637,3 +637,45 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
     })
     .await;
 }
+
+/// As with a kube-apiserver: 100 requests at once on a connection, and one more waits.
+#[tokio::test]
+async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let limits = Limits {
+        connections: 4,
+        strangers_give_way: false,
+        idle: None,
+    };
+    let answer = |_: Peer, request: Request<Incoming>| async move {
+        match request.uri().path() {
+            "/endless" => std::future::pending().await,
+            _ => https::text(StatusCode::OK, "done"),
+        }
+    };
+    tokio::spawn(https::serve(listener, None, limits, answer));
+    let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let stream = TokioIo::new(stream);
+    let handshake = hyper::client::conn::http2::handshake(TokioExecutor::new(), stream);
+    let (sender, connection) = handshake.await.unwrap();
+    tokio::spawn(connection);
+    let send = |path: &str| {
+        let request = Request::get(format!("http://x{path}")).body(String::new());
+        let mut sender = sender.clone();
+        tokio::spawn(async move {
+            let answer = sender.send_request(request.unwrap()).await;
+            answer.unwrap().status()
+        })
+    };
+    // The server has said by then how many it takes.
+    assert_eq!(send("/").await.unwrap(), StatusCode::OK);
+    let held: Vec<_> = (0..100).map(|_| send("/endless")).collect();
+    let mut more = send("/");
+    let waited = tokio::time::timeout(Duration::from_secs(1), &mut more).await;
+    assert!(waited.is_err(), "one more waits for its turn");
+    held[0].abort();
+    assert_eq!(more.await.unwrap(), StatusCode::OK);
+}

@@ -47,6 +47,8 @@ pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
 /// How long a TLS handshake may take, with waiting for its turns.
 const HANDSHAKE: Duration = Duration::from_secs(10);
+/// How many requests one HTTP/2 connection carries at once: what a kube-apiserver allows by default.
+const STREAMS: u32 = 100;
 /// How long a connection may take for its first request before it counts as idle.
 const FRESH: Duration = Duration::from_secs(1);
 
@@ -364,7 +366,7 @@ async fn converse<S, F>(
         .http2()
         .timer(TokioTimer::new())
         .keep_alive_interval(limits.idle)
-        .max_concurrent_streams(250);
+        .max_concurrent_streams(STREAMS);
     if let Err(error) = builder
         .serve_connection_with_upgrades(TokioIo::new(stream), service)
         .await

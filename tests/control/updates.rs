@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::server::{MAPS, MERGE, PODS, Server, next, pod};
+use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, next, pod};
 
 const SERVICES: &str = "/api/v1/namespaces/default/services";
 
@@ -49,6 +49,27 @@ async fn a_pods_status_is_validated() {
                 json!({"status": {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}]}}),
                 200,
             ),
+            // Of each family one.
+            (
+                status("never"),
+                json!({"status": {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}, {"ip": "10.0.0.2"}]}}),
+                422,
+            ),
+            (
+                status("never"),
+                json!({"status": {"hostIP": "10.0.0.9", "hostIPs": [{"ip": "10.0.0.9"}, {"ip": "10.0.0.8"}]}}),
+                422,
+            ),
+            (
+                status("never"),
+                json!({"status": {"hostIP": "10.0.0.9", "hostIPs": [{"ip": "10.0.0.9"}, {"ip": "fd00::9"}]}}),
+                200,
+            ),
+            (
+                status("never"),
+                json!({"status": {"hostIP": null}}),
+                422,
+            ),
             (
                 status("never"),
                 json!({"status": {"nominatedNodeName": "N/x"}}),
@@ -63,6 +84,15 @@ async fn a_pods_status_is_validated() {
     .await;
     let body = server.ok("GET", &status("never"), &Value::Null).await;
     assert_eq!(body["status"]["qosClass"], "BestEffort");
+    // Lists of addresses are merged: one that changes needs the old one to be taken out.
+    let merged = json!({"status": {"hostIP": "10.0.0.8", "hostIPs": [{"ip": "10.0.0.8"}, {"ip": "fd00::9"}]}});
+    let mut taken_out = merged.clone();
+    let list = taken_out["status"]["hostIPs"].as_array_mut().unwrap();
+    list.push(json!({"ip": "10.0.0.9", "$patch": "delete"}));
+    for (patch, code) in [(merged, 422), (taken_out, 200)] {
+        let reply = server.patch(&status("never"), STRATEGIC, patch).await;
+        assert_eq!(reply.code, code, "{}", reply.body);
+    }
 }
 
 #[tokio::test]

@@ -122,28 +122,50 @@ fn amounts(new: &Value, field: &str, errors: &mut Errors) {
     }
 }
 
+/// The addresses of a pod or its host: valid ones, of which those that were there before may be none, and one of each family
+/// at most. A list that is merged with the one before it, where it should have taken its place, shows here.
+fn addresses(old: &Value, new: &Value, [one, all]: [&str; 2], errors: &mut Errors) {
+    let ips = |pod| -> Vec<&str> {
+        let all = list(pod, &["status", all]).iter();
+        all.map(|a| text(a, &["ip"]).unwrap_or_default()).collect()
+    };
+    let (before, after) = (ips(old), ips(new));
+    let mut families = vec![];
+    for (i, ip) in after.iter().enumerate() {
+        match ip.parse::<IpAddr>() {
+            Ok(address) => families.push(address.is_ipv4()),
+            Err(_) if before.contains(ip) => {}
+            Err(_) => errors.push(FieldError::invalid(
+                format!("status.{all}[{i}].ip"),
+                &(*ip).into(),
+                "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)",
+            )),
+        }
+    }
+    families.sort_unstable();
+    families.dedup();
+    if after.len() > 1 && families.len() != after.len() {
+        errors.push(FieldError::invalid(
+            format!("status.{all}"),
+            &new["status"][all],
+            "may specify no more than one IP for each IP family",
+        ));
+    }
+    let own = text(new, &["status", one]).unwrap_or_default();
+    // A pod's own address may be left out beside the list.
+    let must_equal = !own.is_empty() || one == "hostIP";
+    if let Some(first) = after.first().filter(|first| must_equal && **first != own) {
+        errors.push(FieldError::invalid(
+            format!("status.{all}[0].ip"),
+            &(*first).into(),
+            &format!("must be equal to `{one}`"),
+        ));
+    }
+}
+
 fn pod(old: &Value, new: &Value, errors: &mut Errors) {
-    for (one, all) in [("podIP", "podIPs"), ("hostIP", "hostIPs")] {
-        let addresses = list(new, &["status", all]);
-        for (i, address) in addresses.iter().enumerate() {
-            if text(address, &["ip"]).is_none_or(|ip| ip.parse::<IpAddr>().is_err()) {
-                errors.push(FieldError::invalid(
-                    format!("status.{all}[{i}].ip"),
-                    &address["ip"],
-                    "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)",
-                ));
-            }
-        }
-        if let (Some(first), Some(own)) = (addresses.first(), text(new, &["status", one]))
-            && !own.is_empty()
-            && text(first, &["ip"]) != Some(own)
-        {
-            errors.push(FieldError::invalid(
-                format!("status.{all}[0].ip"),
-                &first["ip"],
-                &format!("must be equal to `{one}`"),
-            ));
-        }
+    for fields in [["podIP", "podIPs"], ["hostIP", "hostIPs"]] {
+        addresses(old, new, fields, errors);
     }
     let nominated = text(new, &["status", "nominatedNodeName"]).unwrap_or_default();
     if !nominated.is_empty() && !super::is_subdomain(nominated) {
