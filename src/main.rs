@@ -125,6 +125,8 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             )
             .await?;
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
+            settings.join = flags.join;
+            settings.node_name = flags.node_name.unwrap_or(settings.node_name);
             settings.agent_port()?;
             Box::pin(up::up(&settings)).await
         }

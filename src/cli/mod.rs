@@ -311,6 +311,12 @@ pub struct UpFlags {
     /// A KubeletConfiguration for the agent: its fields win over what the cluster sets by itself.
     #[arg(long, value_name = "FILE")]
     pub agent_config: Option<PathBuf>,
+    /// Start no control plane: this machine becomes a node of the cluster that the node's kubeconfig names (system:node:NAME, as kubelet.conf has it).
+    #[arg(long, value_name = "KUBECONFIG")]
+    pub join: Option<PathBuf>,
+    /// The name of the node [default: this machine's name].
+    #[arg(long, value_name = "NAME")]
+    pub node_name: Option<String>,
 }
 
 /// Flags of `holdfast down`.

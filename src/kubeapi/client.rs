@@ -118,6 +118,35 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
     })
 }
 
+/// The roots, PEM, by which a kubeconfig's current context knows its apiserver.
+pub fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
+    use base64::Engine as _;
+    let read = || {
+        let file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
+        let context = file
+            .contexts
+            .iter()
+            .find(|c| Some(&c.name) == file.current_context.as_ref());
+        let context = context.and_then(|c| c.context.as_ref());
+        let mut clusters = file.clusters.iter();
+        let named = clusters.find(|c| context.is_some_and(|x| x.cluster == c.name));
+        let cluster = named.and_then(|c| c.cluster.as_ref());
+        let cluster = cluster.ok_or("its current context names no cluster")?;
+        if let Some(data) = &cluster.certificate_authority_data {
+            let decoded = base64::engine::general_purpose::STANDARD.decode(data);
+            return decoded
+                .map_err(|e| format!("its certificate-authority-data is no base64: {e}"));
+        }
+        let file = cluster.certificate_authority.as_ref();
+        let file = file.ok_or("its cluster has no certificate authority")?;
+        std::fs::read(file).map_err(|e| format!("{file} cannot be read: {e}"))
+    };
+    read().map_err(|why: String| ConnectError::Use {
+        path: path.to_owned(),
+        why,
+    })
+}
+
 /// What a kubeconfig says, made ready: pools that speak HTTP/2 where the server does.
 fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Error> {
     let Target {

@@ -89,29 +89,60 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     containerd::import_images(settings, &endpoint)?;
 
     progress.step("control plane");
-    let started = start_control_plane(settings, &parts.control)?;
-    let client = wait_api(settings, &parts.control, started).await?;
+    let (client, told) = match &settings.join {
+        Some(kubeconfig) => join(dirs, kubeconfig).await?,
+        None => {
+            let started = start_control_plane(settings, &parts.control)?;
+            let client = wait_api(settings, &parts.control, started).await?;
+            (client, own_api(settings))
+        }
+    };
 
     progress.step("agent");
     let started = start_agent(settings, &parts.agent, &endpoint)?;
-    let node = wait_node(&client, &parts.agent, started).await?;
+    let node = wait_node(&client, &settings.node_name, &parts.agent, started).await?;
     progress.done();
 
-    let kubeconfig = dirs.kubeconfig();
-    println!(
-        "Holdfast is running: node {node} is Ready on {runtime}, API at https://127.0.0.1:{}.",
-        settings.api_port
-    );
-    println!(
-        "The kubeconfig is {}; use it with: export KUBECONFIG={}",
-        kubeconfig.display(),
-        kubeconfig.display()
-    );
-    println!(
-        "Try next: kubectl create deployment web --image={} --replicas=3",
-        images::DEMO[0]
-    );
+    println!("Holdfast is running: node {node} is Ready on {runtime}, {told}");
     Ok(())
+}
+
+/// How the bundled API is used.
+fn own_api(settings: &Settings) -> String {
+    let kubeconfig = settings.dirs.kubeconfig();
+    format!(
+        "API at https://127.0.0.1:{}.\nThe kubeconfig is {}; use it with: export KUBECONFIG={}\nTry next: kubectl create deployment web --image={} --replicas=3",
+        settings.api_port,
+        kubeconfig.display(),
+        kubeconfig.display(),
+        images::DEMO[0]
+    )
+}
+
+/// Puts the node's kubeconfig and the authority that it knows where the agent and whoever asks it look for them. The answer
+/// is the control plane, as the node sees it.
+async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
+    let shown = kubeconfig.display();
+    let there = fs::canonicalize(kubeconfig)
+        .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
+    let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
+    fs::create_dir_all(&pki)?;
+    let authority = crate::kubeapi::client::authority(&there)?;
+    crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
+    // A link: the file is replaced when the node's certificate is renewed.
+    match fs::remove_file(&link) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
+        _ => std::os::unix::fs::symlink(&there, &link)?,
+    }
+    let client = crate::kubeapi::client::connect(&link).await?;
+    let version = client.apiserver_version().await.map_err(|e| {
+        let why = crate::kubeapi::client::chain(&e);
+        anyhow::anyhow!("--join: the apiserver that {shown} names does not answer: {why}")
+    })?;
+    Ok((
+        client,
+        format!("of a control plane {}.", version.git_version),
+    ))
 }
 
 fn hint(part: &Part, ours: bool) -> String {
@@ -168,21 +199,17 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool>
         "holdfast-admin",
         &pki.client("admin", "kubernetes-admin", &["system:masters"])?,
     )?;
-    let node = crate::sys::machine::hostname();
+    let node = &settings.node_name;
     let pair = pki.client(
         &format!("node-{node}"),
         &format!("system:node:{node}"),
         &["system:nodes"],
     )?;
-    write(&settings.dirs.agent().join("kubeconfig"), &node, &pair)?;
+    write(&settings.dirs.agent().join("kubeconfig"), node, &pair)?;
     // The agent's own API: its clients are those of the cluster's CA, and its certificate is signed by it.
     let certs = settings.dirs.agent().join("pki");
     fs::create_dir_all(&certs)?;
-    let serving = pki.serving(
-        &format!("system:node:{node}"),
-        &[&node],
-        &[settings.node_ip],
-    )?;
+    let serving = pki.serving(&format!("system:node:{node}"), &[node], &[settings.node_ip])?;
     crate::sys::file::replace(&certs.join("ca.crt"), pki.ca.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.key"), serving.key.as_bytes())?;
     crate::sys::file::replace(&certs.join("serving.crt"), serving.certificate.as_bytes())?;
@@ -241,31 +268,36 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         // Nothing here looks for them: the machine's iptables stay as they are.
         "makeIPTablesUtilChains": false,
         "port": settings.agent_port()?, "healthzPort": settings.healthz_port(),
-        "tlsCertFile": root.join("pki/serving.crt"), "tlsPrivateKeyFile": root.join("pki/serving.key"),
         "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true}, "x509": {"clientCAFile": root.join("pki/ca.crt")}},
         "authorization": {"mode": "Webhook"},
     });
+    // A joined control plane gives no certificate to serve with: the agent signs its own, or asks for one where it is told to.
+    if settings.join.is_none() {
+        config["tlsCertFile"] = serde_json::json!(root.join("pki/serving.crt"));
+        config["tlsPrivateKeyFile"] = serde_json::json!(root.join("pki/serving.key"));
+    }
     if let Some(own) = own_fields(settings)? {
         json_patch::merge(&mut config, &own);
     }
     fs::write(root.join("config.json"), format!("{config:#}\n"))?;
     let own = std::env::current_exe()?;
-    let arguments = [
-        "agent",
-        "--config",
-        &root.join("config.json").display().to_string(),
-        "--kubeconfig",
-        &root.join("kubeconfig").display().to_string(),
-        "--root-dir",
-        &root.display().to_string(),
-        "--device-plugin-dir",
-        &root.join("device-plugins").display().to_string(),
-        "--node-ip",
-        &settings.node_ip.to_string(),
-        // There is no other node that could have the pods meanwhile.
-        "--offline-start=always",
+    let mut arguments = vec![
+        "agent".to_owned(),
+        format!("--config={}", root.join("config.json").display()),
+        format!("--kubeconfig={}", root.join("kubeconfig").display()),
+        format!("--root-dir={}", root.display()),
+        format!(
+            "--device-plugin-dir={}",
+            root.join("device-plugins").display()
+        ),
+        format!("--node-ip={}", settings.node_ip),
+        format!("--hostname-override={}", settings.node_name),
     ];
-    part.start_supervised(&own, &arguments.map(Into::into))
+    if settings.join.is_none() {
+        // There is no other node that could have the pods meanwhile.
+        arguments.push("--offline-start=always".into());
+    }
+    part.start_supervised(&own, &arguments)
 }
 
 /// The fields of the user's own configuration of the agent.
@@ -293,13 +325,17 @@ fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
 }
 
 /// Waits until the agent that runs now has said that its node is Ready; what one before it said does not count.
-async fn wait_node(client: &kube::Client, part: &Part, started: bool) -> anyhow::Result<String> {
+async fn wait_node(
+    client: &kube::Client,
+    name: &str,
+    part: &Part,
+    started: bool,
+) -> anyhow::Result<String> {
     let api: kube::Api<k8s_openapi::api::core::v1::Node> = kube::Api::all(client.clone());
-    let name = crate::sys::machine::hostname();
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     let mut why = "it has not registered".to_owned();
     loop {
-        match api.get_opt(&name).await {
+        match api.get_opt(name).await {
             Ok(Some(node)) => {
                 let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
                 match conditions.flatten().find(|c| c.type_ == "Ready") {

@@ -66,6 +66,10 @@ pub struct Settings {
     pub node_ip: IpAddr,
     /// A KubeletConfiguration whose fields win over ours.
     pub agent_config: Option<PathBuf>,
+    /// The kubeconfig of a node of another control plane, in the place of the bundled one.
+    pub join: Option<PathBuf>,
+    /// What the node is called.
+    pub node_name: String,
 }
 
 impl Settings {
@@ -109,6 +113,8 @@ impl Settings {
             bridge,
             node_ip,
             agent_config: None,
+            join: None,
+            node_name: crate::sys::machine::hostname(),
         })
     }
 
