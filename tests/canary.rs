@@ -88,7 +88,7 @@ fn pod(name: &str, image: &str, host: &Path) -> String {
 fn what_is_the_users_outlives_every_pod() {
     let cluster = Cluster::start("canary", 55);
     let image = support::busybox(&cluster);
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let node = cluster.node_name();
     // The root directory leads to another disk, as users have it.
     cluster.down();
     let (root, elsewhere) = (
@@ -282,7 +282,7 @@ impl Rounds {
     fn start(seed: u64) -> Rounds {
         let cluster = Cluster::start("rounds", 93);
         let image = support::busybox(&cluster);
-        let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+        let node = cluster.node_name();
         cluster.down();
         let (root, small) = (cluster.data().join("agent"), Small::new());
         std::fs::remove_dir_all(&root).unwrap();

@@ -32,6 +32,7 @@ fn message(pod: &Value) -> &str {
 #[test]
 fn containers_find_what_their_pods_promise() {
     let cluster = Cluster::start("inside", 22);
+    let namespace = cluster.namespace();
     let image = support::busybox(&cluster);
     cluster.kubectl(&[
         "create",
@@ -52,7 +53,7 @@ fn containers_find_what_their_pods_promise() {
             })
             .collect();
         format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec:\n  restartPolicy: Never\n  terminationGracePeriodSeconds: 1\n{fields}  containers:\n  - name: c\n    image: {image}\n    command: [busybox, sh, -c]\n{container}    args:\n    - |\n{script}---\n"
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec:\n  restartPolicy: Never\n  terminationGracePeriodSeconds: 1\n{fields}  containers:\n  - name: c\n    image: {image}\n    command: [busybox, sh, -c]\n{container}    args:\n    - |\n{script}---\n"
         )
     };
     let pods = [
@@ -74,7 +75,7 @@ fn containers_find_what_their_pods_promise() {
             "names",
             "  hostname: own\n  subdomain: sub\n  setHostnameAsFQDN: true\n  hostAliases: [{ip: 192.0.2.9, hostnames: [alias.example]}]\n  dnsPolicy: None\n  dnsConfig: {nameservers: [192.0.2.53], searches: [s.example], options: [{name: ndots, value: '2'}]}\n",
             "",
-            &["test $(hostname) = own.sub.default.svc.cluster.local", "grep -q '192.0.2.9.alias.example' /etc/hosts", "grep -q 'own.sub.default.svc.cluster.local.own' /etc/hosts", "grep -q 'nameserver 192.0.2.53' /etc/resolv.conf", "grep -q 'search s.example' /etc/resolv.conf", "grep -q ndots:2 /etc/resolv.conf"],
+            &[&format!("test $(hostname) = own.sub.{namespace}.svc.cluster.local"), "grep -q '192.0.2.9.alias.example' /etc/hosts", &format!("grep -q 'own.sub.{namespace}.svc.cluster.local.own' /etc/hosts"), "grep -q 'nameserver 192.0.2.53' /etc/resolv.conf", "grep -q 'search s.example' /etc/resolv.conf", "grep -q ndots:2 /etc/resolv.conf"],
         ),
         pod("host", "  hostNetwork: true\n  hostPID: true\n", "", &["grep -q 'host network' /etc/hosts", "test -d /proc/1", "! grep -q ^busybox /proc/1/comm"]),
         pod("sysctl", "  securityContext: {sysctls: [{name: net.ipv4.ip_unprivileged_port_start, value: '7'}]}\n", "", &["test $(cat /proc/sys/net/ipv4/ip_unprivileged_port_start) = 7"]),
@@ -185,19 +186,10 @@ fn containers_find_what_their_pods_promise() {
 fn critical_pods_make_room_and_ephemeral_containers_look_around() {
     let cluster = Cluster::start("critical", 23);
     let image = support::busybox(&cluster);
-    let node: Value =
-        serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
-    let (node, cpus) = (
-        &node["items"][0]["metadata"]["name"],
-        node["items"][0]["status"]["allocatable"]["cpu"]
-            .as_str()
-            .unwrap()
-            .parse::<u64>()
-            .unwrap(),
-    );
+    let (node, cpus) = (cluster.node_name(), cpus(&cluster));
     let sleeper = |name: &str, cpu: u64, class: &str| {
         format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: default}}\nspec: {{nodeName: {node}, terminationGracePeriodSeconds: 1, {class} containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000'], resources: {{requests: {{cpu: {cpu}m}}}}}}]}}\n---\n"
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{nodeName: {node}, terminationGracePeriodSeconds: 1, {class} containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000'], resources: {{requests: {{cpu: {cpu}m}}}}}}]}}\n---\n"
         )
     };
     let most = cpus * 1000 - 500;
@@ -281,20 +273,15 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
 /// Whether a container has been given so much of the processor, and no more than so much memory.
 const THING: &str = "example.com/thing";
 
-fn node(cluster: &Cluster) -> Value {
-    let list: Value =
-        serde_json::from_str(&cluster.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
-    list["items"][0].clone()
-}
-
-fn node_name(cluster: &Cluster) -> String {
-    let node = node(cluster);
-    node["metadata"]["name"].as_str().unwrap().to_owned()
+/// The allocatable processors.
+fn cpus(cluster: &Cluster) -> u64 {
+    let cpus = &cluster.node()["status"]["allocatable"]["cpu"];
+    cpus.as_str().unwrap().parse().unwrap()
 }
 
 /// Capacity and allocatable of a device plugin's resource.
 fn things(cluster: &Cluster, resource: &str) -> (String, String) {
-    let node = node(cluster);
+    let node = cluster.node();
     let text = |key: &str| {
         let amount = node["status"][key][resource].as_str();
         amount.unwrap_or("none").to_owned()
@@ -408,7 +395,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     let id = || cluster.pod("first")["status"]["containerStatuses"][0]["containerID"].clone();
     let before = id();
     health_follows_the_plugin(cluster, plugin);
-    let node = node_name(cluster);
+    let node = cluster.node_name();
     wants(cluster, "too-early", image, 1, Some(&node));
     assert_eq!(
         refusal(cluster, "too-early"),
@@ -475,7 +462,7 @@ fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
         who_has_what(cluster).is_some_and(|(rows, _)| rows.is_empty())
     });
     plugin.feel(Mood::Refuses("it is broken"));
-    let node = node_name(cluster);
+    let node = cluster.node_name();
     wants(cluster, "unlucky", image, 2, Some(&node));
     let message = refusal(cluster, "unlucky");
     let expected = "device plugin of example.com/thing: Allocate failed: rpc error: code = Unknown desc = it is broken";
@@ -522,7 +509,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
 
     // One waits for the scheduler, and one that does not ask it is refused.
     wants(&cluster, "waits", &image, 2, None);
-    wants(&cluster, "refused", &image, 2, Some(&node_name(&cluster)));
+    wants(&cluster, "refused", &image, 2, Some(&cluster.node_name()));
     assert_eq!(
         refusal(&cluster, "refused"),
         "Pod was rejected: Allocate failed due to requested number of devices unavailable for example.com/thing. Requested: 2, Available: 1, which is unexpected"
@@ -550,9 +537,8 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
 fn a_full_node_takes_the_next_pod_at_once() {
     let cluster = Cluster::start("room", 76);
     let image = support::busybox(&cluster);
-    let allocatable = node(&cluster)["status"]["allocatable"]["cpu"].clone();
-    let cpus: u64 = allocatable.as_str().unwrap().parse().unwrap();
-    let name_of_node = node_name(&cluster);
+    let cpus = cpus(&cluster);
+    let name_of_node = cluster.node_name();
     let big = |name: &str, script: &str| {
         let request = json!({"requests": {"cpu": format!("{}m", cpus * 1000 - 100)}});
         let container = json!({"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": request});

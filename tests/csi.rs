@@ -18,8 +18,7 @@ fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
 
 /// How full the volume is, as the driver says, and what the calls to it took.
 fn figures_tell_of_the_volume(cluster: &Cluster) {
-    let cluster_node =
-        cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let cluster_node = cluster.node_name();
     let path = format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary");
     let mut full = serde_json::Value::Null;
     cluster.wait("the volume's figures", || {

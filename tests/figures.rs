@@ -89,18 +89,15 @@ fn value(text: &str, begin: &str) -> f64 {
 /// What the one node of a cluster serves at a path of the kubelet's.
 struct Node<'a> {
     cluster: &'a Cluster,
-    name: String,
 }
 
 impl Node<'_> {
     fn of(cluster: &Cluster) -> Node<'_> {
-        let name = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-        Node { cluster, name }
+        Node { cluster }
     }
 
     fn raw(&self, path: &str) -> String {
-        let path = format!("/api/v1/nodes/{}/proxy{path}", self.name);
-        self.cluster.kubectl(&["get", "--raw", &path])
+        self.cluster.ask_node(path)
     }
 }
 
@@ -147,7 +144,8 @@ fn figures_are_those_that_dashboards_read() {
 
 /// `/metrics/resource`, what metrics-server reads.
 fn resource_metrics(node: &Node) {
-    let labels = r#"{container="c",namespace="default",pod="busy"}"#;
+    let namespace = node.cluster.namespace();
+    let labels = format!(r#"{{container="c",namespace="{namespace}",pod="busy"}}"#);
     let cpu = format!("container_cpu_usage_seconds_total{labels}");
     let start = format!("container_start_time_seconds{labels}");
     let mut resource = String::new();
@@ -177,7 +175,7 @@ fn resource_metrics(node: &Node) {
     assert!(
         value(
             &resource,
-            r#"pod_cpu_usage_seconds_total{namespace="default",pod="busy"}"#
+            &format!(r#"pod_cpu_usage_seconds_total{{namespace="{namespace}",pod="busy"}}"#)
         ) >= 0.05
     );
 }
@@ -377,6 +375,8 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
         &login,
         "--root-dir",
         &dir,
+        "--hostname-override",
+        &cluster.node_name(),
         "--fail-swap-on=false",
         "--volume-plugin-dir=/elsewhere",
     ];
@@ -386,7 +386,11 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
         .unwrap();
     let report = String::from_utf8(checked.stdout).unwrap();
     assert!(
-        checked.status.success() && report.contains("1 pods would go on undisturbed: busy_default"),
+        checked.status.success()
+            && report.contains(&format!(
+                "1 pods would go on undisturbed: busy_{}",
+                cluster.namespace()
+            )),
         "{report}"
     );
     assert!(
@@ -417,9 +421,10 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
             .map(|f| (text(&f["subject"]), text(&f["severity"])));
         pairs.collect()
     };
+    let node = cluster.node_name();
     // It warns of whoever answers late, as on a machine that is busy just now.
     cluster.wait("the doctor to find all well", || {
-        let said = cluster.holdfast(&["doctor", "-o", "json"]);
+        let said = cluster.holdfast(&["doctor", "-o", "json", "--hostname-override", &node]);
         println!("{said}");
         let found = severities(&said);
         ["kernel", "cgroups", "runtime", "apiserver", "node", "port"]
@@ -463,7 +468,9 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).display().to_string();
     let (file, changed) = (at("record.json"), at("changed.json"));
-    cluster.holdfast(&["agent", "record", "pod", "busy", "--output", &file]);
+    let pod = ["pod", "busy", "--namespace", cluster.namespace()];
+    let record = [&["agent", "record"], &pod[..], &["--output", &file]].concat();
+    cluster.holdfast(&record);
     let replay = |file: &str| {
         let run = Command::new(support::holdfast())
             .args(["replay", file])
@@ -475,7 +482,7 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     let (code, said) = replay(&file);
     assert_eq!(code, Some(0), "{said}");
     assert!(
-        said.contains("Pod default/busy on node")
+        said.contains(&format!("Pod {}/busy on node", cluster.namespace()))
             && said.contains("decides the same in every turn"),
         "{said}"
     );
@@ -545,7 +552,7 @@ fn facts(agent: &str) {
 
 /// `/metrics`, of the agent itself.
 fn own_metrics(node: &Node) {
-    let agent = node.raw("/metrics");
+    let (agent, namespace) = (node.raw("/metrics"), node.cluster.namespace());
     facts(&agent);
     assert!(value(&agent, "process_resident_memory_bytes") > f64::from(1 << 20));
     assert!(
@@ -631,7 +638,9 @@ fn own_metrics(node: &Node) {
             1.0,
         ),
         (
-            r#"kubelet_container_log_filesystem_used_bytes{container="c",namespace="default",pod="busy""#,
+            &format!(
+                r#"kubelet_container_log_filesystem_used_bytes{{container="c",namespace="{namespace}",pod="busy""#
+            ),
             1.0,
         ),
         ("kubelet_pod_in_progress_resizes", 0.0),

@@ -6,7 +6,7 @@ mod support;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::Command;
 
-use support::client::{Running, kubectl, pod};
+use support::client::{Administrator, Running, kubectl, pod};
 use support::{Cluster, condition};
 
 #[test]
@@ -93,14 +93,9 @@ fn what_a_container_says_is_read_in_every_way() {
     a_log_is_followed_across_rotations(&cluster, &image);
 
     // The node's own API: closed to those without a name, open to those who may.
-    let port = 16_400 + cluster.number + 1000;
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let address = cluster.kubectl(&[
-        "get",
-        "nodes",
-        "-o",
-        "jsonpath={.items[0].status.addresses[0].address}",
-    ]);
+    let port = cluster.agent_port();
+    let namespace = cluster.namespace();
+    let address = cluster.node_address();
     let curl = |arguments: &[&str], path: &str| {
         let url = format!("https://{address}:{port}{path}");
         let output = Command::new("curl")
@@ -116,7 +111,7 @@ fn what_a_container_says_is_read_in_every_way() {
     for path in [
         "/pods",
         "/healthz",
-        "/containerLogs/default/talker/c",
+        &format!("/containerLogs/{namespace}/talker/c"),
         "/nobody/thought/of/it",
         "/",
     ] {
@@ -134,12 +129,8 @@ fn what_a_container_says_is_read_in_every_way() {
             "{path}"
         );
     }
-    let pki = cluster.data().join("control/pki");
-    let (certificate, key) = (
-        pki.join("admin.crt").display().to_string(),
-        pki.join("admin.key").display().to_string(),
-    );
-    let admin = ["--cert", certificate.as_str(), "--key", key.as_str()];
+    let (admin, _files) = Administrator::of(&cluster).for_curl();
+    let admin: Vec<&str> = admin.iter().map(String::as_str).collect();
     for (path, code) in [
         ("/pods", "200"),
         ("/healthz", "200"),
@@ -151,9 +142,7 @@ fn what_a_container_says_is_read_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    let raw = |path: &str| {
-        cluster.kubectl(&["get", "--raw", &format!("/api/v1/nodes/{node}/proxy{path}")])
-    };
+    let raw = |path: &str| cluster.ask_node(path);
     let pods: serde_json::Value = serde_json::from_str(&raw("/pods")).unwrap();
     let talker = pods["items"]
         .as_array()
@@ -180,24 +169,22 @@ fn what_a_container_says_is_read_in_every_way() {
     assert_eq!(raw("/logs/?query=holdfast-t-logs"), "what it said\n");
     assert_eq!(raw("/logs/?query=/holdfast-t-logs.log"), "what it said\n");
     std::fs::remove_file(own).unwrap();
+    let checkpoint = format!("/checkpoint/{namespace}/talker/c");
     for (path, code) in [
         ("/logs/?query=holdfast-t-logs", "404"),
         ("/logs/?query=a&boot=1", "422"),
         ("/logs/?query=/../etc/passwd", "404"),
         ("/logs/?query=a%3Bb", "422"),
-        ("/checkpoint/default/talker/c", "405"),
+        (&checkpoint, "405"),
         ("/debug/flags/v", "405"),
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
     // Checkpoints are made by runtimes that can; this one says that it cannot.
     let post = [&admin[..], &["-X", "POST"]].concat();
-    assert_eq!(curl(&post, "/checkpoint/default/nobody/c"), "404");
-    assert_eq!(
-        curl(&post, "/checkpoint/default/talker/c?timeout=soon"),
-        "404"
-    );
-    assert_eq!(curl(&post, "/checkpoint/default/talker/c"), "500");
+    assert_eq!(curl(&post, &checkpoint.replace("talker", "nobody")), "404");
+    assert_eq!(curl(&post, &format!("{checkpoint}?timeout=soon")), "404");
+    assert_eq!(curl(&post, &checkpoint), "500");
     // More is logged from now on, line by line as JSON, with the pod where it is about one.
     assert_eq!(
         curl(
@@ -227,7 +214,7 @@ fn what_a_container_says_is_read_in_every_way() {
             .any(|l| l["msg"] == "the log's verbosity was changed" && l["v"] == 0)
             && lines
                 .iter()
-                .any(|l| l["pod"] == "talker_default" && l["v"] == 4)
+                .any(|l| l["pod"] == format!("talker_{namespace}") && l["v"] == 4)
     });
 }
 

@@ -168,13 +168,14 @@ fn a_deleted_node_is_not_registered_again(cluster: &Cluster) {
         cluster.log("agent").contains("the Node object was deleted")
     });
     std::thread::sleep(Duration::from_secs(5));
-    assert_eq!(cluster.kubectl(&["get", "nodes", "-o", "name"]), "");
+    let there = || {
+        let get = ["get", "node", &name, "--ignore-not-found", "-o", "name"];
+        cluster.kubectl(&get)
+    };
+    assert_eq!(there(), "");
     stop_agent(cluster);
     cluster.up();
-    assert_eq!(
-        cluster.kubectl(&["get", "nodes", "-o", "name"]),
-        format!("node/{name}\n")
-    );
+    assert_eq!(there(), format!("node/{name}\n"));
 }
 
 fn limits_are_the_configured_ones(cluster: &Cluster) {
@@ -252,8 +253,7 @@ fn checkpointed(cluster: &Cluster) -> usize {
 }
 
 fn managers_are_counted(cluster: &Cluster) {
-    let path = format!("/api/v1/nodes/{}/proxy/metrics", cluster.node_name());
-    let metrics = cluster.kubectl(&["get", "--raw", &path]);
+    let metrics = cluster.ask_node("/metrics");
     for line in [
         "kubelet_cpu_manager_pinning_requests_total 1",
         "kubelet_cpu_manager_pinning_errors_total 0",

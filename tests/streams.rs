@@ -6,7 +6,7 @@ mod support;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::time::{Duration, Instant};
 
-use support::client::{Running, kubectl, pod, with};
+use support::client::{Administrator, Running, kubectl, pod, with};
 use support::{Cluster, condition};
 
 #[test]
@@ -183,12 +183,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
         descriptors() <= before + 5
     });
     // It came over WebSockets of the newest kind: kubectl goes back to SPDY only where they are refused.
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let metrics = cluster.kubectl(&[
-        "get",
-        "--raw",
-        &format!("/api/v1/nodes/{node}/proxy/metrics"),
-    ]);
+    let metrics = cluster.ask_node("/metrics");
     for what in ["exec", "attach", "portforward"] {
         assert!(
             metrics.contains(&format!(
@@ -288,24 +283,11 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     cluster.wait("the pod", || {
         condition(&cluster.pod("shell"), "Ready") == "True"
     });
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-    let address = cluster.kubectl(&[
-        "get",
-        "nodes",
-        "-o",
-        "jsonpath={.items[0].status.addresses[0].address}",
-    ]);
-    let port = 16_400 + cluster.number + 1000;
+    let address = cluster.node_address();
+    let port = cluster.agent_port();
     let answered = || {
         let begun = Instant::now();
-        assert_eq!(
-            cluster.kubectl(&[
-                "get",
-                "--raw",
-                &format!("/api/v1/nodes/{node}/proxy/healthz")
-            ]),
-            "ok"
-        );
+        assert_eq!(cluster.ask_node("/healthz"), "ok");
         assert!(
             begun.elapsed() < Duration::from_secs(20),
             "others are answered: {:?}",
@@ -324,12 +306,10 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
         .map(|_| std::net::TcpStream::connect((address.as_str(), port)).unwrap())
         .collect();
     answered();
-    let pki = |name: &str| {
-        std::fs::read_to_string(cluster.data().join("control/pki").join(name)).unwrap()
-    };
+    let admin = Administrator::of(&cluster);
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let tls = std::sync::Arc::new(
-        holdfast::https::client(&pki("admin.crt"), &pki("admin.key"), &pki("ca.crt")).unwrap(),
+        holdfast::https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
     );
     let shaken: Vec<_> = runtime.block_on(async {
         use tokio::io::AsyncWriteExt as _;
@@ -417,47 +397,41 @@ fn thousands_of_streams_leave_nothing_behind() {
     cluster.wait("the pod", || {
         condition(&cluster.pod("shell"), "Ready") == "True"
     });
-    let address = cluster.kubectl(&[
-        "get",
-        "nodes",
-        "-o",
-        "jsonpath={.items[0].status.addresses[0].address}",
-    ]);
-    let port = 16_400 + cluster.number + 1000;
-    let pki = |name: &str| {
-        std::fs::read_to_string(cluster.data().join("control/pki").join(name)).unwrap()
-    };
+    let address = cluster.node_address();
+    let port = cluster.agent_port();
+    let admin = Administrator::of(&cluster);
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let tls = std::sync::Arc::new(
-        holdfast::https::client(&pki("admin.crt"), &pki("admin.key"), &pki("ca.crt")).unwrap(),
+        holdfast::https::client(&admin.certificate, &admin.key, &admin.roots).unwrap(),
     );
     let upgrade = "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\n";
     let socket = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
+    let namespace = cluster.namespace();
     let kinds = [
         (
-            "POST /exec/default/shell/c?command=true&output=1",
+            format!("POST /exec/{namespace}/shell/c?command=true&output=1"),
             format!("{upgrade}X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"),
             " 101 ",
         ),
         (
-            "POST /portForward/default/shell",
+            format!("POST /portForward/{namespace}/shell"),
             format!("{upgrade}X-Stream-Protocol-Version: portforward.k8s.io\r\n"),
             " 101 ",
         ),
         (
-            "GET /containerLogs/default/shell/c?follow=true",
+            format!("GET /containerLogs/{namespace}/shell/c?follow=true"),
             String::new(),
             "hello",
         ),
         (
-            "GET /portForward/default/shell",
+            format!("GET /portForward/{namespace}/shell"),
             format!("{socket}Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n"),
             " 101 ",
         ),
     ];
     // This one really runs its command.
     let command = (
-        "GET /exec/default/shell/c?command=busybox&command=true&output=1",
+        format!("GET /exec/{namespace}/shell/c?command=busybox&command=true&output=1"),
         format!("{socket}Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n"),
         " 101 ",
     );
@@ -482,7 +456,7 @@ fn thousands_of_streams_leave_nothing_behind() {
             stream.write_all(request.as_bytes()).await.unwrap();
             // What TLS has taken and the socket has not goes out no sooner than with this.
             stream.flush().await.unwrap();
-            answered(&mut stream, line, expected).await;
+            answered(&mut stream, &line, expected).await;
             // Gone without a word, as clients go.
         }
     };
@@ -628,7 +602,7 @@ fn newer_kubectls_do_the_same() {
         assert!(answer.contains("Hello from web"), "{version}: {answer}");
         drop((forward, said));
         assert!(
-            run(&["auth", "whoami"]).1.contains("kubernetes-admin"),
+            run(&["auth", "whoami"]).1.contains("system:authenticated"),
             "{version}"
         );
         let (code, _, errors) = run(&[

@@ -243,7 +243,7 @@ fn the_networks_file_is_written_anew(cluster: &Cluster) {
 fn a_node_that_falls_silent_loses_its_pods() {
     let cluster = Cluster::start("silent", 73);
     let image = support::busybox(&cluster);
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let node = cluster.node_name();
     // Pods are deleted only while some node is ready: this one is, and nothing runs on it.
     let other = serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other"}, "spec": {"unschedulable": true},
         "status": {"conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": "2026-01-01T00:00:00Z",

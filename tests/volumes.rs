@@ -227,7 +227,7 @@ fn a_claim_for_one_pod_passes_on(cluster: &Cluster, image: &str, volumes: &str, 
 fn claims_are_bound_mounted_kept_and_given_back() {
     let cluster = Cluster::start("claims", 35);
     let image = support::busybox(&cluster);
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let node = cluster.node_name();
     let of = |name: &str| format!("[{{name: v, persistentVolumeClaim: {{claimName: {name}}}}}]");
     let at = "[{name: v, mountPath: /v}]";
     let get = |kind: &str, name: &str, path: &str| {
@@ -610,7 +610,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
 fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
     let cluster = Cluster::start("mount-kill", 41);
     let image = support::busybox(&cluster);
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let node = cluster.node_name();
     let disk = Loop::new();
     cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
     cluster.kubectl(&[
@@ -736,7 +736,7 @@ fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
     let cluster = Cluster::start("layout", 92);
     let image = support::busybox(&cluster);
     let local = tempfile::tempdir().unwrap();
-    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let node = cluster.node_name();
     pod_of_every_kind(&cluster, &image, &node, local.path());
     cluster.wait("the pod", || ready(&cluster, "one"));
     let uid = cluster.kubectl(&["get", "pod", "one", "-o", "jsonpath={.metadata.uid}"]);

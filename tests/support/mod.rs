@@ -1,9 +1,10 @@
 //! A private cluster for a test: own name, directories, ports, bridge and subnet; gone when dropped,
-//! also when the test fails.
+//! also when the test fails. With `HOLDFAST_REAL_APISERVER` it is a node and a namespace of a real control plane.
 
 #![allow(dead_code, clippy::unwrap_used)]
 
 pub mod client;
+pub mod real;
 pub mod served;
 pub mod skip;
 
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use real::ControlPlane;
 use serde_json::{Value, json};
 
 /// How long a condition may take to come true: longer in a machine that is emulated.
@@ -23,6 +25,8 @@ pub fn patience() -> Duration {
 pub struct Cluster {
     pub name: String,
     pub number: u16,
+    /// Where its objects are.
+    pub control: ControlPlane,
     /// A directory with a containerd to use instead of the installed one.
     pub runtime: Option<PathBuf>,
     /// A KubeletConfiguration for the agent.
@@ -115,6 +119,7 @@ impl Cluster {
         Cluster {
             name: format!("t-{name}"),
             number,
+            control: ControlPlane::wanted(),
             runtime: None,
             config: None,
             verbose: false,
@@ -122,7 +127,8 @@ impl Cluster {
         }
     }
 
-    fn started(self) -> Cluster {
+    /// The same, started.
+    pub fn started(self) -> Cluster {
         assert!(
             nix::unistd::geteuid().is_root(),
             "this test makes containers: run it as root"
@@ -136,6 +142,9 @@ impl Cluster {
     pub fn clear(&self) {
         if self.data().exists() {
             succeeded("down", self.purged());
+        }
+        if let ControlPlane::Real(admin) = &self.control {
+            real::remove(self, admin).unwrap();
         }
     }
 
@@ -153,10 +162,15 @@ impl Cluster {
                 format!("{}:{}", runtime.display(), std::env::var("PATH").unwrap()),
             );
         }
+        command.arg("up");
         if let Some(config) = &self.config {
-            command.arg("up").arg("--agent-config").arg(config.path());
-        } else {
-            command.arg("up");
+            command.arg("--agent-config").arg(config.path());
+        }
+        if let ControlPlane::Real(admin) = &self.control {
+            real::prepare(self, admin);
+            let kubeconfig = self.data().join(real::NODE);
+            command.arg("--join").arg(kubeconfig);
+            command.args(["--node-name", &self.name]);
         }
         let output = command
             .args([
@@ -186,6 +200,14 @@ impl Cluster {
 
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The namespace of what is applied without one.
+    pub fn namespace(&self) -> &str {
+        match self.control {
+            ControlPlane::Bundled => "default",
+            ControlPlane::Real(_) => &self.name,
+        }
     }
 
     pub fn data(&self) -> PathBuf {
@@ -253,9 +275,7 @@ impl Cluster {
 
     /// A sample of the agent's metrics, by its name and labels.
     pub fn metric(&self, sample: &str) -> Option<f64> {
-        let node = self.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
-        let path = format!("/api/v1/nodes/{node}/proxy/metrics");
-        let page = self.kubectl(&["get", "--raw", &path]);
+        let page = self.ask_node("/metrics");
         let mut values = page.lines().filter_map(|line| line.strip_prefix(sample));
         values.find_map(|value| value.strip_prefix(' ')?.trim().parse().ok())
     }
@@ -319,16 +339,38 @@ impl Cluster {
         serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"])).unwrap()
     }
 
-    /// The only Node.
+    /// The cluster's Node.
     pub fn node(&self) -> Value {
-        let list: Value =
-            serde_json::from_str(&self.kubectl(&["get", "nodes", "-o", "json"])).unwrap();
-        list["items"][0].clone()
+        serde_json::from_str(&self.kubectl(&["get", "node", &self.node_name(), "-o", "json"]))
+            .unwrap()
     }
 
-    /// The name of the only Node.
+    /// The name of the cluster's Node.
     pub fn node_name(&self) -> String {
-        self.node()["metadata"]["name"].as_str().unwrap().to_owned()
+        match self.control {
+            // The only one.
+            ControlPlane::Bundled => {
+                self.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"])
+            }
+            ControlPlane::Real(_) => self.name.clone(),
+        }
+    }
+
+    /// The first address of the cluster's Node.
+    pub fn node_address(&self) -> String {
+        let address = &self.node()["status"]["addresses"][0]["address"];
+        address.as_str().unwrap().to_owned()
+    }
+
+    /// The port of the agent's own API.
+    pub fn agent_port(&self) -> u16 {
+        16_400 + self.number + 1000
+    }
+
+    /// What the agent answers to a GET of a path, through the apiserver.
+    pub fn ask_node(&self, path: &str) -> String {
+        let path = format!("/api/v1/nodes/{}/proxy{path}", self.node_name());
+        self.kubectl(&["get", "--raw", &path])
     }
 
     /// The events about a pod: type, reason and message, a line each.
@@ -504,12 +546,17 @@ impl Drop for Cluster {
             return;
         }
         let output = self.purged();
+        let removed = match &self.control {
+            ControlPlane::Bundled => Ok(()),
+            ControlPlane::Real(admin) => real::remove(self, admin),
+        };
         if !std::thread::panicking() {
             assert!(
                 output.status.success(),
                 "down --purge failed: {}",
                 text(&output)
             );
+            removed.unwrap();
             assert!(!self.data().exists() && !self.run_dir().exists());
         }
     }
