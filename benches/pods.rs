@@ -1,10 +1,13 @@
 //! `make bench`: what the agent adds to the runtime. In one run, on one containerd, with the same CNI
-//! plugins: pods through the bundled control plane and the agent, and the floor — the same sandboxes
+//! plugins: pods through the bundled control plane (or a real one:
+//! `HOLDFAST_REAL_APISERVER`, see CONTRIBUTING.md) and the agent, and the floor — the same sandboxes
 //! and containers made by bare CRI calls. Ratios are what counts; seconds are this machine's.
 #![allow(clippy::unwrap_used)]
 
 #[path = "pods/bursts.rs"]
 mod bursts;
+#[path = "pods/cost.rs"]
+mod cost;
 #[path = "pods/scrape.rs"]
 mod scrape;
 #[path = "../tests/support/mod.rs"]
@@ -24,6 +27,7 @@ use kube::api::{DeleteParams, ListParams, PostParams, WatchEvent, WatchParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::json;
 use support::Cluster;
+use support::real::ControlPlane;
 
 const IMAGE: &str = "holdfast.local/demo:1";
 const FLOOR: &str = "/run/holdfast-floor";
@@ -194,37 +198,6 @@ async fn delete(api: &Api<Pod>, names: &[String]) -> Duration {
     );
     tokio::join!(follow_since(api, &revision, names.len(), gone), requests);
     start.elapsed()
-}
-
-/// How many requests of each sort the node has made so far, by verb and resource.
-async fn requests(client: &kube::Client) -> BTreeMap<String, u64> {
-    let request = hyper::Request::get("/metrics").body(vec![]).unwrap();
-    let text = client.request_text(request).await.unwrap();
-    let of_node = text.lines().filter(|l| {
-        l.contains("node=\"true\"") && !l.contains("leases") && !l.contains("\"nodes\"")
-    });
-    of_node
-        .map(|line| {
-            let (labels, count) = line.rsplit_once(' ').unwrap();
-            let label = |name: &str| {
-                labels
-                    .split(&format!("{name}=\""))
-                    .nth(1)
-                    .unwrap()
-                    .split('"')
-                    .next()
-                    .unwrap()
-                    .to_owned()
-            };
-            let sub = label("subresource");
-            let what = if sub.is_empty() {
-                label("resource")
-            } else {
-                format!("{}/{sub}", label("resource"))
-            };
-            (format!("{} {what}", label("verb")), count.parse().unwrap())
-        })
-        .collect()
 }
 
 /// From the end of a container's process to the start of the next, by the runtime's own clock.
@@ -454,21 +427,6 @@ async fn one_by_one(api: &Api<Pod>, runtime: &CriClient) -> OneByOne {
     all
 }
 
-/// What one plain pod costs the apiserver: requests by verb and resource.
-async fn cost_of_one(client: &kube::Client, api: &Api<Pod>) -> BTreeMap<String, u64> {
-    let before = requests(client).await;
-    create(api, &["plain-0".to_owned()]).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    delete(api, &["plain-0".to_owned()]).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    requests(client)
-        .await
-        .into_iter()
-        .map(|(k, n)| (k.clone(), n - before.get(&k).unwrap_or(&0)))
-        .filter(|(_, n)| *n > 0)
-        .collect()
-}
-
 fn rss_mib(pid: i32) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib: f64 = status
@@ -568,6 +526,17 @@ async fn fill_up(api: &Api<Pod>, agent: i32) -> (Vec<String>, f64, f64) {
     (more, rss_mib(agent), idle_percent(agent).await)
 }
 
+/// What kind of control plane the figures were taken with.
+async fn control_plane(cluster: &Cluster, client: &kube::Client) -> String {
+    let version = client.apiserver_version().await.unwrap().git_version;
+    match &cluster.control {
+        ControlPlane::Bundled => format!("the bundled control plane, {version}"),
+        ControlPlane::Real(_) => {
+            format!("a real control plane, {version}, which shares the machine if it runs here")
+        }
+    }
+}
+
 /// The cluster's runtime, as bare calls reach it.
 fn floor_runtime(cluster: &Cluster) -> CriClient {
     CriClient::new(
@@ -597,6 +566,7 @@ async fn main() {
         .await
         .unwrap();
     let api: Api<Pod> = Api::default_namespaced(client.clone());
+    let control = control_plane(&cluster, &client).await;
     let busybox = support::busybox(&cluster);
     let runtime = floor_runtime(&cluster);
     let agent = cluster.pid("agent");
@@ -606,7 +576,7 @@ async fn main() {
 
     warm_up(&api, &runtime).await;
     let one_by_one = one_by_one(&api, &runtime).await;
-    let cost = cost_of_one(&client, &api).await;
+    let cost = cost::of_one(&cost::Source::of(&cluster), &client, &api).await;
     let [without, three, ten] = volume_starts(&client, &api).await;
 
     let (mut gaps, mut ready_gaps, mut floor_gaps) = (vec![], vec![], vec![]);
@@ -630,7 +600,7 @@ async fn main() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let rss_many = rss_mib(agent);
     let idle = idle_percent(agent).await;
-    let scrape = scrape::cost(&client, agent, idle).await;
+    let scrape = scrape::cost(&client, &cluster.node_name(), agent, idle).await;
     let (more, rss_most, idle_most) = fill_up(&api, agent).await;
     delete(&api, &[all, more].concat()).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
@@ -638,6 +608,7 @@ async fn main() {
     let _ = holdfast::sys::cgroup::remove("/holdfast-floor");
     let _ = std::fs::remove_dir_all(FLOOR);
 
+    println!("\nOn {control}:");
     println!("\n| what | Holdfast | floor | ratio | mark |\n|---|---|---|---|---|");
     let first = "start one by one, p50 (s)";
     row(
@@ -668,9 +639,7 @@ async fn main() {
         more(ten)
     );
     bursts.print();
-    println!(
-        "One plain pod from creation to deletion costs the apiserver (marks: 3 status patches, no GETs, 4 events, one token): {cost:?}"
-    );
+    cost.print();
     print_agent(&Footprint {
         rss_fresh,
         rss_after,

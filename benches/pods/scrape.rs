@@ -2,10 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::Node;
-use kube::api::ListParams;
-use kube::{Api, ResourceExt as _};
-
 /// How often the page is read, and the pause between: longer than a reading of the cgroups counts.
 const SCRAPES: u32 = 10;
 const PAUSE: Duration = Duration::from_secs(2);
@@ -39,9 +35,7 @@ impl Cost {
 }
 
 /// Measures it; `idle` is the share of a core in percent that the agent needs without.
-pub async fn cost(client: &kube::Client, pid: i32, idle: f64) -> Cost {
-    let nodes = Api::<Node>::all(client.clone());
-    let node = nodes.list(&ListParams::default()).await.unwrap().items[0].name_any();
+pub async fn cost(client: &kube::Client, node: &str, pid: i32, idle: f64) -> Cost {
     let path = format!("/api/v1/nodes/{node}/proxy/metrics/cadvisor");
     let read = async || {
         let request = hyper::Request::get(&path).body(vec![]).unwrap();
