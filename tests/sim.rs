@@ -257,6 +257,69 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
     });
 }
 
+/// Sandboxes take turns. A pod that is deleted before its own has come ends at once, and none is made for it.
+#[test]
+fn a_sandbox_is_not_made_for_a_pod_that_was_deleted_while_it_waited() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        for n in 0..60 {
+            world.create_steady_pod(&format!("p{n}"));
+        }
+        while world.sandboxes() < 6 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let asked = world.asked_for_sandboxes();
+        let waiting: Vec<_> = asked.iter().filter(|(_, times)| **times == 0).collect();
+        assert!(waiting.len() > 20, "{asked:?}");
+        for (uid, _) in &waiting {
+            world.delete_uid(uid);
+        }
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+        assert_eq!(world.asked_for_sandboxes().len(), 60 - waiting.len());
+        for (uid, _) in waiting {
+            assert_eq!(world.asked_for_sandbox(uid), 0, "{uid}");
+        }
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}
+
+/// After a restart of the agent the node has room for half of its pods: those that were started first stay, whoever was
+/// created first and whatever thread runs whose worker.
+#[test]
+fn after_a_restart_pods_are_admitted_as_they_were_started() {
+    let threads = || {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(4).enable_all().build().unwrap()
+    };
+    for round in 0..5 {
+        threads().block_on(async {
+            let world = World::new(round);
+            world.resize_node(20);
+            let hours = |n: i64| world.now() - jiff::SignedDuration::from_hours(n);
+            for n in 0..40 {
+                world.create_pod_of_before(&format!("p{n}"), hours(200 - n), hours(n + 1));
+            }
+            let agent = world.start_agent();
+            let ended = || world.in_phase("Failed");
+            for _ in 0..200 {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                if ended().len() + world.in_phase("Running").len() == 40 && ended().len() >= 20 {
+                    break;
+                }
+            }
+            let mut ended = ended();
+            ended.sort_by_key(|name| name[1..].parse::<u32>().unwrap());
+            let latest: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
+            assert_eq!(ended, latest, "round {round}");
+            agent.abort();
+            world.end();
+        });
+    }
+}
+
 /// Seconds since `since`.
 fn seconds(since: tokio::time::Instant) -> u64 {
     since.elapsed().as_secs()

@@ -4,6 +4,7 @@ mod api;
 mod faults;
 mod invariants;
 mod machine;
+mod nodes;
 mod processors;
 mod rest;
 mod runtime;
@@ -120,6 +121,8 @@ struct State {
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
+    /// How many processors the node has, if not the usual number.
+    cpus: Option<u32>,
     /// The root directory of a node that gives containers processors of their own.
     processors: Option<PathBuf>,
     /// Who announces shutdowns, and what they wait for.
@@ -245,12 +248,7 @@ impl World {
             clock: self.1,
             events,
             images: Images::new(4),
-            machine: Machine {
-                cpus: 64,
-                memory: 1 << 40,
-                storage: 1 << 40,
-                ..Machine::default()
-            },
+            machine: self.machine_now(),
             node_ips: watch::channel(vec!["192.0.2.1".into()]).0,
             resolver: watch::channel(Arc::default()).0,
             network: network_state,

@@ -406,7 +406,7 @@ pub async fn register(
         context.claims.tell_registered(&state);
     }
     // Pods that waited for it need not wait for their next try.
-    context.ledger.drivers_changed().await;
+    context.ledger.drivers_changed();
     Ok(())
 }
 

@@ -271,7 +271,7 @@ pub(super) fn allocate(
         context.devices.lock().devices.abandon(uid);
         // Nobody waits where the pod is ending: its end releases it.
         if !reply.is_closed() {
-            context.ledger.release(uid).await;
+            context.ledger.release(uid);
         }
         answered(reply.send(Err(error.refusal())));
     });

@@ -23,9 +23,6 @@ use crate::core::pod::resources::Amounts;
 use crate::core::pod::status::Verdict;
 use crate::core::pod::worker::Input;
 
-/// How many requests may wait for the actor.
-const QUEUE: usize = 256;
-
 /// A request to the actor.
 enum Request {
     Admit {
@@ -69,13 +66,15 @@ enum Request {
 /// How to reach the actor; clones reach the same one.
 #[derive(Clone)]
 pub struct LedgerHandle {
-    requests: mpsc::Sender<Request>,
+    /// Unbounded: who asks waits for the answer, and of what is told there is one for each end of a pod. So the order in which
+    /// pods ask is the order in which they are decided about.
+    requests: mpsc::UnboundedSender<Request>,
     pinning: watch::Receiver<Arc<Pinning>>,
 }
 
 /// The receiving end, for [`run`].
 pub struct Requests {
-    queue: mpsc::Receiver<Request>,
+    queue: mpsc::UnboundedReceiver<Request>,
     managers: Managers,
     pinning: watch::Sender<Arc<Pinning>>,
 }
@@ -83,7 +82,7 @@ pub struct Requests {
 /// A handle and what [`run`] needs to answer it. `managers` give pods resources of their own.
 #[must_use]
 pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
-    let (sender, queue) = mpsc::channel(QUEUE);
+    let (sender, queue) = mpsc::unbounded_channel();
     let (pinning, pinned) = watch::channel(Arc::new(managers.pinning()));
     let handle = LedgerHandle {
         requests: sender,
@@ -97,11 +96,26 @@ pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
     (handle, requests)
 }
 
+/// A pod has asked to be admitted. Who drops this does not want to be any more.
+#[derive(Debug)]
+pub struct Admission(oneshot::Receiver<Result<(), Refusal>>);
+
+impl Admission {
+    /// Whether the pod is admitted, or why not; for a critical pod it waits until others have made room.
+    pub async fn answer(self) -> Result<(), Refusal> {
+        match self.0.await {
+            Ok(answer) => answer,
+            // The actor has ended with the process.
+            Err(_) => std::future::pending().await,
+        }
+    }
+}
+
 impl LedgerHandle {
     /// Sends a request. The actor lives as long as the process: where it is gone, so are the callers.
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> T {
         let (reply, answer) = oneshot::channel();
-        if self.requests.send(request(reply)).await.is_ok()
+        if self.requests.send(request(reply)).is_ok()
             && let Ok(answer) = answer.await
         {
             return answer;
@@ -109,15 +123,17 @@ impl LedgerHandle {
         std::future::pending().await
     }
 
-    async fn tell(&self, request: Request) {
-        if self.requests.send(request).await.is_err() {
+    fn tell(&self, request: Request) {
+        if self.requests.send(request).is_err() {
             tracing::debug!("the ledger of pods has ended with the process");
         }
     }
 
-    /// Admits a pod or says why not; for a critical pod it waits until others have made room.
-    pub async fn admit(&self, pod: Arc<Pod>, inbox: Inbox) -> Result<(), Refusal> {
-        self.ask(|reply| Request::Admit { pod, inbox, reply }).await
+    /// Asks for a pod to be admitted, at once: pods are decided about in the order in which they ask.
+    pub fn admit(&self, pod: Arc<Pod>, inbox: Inbox) -> Admission {
+        let (reply, answer) = oneshot::channel();
+        self.tell(Request::Admit { pod, inbox, reply });
+        Admission(answer)
     }
 
     /// Whether a pod may have the sizes that its spec has. If not, it gets [`Input::RoomFreed`] when there is room for it and
@@ -168,19 +184,12 @@ impl LedgerHandle {
     /// is said before its final phase is told, as the scheduler sends the next pod then.
     pub fn uncount(&self, uid: &str, has_stopped: bool) {
         let uid = uid.to_owned();
-        let Err(full) = self
-            .requests
-            .try_send(Request::Uncount { uid, has_stopped })
-        else {
-            return;
-        };
-        let ledger = self.clone();
-        tokio::spawn(async move { ledger.tell(full.into_inner()).await });
+        self.tell(Request::Uncount { uid, has_stopped });
     }
 
     /// The pod holds nothing any more.
-    pub async fn release(&self, uid: &str) {
-        self.tell(Request::Release(uid.to_owned())).await;
+    pub fn release(&self, uid: &str) {
+        self.tell(Request::Release(uid.to_owned()));
     }
 
     /// The admitted pods.
@@ -200,13 +209,13 @@ impl LedgerHandle {
     }
 
     /// A storage driver has come or gone.
-    pub async fn drivers_changed(&self) {
-        self.tell(Request::VolumesRetried).await;
+    pub fn drivers_changed(&self) {
+        self.tell(Request::VolumesRetried);
     }
 
     /// Volumes that one pod alone may have were given back by one that is gone.
-    pub async fn volumes_freed(&self) {
-        self.tell(Request::VolumesRetried).await;
+    pub fn volumes_freed(&self) {
+        self.tell(Request::VolumesRetried);
     }
 }
 

@@ -179,6 +179,6 @@ async fn release_stale(
     };
     for uid in stale {
         tracing::info!(pod = uid, "the pod is gone: what it had for itself is free");
-        context.ledger.release(&uid).await;
+        context.ledger.release(&uid);
     }
 }

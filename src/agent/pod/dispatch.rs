@@ -19,7 +19,8 @@ use crate::agent::{Context, Known};
 use crate::core::node::offline::{self, OfflineStart};
 use crate::core::pod;
 use crate::core::pod::desired::Desired;
-use crate::core::pod::worker::{Input, Network, Update};
+use crate::core::pod::lifecycle::State;
+use crate::core::pod::worker::{Input, Network, Update, Worker as Decider};
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
 use crate::kubeapi::cache::Key;
@@ -296,7 +297,8 @@ impl Dispatcher {
         names
     }
 
-    /// Tells the workers of some names what is wanted now, and starts those that are missing, oldest pod first.
+    /// Tells the workers of some names what is wanted now, and starts those that are missing in the order in which they are
+    /// admitted.
     fn update(&mut self, names: BTreeSet<String>) {
         let mut wanted = vec![];
         for name in &names {
@@ -307,7 +309,7 @@ impl Dispatcher {
             self.publish_desired(name, &updates);
             wanted.extend(updates);
         }
-        wanted.sort_by_key(|u| u.pod.metadata.creation_timestamp.as_ref().map(|t| t.0));
+        wanted.sort_by_cached_key(Update::admission_order);
         for update in wanted {
             self.want(update);
         }
@@ -369,13 +371,19 @@ impl Dispatcher {
     }
 
     fn start(&mut self, uid: String, full_name: String, update: Update) {
-        let inbox = Inbox::default();
+        let (inbox, now) = (Inbox::default(), self.context.clock.now());
+        let decider = Decider::new(update.clone(), self.network.clone(), now);
+        // Asked here and not in the pod's task, where pods that are started together would ask in any order.
+        let admission = (decider.state == State::Syncing).then(|| {
+            let pod = Arc::clone(decider.pod());
+            self.context.ledger.admit(pod, inbox.clone())
+        });
         let work = worker::run(
             Arc::clone(&self.context),
-            update.clone(),
+            decider,
+            admission,
             inbox.clone(),
             self.seen.clone(),
-            self.network.clone(),
         );
         let (finished, id) = (self.finished.clone(), uid.clone());
         let span = tracing::info_span!("pod", pod = full_name, uid);

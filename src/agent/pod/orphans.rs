@@ -138,7 +138,7 @@ async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
         taken?;
         if is_published {
             // Pods that waited for them need not wait for their next try.
-            context.ledger.volumes_freed().await;
+            context.ledger.volumes_freed();
         }
         context.host.remove_leftovers(&uid).await
     };

@@ -2,12 +2,13 @@
 //! operations as that says, and sleeps on its inbox and the time that it asked for; never on a tick.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::Instrument as _;
 
@@ -18,6 +19,7 @@ use super::relist::Seen;
 use super::status::StatusWriter;
 use super::sync::{Assets, Job, Tools};
 use crate::agent::metrics::PodStart;
+use crate::agent::node::ledger::Admission;
 use crate::agent::volume::Volumes;
 use crate::agent::{Context, Kind};
 use crate::core::node::claims::has_claims;
@@ -27,7 +29,7 @@ use crate::core::pod::lifecycle::State;
 use crate::core::pod::record::Record;
 use crate::core::pod::resize;
 use crate::core::pod::status::devices::OfPod as DeviceHealth;
-use crate::core::pod::worker::{Facts, Input, Key, Network, Op, Rules, Turn, Update, Worker};
+use crate::core::pod::worker::{Facts, Input, Key, Op, Rules, Turn, Update, Worker};
 use crate::sys::clock::Watch;
 
 /// An operation under way. Dropping it cancels it.
@@ -58,13 +60,18 @@ struct Shell {
 }
 
 /// Runs until the pod has ended and nothing of it is left.
-pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen, network: Network) {
+pub async fn run(
+    context: Arc<Context>,
+    worker: Worker,
+    admission: Option<Admission>,
+    inbox: Inbox,
+    seen: Seen,
+) {
     let log = context
         .journals
-        .open(&first.pod, context.clock, &context.metrics);
+        .open(&worker.update().pod, context.clock, &context.metrics);
     let changed = inbox.clone();
     let volumes = Volumes::new(Arc::new(move || changed.send(Input::VolumesChanged)));
-    let worker = Worker::new(first, network, context.clock.now());
     let (writer, uid) = (
         StatusWriter::start(Arc::clone(&context.api), Arc::clone(&context.metrics)),
         pod::uid(worker.pod()).to_owned(),
@@ -93,8 +100,10 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
             writer,
             volumes: tokio::sync::Mutex::new(volumes),
             inbox,
-            messages: std::sync::Mutex::default(),
+            messages: Mutex::default(),
             starts,
+            ending: CancellationToken::new(),
+            admission: Mutex::new(admission),
         }),
         seen,
         uncounted: false,
@@ -112,7 +121,7 @@ pub async fn run(context: Arc<Context>, first: Update, inbox: Inbox, seen: Seen,
     while let Some(wake_at) = shell.take(input) {
         input = shell.next_input(wake_at).await;
     }
-    context.ledger.release(&uid).await;
+    context.ledger.release(&uid);
     context.journals.gone(&uid);
     context.metrics.gone(shell.worker.pod());
 }
@@ -231,6 +240,9 @@ impl Shell {
         if !Arc::ptr_eq(&pod_before, pod_now) {
             let asked = resize::asked(&pod_before, pod_now);
             self.context().metrics.resize_asked(&asked);
+        }
+        if self.worker.state.is_ending() {
+            self.tools.ending.cancel();
         }
         for key in &turn.cancel {
             self.running.remove(key);

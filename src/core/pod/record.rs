@@ -131,6 +131,7 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
         Outcome::Sandbox { id, .. } | Outcome::Started { id } => id.clone(),
+        Outcome::NotBegun => "not begun, as the pod ends".into(),
         Outcome::Done => "done".into(),
     }
 }

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex};
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Pod;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::prepare::Setup;
@@ -29,9 +30,11 @@ use super::journal::Log;
 use super::status::StatusWriter;
 use super::{hooks, mirror};
 use crate::agent::image::Pulled;
+use crate::agent::node::ledger::Admission;
 use crate::agent::volume::Volumes;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::{Context, Kind};
+use crate::core::lock::lock;
 use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
@@ -93,6 +96,10 @@ pub struct Tools {
     pub messages: Mutex<BTreeMap<String, String>>,
     /// The runtime's calls that start containers; they outlive their operations.
     pub starts: TaskTracker,
+    /// The pod ends: what has not been begun is not wanted any more.
+    pub ending: CancellationToken,
+    /// The ledger's answer, which was asked for when the worker was started; the first [`Op::Admit`] takes it.
+    pub admission: Mutex<Option<Admission>>,
 }
 
 /// One operation and what is known when it is begun.
@@ -182,12 +189,14 @@ impl Job {
         let (context, log) = (self.context(), self.log());
         log.begin(Step::Admission, "");
         let (pod, inbox) = (Arc::clone(&self.pod), self.tools.inbox.clone());
-        let mut answer = context.ledger.admit(pod.clone(), inbox.clone()).await;
+        let asked = lock(&self.tools.admission).take();
+        let asked = asked.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
+        let mut answer = asked.answer().await;
         // A label may have been set a moment ago, and the scheduler have seen it before us: before the
         // pod is refused for it, the Node is read anew (kubelet spec, chapter 11).
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
         if answer.as_ref().is_err_and(by_labels) && context.node.refresh().await {
-            answer = context.ledger.admit(pod, inbox).await;
+            answer = context.ledger.admit(pod, inbox).answer().await;
         }
         match answer {
             Ok(()) => {

@@ -27,7 +27,7 @@ impl Job {
             .step(Step::Release, "", give_back)
             .await
             .map_err(failed)?;
-        context.ledger.release(pod::uid(pod)).await;
+        context.ledger.release(pod::uid(pod));
         Ok(Outcome::Done)
     }
 

@@ -1,6 +1,7 @@
 //! Making and stopping sandboxes.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::time::Instant;
 
@@ -15,11 +16,22 @@ use crate::core::pod::{cri_config, dns};
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
         self.prepare_claims().await?;
-        let make = self.make_sandbox(attempt);
-        self.log()
-            .step(Step::Sandbox, "", make)
-            .await
-            .map_err(failed)
+        let asked = AtomicBool::new(false);
+        let make = self.make_sandbox(attempt, &asked);
+        tokio::select! {
+            // In this order, so that `asked` is as the first has left it.
+            biased;
+            made = self.log().step(Step::Sandbox, "", make) => made.map_err(failed),
+            () = self.given_up(&asked) => Ok((Outcome::NotBegun, None)),
+        }
+    }
+
+    /// Ends when the pod does, unless the runtime was asked for the sandbox by then: what it makes has to be stopped.
+    async fn given_up(&self, asked: &AtomicBool) {
+        self.tools.ending.cancelled().await;
+        if asked.load(Ordering::Relaxed) {
+            std::future::pending().await
+        }
     }
 
     /// Has the pod's resource claims prepared; the runtime finds their devices when containers are made.
@@ -42,6 +54,7 @@ impl Job {
     async fn make_sandbox(
         &self,
         attempt: u32,
+        asked: &AtomicBool,
     ) -> std::result::Result<(Outcome, Option<Asset>), String> {
         let (context, pod) = (self.context(), &self.pod);
         let fail = |error: String| {
@@ -56,6 +69,7 @@ impl Job {
         }
         let own_users = pod::spec(pod).host_users == Some(false);
         let make = async {
+            asked.store(true, Ordering::Relaxed);
             let begun = Instant::now();
             let made = context
                 .runtime

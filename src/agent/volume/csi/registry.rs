@@ -370,7 +370,7 @@ async fn accept_driver(
         },
     );
     // Pods that waited for it need not wait for their next try.
-    context.ledger.drivers_changed().await;
+    context.ledger.drivers_changed();
     Ok(())
 }
 

@@ -217,6 +217,8 @@ impl Worker {
             (Op::Sandbox { attempt }, Outcome::Sandbox { id, ips }) => {
                 self.note_sandbox(facts.now, id, attempt, ips);
             }
+            // There is nothing to see that was not seen before.
+            (Op::Sandbox { .. }, Outcome::NotBegun) => {}
             (Op::Pull(start), _) => _ = self.images.insert(start.container.name),
             (Op::Start { start, sandbox, .. }, Outcome::Started { id }) => {
                 self.note_started(facts.now, start, sandbox, id);

@@ -48,6 +48,17 @@ impl Update {
         own.unwrap_or(&self.pod)
     }
 
+    /// By what pods that come together are admitted: those that have run before, as they were started, so that after a
+    /// restart of the agent none loses its place to a newer one; then the others, as they were created.
+    #[must_use]
+    pub fn admission_order(&self) -> impl Ord + use<> {
+        let status = self.status_object().and_then(|o| o.status.as_ref());
+        let started = status.and_then(|s| Some(s.start_time.as_ref()?.0));
+        let created = self.pod.metadata.creation_timestamp.as_ref();
+        let uid = pod::uid(&self.pod).to_owned();
+        (started.is_none(), started, created.map(|t| t.0), uid)
+    }
+
     /// What tells the API's object from another one, whatever its status.
     #[must_use]
     pub fn identity(&self) -> Option<Identity> {
@@ -385,6 +396,8 @@ pub enum Outcome {
         /// Its addresses; empty on the host network.
         ips: Vec<String>,
     },
+    /// It was given up while it waited for its turn, as the pod ends: nothing was done.
+    NotBegun,
     /// A container runs.
     Started {
         /// Its id.

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 mod claims;
 mod refusals;
 mod resizes;
+mod sandboxes;
 mod shutdown;
 
 fn at(milliseconds: i64) -> Timestamp {
