@@ -220,10 +220,16 @@ impl Metrics {
         self.with(|r| r.count(DEFERRED_ACCEPTED, &[trigger], 1));
     }
 
-    /// A pod cannot have other sizes while it runs; `manager` is what forbids it: `cpu` or `memory`.
-    pub fn resize_infeasible(&self, manager: &str) {
-        let reason = format!("guaranteed_pod_{manager}_manager_static_policy");
-        self.with(|r| r.count(INFEASIBLE, &[&reason], 1));
+    /// A pod cannot have other sizes while it runs: a manager forbids it, or the node is too small.
+    pub fn resize_infeasible(&self, message: &str) {
+        let reason = if message.contains("Memory Manager") {
+            "guaranteed_pod_memory_manager_static_policy"
+        } else if message.contains("CPU Manager") {
+            "guaranteed_pod_cpu_manager_static_policy"
+        } else {
+            "insufficient_node_allocatable"
+        };
+        self.with(|r| r.count(INFEASIBLE, &[reason], 1));
     }
 
     /// So many pods came back under the uid of one that had to end first.

@@ -10,6 +10,7 @@ use super::shutdown;
 use super::taints::tolerates;
 use crate::core::pod;
 use crate::core::pod::cri_config;
+use crate::core::pod::resize::{self, INFEASIBLE};
 use crate::core::pod::resources::{Amounts, ports_clash, requests};
 use crate::core::pod::sysctl;
 use crate::core::quantity::Quantity;
@@ -181,6 +182,22 @@ fn without_claimed(mut pod: Pod) -> Pod {
 }
 
 /// Whether the node has what a pod asks for; the refusal says what is missing.
+/// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
+pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+    let number = |name: &str, q: Quantity| if name == "cpu" { q.milli() } else { q.units() };
+    for (name, amount) in requests(pod) {
+        let capacity = here.allocatable_of(&name).filter(|has| amount > *has);
+        if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
+            let (asks, has) = (number(&name, amount), number(&name, capacity));
+            let message = format!(
+                "Node didn't have enough capacity: {name}, requested: {asks}, capacity: {has}"
+            );
+            return Err(refuse(INFEASIBLE, message));
+        }
+    }
+    Ok(())
+}
+
 pub fn check_resources<'a>(
     pod: &Pod,
     others: impl Iterator<Item = &'a Pod>,

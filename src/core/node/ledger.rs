@@ -147,6 +147,13 @@ impl Ledger {
     /// One that may not waits: see [`Ledger::waiting_to_grow`].
     pub fn grow(&mut self, pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
         let uid = pod::uid(pod);
+        if let Err(infeasible) = admit::check_capacity(pod, here) {
+            // It goes on with what it has, and waits for nothing.
+            if let Some(own) = self.0.get_mut(uid) {
+                own.waits = None;
+            }
+            return Err(infeasible);
+        }
         let others = self
             .0
             .iter()

@@ -25,6 +25,12 @@ pub const INFEASIBLE: &str = "Infeasible";
 /// The resources that can change while a container runs.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
+/// Whether a resource can change while a container runs.
+#[must_use]
+pub fn is_resizable(resource: &str) -> bool {
+    RESIZABLE.contains(&resource)
+}
+
 /// CPU and memory of one container, or of the pod as a whole.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Size {

@@ -226,9 +226,7 @@ impl Job {
                 reason, message, ..
             }) => {
                 if reason == INFEASIBLE {
-                    let is_memory = message.contains("Memory Manager");
-                    let manager = if is_memory { "memory" } else { "cpu" };
-                    self.context().metrics.resize_infeasible(manager);
+                    self.context().metrics.resize_infeasible(&message);
                 }
                 Outcome::Deferred { reason, message }
             }

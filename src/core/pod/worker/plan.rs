@@ -77,7 +77,7 @@ impl Worker {
             State::Terminated { cause } => plan.ops.push(Op::Release {
                 content: cause.removes_content(),
             }),
-            State::Finished { cause } => self.plan_end(cause, &mut plan),
+            State::Finished { cause } => self.plan_end(facts, cause, &mut plan),
         }
         plan
     }
@@ -120,6 +120,7 @@ impl Worker {
             Op::PreStop { kill, .. } => !self.may_run(&kill.id) || stops(ops, &kill.id),
             // An ephemeral container is for looking at a pod that ends, too.
             Op::Start { start, .. } => (ending || starts_over) && start.role != Role::Ephemeral,
+            Op::Mirror => ending && !ops.iter().any(|planned| planned.key() == op.key()),
             Op::Pull(start) => {
                 let planned = ops.iter().find(|planned| planned.key() == op.key());
                 ending || matches!(planned, Some(Op::Pull(p)) if p.container != start.container)
@@ -495,7 +496,11 @@ impl Worker {
         }
     }
 
-    fn plan_end(&self, cause: Cause, plan: &mut Plan) {
+    fn plan_end(&self, facts: &Facts, cause: Cause, plan: &mut Plan) {
+        if self.admitted && !matches!(cause, Cause::Deleted | Cause::Removed) {
+            // A static pod may have come to its end before its mirror was there to tell it, or lose that now.
+            self.plan_mirror(facts, plan);
+        }
         let has_object = self
             .update
             .object
