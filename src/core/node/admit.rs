@@ -181,7 +181,6 @@ fn without_claimed(mut pod: Pod) -> Pod {
     pod
 }
 
-/// Whether the node has what a pod asks for; the refusal says what is missing.
 /// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
 pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     let number = |name: &str, q: Quantity| if name == "cpu" { q.milli() } else { q.units() };
@@ -198,6 +197,7 @@ pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Whether the node has what a pod asks for; the refusal says what is missing.
 pub fn check_resources<'a>(
     pod: &Pod,
     others: impl Iterator<Item = &'a Pod>,
