@@ -450,6 +450,33 @@ fn initialised_before(facts: &Facts<'_>) -> bool {
         .any(|c| c.type_ == "Initialized" && c.status == "True")
 }
 
+/// Why each readiness gate that does not hold keeps the pod from being ready.
+fn unmet_gates(pod: &Pod) -> Vec<String> {
+    pod::spec(pod)
+        .readiness_gates
+        .iter()
+        .flatten()
+        .filter_map(|gate| {
+            let found = pod
+                .status
+                .iter()
+                .flat_map(|s| s.conditions.iter().flatten())
+                .find(|c| c.type_ == gate.condition_type);
+            match found {
+                None => Some(format!(
+                    "corresponding condition of pod readiness gate \"{}\" does not exist.",
+                    gate.condition_type
+                )),
+                Some(c) if c.status != "True" => Some(format!(
+                    "the status of pod readiness gate \"{}\" is not \"True\", but {}",
+                    gate.condition_type, c.status
+                )),
+                Some(_) => None,
+            }
+        })
+        .collect()
+}
+
 fn verdicts(
     facts: &Facts<'_>,
     phase: &str,
@@ -523,30 +550,7 @@ fn verdicts(
             )),
         ),
     };
-    let gates: Vec<String> = spec
-        .readiness_gates
-        .iter()
-        .flatten()
-        .filter_map(|gate| {
-            let found = facts
-                .pod
-                .status
-                .iter()
-                .flat_map(|s| s.conditions.iter().flatten())
-                .find(|c| c.type_ == gate.condition_type);
-            match found {
-                None => Some(format!(
-                    "corresponding condition of pod readiness gate \"{}\" does not exist.",
-                    gate.condition_type
-                )),
-                Some(c) if c.status != "True" => Some(format!(
-                    "the status of pod readiness gate \"{}\" is not \"True\", but {}",
-                    gate.condition_type, c.status
-                )),
-                Some(_) => None,
-            }
-        })
-        .collect();
+    let gates = unmet_gates(facts.pod);
     let ready = if holds && !gates.is_empty() {
         say(
             "Ready",

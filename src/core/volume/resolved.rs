@@ -104,6 +104,21 @@ pub struct Here<'a> {
 }
 
 impl ResolvedVolume {
+    /// A volume that has nothing particular.
+    fn plain(volume: &Volume, source: Source) -> ResolvedVolume {
+        ResolvedVolume {
+            volume: volume.name.clone(),
+            name: volume.name.clone(),
+            source,
+            read_only: false,
+            block: false,
+            options: vec![],
+            owned: false,
+            labelled: false,
+            group: None,
+        }
+    }
+
     /// The directory of its plugin below the pod's `volumes`.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
@@ -372,17 +387,7 @@ pub fn resolve(
     claimed: Option<&Claimed>,
     here: Here<'_>,
 ) -> Result<ResolvedVolume, Problem> {
-    let plain = |source: Source| ResolvedVolume {
-        volume: volume.name.clone(),
-        name: volume.name.clone(),
-        source,
-        read_only: false,
-        block: false,
-        options: vec![],
-        owned: false,
-        labelled: false,
-        group: None,
-    };
+    let plain = |source: Source| ResolvedVolume::plain(volume, source);
     if let Some(claimed) = claimed {
         return persistent(pod, volume, claimed, here);
     }
@@ -532,15 +537,13 @@ fn persistent(
         .and_then(|c| c.read_only)
         == Some(true);
     let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
-        volume: volume.name.clone(),
         name: name.clone(),
-        source,
         read_only,
         block,
         options: spec.mount_options.clone().unwrap_or_default(),
         owned,
-        labelled: false,
         group: group_of(&claimed.volume),
+        ..ResolvedVolume::plain(volume, source)
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
     let label = here

@@ -9,6 +9,7 @@ mod refusals;
 mod resizes;
 mod sandboxes;
 mod shutdown;
+mod stops;
 
 fn at(milliseconds: i64) -> Timestamp {
     Timestamp::from_millisecond(1_700_000_000_000 + milliseconds).expect("a time")
@@ -386,96 +387,6 @@ fn a_pod_whose_container_is_being_started_is_never_well() {
         let why = run.worker.waiting.clone().unwrap_or_default();
         assert!(why.contains("container s is being started"), "{why}");
     }
-}
-
-#[test]
-fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
-    let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
-    run.settle();
-    run.exit("c0", 0);
-    run.input(Input::Hint);
-    run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(run.phase(), "Running", "sidecars run");
-    let stopping = |run: &Run| run.waiting.iter().map(Op::key).collect::<Vec<_>>();
-    assert_eq!(stopping(&run), [Key::Stop("t0".into())]);
-    let op = run.waiting[0].clone();
-    let outcome = run.outcome(&op);
-    run.done(&op.key(), outcome);
-    run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(stopping(&run), [Key::Stop("s0".into())]);
-    run.settle();
-    assert_eq!(run.phase(), "Succeeded");
-    let early = run
-        .published
-        .iter()
-        .filter(|s| s.phase.as_deref() == Some("Succeeded"))
-        .filter(|s| format!("{s:?}").contains("running: Some"));
-    assert_eq!(early.count(), 0);
-}
-
-#[test]
-fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 30, "resourceVersion": "2"});
-    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
-    let keys = |ops: &[Op]| ops.iter().map(Op::key).collect::<Vec<_>>();
-    let hook = |name: &str| Key::PreStop(name.into());
-    let stop = |name: &str| Key::Stop(name.into());
-    assert_eq!(
-        keys(&turn.begin),
-        [stop("c0"), hook("t0"), hook("s0")],
-        "all at once"
-    );
-    // The last sidecar's hook still runs when it is its turn: its signal waits for the hook.
-    run.settle_but(|op| op.key() == hook("t0"));
-    assert_eq!(keys(&run.waiting), [hook("t0")]);
-    run.now = 10_000;
-    let turn = run.done(&hook("t0"), Outcome::Done);
-    assert!(
-        matches!(&turn.begin[..], [Op::Stop { first: false, until, .. }] if *until == at(30_000)),
-        "without a second hook: {:?}",
-        turn.begin
-    );
-    run.settle();
-    assert_eq!((run.count(&hook("s0")), run.count(&stop("s0"))), (1, 1));
-}
-
-#[test]
-fn a_hook_that_goes_on_is_cut_off_when_the_grace_period_is_over() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 30, "resourceVersion": "2"});
-    run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
-    let hook = Key::PreStop("t0".into());
-    run.settle_but(|op| op.key() == hook);
-    run.now = 30_000;
-    let turn = run.input(Input::Tick);
-    assert!(turn.cancel.contains(&hook), "{turn:?}");
-    let begun: Vec<Key> = turn.begin.iter().map(Op::key).collect();
-    assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
-}
-
-#[test]
-fn past_the_grace_period_all_are_stopped() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
-    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
-    assert_eq!(
-        turn.begin.iter().map(Op::key).collect::<Vec<_>>(),
-        [
-            Key::Stop("c0".into()),
-            Key::PreStop("t0".into()),
-            Key::PreStop("s0".into())
-        ],
-        "hooks begin at once"
-    );
-    assert_eq!(turn.wake_at, Some(at(5000)));
-    run.now = 5000;
-    let turn = run.input(Input::Tick);
-    let begun: Vec<Key> = turn.begin.iter().map(Op::key).collect();
-    assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
 }
 
 #[test]
