@@ -79,7 +79,7 @@ check: ## Format, lints and, where installed, licences and advisories
 
 # Optimised a little: a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)
-	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
+	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim $(FLAGS) --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
 
 # Beside the API's requests: frames, selectors, patches, and what the plugins read from D-Bus, netlink and DHCP servers.
 READERS = any_ nonsense_is attributes_end selector::

@@ -49,7 +49,30 @@ async fn a_pods_status_is_validated() {
                 json!({"status": {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}]}}),
                 200,
             ),
-            // Of each family one.
+            (
+                status("never"),
+                json!({"status": {"nominatedNodeName": "N/x"}}),
+                422,
+            ),
+            (status("never"), ended.clone(), 200),
+            (status("never"), again.clone(), 422),
+            (status("always"), ended, 200),
+            (status("always"), again, 200),
+        ],
+    )
+    .await;
+    let body = server.ok("GET", &status("never"), &Value::Null).await;
+    assert_eq!(body["status"]["qosClass"], "BestEffort");
+}
+
+#[tokio::test]
+async fn a_pods_addresses_are_one_of_each_family() {
+    let server = Server::new().await;
+    server.ok("POST", PODS, &pod("never")).await;
+    let status = |name: &str| format!("{PODS}/{name}/status");
+    patches(
+        &server,
+        vec![
             (
                 status("never"),
                 json!({"status": {"podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}, {"ip": "10.0.0.2"}]}}),
@@ -70,20 +93,9 @@ async fn a_pods_status_is_validated() {
                 json!({"status": {"hostIP": null}}),
                 422,
             ),
-            (
-                status("never"),
-                json!({"status": {"nominatedNodeName": "N/x"}}),
-                422,
-            ),
-            (status("never"), ended.clone(), 200),
-            (status("never"), again.clone(), 422),
-            (status("always"), ended, 200),
-            (status("always"), again, 200),
         ],
     )
     .await;
-    let body = server.ok("GET", &status("never"), &Value::Null).await;
-    assert_eq!(body["status"]["qosClass"], "BestEffort");
     // Lists of addresses are merged: one that changes needs the old one to be taken out.
     let merged = json!({"status": {"hostIP": "10.0.0.8", "hostIPs": [{"ip": "10.0.0.8"}, {"ip": "fd00::9"}]}});
     let mut taken_out = merged.clone();

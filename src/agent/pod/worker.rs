@@ -59,6 +59,11 @@ struct Shell {
     turns: u64,
 }
 
+fn has_run(worker: &Worker) -> bool {
+    let phase = worker.status.phase.as_deref();
+    phase.is_some_and(|p| p != "Pending")
+}
+
 /// Runs until the pod has ended and nothing of it is left.
 pub async fn run(
     context: Arc<Context>,
@@ -86,11 +91,7 @@ pub async fn run(
     ));
     let mut shell = Shell {
         probing: Probing::new(inbox.clone(), log.clone()),
-        ran: worker
-            .status
-            .phase
-            .as_deref()
-            .is_some_and(|p| p != "Pending"),
+        ran: has_run(&worker),
         worker,
         first_seen: context.clock.now(),
         clock: Watch::of(context.clock),

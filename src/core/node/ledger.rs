@@ -298,6 +298,7 @@ fn preempted() -> Verdict {
 mod tests {
     use super::*;
     use crate::core::node::eviction::{Pressure, Pressures};
+    use crate::core::pod::resize::INFEASIBLE;
     use crate::core::pod::resources::Amounts;
     use serde_json::json;
 
@@ -482,6 +483,25 @@ mod tests {
             assert_eq!(waiting(&ledger), ["d", "a"]);
             assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
             assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
+        });
+    }
+
+    #[test]
+    fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            let small = pod("a", 0, "500m");
+            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
+            assert_eq!(ledger.admit(&pod("b", 0, "1"), here), Decision::Admitted);
+            let refused = ledger.grow(&pod("a", 0, "1900m"), here).expect_err("full");
+            assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
+            let refused = ledger.grow(&pod("a", 0, "3"), here).expect_err("too much");
+            assert_eq!(refused.reason, INFEASIBLE);
+            assert_eq!(
+                refused.message,
+                "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"
+            );
+            assert_eq!(ledger.waiting_to_grow(), [], "nor for what it asked before");
         });
     }
 

@@ -356,10 +356,9 @@ fn condemned(
     if pod.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let who = if role == Role::Sidecar {
-        "Init container"
-    } else {
-        "Container"
+    let who = match role {
+        Role::Sidecar => "Init container",
+        _ => "Container",
     };
     let changed = seen
         .hash
@@ -390,15 +389,11 @@ fn condemned(
         || resize
         || role == Role::Sidecar
         || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
-    let message = format!(
-        "{who} {} {what}{}",
-        container.name,
-        if restarts && !resize {
-            ", will be restarted"
-        } else {
-            ""
-        }
-    );
+    let then = match restarts && !resize {
+        true => ", will be restarted",
+        false => "",
+    };
+    let message = format!("{who} {} {what}{then}", container.name);
     Some((
         Kill {
             id: seen.id.clone(),

@@ -106,6 +106,18 @@ mod tests {
     use serde_json::{Value, json};
 
     #[test]
+    fn a_containers_options_take_the_place_of_its_pods() {
+        let options = |level: Option<&str>, kind: Option<&str>| SELinuxOptions {
+            level: level.map(Into::into),
+            type_: kind.map(Into::into),
+            ..SELinuxOptions::default()
+        };
+        let (own, pod) = (options(None, Some("t")), options(Some("s0"), None));
+        assert_eq!(effective(Some(&own), Some(&pod)), Some(&own), "whole");
+        assert_eq!(effective(None, Some(&pod)), Some(&pod));
+    }
+
+    #[test]
     fn only_what_one_pod_uses_with_one_known_label_is_mounted_with_it() {
         let of = |modes: Value, context: Value, containers: Value| {
             let pod = serde_json::from_value(
@@ -153,20 +165,6 @@ mod tests {
             of(alone(), level("s0:c1,c2"), privileged),
             expected,
             "a privileged container may use anything"
-        );
-        let user = |own: Value| json!([mounting(json!({"seLinuxOptions": own}))]);
-        assert_eq!(
-            of(
-                alone(),
-                level("s0:c9"),
-                user(json!({"user": "staff_u", "level": "s0:c1"}))
-            ),
-            Some("staff_u:object_r:container_file_t:s0:c1".into())
-        );
-        assert_eq!(
-            of(alone(), level("s0:c9"), user(json!({"user": "staff_u"}))),
-            None,
-            "a container's options are not mixed with its pod's"
         );
         assert_eq!(
             files("process = \"a:b:c:s0\"\nfile = \"u:r:t:s0\"\n"),

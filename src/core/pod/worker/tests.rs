@@ -502,6 +502,29 @@ fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
 }
 
 #[test]
+fn a_static_pod_that_has_ended_has_a_mirror_that_says_so() {
+    let annotations =
+        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
+    let spec = json!({"restartPolicy": "Never", "containers": [{"name": "a", "image": "i"}]});
+    let mirror = json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "h"}});
+    let mirror = a_pod(spec.clone(), mirror).pod;
+    let mut update = a_pod(spec, json!({"annotations": annotations}));
+    update.object = Some(mirror);
+    let mut run = Run::new(update.clone());
+    run.settle();
+    run.exit("a0", 0);
+    run.input(Input::Hint);
+    run.settle();
+    assert_eq!(run.phase(), "Succeeded");
+    let before = run.count(&Key::Mirror);
+    // Somebody deletes it: who looks later must see how the pod has ended.
+    update.object = None;
+    run.input(Input::Update(update));
+    run.settle();
+    assert_eq!(run.count(&Key::Mirror), before + 1);
+}
+
+#[test]
 fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
     let annotations =
         json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
