@@ -331,6 +331,7 @@ async fn floor_container(
         mounts,
         devices: vec![],
         target: None,
+        groups: vec![],
         annotations: BTreeMap::new(),
         cdi: vec![],
     };

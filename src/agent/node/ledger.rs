@@ -82,6 +82,10 @@ pub struct Requests {
 /// A handle and what [`run`] needs to answer it. `managers` give pods resources of their own.
 #[must_use]
 pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the number of pods bounds it, see LedgerHandle"
+    )]
     let (sender, queue) = mpsc::unbounded_channel();
     let (pinning, pinned) = watch::channel(Arc::new(managers.pinning()));
     let handle = LedgerHandle {

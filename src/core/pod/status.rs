@@ -674,7 +674,10 @@ fn cut_messages(status: &mut ContainerStatus, most: usize) {
     for state in [&mut status.state, &mut status.last_state] {
         let ended = state.as_mut().and_then(|s| s.terminated.as_mut());
         if let Some(message) = ended.and_then(|t| t.message.as_mut()) {
-            message.truncate(message.floor_char_boundary(most));
+            let at_most = (0..=most.min(message.len())).rev();
+            let mut ends = at_most.filter(|end| message.is_char_boundary(*end));
+            let end = ends.next().unwrap_or(0);
+            message.truncate(end);
         }
     }
 }
