@@ -233,7 +233,7 @@ impl Worker {
             || due(self.volumes.at)
             || self.volumes.shape != shape(&self.effective);
         plan.wake.extend(self.volumes.at.map(|at| at + every));
-        if starts {
+        if starts || refresh {
             plan.wake.extend(self.prepared_at.map(|at| at + every));
         }
         if (starts || refresh) && due(self.prepared_at) {

@@ -501,6 +501,26 @@ fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
     );
 }
 
+/// Seed 4383: the directories became due while a refresh of the volumes waited for its next try, and nothing woke for them.
+#[test]
+fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle();
+    assert_eq!(run.count(&Key::Prepare), 1);
+    run.now = 55_000;
+    run.input(Input::VolumesChanged);
+    while run.now < 60_000 {
+        let outcome = Outcome::Outdated("no space left on device".into());
+        let turn = run.done(&Key::Volumes, outcome);
+        let wake = turn.wake_at.expect("it is tried again");
+        run.now += i64::try_from(wake.duration_since(at(run.now)).as_millis()).expect("short");
+        run.input(Input::Tick);
+    }
+    assert_eq!(run.now, 60_000, "not at the next try");
+    assert_eq!(run.count(&Key::Prepare), 2);
+}
+
 #[test]
 fn a_static_pod_that_has_ended_has_a_mirror_that_says_so() {
     let annotations =
