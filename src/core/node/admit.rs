@@ -181,13 +181,20 @@ fn without_claimed(mut pod: Pod) -> Pod {
     pod
 }
 
+/// An amount as refusals tell it: processors in thousandths, everything else in its unit.
+fn shown(resource: &str, amount: Quantity) -> i64 {
+    match resource {
+        "cpu" => amount.milli(),
+        _ => amount.units(),
+    }
+}
+
 /// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
 pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
-    let number = |name: &str, q: Quantity| if name == "cpu" { q.milli() } else { q.units() };
     for (name, amount) in requests(pod) {
         let capacity = here.allocatable_of(&name).filter(|has| amount > *has);
         if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
-            let (asks, has) = (number(&name, amount), number(&name, capacity));
+            let (asks, has) = (shown(&name, amount), shown(&name, capacity));
             let message = format!(
                 "Node didn't have enough capacity: {name}, requested: {asks}, capacity: {has}"
             );
@@ -225,7 +232,7 @@ pub fn check_resources<'a>(
         if amount.is_zero() || taken + *amount <= capacity {
             continue;
         }
-        let number = |q: Quantity| if name == "cpu" { q.milli() } else { q.units() };
+        let number = |q: Quantity| shown(name, q);
         let (requested, used, capacity_shown) = (number(*amount), number(taken), number(capacity));
         let first = refusal.get_or_insert_with(|| {
             let message = format!("Node didn't have enough resource: {name}, requested: {requested}, used: {used}, capacity: {capacity_shown}");

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Role;
 use super::actions::{AfterExit, after_exit, restarts_after};
+use super::cri_config;
 use super::lifecycle::Cause;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::Probed;
@@ -134,10 +135,7 @@ fn waiting(reason: &str, message: &str) -> ApiState {
 fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMountStatus>> {
     let is_recursive = |mount: &VolumeMount| match mount.recursive_read_only.as_deref() {
         Some("Enabled") => true,
-        Some("IfPossible") => {
-            let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
-            recursive && propagation == "None"
-        }
+        Some("IfPossible") => cri_config::recursive_if_possible(mount, recursive),
         _ => false,
     };
     let of = |mount: &VolumeMount| VolumeMountStatus {

@@ -300,14 +300,21 @@ pub struct Prepared<'a> {
     pub groups: Vec<i64>,
 }
 
+/// What `recursiveReadOnly: IfPossible` comes to where the runtime supports it or not: where it cannot be had it is left out,
+/// as that is what was asked for.
+#[must_use]
+pub fn recursive_if_possible(mount: &VolumeMount, is_supported: bool) -> bool {
+    let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
+    is_supported && mount.read_only == Some(true) && propagation == "None"
+}
+
 /// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
 pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
     let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
     let readonly = mount.read_only.unwrap_or(false);
     let recursive = match mount.recursive_read_only.as_deref().unwrap_or("Disabled") {
         "Disabled" => false,
-        // Where it cannot be had it is left out: that is what was asked for.
-        "IfPossible" => readonly && propagation == "None" && node.recursive_read_only,
+        "IfPossible" => recursive_if_possible(mount, node.recursive_read_only),
         "Enabled" if !readonly => {
             return Err(format!(
                 "volume {:?} requested recursive read-only mode, but it is not read-only",

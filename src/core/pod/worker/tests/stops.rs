@@ -2,6 +2,15 @@
 
 use super::*;
 
+/// A pod with two sidecars that has run and is deleted with so many seconds of grace, and the turn that follows.
+fn deleted(grace: i64) -> (Run, Turn) {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    let metadata = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": grace, "resourceVersion": "2"});
+    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), metadata)));
+    (run, turn)
+}
+
 #[test]
 fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
@@ -29,10 +38,7 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
 
 #[test]
 fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 30, "resourceVersion": "2"});
-    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
+    let (mut run, turn) = deleted(30);
     let keys = |ops: &[Op]| ops.iter().map(Op::key).collect::<Vec<_>>();
     let hook = |name: &str| Key::PreStop(name.into());
     let stop = |name: &str| Key::Stop(name.into());
@@ -57,10 +63,7 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
 
 #[test]
 fn a_hook_that_goes_on_is_cut_off_when_the_grace_period_is_over() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 30, "resourceVersion": "2"});
-    run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
+    let (mut run, _) = deleted(30);
     let hook = Key::PreStop("t0".into());
     run.settle_but(|op| op.key() == hook);
     run.now = 30_000;
@@ -72,10 +75,7 @@ fn a_hook_that_goes_on_is_cut_off_when_the_grace_period_is_over() {
 
 #[test]
 fn past_the_grace_period_all_are_stopped() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
-    let turn = run.input(Input::Update(a_pod(with_sidecar("Always"), deleted)));
+    let (mut run, turn) = deleted(5);
     assert_eq!(
         turn.begin.iter().map(Op::key).collect::<Vec<_>>(),
         [
