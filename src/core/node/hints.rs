@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::admit::{Refusal, refuse};
-use super::topology::{Topology, combinations};
+use super::topology::{MemoryNode, Topology, combinations};
 use crate::core::pod::{self, Role};
 
 /// A set of NUMA nodes; nodes from 64 on cannot be in one.
@@ -244,7 +244,7 @@ impl Alignment {
     ///
     /// # Errors
     ///
-    /// The machine has more NUMA nodes than the rules allow.
+    /// The machine has more NUMA nodes than the rules allow, or nearness matters and is not known.
     pub fn new(rules: Rules, topology: &Topology) -> Result<Alignment, String> {
         let (number, most) = (topology.nodes.len(), rules.most_nodes);
         if u32::try_from(number).is_ok_and(|n| n > most) {
@@ -252,7 +252,15 @@ impl Alignment {
                 "topologyManagerPolicy: this machine has {number} NUMA nodes, and more than {most} are not allowed: set topologyManagerPolicyOptions.max-allowable-numa-nodes, or topologyManagerPolicy: none"
             ));
         }
-        let from = |(node, memory): (&u32, &super::topology::MemoryNode)| {
+        let nodes = || topology.nodes.iter();
+        let is_measured = |(node, memory): (&u32, &MemoryNode)| {
+            let mut others = nodes().map(|(other, _)| other);
+            others.all(|other| other == node || memory.distances.contains_key(other))
+        };
+        if rules.closest && !nodes().all(is_measured) {
+            return Err("topologyManagerPolicyOptions.prefer-closest-numa-nodes: how far the NUMA nodes of this machine are from each other cannot be read below /sys/devices/system/node: remove the option".into());
+        }
+        let from = |(node, memory): (&u32, &MemoryNode)| {
             let node = *node;
             let to = memory.distances.clone().into_iter();
             to.map(move |(other, distance)| ((node, other), distance))
@@ -355,119 +363,4 @@ impl Alignment {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::core::node::topology::MemoryNode;
-
-    fn machine(nodes: u32) -> Topology {
-        // The first half is near each other, and so is the second.
-        let distance = |a: u32, b: u32| match (a == b, a / 2 == b / 2) {
-            (true, _) => 10,
-            (false, true) => 11,
-            (false, false) => 40,
-        };
-        let node = |a: u32| {
-            let distances = (0..nodes).map(|b| (b, distance(a, b))).collect();
-            let memory = MemoryNode {
-                distances,
-                ..MemoryNode::default()
-            };
-            (a, memory)
-        };
-        Topology {
-            nodes: (0..nodes).map(node).collect(),
-            ..Topology::default()
-        }
-    }
-
-    /// Hints by resource, for instance `cpu:0+,1+,01- gpu:1+`: nodes, and whether they are preferred; `*` for any nodes.
-    fn offers(text: &str) -> Vec<Hints> {
-        let hint = |text: &str| {
-            let (nodes, sign) = text.split_at(text.len() - 1);
-            Hint {
-                nodes: (nodes != "*")
-                    .then(|| NodeMask::of(nodes.chars().filter_map(|c| c.to_digit(10)))),
-                preferred: sign == "+",
-            }
-        };
-        let resource = |text: &str| {
-            let (name, hints) = text.split_once(':').expect("a resource");
-            let hints = hints.split(',').filter(|h| !h.is_empty()).map(hint);
-            Hints::from([(name.to_owned(), hints.collect())])
-        };
-        text.split_whitespace().map(resource).collect()
-    }
-
-    fn merged(policy: Policy, closest: bool, nodes: u32, text: &str) -> String {
-        let rules = Rules {
-            policy,
-            scope: Scope::Container,
-            closest,
-            most_nodes: 8,
-        };
-        let alignment = Alignment::new(rules, &machine(nodes)).expect("few nodes");
-        match alignment.merge(&offers(text)) {
-            Err(refusal) => refusal.reason,
-            Ok(hint) => {
-                let nodes = hint
-                    .nodes
-                    .map(|m| m.nodes().iter().map(u32::to_string).collect());
-                let sign = if hint.preferred { "+" } else { "-" };
-                format!("{}{sign}", nodes.unwrap_or_else(|| "*".to_owned()))
-            }
-        }
-    }
-
-    #[test]
-    fn hints_are_merged_as_the_policy_says() {
-        use Policy::{BestEffort, Restricted, SingleNode};
-        let refused = "TopologyAffinityError";
-        for (nodes, text, best, restricted, single) in [
-            // Nobody cares.
-            (2, "", "01+", "01+", "*+"),
-            (2, "cpu:*+", "01+", "01+", "*+"),
-            // It cannot be given at all.
-            (2, "cpu:", "01-", refused, refused),
-            (2, "cpu:*-", "01-", refused, refused),
-            (2, "cpu:0+,1+,01-", "0+", "0+", "0+"),
-            (2, "cpu:0+,1+,01- gpu:1+", "1+", "1+", "1+"),
-            // Both are content, but not with the same.
-            (2, "cpu:0+ gpu:1+", "01-", refused, refused),
-            (2, "cpu:0+ gpu:01+", "0-", refused, refused),
-            (2, "cpu:01+ gpu:01+", "01+", "01+", refused),
-            (2, "cpu:01+", "01+", "01+", refused),
-            (2, "cpu:0+,1+,01- gpu:0-,1-", "0-", refused, refused),
-            // As wide as the one needs that needs most.
-            (4, "cpu:0-,1-,01-,23- gpu:01-,23-", "01-", refused, refused),
-            (4, "cpu:0123- gpu:0-,012-,0123-", "0123-", refused, refused),
-            (4, "cpu:02+,13+,01+ gpu:01+,23+", "01+", "01+", refused),
-        ] {
-            for (policy, expected) in [
-                (BestEffort, best),
-                (Restricted, restricted),
-                (SingleNode, single),
-            ] {
-                assert_eq!(
-                    merged(policy, false, nodes, text),
-                    expected,
-                    "{policy:?}: {text}"
-                );
-            }
-        }
-        let near = "cpu:02+,23+,13+";
-        assert_eq!(merged(BestEffort, false, 4, near), "02+");
-        assert_eq!(merged(BestEffort, true, 4, near), "23+");
-    }
-
-    #[test]
-    fn masks_are_sets_of_nodes() {
-        let mask = NodeMask::of([1, 3, 63, 64]);
-        assert_eq!(mask.nodes(), [1, 3, 63]);
-        assert!(NodeMask::of([3]).is_within(mask) && !mask.is_within(NodeMask::of([3])));
-        let all: Vec<Vec<u32>> = NodeMask::all_of(&[0, 2])
-            .iter()
-            .map(|m| m.nodes())
-            .collect();
-        assert_eq!(all, [vec![0], vec![2], vec![0, 2]]);
-    }
-}
+mod tests;
