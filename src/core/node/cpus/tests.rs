@@ -2,6 +2,8 @@
 //! with these numbers. Its lines: `machine NAME`; `cores NODE SOCKET CACHE`, and the threads of each core, for the machine
 //! named last; and a way, how many of which processors, and what is taken.
 
+mod tables;
+
 use std::sync::Arc;
 
 use proptest::prelude::*;
