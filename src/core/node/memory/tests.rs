@@ -1,8 +1,8 @@
 //! `allocations.txt` has what the kubelet's memory manager answers on machines of many kinds, as its own code said when it
-//! was asked. Its lines, sizes in Mi: `machine` and of each NUMA node memory, huge pages and what is reserved; a pod with
-//! its containers, each with memory, huge pages and the nodes that the topology manager wants, then the hints for the pod
-//! and for its containers, and what each has in the end or the refusal; a pod that goes; the state of the nodes after
-//! that: memory and huge pages left, blocks and group; and the checkpoint.
+//! was asked; the last machines are those of its own cases. Its lines, sizes in Mi: `machine` and of each NUMA node memory,
+//! huge pages and what is reserved; a pod with its containers, each with memory, huge pages and the nodes that the topology
+//! manager wants, then the hints for the pod and for its containers, and what each has in the end or the refusal; a pod
+//! that goes; the state of the nodes after that: memory and huge pages left, blocks and group; and the checkpoint.
 
 use std::sync::Arc;
 
