@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::core::lock::lock;
 use crate::core::node::shutdown::Times;
 use crate::core::pod;
-use crate::core::pod::resize::Asked;
+use crate::core::pod::resize::{Asked, Infeasible};
 use crate::core::serving::exposition::{Family, Page, Registry};
 
 mod families;
@@ -221,15 +221,8 @@ impl Metrics {
     }
 
     /// A pod cannot have other sizes while it runs: a manager forbids it, or the node is too small.
-    pub fn resize_infeasible(&self, message: &str) {
-        let reason = if message.contains("Memory Manager") {
-            "guaranteed_pod_memory_manager_static_policy"
-        } else if message.contains("CPU Manager") {
-            "guaranteed_pod_cpu_manager_static_policy"
-        } else {
-            "insufficient_node_allocatable"
-        };
-        self.with(|r| r.count(INFEASIBLE, &[reason], 1));
+    pub fn resize_infeasible(&self, cause: Infeasible) {
+        self.with(|r| r.count(INFEASIBLE, &[cause.detail()], 1));
     }
 
     /// So many pods came back under the uid of one that had to end first.

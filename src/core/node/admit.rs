@@ -10,7 +10,7 @@ use super::shutdown;
 use super::taints::tolerates;
 use crate::core::pod;
 use crate::core::pod::cri_config;
-use crate::core::pod::resize::{self, INFEASIBLE};
+use crate::core::pod::resize::{self, INFEASIBLE, Infeasible};
 use crate::core::pod::resources::{Amounts, ports_clash, requests};
 use crate::core::pod::sysctl;
 use crate::core::quantity::Quantity;
@@ -24,6 +24,8 @@ pub struct Refusal {
     pub message: String,
     /// What is missing, if resources are all that is.
     pub missing: Amounts,
+    /// Of a resize that cannot be granted as long as the pod runs: why.
+    pub infeasible: Option<Infeasible>,
 }
 
 /// What this node is.
@@ -69,6 +71,15 @@ pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
         reason: reason.into(),
         message: message.into(),
         missing: Amounts::new(),
+        infeasible: None,
+    }
+}
+
+/// The refusal of a resize that cannot be granted as long as the pod runs.
+pub(super) fn infeasible(cause: Infeasible, message: impl Into<String>) -> Refusal {
+    Refusal {
+        infeasible: Some(cause),
+        ..refuse(INFEASIBLE, message)
     }
 }
 
@@ -198,7 +209,7 @@ pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
             let message = format!(
                 "Node didn't have enough capacity: {name}, requested: {asks}, capacity: {has}"
             );
-            return Err(refuse(INFEASIBLE, message));
+            return Err(infeasible(Infeasible::Capacity, message));
         }
     }
     Ok(())

@@ -298,7 +298,7 @@ fn preempted() -> Verdict {
 mod tests {
     use super::*;
     use crate::core::node::eviction::{Pressure, Pressures};
-    use crate::core::pod::resize::INFEASIBLE;
+    use crate::core::pod::resize::{INFEASIBLE, Infeasible};
     use crate::core::pod::resources::Amounts;
     use serde_json::json;
 
@@ -495,8 +495,10 @@ mod tests {
             assert_eq!(ledger.admit(&pod("b", 0, "1"), here), Decision::Admitted);
             let refused = ledger.grow(&pod("a", 0, "1900m"), here).expect_err("full");
             assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
+            assert_eq!(refused.infeasible, None);
             let refused = ledger.grow(&pod("a", 0, "3"), here).expect_err("too much");
             assert_eq!(refused.reason, INFEASIBLE);
+            assert_eq!(refused.infeasible, Some(Infeasible::Capacity));
             assert_eq!(
                 refused.message,
                 "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::{Refusal, refuse};
+use super::admit::{Refusal, infeasible};
 use super::cpus::{self, Cpus, checkpoint as cpu_checkpoint};
 use super::devices::{Devices, NearNodes, Slot};
 use super::hints::{self, Alignment, Asker, Count, Hint, Hints, NodeMask, Provider, Scope};
@@ -17,7 +17,7 @@ use super::memory::{self, Memory, checkpoint as memory_checkpoint};
 use super::topology::Topology;
 use crate::core::pod::pinning::Pinning;
 use crate::core::pod::qos::{self, QosClass};
-use crate::core::pod::resize::INFEASIBLE;
+use crate::core::pod::resize::Infeasible;
 use crate::core::pod::resources::{Amounts, Side, of_container};
 use crate::core::pod::{self, Role};
 
@@ -218,15 +218,18 @@ impl Managers {
         if qos::of(pod::spec(then)) != QosClass::Guaranteed {
             return Ok(());
         }
-        let refusal = |manager: &str| {
+        let refusal = |cause: Infeasible, manager: &str| {
             let message = format!("Resize is infeasible for Guaranteed Pods alongside {manager}");
-            Err(refuse(INFEASIBLE, message))
+            Err(infeasible(cause, message))
         };
         if self.cpus.is_some() && changes("cpu") {
-            return refusal("CPU Manager policy \"static\"");
+            return refusal(Infeasible::CpuManager, "CPU Manager policy \"static\"");
         }
         if self.memory.is_some() && changes("memory") {
-            return refusal("Memory Manager policy \"Static\"");
+            return refusal(
+                Infeasible::MemoryManager,
+                "Memory Manager policy \"Static\"",
+            );
         }
         Ok(())
     }

@@ -22,6 +22,29 @@ use crate::core::quantity::Quantity;
 /// The reason of a resize that cannot be granted as long as the pod runs.
 pub const INFEASIBLE: &str = "Infeasible";
 
+/// Why a resize cannot be granted as long as the pod runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Infeasible {
+    /// The node has not so much, even if the pod were alone.
+    Capacity,
+    /// Processors that containers have for themselves stay theirs.
+    CpuManager,
+    /// So does memory that containers have for themselves.
+    MemoryManager,
+}
+
+impl Infeasible {
+    /// As the metric of infeasible resizes has it.
+    #[must_use]
+    pub fn detail(self) -> &'static str {
+        match self {
+            Infeasible::Capacity => "insufficient_node_allocatable",
+            Infeasible::CpuManager => "guaranteed_pod_cpu_manager_static_policy",
+            Infeasible::MemoryManager => "guaranteed_pod_memory_manager_static_policy",
+        }
+    }
+}
+
 /// The resources that can change while a container runs.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 

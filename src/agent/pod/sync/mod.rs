@@ -39,7 +39,7 @@ use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::ObservedPod;
-use crate::core::pod::resize::{INFEASIBLE, Resizing};
+use crate::core::pod::resize::Resizing;
 use crate::core::pod::worker::{Op, Outcome, Update};
 
 /// What an operation made for later ones. The worker's decisions do not depend on what is in it.
@@ -223,10 +223,13 @@ impl Job {
         match self.context().ledger.grow(desired).await {
             Ok(()) => Outcome::Granted,
             Err(Refusal {
-                reason, message, ..
+                reason,
+                message,
+                infeasible,
+                ..
             }) => {
-                if reason == INFEASIBLE {
-                    self.context().metrics.resize_infeasible(&message);
+                if let Some(cause) = infeasible {
+                    self.context().metrics.resize_infeasible(cause);
                 }
                 Outcome::Deferred { reason, message }
             }

@@ -16,6 +16,7 @@ use crate::core::node::hints::{Alignment, Scope};
 use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
 use crate::core::node::topology::Cpu;
 use crate::core::pod::pinning::Pinning;
+use crate::core::pod::resize::Infeasible;
 
 fn set(text: &str) -> CpuSet {
     parse_list(text).expect("a list")
@@ -330,6 +331,8 @@ fn processors_are_not_changed_while_containers_run() {
     assert_eq!(managers.resize(&one, &one), Ok(()));
     let refusal = managers.resize(&one, &two).expect_err("not while it runs");
     assert_eq!(refusal.reason, "Infeasible");
+    let detail = refusal.infeasible.map(Infeasible::detail);
+    assert_eq!(detail, Some("guaranteed_pod_cpu_manager_static_policy"));
     assert!(refusal.message.contains("CPU Manager policy \"static\""));
     assert_eq!(Managers::default().resize(&one, &two), Ok(()));
 }

@@ -167,6 +167,7 @@ impl DeviceError {
             reason: "UnexpectedAdmissionError".into(),
             message: format!("Allocate failed due to {self}, which is unexpected"),
             missing: Amounts::new(),
+            infeasible: None,
         }
     }
 }

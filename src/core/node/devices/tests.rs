@@ -102,6 +102,7 @@ fn refusals_are_in_the_kubelets_words() {
         reason: format!("OutOf{THING}"),
         message: "m".into(),
         missing: Amounts::new(),
+        infeasible: None,
     };
     assert_eq!(devices.in_words(&plain("second", 2), shorted), refusal);
     let cpu = Refusal {

@@ -17,6 +17,7 @@ use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
 use crate::core::node::hints::{self, Policy, Scope};
 use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
 use crate::core::node::topology::MemoryNode;
+use crate::core::pod::resize::Infeasible;
 use crate::core::quantity::Quantity;
 
 const MI: u64 = 1 << 20;
@@ -360,6 +361,7 @@ fn memory_is_not_changed_while_containers_run() {
             "Resize is infeasible for Guaranteed Pods alongside Memory Manager policy \"Static\""
         )
     );
+    assert_eq!(refusal.infeasible, Some(Infeasible::MemoryManager));
 }
 
 /// A single node of a group is not taken alone: a node gives memory alone or with one group.
