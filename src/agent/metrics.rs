@@ -1,6 +1,6 @@
 //! What is counted as it happens, under the kubelet's names (kubelet spec, chapter 18).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -110,6 +110,8 @@ pub struct Metrics {
     registration: Mutex<(Option<f64>, Option<f64>)>,
     own: Mutex<Registry>,
     probes: Mutex<Registry>,
+    /// The uids of pods with probes, by namespace and name.
+    probed: Mutex<BTreeMap<(String, String), BTreeSet<String>>>,
     /// When the machine was shut down last, or is now.
     shutdown: Mutex<Times>,
 }
@@ -535,6 +537,9 @@ impl Metrics {
         let labels = [container, namespace, pod, uid, probe.kind, probe.result];
         let mut probes = lock(&self.probes);
         probes.count(PROBES, &labels, 1);
+        let key = (namespace.to_owned(), pod.to_owned());
+        let mut probed = lock(&self.probed);
+        probed.entry(key).or_default().insert(uid.to_owned());
         if probe.result != "failed" {
             let labels = [container, namespace, pod, probe.kind];
             probes.observe(PROBE_SECONDS, USUAL, &labels, probe.took.as_secs_f64());
@@ -543,11 +548,19 @@ impl Metrics {
 
     /// A pod is gone: so is what was counted of its probes.
     pub fn gone(&self, pod: &Pod) {
-        let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
         let mut probes = lock(&self.probes);
         probes.forget(PROBES, &[("pod_uid", pod::uid(pod))]);
-        // How long they took is known by the name alone. A newer pod of this name begins anew.
-        let of = [("namespace", namespace.as_str()), ("pod", &name)];
+        let key = (pod.namespace().unwrap_or_default(), pod.name_any());
+        let mut probed = lock(&self.probed);
+        // How long they took is known by the name alone, and a newer pod may have it already.
+        if let Some(uids) = probed.get_mut(&key) {
+            uids.remove(pod::uid(pod));
+            if !uids.is_empty() {
+                return;
+            }
+        }
+        probed.remove(&key);
+        let of = [("namespace", key.0.as_str()), ("pod", &key.1)];
         probes.forget(PROBE_SECONDS, &of);
     }
 
@@ -640,6 +653,44 @@ mod tests {
         assert!(written(&metrics).contains(&now(1)), "{}", written(&metrics));
         drop(answering);
         assert!(written(&metrics).contains(&now(0)));
+    }
+
+    #[test]
+    fn the_end_of_a_pod_leaves_the_probes_of_a_newer_one_of_its_name() {
+        let metrics = Metrics::default();
+        let pod = |uid: &str| -> Pod {
+            let metadata = serde_json::json!({"namespace": "n", "name": "p", "uid": uid});
+            serde_json::from_value(serde_json::json!({ "metadata": metadata })).expect("a pod")
+        };
+        let probed = |uid: &str| {
+            metrics.probed(Probe {
+                of: ["c", "n", "p", uid],
+                kind: "Liveness",
+                result: "successful",
+                took: Duration::from_millis(3),
+            });
+        };
+        let count = || {
+            let mut page = Page::default();
+            metrics.write(true, &mut page);
+            let text = page.into_text();
+            let line = text
+                .lines()
+                .find(|l| l.starts_with("prober_probe_duration_seconds_count"));
+            line.and_then(|l| l.rsplit(' ').next()?.parse::<u64>().ok())
+        };
+        probed("old");
+        probed("new");
+        metrics.gone(&pod("old"));
+        assert_eq!(count(), Some(2), "a newer pod of this name is probed");
+        probed("new");
+        assert_eq!(count(), Some(3));
+        metrics.gone(&pod("new"));
+        assert_eq!(count(), None);
+        // One that was never probed leaves nothing, and takes nothing away.
+        probed("third");
+        metrics.gone(&pod("fourth"));
+        assert_eq!(count(), Some(1));
     }
 
     #[test]
