@@ -161,6 +161,35 @@ fn a_short_absence_of_the_runtime_is_no_news(cluster: &Cluster) {
     eprintln!("ready again after {:?}", since.elapsed());
 }
 
+/// The events about the node: type, reason and message, a line each.
+fn told(cluster: &Cluster) -> String {
+    let name = cluster.node_name();
+    let get = format!("get events -A --field-selector involvedObject.name={name} -o");
+    let lines = "jsonpath={range .items[*]}{.type} {.reason} {.message}{\"\\n\"}{end}";
+    cluster.kubectl(&get.split(' ').chain([lines]).collect::<Vec<&str>>())
+}
+
+fn what_becomes_of_the_node_is_told(cluster: &Cluster) {
+    let name = cluster.node_name();
+    for (verb, now) in [
+        ("cordon", "NodeNotSchedulable"),
+        ("uncordon", "NodeSchedulable"),
+    ] {
+        let event = format!("Normal {now} Node {name} status is now: {now}\n");
+        assert!(!told(cluster).contains(&event));
+        cluster.kubectl(&[verb, &name]);
+        cluster.wait(now, || told(cluster).contains(&event));
+    }
+    assert!(!told(cluster).contains("Rebooted"), "only the agent was");
+    let boot_id = cluster.node()["status"]["nodeInfo"]["bootID"].clone();
+    let boot_id = boot_id.as_str().unwrap();
+    let event = format!("Warning Rebooted Node {name} has been rebooted, boot id: {boot_id}\n");
+    stop_agent(cluster);
+    write_status(cluster, &json!({"nodeInfo": {"bootID": "of-before"}}));
+    cluster.up();
+    cluster.wait("a reboot", || told(cluster).contains(&event));
+}
+
 fn a_deleted_node_is_not_registered_again(cluster: &Cluster) {
     let name = cluster.node_name();
     cluster.kubectl(&["delete", "node", &name]);
@@ -209,6 +238,7 @@ fn the_node_object_is_true_and_known() {
     labels_count_at_once(&cluster);
     devices_of_another_agent_are_zeroed(&cluster);
     a_short_absence_of_the_runtime_is_no_news(&cluster);
+    what_becomes_of_the_node_is_told(&cluster);
     a_deleted_node_is_not_registered_again(&cluster);
 }
 
