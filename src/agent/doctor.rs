@@ -14,10 +14,11 @@ use super::node::{credentials, machine, network};
 use crate::config::Config;
 use crate::core::node::conditions;
 use crate::core::node::doctor::{
-    ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, diagnose, errors,
+    ApiFacts, Certificate, Details, Disk, Facts, Finding, NetworkFacts, PodNetwork, Port,
+    RuntimeFacts, diagnose, errors, parse_network,
 };
 use crate::core::node::signing;
-use crate::cri::Runtime as _;
+use crate::cri::{CriClient, Runtime as _};
 use crate::kubeapi::client::{chain, connect_as};
 use crate::kubeapi::pace::Pace;
 use crate::sys::clock::Clock;
@@ -67,7 +68,13 @@ pub fn at_start(config: &Config) {
 
 /// What the machine and the runtime say: neither the apiserver nor the ports, which the agent itself takes.
 async fn local(config: &Config, clock: Clock) -> Facts {
-    let runtime = runtime(config).await;
+    let told = runtime(config).await;
+    let images = told.as_ref().ok().and_then(|told| told.images.clone());
+    let network = told
+        .as_ref()
+        .ok()
+        .and_then(|told| pod_network(&told.details));
+    let runtime = told.map(|told| told.facts);
     let node_ips = network::addresses(config).await.unwrap_or_default();
     let resolver = network::try_resolver(config, &node_ips);
     Facts {
@@ -82,10 +89,11 @@ async fn local(config: &Config, clock: Clock) -> Facts {
         controllers: cgroup::controllers(),
         wants_systemd: config.systemd_cgroups,
         runtime: Some((config.runtime_endpoint.clone(), runtime)),
+        network,
         api: None,
         ports: vec![],
         certificates: certificates(config),
-        disks: disks(config),
+        disks: disks(config, images.as_ref()),
         // An empty name means that pods get nothing of the node's.
         resolver: (!config.resolv_conf.is_empty()).then(|| (config.resolv_conf.clone(), resolver)),
     }
@@ -107,7 +115,15 @@ fn bridge_filters() -> Option<bool> {
     }
 }
 
-async fn runtime(config: &Config) -> Result<RuntimeFacts, String> {
+/// What the runtime has said.
+struct Told {
+    facts: RuntimeFacts,
+    details: Details,
+    /// Where its images are, if it says.
+    images: Option<PathBuf>,
+}
+
+async fn runtime(config: &Config) -> Result<Told, String> {
     let client = super::assembly::runtime(config, None)?;
     let begun = Instant::now();
     let late = |_| format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
@@ -119,12 +135,66 @@ async fn runtime(config: &Config) -> Result<RuntimeFacts, String> {
     let asked = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
         .await
         .map_err(late)?;
-    Ok(RuntimeFacts {
+    // Not every runtime tells more: what it does not tell is not looked at.
+    let more = timeout(ANSWER_TIMEOUT, more(&client)).await;
+    let (details, sandbox_image, images) = more.unwrap_or_default();
+    let facts = RuntimeFacts {
         version: status.version,
         not_ready: status.not_ready,
         network_not_ready: status.network_not_ready,
         systemd_cgroups: asked.map_err(|e| e.to_string())?,
+        handler_systemd: details.systemd,
+        sandbox_image,
         took,
+    };
+    Ok(Told {
+        facts,
+        details,
+        images,
+    })
+}
+
+/// Its configuration, the image of sandboxes and whether it is here, and where the images are.
+async fn more(client: &CriClient) -> (Details, Option<(String, bool)>, Option<PathBuf>) {
+    let details = Details::of(&client.configuration().await.unwrap_or_default());
+    let mut sandbox_image = None;
+    if let Some(name) = &details.sandbox_image
+        && let Ok(image) = client.image(name).await
+    {
+        sandbox_image = Some((name.clone(), image.is_some()));
+    }
+    let images = client.image_filesystem().await.ok();
+    let images = images.map(|images| images.mountpoint);
+    (details, sandbox_image, images)
+}
+
+/// What is there for pods' networks; none where the runtime does not tell where it looks.
+fn pod_network(details: &Details) -> Option<NetworkFacts> {
+    let conf_dir = details.conf_dir.clone()?;
+    let is_configuration = |path: &PathBuf| {
+        let extension = path.extension().and_then(|e| e.to_str());
+        matches!(extension, Some("conf" | "conflist" | "json"))
+    };
+    let entries = std::fs::read_dir(&conf_dir).into_iter().flatten();
+    let files = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    let first = files.filter(is_configuration).min();
+    let has = |kind: &String| details.bin_dirs.iter().any(|dir| dir.join(kind).exists());
+    let first = first.map(|file| {
+        let text = file::read_text(&file, LIMIT).map_err(|e| e.to_string());
+        let content = text.and_then(|text| parse_network(&text));
+        let content = content.map(|(name, kinds)| {
+            let known = kinds.into_iter().map(|kind| {
+                let is_there = has(&kind);
+                (kind, is_there)
+            });
+            (name, known.collect())
+        });
+        PodNetwork { file, content }
+    });
+    Some(NetworkFacts {
+        conf_dir,
+        bin_dirs: details.bin_dirs.clone(),
+        first,
     })
 }
 
@@ -203,8 +273,11 @@ fn certificates(config: &Config) -> Vec<Certificate> {
         .collect()
 }
 
-fn disks(config: &Config) -> Vec<Disk> {
+fn disks(config: &Config, images: Option<&PathBuf>) -> Vec<Disk> {
     let places = [("pods", &config.root_dir), ("logs", &config.pod_logs_dir)];
+    let places = places
+        .into_iter()
+        .chain(images.map(|images| ("images", images)));
     let mut disks: Vec<Disk> = vec![];
     let mut rooms = vec![];
     for (purpose, path) in places {

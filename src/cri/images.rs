@@ -1,5 +1,6 @@
 //! The image service of the CRI client, and containerd's progress of pulls.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use holdfast_proto::content::ListStatusesRequest;
@@ -12,16 +13,16 @@ use super::{Credentials, Image, ImageFilesystem, RuntimeError, Stock};
 use crate::core::pod::explain::Fetching;
 
 impl CriClient {
+    /// What the runtime tells of its own configuration: documents in JSON, of which each runtime has others.
+    pub async fn configuration(&self) -> Result<BTreeMap<String, String>, RuntimeError> {
+        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
+        let answer = self.runtime.clone().status(request).await?;
+        Ok(answer.into_inner().info.into_iter().collect())
+    }
+
     /// The image of sandboxes, as older containerds name it: newer ones pin it.
     async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
-        let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
-        let info = self
-            .runtime
-            .clone()
-            .status(request)
-            .await?
-            .into_inner()
-            .info;
+        let info = self.configuration().await?;
         let config: Option<serde_json::Value> = info
             .get("config")
             .and_then(|text| serde_json::from_str(text).ok());

@@ -8,8 +8,10 @@ use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
 use crate::core::pod::dns::Resolver;
+pub use runtime::{Details, NetworkFacts, PodNetwork, parse_network};
 
 mod judge;
+mod runtime;
 #[cfg(test)]
 mod tests;
 
@@ -53,6 +55,10 @@ pub struct RuntimeFacts {
     pub network_not_ready: Option<String>,
     /// Whether it makes cgroups through systemd, if it says.
     pub systemd_cgroups: Option<bool>,
+    /// Whether its default handler is configured to do so, if it tells its configuration.
+    pub handler_systemd: Option<bool>,
+    /// The image of sandboxes, and whether it is here, if it tells its configuration.
+    pub sandbox_image: Option<(String, bool)>,
     /// How long its answer took.
     pub took: Duration,
 }
@@ -132,6 +138,8 @@ pub struct Facts {
     pub wants_systemd: bool,
     /// Where the runtime is, and what it says.
     pub runtime: Option<(String, Result<RuntimeFacts, String>)>,
+    /// What is there for pods' networks, if the runtime tells where.
+    pub network: Option<NetworkFacts>,
     /// What the apiserver says; none without a kubeconfig.
     pub api: Option<Result<ApiFacts, String>>,
     /// The ports that the agent serves on.
@@ -154,8 +162,16 @@ pub fn diagnose(facts: &Facts) -> Vec<Finding> {
         facts
             .runtime
             .iter()
-            .flat_map(|(at, said)| judge::runtime(at, said)),
+            .flat_map(|(at, said)| judge::runtime(at, said, facts.network.as_ref())),
     );
+    let said = facts
+        .runtime
+        .iter()
+        .filter_map(|(_, said)| said.as_ref().ok());
+    findings.extend(said.flat_map(|said| runtime::configured(said, facts.wants_systemd)));
+    let is_told = findings.iter().any(|f| f.subject == "network");
+    let network = facts.network.iter();
+    findings.extend(network.flat_map(|network| runtime::network(network, is_told)));
     findings.extend(facts.disks.iter().flat_map(judge::disk));
     let resolved = facts.resolver.iter();
     findings.extend(resolved.map(|(path, resolver)| judge::resolve(path, resolver)));

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::{ApiFacts, Certificate, Disk, Facts, Finding, Port, RuntimeFacts, Severity};
+use super::{
+    ApiFacts, Certificate, Disk, Facts, Finding, NetworkFacts, Port, RuntimeFacts, Severity,
+};
 use crate::core::pod::dns::{self, Resolver};
 
 /// The controllers without which pods' limits are not kept.
@@ -17,8 +19,12 @@ const EXPIRES_SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 /// The kubelet's own thresholds of available bytes and free inodes, in percent.
 const LITTLE_ROOM: (u64, u64) = (10, 5);
+/// Its threshold of available bytes where images lie, in percent.
+const LITTLE_ROOM_FOR_IMAGES: u64 = 15;
+/// What lies on the filesystem of images.
+const IMAGES: &str = "images";
 
-fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
+pub(super) fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
     Finding {
         subject,
         severity: Severity::Ok,
@@ -28,7 +34,7 @@ fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
     }
 }
 
-fn fault(
+pub(super) fn fault(
     severity: Severity,
     subject: &'static str,
     found: impl Into<String>,
@@ -142,7 +148,11 @@ pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-pub(super) fn runtime(endpoint: &str, said: &Result<RuntimeFacts, String>) -> Vec<Finding> {
+pub(super) fn runtime(
+    endpoint: &str,
+    said: &Result<RuntimeFacts, String>,
+    network: Option<&NetworkFacts>,
+) -> Vec<Finding> {
     let facts = match said {
         Ok(facts) => facts,
         Err(why) => {
@@ -165,15 +175,8 @@ pub(super) fn runtime(endpoint: &str, said: &Result<RuntimeFacts, String>) -> Ve
             "journalctl -u containerd says what it lacks",
         ));
     }
-    if let Some(why) = &facts.network_not_ready {
-        findings.push(fault(
-            Severity::Error,
-            "network",
-            format!("the runtime has no pod network: {why}"),
-            "the node is NotReady, and only pods of the host's network start",
-            "install a network plugin: its configuration goes to /etc/cni/net.d, its programs to /opt/cni/bin",
-        ));
-    }
+    let no_network = facts.network_not_ready.as_ref();
+    findings.extend(no_network.map(|why| super::runtime::not_ready(why, network)));
     if facts.took > SLOW {
         findings.push(fault(
             Severity::Warning,
@@ -223,7 +226,11 @@ pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
     let mut findings = vec![];
     let leads_to =
         "below the kubelet's eviction thresholds images are removed and pods are evicted";
-    if room < LITTLE_ROOM.0 {
+    let least = match *purpose {
+        IMAGES => LITTLE_ROOM_FOR_IMAGES,
+        _ => LITTLE_ROOM.0,
+    };
+    if room < least {
         findings.push(fault(
             Severity::Warning,
             "disk",

@@ -43,6 +43,14 @@ fn healthy() -> Facts {
             inodes: 1000,
             inodes_free: 50,
         }],
+        network: Some(NetworkFacts {
+            conf_dir: "/etc/cni/net.d".into(),
+            bin_dirs: vec!["/opt/cni/bin".into()],
+            first: Some(PodNetwork {
+                file: "/etc/cni/net.d/10-pods.conflist".into(),
+                content: Ok(("pods".into(), vec![("bridge".into(), true)])),
+            }),
+        }),
         resolver: Some((
             "/etc/resolv.conf".into(),
             Ok(Resolver::parse(
@@ -63,6 +71,7 @@ fn a_healthy_node_has_no_fault() {
         "kernel",
         "cgroups",
         "runtime",
+        "cni",
         "disk",
         "dns",
         "port",
@@ -203,6 +212,121 @@ fn faults_of_what_the_node_talks_to_are_found_alone_with_their_remedies() {
         Error,
         "livez",
     );
+}
+
+fn with_network(change: impl FnOnce(&mut NetworkFacts)) -> impl FnOnce(&mut Facts) {
+    |facts| {
+        if let Some(network) = &mut facts.network {
+            change(network);
+        }
+    }
+}
+
+#[test]
+fn faults_of_the_runtimes_configuration_are_found_alone_with_their_remedies() {
+    use Severity::{Error, Warning};
+    let content = |network: &mut NetworkFacts, content| {
+        network.first = Some(PodNetwork {
+            file: "/cni/a.conf".into(),
+            content,
+        });
+    };
+    let none = with_network(|n| n.first = None);
+    only(none, "cni", Warning, "goes to /etc/cni/net.d");
+    let broken = with_network(|n| content(n, Err("expected value".into())));
+    only(broken, "cni", Error, "json.tool /cni/a.conf");
+    let some = || vec![("bridge".to_owned(), true), ("portmap".to_owned(), false)];
+    let missing = with_network(|n| content(n, Ok(("pods".into(), some()))));
+    only(missing, "cni", Error, "-C /opt/cni/bin");
+    // Where the runtime has no network that is said once, with its own places.
+    let elsewhere = |f: &mut Facts| {
+        with_runtime(|r| r.network_not_ready = Some("cni".into()))(f);
+        with_network(|n| (n.first, n.conf_dir) = (None, "/srv/cni".into()))(f);
+    };
+    only(elsewhere, "network", Error, "goes to /srv/cni");
+    let handler = with_runtime(|r| (r.systemd_cgroups, r.handler_systemd) = (None, Some(false)));
+    only(handler, "cgroups", Error, "SystemdCgroup = true/");
+    let image = with_runtime(|r| r.sandbox_image = Some(("r/pause:1".into(), false)));
+    only(image, "runtime", Warning, "crictl pull r/pause:1");
+    let images = |f: &mut Facts| {
+        f.disks[0] = Disk {
+            purpose: "images",
+            available: 149,
+            ..f.disks[0].clone()
+        };
+    };
+    only(images, "disk", Warning, "du -xh");
+}
+
+#[test]
+fn a_runtimes_answer_is_read_as_far_as_it_goes() {
+    let of = |parts: &[(&str, serde_json::Value)]| {
+        let parts = parts
+            .iter()
+            .map(|(name, part)| ((*name).to_owned(), part.to_string()));
+        Details::of(&parts.collect())
+    };
+    let runc = |options: serde_json::Value| {
+        let handler =
+            serde_json::json!({"runtimeType": "io.containerd.runc.v2", "options": options});
+        serde_json::json!({"defaultRuntimeName": "own", "runtimes": {"own": handler}})
+    };
+    let cni = serde_json::json!({"binDir": "/old/bin", "confDir": "/old/net.d"});
+    let config = serde_json::json!({"containerd": runc(serde_json::json!({"SystemdCgroup": true})), "cni": cni, "sandboxImage": "r/pause:3"});
+    let expected = Details {
+        systemd: Some(true),
+        sandbox_image: Some("r/pause:3".into()),
+        conf_dir: Some("/old/net.d".into()),
+        bin_dirs: vec!["/old/bin".into()],
+    };
+    assert_eq!(of(&[("config", config.clone())]), expected);
+    // What is loaded counts.
+    let loaded = serde_json::json!({"PluginDirs": ["/a", "/b"], "PluginConfDir": "/c"});
+    let both = of(&[("config", config), ("cniconfig", loaded)]);
+    assert_eq!(both.bin_dirs, ["/a", "/b"].map(std::path::PathBuf::from));
+    assert_eq!(both.conf_dir, Some("/c".into()));
+    let unsaid = serde_json::json!({"containerd": runc(serde_json::Value::Null)});
+    assert_eq!(of(&[("config", unsaid)]).systemd, Some(false));
+    assert_eq!(
+        of(&[("golang", serde_json::json!("go1.25"))]),
+        Details::default()
+    );
+}
+
+#[test]
+fn a_networks_plugins_are_those_of_its_list_or_its_own() {
+    for (text, expected) in [
+        (
+            r#"{"name": "n", "plugins": [{"type": "a"}, {"type": "b"}]}"#,
+            Ok(("n", vec!["a", "b"])),
+        ),
+        (r#"{"name": "n", "type": "a"}"#, Ok(("n", vec!["a"]))),
+        (r#"{"name": "n", "plugins": []}"#, Err("no plugins")),
+        (r#"{"type": "a"}"#, Err("no name")),
+        (
+            r#"{"name": "n", "plugins": [{"type": ""}]}"#,
+            Err("a plugin without a type"),
+        ),
+        ("{", Err("EOF")),
+    ] {
+        match (parse_network(text), expected) {
+            (Ok((name, kinds)), Ok(expected)) => {
+                assert_eq!(
+                    (name.as_str(), kinds),
+                    (
+                        expected.0,
+                        expected
+                            .1
+                            .iter()
+                            .map(|k| (*k).to_owned())
+                            .collect::<Vec<String>>()
+                    )
+                );
+            }
+            (Err(why), Err(expected)) => assert!(why.contains(expected), "{why}"),
+            (got, _) => panic!("{text}: {got:?}"),
+        }
+    }
 }
 
 #[test]
