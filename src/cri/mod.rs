@@ -159,12 +159,15 @@ pub struct Handler {
 impl Features {
     /// The handler of a name, one that can do nothing if it is not known.
     #[must_use]
-    pub fn handler(&self, name: &str) -> Handler {
-        self.handlers
-            .iter()
-            .find(|h| h.name == name)
-            .cloned()
-            .unwrap_or_default()
+    pub fn handler(&self, name: &str) -> &Handler {
+        /// What is not known.
+        static NONE: Handler = Handler {
+            name: String::new(),
+            recursive_read_only: false,
+            user_namespaces: false,
+        };
+        let known = self.handlers.iter().find(|h| h.name == name);
+        known.unwrap_or(&NONE)
     }
 }
 

@@ -11,9 +11,22 @@ use crate::core::digest::fnv32;
 /// what Go's deep-hash printer writes of the bytes of the JSON.
 #[must_use]
 pub fn container_hash(container: &Container) -> String {
-    let bytes: Vec<String> = go_json(container).bytes().map(|b| b.to_string()).collect();
-    let printed = format!("([]uint8)[{}]", bytes.join(" "));
-    format!("{:x}", fnv32(printed.bytes()))
+    let json = go_json(container);
+    let bytes = json.bytes().enumerate();
+    // Without a text between: every running container is compared in each turn of its pod's worker.
+    let printed = bytes.flat_map(|(place, byte)| {
+        let space = (place > 0).then_some(b' ');
+        space.into_iter().chain(digits(byte))
+    });
+    let open = b"([]uint8)[".iter().copied();
+    format!("{:x}", fnv32(open.chain(printed).chain([b']'])))
+}
+
+/// A byte as Go prints it: decimal.
+fn digits(byte: u8) -> impl Iterator<Item = u8> {
+    let all = [byte / 100, byte / 10 % 10, byte % 10];
+    let zeros = all.iter().take(2).take_while(|digit| **digit == 0).count();
+    all.into_iter().skip(zeros).map(|digit| b'0' + digit)
 }
 
 /// Name and image as Go's `json.Marshal` writes a map: keys sorted, and escaped what HTML and JavaScript know.
@@ -77,6 +90,14 @@ mod tests {
         );
         assert_ne!(plain, of(json!({"name": "a", "image": "c"})));
         assert_ne!(plain, of(json!({"name": "b", "image": "b"})));
+    }
+
+    #[test]
+    fn bytes_are_printed_without_leading_zeros() {
+        for byte in 0..=u8::MAX {
+            let printed: Vec<u8> = digits(byte).collect();
+            assert_eq!(printed, byte.to_string().into_bytes());
+        }
     }
 
     #[test]
