@@ -196,6 +196,30 @@ pub async fn ensure_all(
     })
 }
 
+/// One container, for the events about its image.
+struct About<'a> {
+    context: &'a Context,
+    pod: &'a Pod,
+    /// Its field path.
+    path: String,
+}
+
+impl About<'_> {
+    fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
+        let path = Some(self.path.clone());
+        self.context
+            .events
+            .pod(self.pod, path, kind, reason, message);
+    }
+
+    /// Why the container cannot be started: an event in words, and one with the reason of its waiting state.
+    fn refuse(&self, said: (Kind, &str, String), waiting: &str) {
+        let (kind, reason, message) = said;
+        self.say(kind, reason, message);
+        self.say(Kind::Warning, "Failed", format!("Error: {waiting}"));
+    }
+}
+
 /// Makes sure that the container's image is there.
 async fn ensure(
     context: &Context,
@@ -210,26 +234,18 @@ async fn ensure(
         again: None,
     };
     let spec_image = container.image.clone().unwrap_or_default();
-    let path = Some(role.field_path(&container.name));
+    let about = About {
+        context,
+        pod,
+        path: role.field_path(&container.name),
+    };
     let name = with_default_tag(&spec_image).map_err(|error| {
-        context.events.pod(
-            pod,
-            path.clone(),
-            Kind::Warning,
-            "InspectFailed",
-            error.clone(),
-        );
+        about.say(Kind::Warning, "InspectFailed", error.clone());
         waiting("InvalidImageName", error)
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let message = format!("Failed to inspect image {name:?}: {error}");
-        context.events.pod(
-            pod,
-            path.clone(),
-            Kind::Warning,
-            "InspectFailed",
-            message.clone(),
-        );
+        about.say(Kind::Warning, "InspectFailed", message.clone());
         waiting("ImageInspectError", message)
     })?;
     let policy = container
@@ -249,31 +265,17 @@ async fn ensure(
             let message = format!(
                 "Container image {spec_image:?} already present on machine and can be accessed by the pod"
             );
-            context
-                .events
-                .pod(pod, path, Kind::Normal, "Pulled", message);
+            about.say(Kind::Normal, "Pulled", message);
             Ok(image)
         }
         ("Never", None) => {
+            let reason = "ErrImageNeverPull";
             let message =
                 format!("Container image {spec_image:?} is not present with pull policy of Never");
-            context.events.pod(
-                pod,
-                path.clone(),
-                Kind::Warning,
-                "ErrImageNeverPull",
-                message.clone(),
-            );
-            context.events.pod(
-                pod,
-                path,
-                Kind::Warning,
-                "Failed",
-                "Error: ErrImageNeverPull",
-            );
-            Err(waiting("ErrImageNeverPull", message))
+            about.refuse((Kind::Warning, reason, message.clone()), reason);
+            Err(waiting(reason, message))
         }
-        _ => pull(context, pod, &spec_image, &name, path, secrets).await,
+        _ => pull(&about, &spec_image, &name, secrets).await,
     }
 }
 
@@ -310,44 +312,28 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
 }
 
 async fn pull(
-    context: &Context,
-    pod: &Pod,
+    about: &About<'_>,
     shown: &str,
     name: &str,
-    path: Option<String>,
     secrets: &[Arc<Secret>],
 ) -> Result<Image, Waiting> {
-    let key = (pod.uid().unwrap_or_default(), name.to_owned());
+    let context = about.context;
+    let key = (about.pod.uid().unwrap_or_default(), name.to_owned());
     let backoff = || lock(&context.images.backoff);
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
-        context.events.pod(
-            pod,
-            path.clone(),
-            Kind::Normal,
-            "BackOff",
+        let (reason, message) = (
+            "ImagePullBackOff",
             format!("Back-off pulling image {shown:?}"),
         );
-        context.events.pod(
-            pod,
-            path,
-            Kind::Warning,
-            "Failed",
-            "Error: ImagePullBackOff",
-        );
+        about.refuse((Kind::Normal, "BackOff", message.clone()), reason);
         return Err(Waiting {
-            reason: "ImagePullBackOff".into(),
-            message: format!("Back-off pulling image {shown:?}: {error}"),
+            reason: reason.into(),
+            message: format!("{message}: {error}"),
             again: Some(until),
         });
     }
-    context.events.pod(
-        pod,
-        path.clone(),
-        Kind::Normal,
-        "Pulling",
-        format!("Pulling image {shown:?}"),
-    );
+    about.say(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
     let asked = Instant::now();
     match attempt(context, name, secrets).await {
         Ok((image, took)) => {
@@ -358,29 +344,15 @@ async fn pull(
                 asked.elapsed(),
                 image.size
             );
-            context
-                .events
-                .pod(pod, path, Kind::Normal, "Pulled", message);
+            about.say(Kind::Normal, "Pulled", message);
             Ok(image)
         }
         Err(error) => {
             let (reason, message) = failure(shown, &error);
             let shown_later = format!("{reason}: {message}");
             let until = backoff().failed(key, &shown_later, context.clock.now());
-            context.events.pod(
-                pod,
-                path.clone(),
-                Kind::Warning,
-                "Failed",
-                format!("Failed to pull image {shown:?}: {error}"),
-            );
-            context.events.pod(
-                pod,
-                path,
-                Kind::Warning,
-                "Failed",
-                format!("Error: {reason}"),
-            );
+            let said = format!("Failed to pull image {shown:?}: {error}");
+            about.refuse((Kind::Warning, "Failed", said), reason);
             Err(Waiting {
                 reason: reason.into(),
                 message,
