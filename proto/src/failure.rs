@@ -49,9 +49,14 @@ fn is_caused_by_time(cause: Option<&(dyn Error + 'static)>) -> bool {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (code, message) = (code_name(self.code), &self.message);
-        write!(f, "rpc error: code = {code} desc = {message}")
+        f.write_str(&told(code_name(self.code), &self.message))
     }
+}
+
+/// A failure as Go's gRPC library prints it: that is what users search for. `code` is as [`code_name`] writes it.
+#[must_use]
+pub fn told(code: &str, message: &str) -> String {
+    format!("rpc error: code = {code} desc = {message}")
 }
 
 /// A code as Go's gRPC library writes it.

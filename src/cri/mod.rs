@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use holdfast_proto::cri as pb;
+use holdfast_proto::{cri as pb, failure};
 use tokio::sync::mpsc;
 
 pub use client::CriClient;
@@ -28,7 +28,7 @@ use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}{message}", prefix(*code))]
+#[error("{}", told(*code, message))]
 pub struct RuntimeError {
     /// What kind of failure.
     pub kind: RuntimeErrorKind,
@@ -38,11 +38,8 @@ pub struct RuntimeError {
     pub message: String,
 }
 
-/// As gRPC's Go library prints a code: that is what users search for.
-fn prefix(code: Option<&str>) -> String {
-    code.map_or_else(String::new, |code| {
-        format!("rpc error: code = {code} desc = ")
-    })
+fn told(code: Option<&str>, message: &str) -> String {
+    code.map_or_else(|| message.to_owned(), |code| failure::told(code, message))
 }
 
 impl RuntimeError {
