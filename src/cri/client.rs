@@ -54,14 +54,15 @@ pub struct CriClient {
 
 impl From<Status> for RuntimeError {
     fn from(status: Status) -> RuntimeError {
-        let kind = match status.code() {
+        // By the failure's own code: where the connection broke, the status says "unknown".
+        let failure = Failure::from(status);
+        let kind = match failure.code {
             Code::NotFound => RuntimeErrorKind::NotFound,
             Code::Unavailable => RuntimeErrorKind::Unavailable,
             Code::DeadlineExceeded | Code::Cancelled => RuntimeErrorKind::Timeout,
             Code::Unimplemented => RuntimeErrorKind::Unimplemented,
             _ => RuntimeErrorKind::Failed,
         };
-        let failure = Failure::from(status);
         RuntimeError {
             kind,
             code: Some(code_name(failure.code)),
@@ -592,5 +593,35 @@ impl Runtime for CriClient {
 
     async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
         super::events::follow(&self.channel, &self.runtime).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_that_breaks_is_a_runtime_that_cannot_be_reached() {
+        let broken = || std::io::Error::from(std::io::ErrorKind::BrokenPipe);
+        for (status, kind, code) in [
+            (
+                Status::from_error(Box::new(broken())),
+                RuntimeErrorKind::Unavailable,
+                "Unavailable",
+            ),
+            (
+                Status::unknown("no such image"),
+                RuntimeErrorKind::Failed,
+                "Unknown",
+            ),
+            (
+                Status::cancelled("stopped"),
+                RuntimeErrorKind::Timeout,
+                "Canceled",
+            ),
+        ] {
+            let error = RuntimeError::from(status);
+            assert_eq!((error.kind, error.code), (kind, Some(code)), "{error}");
+        }
     }
 }
