@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use holdfast_proto::failure::{code_name, told};
 use holdfast_proto::health::HealthCheckRequest;
 use holdfast_proto::health::health_check_response::ServingStatus;
 use holdfast_proto::health::health_client::HealthClient;
@@ -68,9 +69,8 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
             status.message()
         )),
         Ok(Err(status)) => Err(format!(
-            "error: health rpc probe failed: rpc error: code = {:?} desc = {}",
-            status.code(),
-            status.message()
+            "error: health rpc probe failed: {}",
+            told(code_name(status.code()), status.message())
         )),
         Ok(Ok(answer)) => match answer.into_inner().status() {
             ServingStatus::Serving => Ok(()),
