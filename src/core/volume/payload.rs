@@ -130,12 +130,13 @@ fn mode(own: Option<i32>, default: i32) -> u32 {
     u32::try_from(own.unwrap_or(default)).unwrap_or(0o644) & 0o7777
 }
 
+/// The files of the keys that are asked for; what is `missing` says the error about one that is not there, which comes after it.
 fn project(
     data: BTreeMap<String, Vec<u8>>,
     items: &[KeyToPath],
     default: i32,
     optional: bool,
-    whose: &str,
+    missing: &str,
 ) -> Result<Files, String> {
     let mut files = Files::new();
     if items.is_empty() {
@@ -154,9 +155,7 @@ fn project(
             }
             None if optional => {}
             None => {
-                let what = if whose == "config" { "configmap " } else { "" };
-                let key = &item.key;
-                return Err(format!("{what}references non-existent {whose} key: {key}"));
+                return Err(format!("{missing}: {}", item.key));
             }
         }
     }
@@ -200,7 +199,7 @@ fn config_map(
             items.map_or(&[], Vec::as_slice),
             default,
             optional,
-            "config",
+            "configmap references non-existent config key",
         ),
         None if optional => Ok(Files::new()),
         None => Err(format!(
@@ -223,7 +222,7 @@ fn secret(
             items.map_or(&[], Vec::as_slice),
             default,
             optional,
-            "secret",
+            "references non-existent secret key",
         ),
         None if optional => Ok(Files::new()),
         None => Err(format!(
