@@ -176,8 +176,11 @@ impl Worker {
                     self.acted += 1;
                     (self.look, self.unsure) = (true, true);
                 }
-                if let Op::Observe { .. } = op {
-                    self.look = true;
+                match op {
+                    Op::Observe { .. } => self.look = true,
+                    // What has changed before has not come to them: that does not wait for the next refresh.
+                    Op::Volumes { .. } => self.volumes.stale = true,
+                    _ => {}
                 }
                 return;
             }

@@ -10,6 +10,7 @@ mod resizes;
 mod sandboxes;
 mod shutdown;
 mod stops;
+mod volumes;
 
 fn at(milliseconds: i64) -> Timestamp {
     Timestamp::from_millisecond(1_700_000_000_000 + milliseconds).expect("a time")
@@ -339,42 +340,6 @@ fn deadlines_move_with_the_clock() {
     }
 }
 
-#[test]
-fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
-    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
-    run.settle();
-    run.input(Input::VolumesChanged);
-    let outdated = || Outcome::Outdated("no space left on device".into());
-    let mut pauses = vec![];
-    for _ in 0..6 {
-        assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
-        let turn = run.done(&Key::Volumes, outdated());
-        let why = run.worker.waiting.clone().unwrap_or_default();
-        assert!(why.contains("volumes are not up to date"), "{why}");
-        let wake = turn.wake_at.expect("it is tried again");
-        pauses.push(wake.duration_since(at(run.now)).as_millis());
-        run.now += i64::try_from(*pauses.last().expect("one")).expect("short");
-        run.input(Input::Tick);
-    }
-    assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000]);
-    // A container that ends meanwhile starts anew with what there is.
-    run.exit("c0", 1);
-    run.input(Input::Hint);
-    let starts = run.begun.len();
-    run.done(&Key::Volumes, outdated());
-    run.settle_but(|op| op.key() == Key::Volumes);
-    assert!(
-        run.begun[starts..]
-            .iter()
-            .any(|key| matches!(key, Key::Start(_)))
-    );
-    run.now += 10_000;
-    run.input(Input::Tick);
-    run.settle();
-    let why = run.worker.waiting.clone().unwrap_or_default();
-    assert!(!why.contains("volumes are not up to date"), "{why}");
-}
-
 /// Found by tests/recovery.rs: something else happened while a sidecar was being started, and then all was well.
 #[test]
 fn a_pod_whose_container_is_being_started_is_never_well() {
@@ -499,26 +464,6 @@ fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
         1,
         "one try until the API shows more"
     );
-}
-
-/// Seed 4383: the directories became due while a refresh of the volumes waited for its next try, and nothing woke for them.
-#[test]
-fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
-    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
-    let mut run = Run::new(a_pod(spec, json!({})));
-    run.settle();
-    assert_eq!(run.count(&Key::Prepare), 1);
-    run.now = 55_000;
-    run.input(Input::VolumesChanged);
-    while run.now < 60_000 {
-        let outcome = Outcome::Outdated("no space left on device".into());
-        let turn = run.done(&Key::Volumes, outcome);
-        let wake = turn.wake_at.expect("it is tried again");
-        run.now += i64::try_from(wake.duration_since(at(run.now)).as_millis()).expect("short");
-        run.input(Input::Tick);
-    }
-    assert_eq!(run.now, 60_000, "not at the next try");
-    assert_eq!(run.count(&Key::Prepare), 2);
 }
 
 #[test]
