@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::PodStatus;
+use k8s_openapi::api::core::v1::{Pod, PodStatus};
 
 use super::{
     Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
@@ -103,6 +103,12 @@ impl Worker {
         };
         let anew = !same_object(&self.update, &update);
         let changed = !echo && self.update.pod.spec != update.pod.spec;
+        if changed {
+            // An image that is there for a start is not the one of a container that has another by now.
+            let before = &self.update.pod;
+            self.images
+                .retain(|name| image(before, name) == image(&update.pod, name));
+        }
         self.update = update;
         if anew {
             // Another object has to be told everything.
@@ -587,6 +593,13 @@ impl Worker {
         self.in_flight.retain(|op| op.key() != *key);
         turn.cancel.push(key.clone());
     }
+}
+
+/// The image that a pod's spec gives a container.
+fn image(pod: &Pod, name: &str) -> Option<String> {
+    let all = pod::containers(pod);
+    let (_, container) = all.iter().find(|(_, c)| c.name == name)?;
+    container.image.clone()
 }
 
 /// The key of a container's crash-loop back-off: another image or size starts it over.

@@ -1,0 +1,19 @@
+//! Images that containers start with.
+
+use super::*;
+
+/// The image was pulled, and is another one before the sandbox is there: the container does not start with the first.
+#[test]
+fn an_image_that_changes_before_the_start_is_pulled_too() {
+    let spec = |image: &str| json!({"containers": [{"name": "c", "image": image}, {"name": "d", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec("i"), json!({})));
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    let pulls = |run: &Run| ["c", "d"].map(|name| run.count(&Key::Pull(name.into())));
+    assert_eq!(pulls(&run), [1, 1]);
+    let metadata = json!({"generation": 2, "resourceVersion": "2"});
+    run.input(Input::Update(a_pod(spec("j"), metadata)));
+    run.settle_but(|op| matches!(op, Op::Start { .. }));
+    assert_eq!(pulls(&run), [2, 1], "of the one that has changed");
+    let starts = |op: &Op| matches!(op, Op::Start { start, .. } if start.container.image.as_deref() == Some("j"));
+    assert!(run.waiting.iter().any(starts), "{:?}", run.waiting);
+}
