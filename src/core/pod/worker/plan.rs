@@ -179,7 +179,10 @@ impl Worker {
             plan.ops.push(Op::RestartAll(actions.restart_all));
             return;
         }
-        if actions.kill_pod && self.plan_pod_kill(facts, &actions, &observed, turn, plan) {
+        if !actions.kill_pod {
+            // Where it need not be stopped any more, the time that it got for that is not what the next stop has.
+            self.stop_by = None;
+        } else if self.plan_pod_kill(facts, &actions, &observed, turn, plan) {
             return;
         }
         for kill in &actions.kill {

@@ -91,3 +91,32 @@ fn past_the_grace_period_all_are_stopped() {
     let begun: Vec<Key> = turn.begin.iter().map(Op::key).collect();
     assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
 }
+
+/// The runtime said for a moment that the sandbox was not ready. When it is lost much later, its containers get their time.
+#[test]
+fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() {
+    let spec =
+        json!({"containers": [{"name": "c", "image": "i"}], "terminationGracePeriodSeconds": 30});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle();
+    let until = |run: &Run| {
+        run.waiting.iter().find_map(|op| match op {
+            Op::Stop { until, .. } => Some(*until),
+            _ => None,
+        })
+    };
+    for _ in 0..2 {
+        run.runtime.sandboxes[0].ready = false;
+        run.input(Input::Hint);
+        run.settle_but(|op| matches!(op, Op::Stop { .. }));
+        assert_eq!(until(&run), Some(at(run.now + 30_000)));
+        run.runtime.sandboxes[0].ready = true;
+        run.input(Input::Hint);
+        run.settle();
+        assert!(run.worker.observed.as_ref().is_some_and(|o| o.runs("c")));
+        run.now += 3_600_000;
+        run.input(Input::Tick);
+        run.settle();
+    }
+    assert_eq!(run.count(&Key::Sandbox), 1);
+}
