@@ -1,5 +1,5 @@
-//! Removing containers that have ended, by age and number (kubelet spec, 8.6). Workers remove what a newer instance has
-//! replaced as they go; this holds the rules for the node as a whole, whatever workers are doing.
+//! Removing containers that have ended, by age and number (upstream's `kuberuntime_gc.go`). Workers remove what a newer
+//! instance has replaced as they go; this holds the rules for the node as a whole, whatever workers are doing.
 
 use std::collections::HashMap;
 use std::sync::Arc;

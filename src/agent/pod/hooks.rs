@@ -1,4 +1,4 @@
-//! Running lifecycle hooks (kubelet spec, 5.5).
+//! Running lifecycle hooks (upstream's `lifecycle/handlers.go`).
 
 use std::time::Duration;
 

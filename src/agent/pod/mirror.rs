@@ -1,4 +1,4 @@
-//! Mirror pods: how static pods are seen in the API (kubelet spec, 1.5).
+//! Mirror pods: how static pods are seen in the API (upstream's `pod/mirror_client.go`).
 
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;

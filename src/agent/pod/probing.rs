@@ -1,5 +1,5 @@
 //! The probes of one pod: a task for every container instance and kind, its result in the worker's
-//! inbox when it changes (kubelet spec, chapter 10).
+//! inbox when it changes (upstream's `prober/worker.go`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

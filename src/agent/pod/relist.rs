@@ -1,4 +1,4 @@
-//! Noticing what happens in the runtime (kubelet spec, chapter 19): events where it has them, listing
+//! Noticing what happens in the runtime (upstream's `pleg/`): events where it has them, listing
 //! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself.
 
 use std::collections::BTreeMap;

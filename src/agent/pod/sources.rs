@@ -1,4 +1,4 @@
-//! Static pods from a directory and from a URL (kubelet spec, 1.1 and 1.3). A file that cannot be read or parsed is
+//! Static pods from a directory and from a URL (upstream's `config/`). A file that cannot be read or parsed is
 //! reported and skipped; the others are kept.
 
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::core::pod::references;
 use crate::core::pod::static_uid::Started;
 use crate::sys;
 
-/// The largest manifest.
+/// The largest manifest that is read, in bytes.
 const FILE_LIMIT: u64 = 10 << 20;
 
 /// What the sources want; `None` where one has not been read yet.

@@ -1,5 +1,5 @@
-//! What to do next for a pod: a value, computed from what is wanted and what is there (kubelet spec,
-//! chapter 5). Pure.
+//! What to do next for a pod: a value, computed from what is wanted and what is there (upstream's
+//! `computePodActions`). Pure.
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use crate::core::pod;
 pub struct Start {
     /// What it is.
     pub role: Role,
-    /// Its definition.
+    /// Its definition in the spec, with the sizes that were granted.
     pub container: Container,
     /// The restart count of the new instance.
     pub attempt: u32,
@@ -24,7 +24,7 @@ pub struct Start {
 }
 
 /// Ended containers that nobody needs any more: the newest of a name stays, and the one before it while a
-/// newer one is there, so that the last state can be told (kubelet spec, 8.6).
+/// newer one is there, so that the last state can be told (upstream's `kuberuntime_gc.go`).
 #[must_use]
 pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
     let mut kept = std::collections::BTreeSet::new();
@@ -62,9 +62,9 @@ pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
 /// A container to stop.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kill {
-    /// The runtime's id.
+    /// By which the runtime knows it.
     pub id: String,
-    /// The name.
+    /// The name in the spec, under which events tell of it.
     pub name: String,
     /// What the event says.
     pub message: String,
@@ -147,7 +147,7 @@ fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
         })
 }
 
-/// What follows when a container ends with `code` (kubelet spec, 5.3): its rules, else its own policy, else
+/// What follows when a container ends with `code` (KEP-5307): its rules, else its own policy, else
 /// the pod's. Init containers of a pod whose policy is `Always` are repeated only when they fail.
 #[must_use]
 pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
@@ -172,7 +172,7 @@ pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
     after_exit(pod, Role::Regular, container, code) != AfterExit::Stay
 }
 
-/// Whether a container should be started in the state it is in (kubelet spec, 5.3).
+/// Whether a container should be started in the state it is in (upstream's `ShouldContainerBeRestarted`).
 fn should_start(pod: &Pod, container: &Container, seen: Option<&observed::Container>) -> bool {
     if pod.metadata.deletion_timestamp.is_some() {
         return false;
@@ -210,7 +210,7 @@ fn next(
     }
 }
 
-/// Whether the newest sandbox will do; else the attempt number of a new one (kubelet spec, 5.1).
+/// Whether the newest sandbox will do; else the attempt number of a new one (upstream's `PodSandboxChanged`).
 fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
     let Some(newest) = observed.sandboxes.first() else {
         return Err(0);
@@ -345,7 +345,7 @@ fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
     (change == resize::Change::Update).then(|| container.name.clone())
 }
 
-/// Why a running container cannot stay (kubelet spec, 5.2).
+/// Why a running container cannot stay (upstream's `computePodActions`).
 fn condemned(
     pod: &Pod,
     role: Role,

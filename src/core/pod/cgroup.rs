@@ -1,4 +1,4 @@
-//! The cgroups of pods: their place in the tree and their values (kubelet spec, chapter 7). Pure.
+//! The cgroups of pods: their place in the tree and their values (upstream's `cm/pod_container_manager_linux.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -218,7 +218,7 @@ fn is_node_critical(pod: &Pod) -> bool {
     class == Some("system-node-critical") && is_critical(pod)
 }
 
-/// How ready the kernel is to kill a container's processes (kubelet spec, 6.8). `memory` is the node's, in bytes.
+/// How ready the kernel is to kill a container's processes (upstream's `qos/policy.go`). `memory` is the node's, in bytes.
 #[must_use]
 pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
     let spec = pod::spec(pod);

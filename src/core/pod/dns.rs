@@ -1,4 +1,4 @@
-//! Name resolution of pods (kubelet spec, 6.9) and their `/etc/hosts` (6.4). Pure.
+//! Name resolution of pods (upstream's `network/dns/dns.go`) and their `/etc/hosts`. Pure.
 
 use holdfast_proto::cri::DnsConfig;
 use k8s_openapi::api::core::v1::Pod;
@@ -10,7 +10,7 @@ use crate::core::{meta, pod};
 pub struct Resolver {
     /// The cluster's DNS servers.
     pub cluster_dns: Vec<String>,
-    /// The cluster's domain.
+    /// The domain below which services are found, for instance `cluster.local`; empty where there is none.
     pub cluster_domain: String,
     /// The node's servers.
     pub servers: Vec<String>,

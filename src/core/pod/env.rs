@@ -1,4 +1,4 @@
-//! The environment of a container: order, references and `$(VAR)` (kubelet spec, 6.5). Pure: what
+//! The environment of a container: order, references and `$(VAR)` (upstream's `makeEnvironmentVariables`). Pure: what
 //! objects hold is passed in.
 
 use std::collections::BTreeMap;
@@ -24,11 +24,11 @@ pub trait Objects {
 
 /// What fields of the pod and node resolve to.
 pub struct Surroundings<'a> {
-    /// The pod.
+    /// The pod whose fields are referred to.
     pub pod: &'a Pod,
-    /// Its addresses.
+    /// The addresses of the pod, the main one first.
     pub pod_ips: &'a [String],
-    /// The node's addresses.
+    /// The addresses of the node, the main one first.
     pub node_ips: &'a [String],
     /// What the node offers: the value of limits that are not set.
     pub allocatable: &'a super::resources::Amounts,

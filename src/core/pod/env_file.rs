@@ -1,4 +1,4 @@
-//! Environment files, which `fileKeyRef` reads (KEP-3721; kubelet spec, 6.5): `KEY='value'` lines. Pure.
+//! Environment files, which `fileKeyRef` reads (KEP-3721): `KEY='value'` lines. Pure.
 
 /// The value of `key` in a file. The error is what is wrong with the file; `None` if the key is not in it,
 /// or has no value.

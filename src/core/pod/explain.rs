@@ -15,11 +15,11 @@ const WIDTH: usize = 40;
 /// Everything an agent says about one pod.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// The namespace.
+    /// The namespace of the pod that was asked about.
     pub namespace: String,
-    /// The name.
+    /// Its name; several pods may have had it, one after the other.
     pub name: String,
-    /// The uid.
+    /// The uid, which tells it from others that had its name.
     pub uid: String,
     /// The sentence that answers why.
     pub sentence: String,

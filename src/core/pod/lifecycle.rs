@@ -1,5 +1,5 @@
 //! The life of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`,
-//! never backwards (kubelet spec, chapter 2). Pure.
+//! never backwards (upstream's `pod_workers.go`). Pure.
 //!
 //! Inputs and states are values that can be stored: a recorded run is replayed by feeding its inputs to
 //! [`State::step`] again, and must show the same states.
@@ -157,7 +157,7 @@ impl Cause {
     }
 
     /// Whether dead containers, logs and directories go too. Those of an evicted pod do at once: what the node is short of
-    /// may be in them (kubelet spec, 2.6).
+    /// may be in them.
     #[must_use]
     pub fn removes_content(self) -> bool {
         matches!(self, Cause::Deleted | Cause::Removed | Cause::Evicted)

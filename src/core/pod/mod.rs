@@ -70,7 +70,7 @@ pub fn spec(pod: &Pod) -> &PodSpec {
     pod.spec.as_ref().unwrap_or(&NONE)
 }
 
-/// The uid.
+/// The uid, empty where the pod has none yet.
 #[must_use]
 pub fn uid(pod: &Pod) -> &str {
     pod.metadata.uid.as_deref().unwrap_or_default()

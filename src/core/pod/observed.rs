@@ -21,7 +21,7 @@ pub enum ContainerState {
 /// One instance of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
-    /// The runtime's id.
+    /// By which the runtime knows it.
     pub id: String,
     /// The name in the pod spec.
     pub name: String,
@@ -29,7 +29,7 @@ pub struct Container {
     pub sandbox: String,
     /// How many instances came before it: the restart count.
     pub attempt: u32,
-    /// Its state.
+    /// What it does, as far as the runtime knows.
     pub state: ContainerState,
     /// When it was created.
     pub created_at: Timestamp,
@@ -43,7 +43,7 @@ pub struct Container {
     pub reason: String,
     /// More about the end, the termination message included.
     pub message: String,
-    /// The image's name.
+    /// The image in the words of the runtime, a name where it has one.
     pub image: String,
     /// The image's id or digest.
     pub image_ref: String,
@@ -66,14 +66,14 @@ pub struct User {
     pub uid: i64,
     /// Group.
     pub gid: i64,
-    /// The other groups.
+    /// The supplementary groups.
     pub groups: Vec<i64>,
 }
 
 /// One sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sandbox {
-    /// The runtime's id.
+    /// By which the runtime knows it.
     pub id: String,
     /// How many came before it.
     pub attempt: u32,

@@ -1,5 +1,5 @@
-//! Which processors and which memory containers are bound to, as the node's managers have it now (kubelet spec, 14.1 and
-//! 14.2).
+//! Which processors and which memory containers are bound to, as the node's managers have it now
+//! (KEP-3570, KEP-1769).
 
 use std::collections::BTreeMap;
 

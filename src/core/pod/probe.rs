@@ -1,5 +1,5 @@
-//! Probes: what they ask, when, what the answers mean, and the health that follows from them (kubelet
-//! spec, chapter 10). Pure.
+//! Probes: what they ask, when, what the answers mean, and the health that follows from them (upstream's
+//! `prober/`). Pure.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -78,8 +78,8 @@ impl Health {
         }
     }
 
-    /// What an agent that has just started takes over from the status in the API, so that nothing flaps
-    /// (kubelet spec, 10.5). Only what was said of this very instance counts.
+    /// What an agent that has just started takes over from the status in the API, so that nothing flaps.
+    /// Only what was said of this very instance counts.
     #[must_use]
     pub fn adopted(id: &str, known: Option<&ContainerStatus>) -> Health {
         match known.filter(|s| {
@@ -411,7 +411,7 @@ pub enum Hook {
     Sleep(Duration),
 }
 
-/// What a hook does (kubelet spec, 5.5).
+/// What a hook does (upstream's `lifecycle/handlers.go`).
 pub fn hook(
     handler: &LifecycleHandler,
     container: &Container,

@@ -1,4 +1,4 @@
-//! QoS classes (kubelet spec, 7.1).
+//! QoS classes (upstream's `pkg/apis/core/v1/helper/qos`).
 
 use k8s_openapi::api::core::v1::{Pod, PodSpec, ResourceRequirements};
 use serde_json::Value;

@@ -139,9 +139,9 @@ fn brief(outcome: &Outcome) -> String {
 /// A worker as it was, and what happened since.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// The configuration.
+    /// The configuration that the worker decided by.
     pub rules: Rules,
-    /// The node's addresses.
+    /// The addresses of the node when the record was begun.
     pub node_ips: Vec<String>,
     /// The worker before the first entry.
     pub base: Box<Worker>,
@@ -237,11 +237,11 @@ impl Record {
 pub struct Report {
     /// The version of the agent that wrote it.
     pub version: String,
-    /// Its node.
+    /// The node that this agent runs on.
     pub node: String,
-    /// The pod's namespace.
+    /// The namespace of the recorded pod.
     pub namespace: String,
-    /// Its name.
+    /// The name of the recorded pod.
     pub name: String,
     /// When it was written.
     pub at: Timestamp,

@@ -1,4 +1,4 @@
-//! Resizing pods that run (KEP-1287, KEP-5419; kubelet spec, 5.7 and 11.1): what is asked for, what the node
+//! Resizing pods that run (KEP-1287, KEP-5419): what is asked for, what the node
 //! has granted, and what the runtime has. Pure.
 //!
 //! What was granted and carried out stands in the pod's status, so that an agent that has just started goes

@@ -1,5 +1,5 @@
 //! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
-//! it (kubelet spec, chapter 4). Pure.
+//! it (upstream's `generateAPIPodStatus`). Pure.
 
 pub mod devices;
 mod patch;
@@ -37,9 +37,9 @@ pub type Problems = BTreeMap<String, (String, String)>;
 pub struct Verdict {
     /// What this does to the pod's life.
     pub cause: Cause,
-    /// The status' reason.
+    /// What the status gives as reason, for instance `Evicted`.
     pub reason: String,
-    /// The status' message.
+    /// What the status gives as message, and the event.
     pub message: String,
     /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
     pub disruption: Option<String>,
@@ -49,7 +49,7 @@ pub struct Verdict {
 
 /// Everything a status is made from.
 pub struct Facts<'a> {
-    /// The pod.
+    /// The pod with the sizes that were granted.
     pub pod: &'a Pod,
     /// What the runtime has.
     pub observed: &'a ObservedPod,
@@ -69,7 +69,7 @@ pub struct Facts<'a> {
     pub wanted: &'a Sizes,
     /// How far it is with them.
     pub resize: &'a Resizing,
-    /// The node's addresses.
+    /// The addresses of the node, which `hostIPs` shows.
     pub node_ips: &'a [String],
     /// Whether the runtime can make a mount read-only with all that is mounted below it.
     pub recursive_read_only: bool,
@@ -77,7 +77,7 @@ pub struct Facts<'a> {
     pub ended: bool,
     /// Why this node ends the pod, if it does: told once all containers have been stopped.
     pub verdict: Option<&'a Verdict>,
-    /// The time.
+    /// The time of transitions that are seen now.
     pub now: Timestamp,
 }
 
@@ -229,7 +229,7 @@ fn status_without_instance(
     status
 }
 
-/// The status of one container (kubelet spec, 4.4).
+/// The status of one container (upstream's `convertToAPIContainerStatuses`).
 fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
     let before = [
         &facts.previous.container_statuses,
@@ -371,7 +371,7 @@ fn is_running(status: &ContainerStatus) -> bool {
     status.state.as_ref().is_some_and(|s| s.running.is_some())
 }
 
-/// The phase (kubelet spec, 4.1).
+/// The phase (upstream's `getPhase`).
 fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus]) -> &'static str {
     let spec = pod::spec(facts.pod);
     let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
@@ -664,7 +664,8 @@ fn addresses(facts: &Facts<'_>) -> Vec<String> {
     before.map(|i| i.ip.clone()).collect()
 }
 
-/// How many bytes the termination messages of a pod's containers may have together (kubelet spec, 5.9).
+/// How many bytes the termination messages of a pod's containers may have together (upstream's
+/// `MaxPodTerminationMessageLogLength`).
 const MESSAGES: usize = 12 << 10;
 
 /// Cuts a container's termination messages to its share of what the pod's may have together.

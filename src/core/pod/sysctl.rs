@@ -1,4 +1,4 @@
-//! Which sysctls a pod may set (kubelet spec, 6.8 and chapter 11). Pure.
+//! Which sysctls a pod may set (upstream's `sysctl/allowlist.go`). Pure.
 
 use k8s_openapi::api::core::v1::Pod;
 

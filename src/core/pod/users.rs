@@ -1,4 +1,4 @@
-//! Ranges of user and group ids for pods with a user namespace of their own (KEP-127; kubelet spec, 6.1). Pure.
+//! Ranges of user and group ids for pods with a user namespace of their own (KEP-127). Pure.
 
 use serde::{Deserialize, Serialize};
 

@@ -82,15 +82,15 @@ impl Assets {
 
 /// What stays the same for all operations of one pod.
 pub struct Tools {
-    /// The agent.
+    /// What all workers share.
     pub context: Arc<Context>,
-    /// The pod's journal.
+    /// Where steps are noted, for `explain`.
     pub log: Log,
     /// Writes its status.
     pub writer: StatusWriter,
     /// Its volumes. One operation at a time is about them.
     pub volumes: tokio::sync::Mutex<Volumes>,
-    /// The worker's inbox.
+    /// Where operations report, and whoever is to tell the worker something.
     pub inbox: Inbox,
     /// Termination messages by container id: an ended container's is read once.
     pub messages: Mutex<BTreeMap<String, String>>,
@@ -193,7 +193,7 @@ impl Job {
         let asked = asked.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
         let mut answer = asked.answer().await;
         // A label may have been set a moment ago, and the scheduler have seen it before us: before the
-        // pod is refused for it, the Node is read anew (kubelet spec, chapter 11).
+        // pod is refused for it, the Node is read anew.
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
         if answer.as_ref().is_err_and(by_labels) && context.node.refresh().await {
             answer = context.ledger.admit(pod, inbox).answer().await;

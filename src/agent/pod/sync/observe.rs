@@ -107,7 +107,7 @@ impl Job {
     }
 }
 
-/// Whether the end of its log is a container's termination message (kubelet spec, 4.5).
+/// Whether the end of its log is a container's termination message (upstream's `getTerminationMessage`).
 fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
     let wants = |c: &Container| {
         c.name == ended.name

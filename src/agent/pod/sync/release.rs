@@ -65,7 +65,7 @@ impl Job {
     }
 
     /// Lets the API have the object back, once everything has been released and the last status is
-    /// written (kubelet spec, 3.9).
+    /// written (upstream's `canBeDeleted`).
     pub(super) async fn finalise(&self) -> Result<Outcome> {
         let Some(object) = &self.update.object else {
             return Ok(Outcome::Done);

@@ -1,5 +1,5 @@
 //! Bringing running containers to the sizes that were granted: the pod's cgroup grows first, then those
-//! that shrink, then those that grow, and at last the pod's cgroup shrinks (kubelet spec, 5.7).
+//! that shrink, then those that grow, and at last the pod's cgroup shrinks (KEP-1287).
 
 use super::{Job, Result, failed};
 use crate::agent::Kind;

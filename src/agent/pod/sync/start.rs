@@ -1,5 +1,5 @@
-//! Starting one container: its message, creating it, starting it, its postStart hook (kubelet spec, 3.3
-//! and chapter 6).
+//! Starting one container: its message, creating it, starting it, its postStart hook (upstream's
+//! `startContainer`).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -35,11 +35,11 @@ const START_ENDS: Duration = Duration::from_secs(10);
 
 /// Where a container is to run.
 pub(super) struct Place<'a> {
-    /// The sandbox's id.
+    /// The runtime's id of its sandbox.
     pub sandbox: &'a str,
-    /// The sandbox's attempt.
+    /// How many sandboxes came before that.
     pub attempt: u32,
-    /// The sandbox's addresses.
+    /// The addresses that the sandbox was given; none on the host network.
     pub ips: &'a [String],
 }
 

@@ -1,4 +1,4 @@
-//! Stopping containers: the preStop hook first, then the signal (kubelet spec, 3.4). Their order is the
+//! Stopping containers: the preStop hook first, then the signal (upstream's `killContainer`). Their order is the
 //! plan's.
 
 use jiff::Timestamp;

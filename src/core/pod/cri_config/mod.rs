@@ -1,4 +1,4 @@
-//! Pods as runtime configuration: sandbox and container messages (kubelet spec, chapter 6). Pure.
+//! Pods as runtime configuration: sandbox and container messages (upstream's `kuberuntime_sandbox.go`). Pure.
 
 mod resources;
 mod security;
@@ -278,17 +278,17 @@ fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
 
 /// What a container's message needs besides pod and node.
 pub struct Prepared<'a> {
-    /// The restart count.
+    /// The restart count, which is in the name of its log, too.
     pub attempt: u32,
     /// The image's id in the runtime.
     pub image: &'a str,
     /// The image's user: uid, else name.
     pub image_user: (Option<i64>, String),
-    /// The environment.
+    /// Its environment in order, everything expanded.
     pub env: Vec<(String, String)>,
-    /// The mounts.
+    /// What is mounted, in this order.
     pub mounts: Vec<pb::Mount>,
-    /// The devices.
+    /// Devices of block volumes and of device plugins.
     pub devices: Vec<pb::Device>,
     /// Annotations that device plugins add.
     pub annotations: BTreeMap<String, String>,
@@ -308,7 +308,7 @@ pub fn recursive_if_possible(mount: &VolumeMount, is_supported: bool) -> bool {
     is_supported && mount.read_only == Some(true) && propagation == "None"
 }
 
-/// A volumeMount as far as it can be told without the machine (kubelet spec, 6.7).
+/// A volumeMount as far as it can be told without the machine (KEP-3857).
 pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
     let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
     let readonly = mount.read_only.unwrap_or(false);

@@ -1,4 +1,4 @@
-//! Resources in the runtime's units (kubelet spec, 6.8). Pure.
+//! Resources in the runtime's units (upstream's `kuberuntime_container_linux.go`). Pure.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::core::pod::resources::{
     Amounts, Side, amounts, huge_pages, of_container, of_containers, of_pod_level,
 };
 
-/// How much of the machine's swap containers may use (KEP-2400; kubelet spec, 6.8).
+/// How much of the machine's swap containers may use (KEP-2400).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Swap {
     /// Bytes of it that pods share by their memory requests; 0 keeps containers out of it.
@@ -60,7 +60,7 @@ fn with_the_pods(pod: &Pod, own: &Amounts) -> Amounts {
     limits
 }
 
-/// A container's resources in the runtime's units (kubelet spec, 6.8).
+/// A container's resources in the runtime's units.
 #[must_use]
 pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxContainerResources {
     let (requests, limits) = (

@@ -1,4 +1,4 @@
-//! What containers may do: users, capabilities, profiles, hidden paths (kubelet spec, 6.6). Pure.
+//! What containers may do: users, capabilities, profiles, hidden paths (upstream's `security_context.go`). Pure.
 
 use std::collections::BTreeSet;
 
@@ -55,7 +55,7 @@ pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
     }
 }
 
-/// The AppArmor profile of a container (kubelet spec, 6.6): its own field, the old annotation, the pod's
+/// The AppArmor profile of a container (KEP-24): its own field, the old annotation, the pod's
 /// field. `None` leaves the choice to the runtime.
 #[must_use]
 pub fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
@@ -167,7 +167,7 @@ fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::Security
     })
 }
 
-/// Effective user checks (kubelet spec, 6.6): refuses root where it is not wanted.
+/// Effective user checks (upstream's `verifyRunAsNonRoot`): refuses root where it is not wanted.
 fn check_non_root(
     pod: &Pod,
     container: &Container,

@@ -1,5 +1,5 @@
-//! The health of the devices that a container has, as its status tells it (`allocatedResourcesStatus`, KEP-4680; kubelet
-//! spec, 4.4). Pure.
+//! The health of the devices that a container has, as its status tells it (`allocatedResourcesStatus`, KEP-4680).
+//! Pure.
 
 use std::collections::BTreeMap;
 

@@ -153,7 +153,7 @@ pub enum Input {
     Evicted(Verdict),
     /// There is room now for a resize that was deferred: it is asked for again.
     RoomFreed,
-    /// The runtime's network.
+    /// Whether the runtime can give sandboxes a network has changed.
     Network(Network),
     /// An operation of the plan has ended.
     Done {
@@ -221,25 +221,25 @@ pub enum Op {
     Pull(Start),
     /// Create and start a container, and run its postStart hook.
     Start {
-        /// The container.
+        /// What is started, as what, and which attempt it is.
         start: Start,
-        /// The sandbox's id.
+        /// The sandbox that it joins, by its id in the runtime.
         sandbox: String,
-        /// The sandbox's attempt.
+        /// The sandbox's attempt: its message is made anew where it is not at hand.
         attempt: u32,
-        /// The sandbox's addresses.
+        /// The addresses that environment and hosts file show; empty on the host network.
         ips: Vec<String>,
     },
     /// Tell a sidecar that the pod ends, before it is its turn to stop: the event is sent and its preStop hook runs.
     PreStop {
-        /// The container.
+        /// What is stopped, and what its event says.
         kill: Kill,
         /// When its grace period is over.
         until: Timestamp,
     },
     /// Stop a container: its preStop hook, the signal, and at the deadline SIGKILL.
     Stop {
-        /// The container.
+        /// What is stopped, and what its event says.
         kill: Kill,
         /// It is the first try: the event is sent and the hook runs.
         first: bool,
@@ -254,9 +254,9 @@ pub enum Op {
     RestartAll(Vec<Kill>),
     /// Bring running containers and the pod's cgroup to the sizes that were granted.
     Resize {
-        /// The containers' names.
+        /// The containers that have another size than they are to have, by name.
         names: Vec<String>,
-        /// The sizes.
+        /// What all of them, and the cgroup, have afterwards.
         to: Sizes,
     },
     /// Remove ended containers and sandboxes that nobody needs any more.
@@ -377,7 +377,7 @@ pub enum Outcome {
     Refused {
         /// The reason in the status and the event.
         reason: String,
-        /// The message.
+        /// The same in words, for people.
         message: String,
     },
     /// The pod has the sizes that its spec has.
@@ -386,30 +386,30 @@ pub enum Outcome {
     Deferred {
         /// The reason, for instance `OutOfmemory`.
         reason: String,
-        /// The message.
+        /// The same in words, for people.
         message: String,
     },
     /// A sandbox was made.
     Sandbox {
-        /// Its id.
+        /// The runtime's id of it.
         id: String,
         /// Its addresses; empty on the host network.
         ips: Vec<String>,
     },
     /// It was given up while it waited for its turn, as the pod ends: nothing was done.
     NotBegun,
-    /// A container runs.
+    /// A container was started, and its postStart hook has succeeded.
     Started {
-        /// Its id.
+        /// The runtime's id of it.
         id: String,
     },
     /// It is done.
     Done,
     /// A container cannot be started yet: the reason and message of its waiting state.
     Waiting {
-        /// The reason.
+        /// In one word, for instance `ErrImagePull`.
         reason: String,
-        /// The message.
+        /// The same in words, for people.
         message: String,
         /// When another try makes sense, if that is known.
         until: Option<Timestamp>,
@@ -427,8 +427,8 @@ pub struct PodEvent {
     pub field_path: Option<String>,
     /// Whether it is a warning.
     pub warning: bool,
-    /// The reason.
+    /// In one word, for instance `BackOff`.
     pub reason: String,
-    /// The message.
+    /// A sentence for people.
     pub message: String,
 }

@@ -6,8 +6,8 @@
 //! observation, everything that can be done is being done, and what waits has either an operation under
 //! way, a time to wake at, or a reason that only news can change.
 //!
-//! The rules: `apply` says what an input changes, `plan` what is to be done (kubelet spec, chapters 2,
-//! 3 and 5), `stop` in which order containers end.
+//! The rules: `apply` says what an input changes, `plan` what is to be done (upstream's `pod_workers.go`
+//! and `SyncPod`), `stop` in which order containers end.
 
 mod apply;
 mod clock;
@@ -60,13 +60,13 @@ pub struct Rules {
 /// What is true when an input is looked at.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
-    /// The time.
+    /// The time of day, by which everything is decided that waits for a time.
     pub now: Timestamp,
-    /// The node's addresses.
+    /// The addresses of the node, which pods of the host network have, the main one first.
     pub node_ips: Vec<String>,
     /// The step before the first container that fails, as a sentence.
     pub held_up: Option<String>,
-    /// The configuration.
+    /// What the configuration says.
     pub rules: Rules,
 }
 
@@ -134,7 +134,7 @@ enum Growth {
 pub struct Worker {
     /// Where the pod stands in its life.
     pub state: State,
-    /// The newest status.
+    /// The status as it is now; the API may not have it yet.
     pub status: PodStatus,
     /// What the runtime has, with what was done since.
     #[serde(with = "stored::optional")]
@@ -473,7 +473,7 @@ impl Worker {
     }
 
     /// The restart count that a container without an instance starts from: what the status says, what
-    /// was removed on purpose, what the logs tell (kubelet spec, 4.4).
+    /// was removed on purpose, what the logs tell (upstream's `calcRestartCountByLogDir`).
     fn restart_count(&self, name: &str) -> u32 {
         let status = &self.status;
         let known = [&status.container_statuses, &status.init_container_statuses]

@@ -1,4 +1,4 @@
-//! What is to be done for a pod now, from what is known (kubelet spec, 3.1 and 3.2). Computed anew
+//! What is to be done for a pod now, from what is known (upstream's `SyncPod`). Computed anew
 //! after every input; nothing here remembers what was planned before.
 
 use std::collections::BTreeMap;

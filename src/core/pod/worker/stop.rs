@@ -1,4 +1,4 @@
-//! In which order a pod's containers end (kubelet spec, 3.4 and 3.6): the regular ones at once, each
+//! In which order a pod's containers end (KEP-753): the regular ones at once, each
 //! sidecar when all regular containers and the sidecars after it have ended or the grace period is over,
 //! then the sandboxes. The preStop hooks of all of them begin at once.
 
@@ -97,7 +97,7 @@ impl Worker {
     }
 
     /// Whether the drivers of the pod's resource claims are still to be told that it has ended. Only then is its end told:
-    /// whoever sees it may give the devices to another pod (kubelet spec, 14.6).
+    /// whoever sees it may give the devices to another pod (KEP-4381).
     pub(super) fn owes_claims(&self) -> bool {
         has_claims(self.update.with_status()) && !self.claims_returned
     }
