@@ -14,7 +14,7 @@ use rcgen::{
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType, SubjectPublicKeyInfo,
 };
 
-use crate::core::node::signing::{Asked, is_as_asked};
+use crate::core::node::signing::{Asked, is_as_asked, pem};
 
 /// Why certificates cannot be made or read.
 #[derive(Debug, thiserror::Error)]
@@ -238,20 +238,6 @@ fn validity(params: &mut CertificateParams) {
     };
     params.not_before = day(0);
     params.not_after = day(TEN_YEARS);
-}
-
-fn pem(label: &str, der: &[u8]) -> String {
-    use base64::Engine as _;
-    let text = base64::engine::general_purpose::STANDARD.encode(der);
-    let lines: Vec<&str> = text
-        .as_bytes()
-        .chunks(64)
-        .filter_map(|c| std::str::from_utf8(c).ok())
-        .collect();
-    format!(
-        "-----BEGIN {label}-----\n{}\n-----END {label}-----\n",
-        lines.join("\n")
-    )
 }
 
 fn read(path: &Path) -> Result<String, PkiError> {

@@ -119,32 +119,20 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
 }
 
 /// The roots, PEM, by which a kubeconfig's current context knows its apiserver.
-pub fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
-    use base64::Engine as _;
-    let read = || {
-        let file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
-        let context = file
-            .contexts
-            .iter()
-            .find(|c| Some(&c.name) == file.current_context.as_ref());
-        let context = context.and_then(|c| c.context.as_ref());
-        let mut clusters = file.clusters.iter();
-        let named = clusters.find(|c| context.is_some_and(|x| x.cluster == c.name));
-        let cluster = named.and_then(|c| c.cluster.as_ref());
-        let cluster = cluster.ok_or("its current context names no cluster")?;
-        if let Some(data) = &cluster.certificate_authority_data {
-            let decoded = base64::engine::general_purpose::STANDARD.decode(data);
-            return decoded
-                .map_err(|e| format!("its certificate-authority-data is no base64: {e}"));
-        }
-        let file = cluster.certificate_authority.as_ref();
-        let file = file.ok_or("its cluster has no certificate authority")?;
-        std::fs::read(file).map_err(|e| format!("{file} cannot be read: {e}"))
-    };
-    read().map_err(|why: String| ConnectError::Use {
+pub async fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
+    let roots = read(path, None).await.and_then(|target| {
+        let roots = target.config.root_cert.filter(|roots| !roots.is_empty());
+        roots.ok_or_else(|| "its cluster has no certificate authority".to_owned())
+    });
+    let roots = roots.map_err(|why| ConnectError::Use {
         path: path.to_owned(),
         why,
-    })
+    })?;
+    let pem: String = roots
+        .iter()
+        .map(|der| signing::pem("CERTIFICATE", der))
+        .collect();
+    Ok(pem.into_bytes())
 }
 
 /// What a kubeconfig says, made ready: pools that speak HTTP/2 where the server does.
@@ -244,6 +232,34 @@ CCqGSM49BAMCA0kAMEYCIQCPjRA1bSVtwv7JhU46h8UD5YPuZqIBT7+rbJDDBt2b
 GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
 -----END CERTIFICATE-----
 ";
+
+    #[tokio::test]
+    async fn the_authority_is_that_of_the_current_context_and_has_certificates() {
+        use base64::Engine as _;
+        let dir = tempfile::tempdir().expect("a directory");
+        let (path, file) = (dir.path().join("kubeconfig"), dir.path().join("ca.crt"));
+        std::fs::write(&file, GOOD).expect("written");
+        let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        for (authority_is, known) in [
+            ("certificate-authority: ca.crt".to_owned(), true),
+            (
+                format!("certificate-authority-data: {}", encode(GOOD)),
+                true,
+            ),
+            (
+                format!("certificate-authority-data: {}", encode("none")),
+                false,
+            ),
+            ("insecure-skip-tls-verify: true".to_owned(), false),
+        ] {
+            let text = format!(
+                "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{{name: b, cluster: {{server: 'https://192.0.2.2'}}}}, {{name: a, cluster: {{server: 'https://192.0.2.1', {authority_is}}}}}]\ncontexts: [{{name: x, context: {{cluster: a, user: u}}}}]\nusers: [{{name: u, user: {{token: t}}}}]\n"
+            );
+            std::fs::write(&path, text).expect("written");
+            let found = authority(&path).await.ok();
+            assert_eq!(found, known.then(|| GOOD.into()), "{authority_is}");
+        }
+    }
 
     #[tokio::test]
     async fn a_renewed_pair_takes_the_place_of_what_the_kubeconfig_began_with() {

@@ -127,7 +127,7 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
         .with_context(|| format!("--join: the kubeconfig {shown} cannot be read"))?;
     let (pki, link) = (dirs.agent().join("pki"), dirs.agent().join("kubeconfig"));
     fs::create_dir_all(&pki)?;
-    let authority = crate::kubeapi::client::authority(&there)?;
+    let authority = crate::kubeapi::client::authority(&there).await?;
     crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
     // A link: the file is replaced when the node's certificate is renewed.
     match fs::remove_file(&link) {

@@ -274,6 +274,22 @@ pub fn request_der(pem: &[u8]) -> Option<Vec<u8>> {
         .map(|(_, block)| block.contents)
 }
 
+/// A PEM text of one block.
+#[must_use]
+pub fn pem(label: &str, der: &[u8]) -> String {
+    use base64::Engine as _;
+    let text = base64::engine::general_purpose::STANDARD.encode(der);
+    let lines: Vec<&str> = text
+        .as_bytes()
+        .chunks(64)
+        .filter_map(|line| std::str::from_utf8(line).ok())
+        .collect();
+    format!(
+        "-----BEGIN {label}-----\n{}\n-----END {label}-----\n",
+        lines.join("\n")
+    )
+}
+
 /// When a certificate is due to be renewed: between seven and nine tenths of its life. `share` is between 0 and 1.
 #[must_use]
 pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use base64::Engine as _;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
 use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
 
+use crate::core::node::signing;
 use crate::core::{digest, meta, selector};
 
 /// The roots that a projected volume asks for: path of the file, and the source.
@@ -30,16 +30,7 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), String> 
                 block.label
             ));
         }
-        let text = base64::engine::general_purpose::STANDARD.encode(&block.contents);
-        let lines: Vec<&str> = text
-            .as_bytes()
-            .chunks(64)
-            .map(|line| std::str::from_utf8(line).unwrap_or_default())
-            .collect();
-        let pem = format!(
-            "-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----\n",
-            lines.join("\n")
-        );
+        let pem = signing::pem("CERTIFICATE", &block.contents);
         into.insert(digest::sha256(&block.contents), pem);
     }
     Ok(())
