@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use holdfast::control::api::{Answer, VERSION};
 use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, Server, next};
@@ -250,6 +251,25 @@ async fn discovery_tells_what_there_is_in_both_forms() {
     for path in ["/api", "/apis", "/apis/apps", "/api/v1", "/version/", "/"] {
         server.ok("GET", path, &Value::Null).await;
     }
+}
+
+/// kubectl asks for it before it sends a `List`, and gives up when there is none.
+#[tokio::test]
+async fn the_older_openapi_document_is_there() {
+    let server = Server::new().await;
+    let kind = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf";
+    let mut request = Server::request("GET", "/openapi/v2", "", vec![]);
+    request.accept = kind.into();
+    let Answer::Body { code, body, .. } = server.0.answer(request).await else {
+        panic!("answered with a watch");
+    };
+    // Field 1 is the version of the format; field 2 is `info` with title and version.
+    let head = b"\n\x032.0\x12\x1c\n\x08Holdfast\x12\x10";
+    let expected = [&head[..], VERSION.as_bytes()].concat();
+    assert_eq!(code, 200);
+    assert_eq!(body, expected);
+    let document = server.ok("GET", "/openapi/v2", &Value::Null).await;
+    assert_eq!(document["swagger"], "2.0");
 }
 
 /// Whoever leaves a selector is shown as it was when it was in it; a timeout of nothing is none.

@@ -248,6 +248,31 @@ fn path_of(group: &str, version: &str) -> String {
     }
 }
 
+/// The content type by which kubectl asks for the older OpenAPI document.
+pub const OPENAPI_V2: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
+
+/// `GET /openapi/v2`: a document without definitions. kubectl and Helm look here for what `/openapi/v3` does not
+/// describe, a `List` above all, and let pass what has no definition: the server validates it.
+#[must_use]
+pub fn openapi_v2() -> Value {
+    json!({"swagger": "2.0", "info": {"title": "Holdfast", "version": VERSION}, "paths": {}})
+}
+
+/// The same as protobuf, which is what kubectl reads.
+#[must_use]
+pub fn openapi_v2_protobuf() -> Vec<u8> {
+    // All fields here are short, so that a length is one byte.
+    let field = |number: u8, content: &[u8]| {
+        let head = [
+            number << 3 | 2,
+            u8::try_from(content.len()).unwrap_or(u8::MAX),
+        ];
+        [&head[..], content].concat()
+    };
+    let info = [field(1, b"Holdfast"), field(2, VERSION.as_bytes())].concat();
+    [field(1, b"2.0"), field(2, &info)].concat()
+}
+
 /// `GET /openapi/v3`.
 #[must_use]
 pub fn openapi_index() -> Value {

@@ -469,6 +469,7 @@ impl Api {
             ["apis", group] => json(discovery::group(group)),
             ["apis", group, version] => json(discovery::resource_list(group, version)),
             ["version"] => Ok(Answer::json(render(&discovery::version()))),
+            ["openapi", "v2"] => Ok(openapi_v2(&request.accept)),
             ["openapi", "v3"] => Ok(Answer::json(render(&discovery::openapi_index()))),
             ["openapi", "v3", rest @ ..] => json(discovery::openapi(&rest.join("/"))),
             ["healthz" | "livez" | "readyz"] => Ok(if request.query.flag("verbose") {
@@ -488,6 +489,7 @@ impl Api {
                     "/healthz".into(),
                     "/livez".into(),
                     "/metrics".into(),
+                    "/openapi/v2".into(),
                     "/openapi/v3".into(),
                     "/readyz".into(),
                     "/version".into(),
@@ -504,6 +506,19 @@ impl Api {
             }
             _ => Ok(Answer::text(404, "404 page not found\n")),
         }
+    }
+}
+
+/// The older OpenAPI document in the form that is asked for.
+fn openapi_v2(accept: &str) -> Answer {
+    if !accept.contains("+protobuf") {
+        return Answer::json(render(&discovery::openapi_v2()));
+    }
+    Answer::Body {
+        code: 200,
+        content_type: discovery::OPENAPI_V2,
+        body: discovery::openapi_v2_protobuf().into(),
+        warnings: vec![],
     }
 }
 
