@@ -40,6 +40,12 @@ async fn writes_keep_what_is_the_servers() {
         )
         .await;
     assert_eq!((warned.code, warned.warnings.len()), (200, 0));
+    // `kubectl patch` names no validation, and is told what was dropped.
+    let dropped = server.patch(&url, MERGE, json!({"nosuch": 1})).await;
+    assert_eq!(
+        (dropped.code, dropped.warnings),
+        (200, vec!["unknown field \"nosuch\"".to_owned()])
+    );
     let unknown = server
         .call(
             "POST",

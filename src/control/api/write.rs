@@ -1,6 +1,6 @@
 //! CREATE, UPDATE, PATCH and DELETE (control-plane spec, 3.3 and 3.5 to 3.8).
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use serde_json::Value;
 
@@ -24,6 +24,7 @@ use super::services;
 use super::storage;
 use super::validate;
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
+use crate::core::lock::lock;
 
 /// How often the server retries a write that lost a race and named no version.
 pub(super) const RETRIES: usize = 16;
@@ -463,7 +464,8 @@ impl Api {
         options: &Options,
     ) -> Result<Written, ApiError> {
         let wanted_uid = text(patch, &["metadata", "uid"]).map(str::to_owned);
-        self.change(resource, namespace, name, sub, options, vec![], |old| {
+        let warnings = Mutex::new(vec![]);
+        let change = self.change(resource, namespace, name, sub, options, vec![], |old| {
             if let Some(uid) = wanted_uid.as_deref().filter(|uid| *uid != object::uid(old)) {
                 return Err(ApiError::conflict(
                     resource.group,
@@ -489,17 +491,9 @@ impl Api {
                     object::name(&new)
                 )));
             }
-            let unknown = check_fields(
-                resource,
-                &mut new,
-                if options.strict == Strictness::Strict {
-                    Strictness::Strict
-                } else {
-                    Strictness::Ignore
-                },
-            );
-            unknown.map_err(
-                |error| match error.message.split_once("strict decoding error: ") {
+            let unknown = check_fields(resource, &mut new, options.strict);
+            *lock(&warnings) = unknown.map_err(|error| {
+                match error.message.split_once("strict decoding error: ") {
                     Some((_, what)) => ApiError::invalid(
                         resource.kind,
                         resource.group,
@@ -516,11 +510,13 @@ impl Api {
                         name,
                         &[FieldError::invalid("patch", patch, &error.message)],
                     ),
-                },
-            )?;
+                }
+            })?;
             Ok(new)
-        })
-        .await
+        });
+        let mut written = change.await?;
+        written.warnings.append(&mut lock(&warnings));
+        Ok(written)
     }
 
     /// The shared path of all updates: compute the new object from the stored one, restore what may not
