@@ -253,6 +253,75 @@ async fn discovery_tells_what_there_is_in_both_forms() {
     }
 }
 
+/// The cells of the first row of a Table.
+async fn cells(server: &Server, url: &str) -> Value {
+    let mut request = Server::request("GET", url, "", vec![]);
+    request.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
+    let table = server.send(request).await.body;
+    let (columns, cells) = (&table["columnDefinitions"], &table["rows"][0]["cells"]);
+    assert_eq!(
+        columns.as_array().map(Vec::len),
+        cells.as_array().map(Vec::len),
+        "{url}: {table}"
+    );
+    cells.clone()
+}
+
+#[tokio::test]
+async fn tables_show_what_is_outside_who_is_bound_and_scales() {
+    let server = Server::new().await;
+    let services = "/api/v1/namespaces/default/services";
+    let port = json!([{"port": 80}]);
+    for (name, spec, expected) in [
+        ("a", json!({"ports": port}), "<none>"),
+        (
+            "b",
+            json!({"ports": port, "externalIPs": ["192.0.2.1", "192.0.2.2"]}),
+            "192.0.2.1,192.0.2.2",
+        ),
+        (
+            "c",
+            json!({"ports": port, "type": "LoadBalancer"}),
+            "<pending>",
+        ),
+        (
+            "d",
+            json!({"type": "ExternalName", "externalName": "a.example"}),
+            "a.example",
+        ),
+    ] {
+        let service = json!({"metadata": {"name": name}, "spec": spec});
+        server.ok("POST", services, &service).await;
+        let shown = cells(&server, &format!("{services}/{name}")).await;
+        assert_eq!(shown[3], expected, "{name}");
+    }
+    let given = json!({"status": {"loadBalancer": {"ingress": [{"ip": "192.0.2.9"}, {"hostname": "b.example"}]}}});
+    let status = format!("{services}/c/status");
+    assert_eq!(server.patch(&status, MERGE, given).await.code, 200);
+    let shown = cells(&server, &format!("{services}/c")).await;
+    assert_eq!(shown[3], "192.0.2.9,b.example");
+
+    let bindings = "/apis/rbac.authorization.k8s.io/v1/namespaces/default/rolebindings";
+    let binding = json!({"metadata": {"name": "b"}, "roleRef": {"kind": "Role", "name": "r"}, "subjects": [
+        {"kind": "User", "name": "u"}, {"kind": "User", "name": "v"}, {"kind": "ServiceAccount", "name": "s", "namespace": "n"}]});
+    server.ok("POST", bindings, &binding).await;
+    let shown = cells(&server, &format!("{bindings}/b")).await;
+    assert_eq!(
+        (&shown[1], &shown[3], &shown[4], &shown[5]),
+        (&json!("Role/r"), &json!("u, v"), &json!(""), &json!("n/s"))
+    );
+
+    let sets = "/apis/apps/v1/namespaces/default/replicasets";
+    let set = json!({"metadata": {"name": "s"}, "spec": {"replicas": 3, "selector": {"matchLabels": {"a": "1"}},
+        "template": {"metadata": {"labels": {"a": "1"}}, "spec": {"containers": [{"name": "c", "image": "i"}]}}}});
+    server.ok("POST", sets, &set).await;
+    let shown = cells(&server, &format!("{sets}/s/scale")).await;
+    assert_eq!(
+        (&shown[0], &shown[1], &shown[2]),
+        (&json!("s"), &json!(3), &json!(0))
+    );
+}
+
 /// kubectl asks for it before it sends a `List`, and gives up when there is none.
 #[tokio::test]
 async fn the_older_openapi_document_is_there() {

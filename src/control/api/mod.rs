@@ -380,9 +380,10 @@ impl Api {
             (Sub::Token, "create") => Ok(self
                 .issue_token(namespace, name, &decode_body(request)?, &request.user)?
                 .into()),
-            (Sub::Scale, "get") => Ok(Answer::json(render(
-                &self.scale(resource, namespace, name)?,
-            ))),
+            (Sub::Scale, "get") => {
+                let view = View::of(&request.accept, &request.query)?;
+                Ok(Answer::json(self.scale(resource, namespace, name, &view)?))
+            }
             (Sub::Scale, "update") => {
                 let options = Options::of(&request.query, "UpdateOptions")?;
                 Ok(self

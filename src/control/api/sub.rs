@@ -8,12 +8,14 @@ use super::error::{ApiError, FieldError};
 use super::object;
 use super::object::{at, deleting, list, meta, text};
 use super::patch;
-use super::read::render;
+use super::read::{View, render};
 use super::resources::Resource;
 use super::restriction;
 use super::route::Query;
+use super::table;
 use super::token::{ISSUER, Subject};
 use super::write::{Options, Written};
+use crate::control::store::Bytes;
 
 /// No token lasts so long, in seconds.
 const MOST_SECONDS: i64 = (1 << 32) + 1;
@@ -116,9 +118,17 @@ impl Api {
         resource: &'static Resource,
         namespace: &str,
         name: &str,
-    ) -> Result<Value, ApiError> {
+        view: &View,
+    ) -> Result<Bytes, ApiError> {
         let (_, object) = self.fetch(resource, Some(namespace), name)?;
-        Ok(scale_of(&object))
+        let scale = scale_of(&object);
+        Ok(render(&match view {
+            View::Plain => scale,
+            View::Partial => table::partial(&scale),
+            View::Table(include) => {
+                table::of_scale(&scale, include.as_deref(), jiff::Timestamp::now())
+            }
+        }))
     }
 
     /// PUT or PATCH of a Scale: only the replicas change.

@@ -106,12 +106,40 @@ fn columns(kind: &str) -> &'static [Column] {
 /// The column definitions of a kind.
 #[must_use]
 pub fn definitions(resource: &Resource) -> Value {
-    columns(resource.kind)
-        .iter()
-        .map(|(name, kind, priority)| {
-            json!({"name": name, "type": kind, "format": if *name == "Name" { "name" } else { "" }, "description": name, "priority": priority})
-        })
-        .collect()
+    columns(resource.kind).iter().map(definition).collect()
+}
+
+fn definition((name, kind, priority): &Column) -> Value {
+    json!({"name": name, "type": kind, "format": if *name == "Name" { "name" } else { "" }, "description": name, "priority": priority})
+}
+
+/// The Table of an `autoscaling/v1` Scale.
+#[must_use]
+pub fn of_scale(scale: &Value, include: Option<&str>, now: jiff::Timestamp) -> Value {
+    let columns: [Column; 4] = [
+        NAME,
+        ("Desired", "integer", 0),
+        ("Available", "integer", 0),
+        AGE,
+    ];
+    let columns: Vec<Value> = columns.iter().map(definition).collect();
+    let cells = [
+        Value::from(super::object::name(scale)),
+        scale["spec"]["replicas"].clone(),
+        scale["status"]["replicas"].clone(),
+        age_of(text(scale, &["metadata", "creationTimestamp"]), now).into(),
+    ];
+    json!({"kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": scale["metadata"]["resourceVersion"]},
+        "columnDefinitions": columns, "rows": [{"cells": cells, "object": embedded(scale, include)}]})
+}
+
+/// What a row carries of its object.
+fn embedded(object: &Value, include: Option<&str>) -> Value {
+    match include {
+        Some("None") => Value::Null,
+        Some("Object") => object.clone(),
+        _ => partial(object),
+    }
 }
 
 /// One row. `include` is the `includeObject` parameter.
@@ -122,12 +150,8 @@ pub fn row(
     include: Option<&str>,
     now: jiff::Timestamp,
 ) -> Value {
-    let embedded = match include {
-        Some("None") => Value::Null,
-        Some("Object") => object.clone(),
-        _ => partial(object),
-    };
-    let mut row = json!({"cells": cells(resource.kind, object, now), "object": embedded});
+    let mut row =
+        json!({"cells": cells(resource.kind, object, now), "object": embedded(object, include)});
     if let Some(phase @ ("Succeeded" | "Failed")) = (resource.kind == "Pod")
         .then(|| text(object, &["status", "phase"]))
         .flatten()
@@ -186,11 +210,6 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         }
         "Service" => {
             let kind = text(object, &["spec", "type"]).unwrap_or("ClusterIP");
-            let external = if kind == "LoadBalancer" {
-                "<pending>"
-            } else {
-                "<none>"
-            };
             let ports: Vec<String> = list(object, &["spec", "ports"])
                 .iter()
                 .map(|p| {
@@ -214,7 +233,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
                 name.into(),
                 kind.into(),
                 or(text(object, &["spec", "clusterIP"]), "<none>"),
-                external.into(),
+                external(object, kind).into(),
                 ports.into(),
                 age.into(),
                 pairs(at(object, &["spec", "selector"])).into(),
@@ -298,6 +317,26 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
             super::certificates::cells(other, object, &age)
         }
         _ => vec![name.into(), object["metadata"]["creationTimestamp"].clone()],
+    }
+}
+
+/// Where a service of a type is reached from outside.
+fn external(service: &Value, kind: &str) -> String {
+    if kind == "ExternalName" {
+        return text(service, &["spec", "externalName"])
+            .unwrap_or_default()
+            .to_owned();
+    }
+    let given = list(service, &["status", "loadBalancer", "ingress"]).iter();
+    let given = given.filter_map(|i| text(i, &["ip"]).or(text(i, &["hostname"])));
+    let own = list(service, &["spec", "externalIPs"]).iter();
+    let own = own.filter_map(Value::as_str);
+    let balanced = kind == "LoadBalancer";
+    let all: Vec<&str> = given.filter(|_| balanced).chain(own).collect();
+    match (all.is_empty(), balanced) {
+        (false, _) => all.join(","),
+        (true, true) => "<pending>".into(),
+        (true, false) => "<none>".into(),
     }
 }
 

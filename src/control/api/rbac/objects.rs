@@ -130,6 +130,9 @@ pub fn columns(kind: &str) -> Option<&'static [Column]> {
             ("Name", "string", 0),
             ("Role", "string", 0),
             ("Age", "string", 0),
+            ("Users", "string", 1),
+            ("Groups", "string", 1),
+            ("ServiceAccounts", "string", 1),
         ],
         _ => return None,
     })
@@ -147,7 +150,21 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
                 text(object, &["roleRef", "kind"]).unwrap_or_default(),
                 text(object, &["roleRef", "name"]).unwrap_or_default()
             );
-            vec![name, role.into(), age.into()]
+            let [users, groups, accounts] = ["User", "Group", "ServiceAccount"].map(|kind| {
+                let all = list(object, &["subjects"]).iter();
+                let all = all.filter(|s| s["kind"] == kind).map(subject);
+                Value::from(all.collect::<Vec<_>>().join(", "))
+            });
+            vec![name, role.into(), age.into(), users, groups, accounts]
         }
+    }
+}
+
+/// A subject as a column names it.
+fn subject(subject: &Value) -> String {
+    let name = text(subject, &["name"]).unwrap_or_default();
+    match text(subject, &["namespace"]) {
+        Some(namespace) if subject["kind"] == "ServiceAccount" => format!("{namespace}/{name}"),
+        _ => name.to_owned(),
     }
 }
