@@ -7,7 +7,7 @@ use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
 use super::{migrated, selinux};
-use crate::core::pod::resources::{Side, of_container};
+use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
 
@@ -331,6 +331,7 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
     let mut sizes: Vec<String> = pod::containers(pod)
         .iter()
         .flat_map(|(_, c)| of_container(c, Side::Requests).into_keys())
+        .chain(of_pod_level(pod, Side::Requests).into_keys())
         .filter_map(|name| Some(name.strip_prefix("hugepages-")?.to_owned()))
         .collect();
     sizes.sort();

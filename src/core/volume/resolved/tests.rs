@@ -58,6 +58,16 @@ fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
         )
         .is_err_and(|e| e.told("v").contains("multiple"))
     );
+    // The pod asks for them as a whole.
+    let volume = json!({"name": "v", "emptyDir": {"medium": "HugePages"}});
+    let mut whole = pod(volume, json!({}));
+    let amounts = json!({"limits": {"hugepages-2Mi": "4Mi"}, "requests": {"hugepages-2Mi": "4Mi"}});
+    if let Some(spec) = &mut whole.spec {
+        spec.resources = serde_json::from_value(amounts).expect("amounts");
+    }
+    let volume = pod::spec(&whole).volumes.as_ref().expect("volumes")[0].clone();
+    let found = resolve(&whole, &volume, None, Here::default()).map(|b| b.source);
+    assert_eq!(found, Ok(Source::EmptyDir(Medium::HugePages(2 << 20))));
     assert!(pages("Tape", json!({})).is_err_and(|e| e.told("v").contains("Tape")));
 }
 
