@@ -45,6 +45,39 @@ fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &st
     driver.refuse("stage", false);
 }
 
+/// Neither a socket that does not answer nor a driver that does not describe this node holds up another's registration.
+fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
+    let silent = registry.join("silent-reg.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&silent).unwrap();
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let slow = Driver::new("slow.test", dirs[0].path());
+    slow.hang("info", true);
+    let slow = slow.run(registry);
+    cluster.wait("the slow driver to be asked", || {
+        slow.driver.count("info") > 0
+    });
+    let begun = Instant::now();
+    let quick = Driver::new("quick.test", dirs[1].path()).run(registry);
+    let is_registered = |driver: &Driver| driver.outcome().as_deref() == Some("");
+    cluster.wait("the other's registration", || is_registered(&quick.driver));
+    let drivers = || {
+        let names = "jsonpath={.items[0].spec.drivers[*].name}";
+        cluster.kubectl(&["get", "csinodes", "-o", names])
+    };
+    cluster.wait("it to be in CSINode", || drivers().contains("quick.test"));
+    let took = begun.elapsed();
+    // The slow one is given up after 15 s.
+    assert!(took < Duration::from_secs(8), "{took:?}");
+    assert!(!drivers().contains("slow.test"));
+    slow.driver.hang("info", false);
+    cluster.wait("the slow driver", || {
+        is_registered(&slow.driver) && drivers().contains("slow.test")
+    });
+    drop((slow, quick, listener));
+    std::fs::remove_file(silent).unwrap();
+    cluster.wait("both to go", || !drivers().contains("slow.test"));
+}
+
 #[test]
 fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
@@ -59,6 +92,7 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let driver = first.driver.clone();
     cluster.wait("the registration", || driver.outcome().is_some());
 
+    registered_beside_those_that_hang(&cluster, &registry);
     what_was_refused_is_not_undone(&cluster, &driver, &image);
 
     // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.

@@ -229,6 +229,9 @@ impl Node for Driver {
         &self,
         _: Request<pb::NodeGetInfoRequest>,
     ) -> Result<Response<pb::NodeGetInfoResponse>, Status> {
+        if self.state.lock().unwrap().hung.contains("info") {
+            self.asked("info", "").await?;
+        }
         let topology = pb::Topology {
             segments: HashMap::from([("topology.test/zone".to_owned(), "here".to_owned())]),
         };

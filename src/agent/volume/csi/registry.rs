@@ -11,6 +11,8 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::storage::v1::{CSINodeDriver, VolumeNodeResources};
 use kube::ResourceExt as _;
 use serde_json::json;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::Csi;
@@ -42,9 +44,73 @@ const DEPTH: u32 = 3;
 struct Socket {
     /// Another file under the same name is another registration.
     identity: (u64, i64),
+    /// Who is behind it is being registered.
+    is_tried: bool,
     name: Option<String>,
     next: Instant,
     retry: Doubling,
+}
+
+impl Socket {
+    fn waits(&self) -> bool {
+        self.name.is_none() && !self.is_tried
+    }
+}
+
+/// The sockets in the directory of registrations. Each is tried in a task of its own: one that does not answer holds up
+/// no other.
+#[derive(Default)]
+struct Sockets {
+    known: BTreeMap<PathBuf, Socket>,
+    /// By socket, what came of it: a name.
+    tries: JoinSet<(PathBuf, Result<String, String>)>,
+}
+
+impl Sockets {
+    /// Begins to register those that are new or due for another try.
+    fn begin(&mut self, context: &Arc<Context>, found: BTreeMap<PathBuf, (u64, i64)>) {
+        let now = Instant::now();
+        for (path, identity) in found {
+            self.known.entry(path).or_insert(Socket {
+                identity,
+                is_tried: false,
+                name: None,
+                next: now,
+                retry: RETRY,
+            });
+        }
+        for (path, socket) in &mut self.known {
+            if socket.waits() && socket.next <= now {
+                socket.is_tried = true;
+                let (context, path) = (Arc::clone(context), path.clone());
+                self.tries.spawn(async move {
+                    let outcome = register(&context, &path).await;
+                    (path, outcome)
+                });
+            }
+        }
+    }
+
+    fn ended(&mut self, path: &Path, outcome: Result<String, String>) {
+        let Some(socket) = self.known.get_mut(path) else {
+            return;
+        };
+        socket.is_tried = false;
+        match outcome {
+            Ok(name) => socket.name = Some(name),
+            Err(error) => {
+                tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
+                socket.next = Instant::now() + socket.retry.pause();
+            }
+        }
+    }
+
+    /// Until when there is nothing to begin.
+    fn pause(&self) -> Duration {
+        let waiting = self.known.values().filter(|socket| socket.waits());
+        let left = waiting.map(|s| s.next.saturating_duration_since(Instant::now()));
+        left.min().unwrap_or(LOOK).min(LOOK)
+    }
 }
 
 impl Csi {
@@ -64,7 +130,7 @@ impl Csi {
 }
 
 /// The sockets in the directory of registrations, with what tells one file from the next under its name.
-fn sockets(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
+fn sockets_below(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         let hidden = entry.file_name().to_string_lossy().starts_with('.');
@@ -72,7 +138,7 @@ fn sockets(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
         if !hidden && meta.file_type().is_socket() {
             found.insert(entry.path(), (meta.ino(), meta.ctime_nsec()));
         } else if !hidden && meta.is_dir() && depth > 0 {
-            found.extend(sockets(&entry.path(), depth - 1));
+            found.extend(sockets_below(&entry.path(), depth - 1));
         }
     }
     found
@@ -93,45 +159,65 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     let dirs = context.csi.dirs.clone();
     let (volumes, unknown) = blocking(move || Ok(dirs.count())).await.unwrap_or_default();
     context.metrics.reconstructed(volumes, unknown);
-    let mut known: BTreeMap<PathBuf, Socket> = BTreeMap::new();
-    let mut told: Option<Vec<CSINodeDriver>> = None;
-    let mut served = BTreeSet::new();
-    let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
+    let changed = Notify::new();
+    let registering = register_sockets(&context, &dir, &changed);
+    let reporting = report_drivers(&context, nodes.as_deref(), &changed);
+    futures::future::join(registering, reporting).await;
+}
+
+/// Registers those behind sockets as they appear, and forgets them as they go. It waits for none of them, nor for the API.
+async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) {
+    let mut sockets = Sockets::default();
     loop {
         // Before the listing: what comes after it ends the wait below.
-        let changes = Changes::of(&dir);
-        let listed = dir.clone();
-        let found = blocking(move || Ok(sockets(&listed, DEPTH)))
+        let changes = Changes::of(dir);
+        let listed = dir.to_owned();
+        let found = blocking(move || Ok(sockets_below(&listed, DEPTH)))
             .await
             .unwrap_or_default();
-        forget_gone(&context, &mut known, &found);
-        register_new(&context, &mut known, found).await;
-        let due = refreshed.look(&context).await;
+        if forget_gone(context, &mut sockets.known, &found) {
+            changed.notify_one();
+        }
+        sockets.begin(context, found);
+        let pause = sockets.pause();
+        tokio::select! {
+            biased;
+            // A panic ends the process.
+            Some(Ok((path, outcome))) = sockets.tries.join_next() => {
+                sockets.ended(&path, outcome);
+                changed.notify_one();
+            }
+            () = changes.wait(pause) => {}
+        }
+    }
+}
+
+/// Tells the API which drivers there are, whenever that has changed.
+async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
+    let (mut told, mut served) = (None::<Vec<CSINodeDriver>>, BTreeSet::new());
+    let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
+    loop {
+        let due = refreshed.look(context).await;
+        let mut pause = due.unwrap_or(LOOK).min(LOOK);
         let now = context.csi.described();
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
         let registered = node.is_some() || nodes.is_none();
-        let mut most = LOOK;
-        if let Some((nodes, node)) = nodes.as_ref().zip(node)
+        if let Some((nodes, node)) = nodes.zip(node)
             && told.as_ref() != Some(&now)
         {
-            if tell_of(&context, &**nodes, &node, (&now, &served)).await {
+            if tell_of(context, nodes, &node, (&now, &served)).await {
                 (told, retry) = (Some(now), REPORT_RETRY);
             } else {
-                most = retry.pause();
+                pause = pause.min(retry.pause());
             }
         }
-        let next = known
-            .values()
-            .filter(|s| s.name.is_none())
-            .map(|s| s.next.saturating_duration_since(Instant::now()))
-            .min();
-        let pause = next.unwrap_or(LOOK).min(due.unwrap_or(LOOK)).min(most);
         tokio::select! {
             biased;
-            () = changes.wait(pause) => {}
+            () = changed.notified() => {}
             () = context.csi.asked.notified() => {}
             _ = context.node.present(), if !registered => {}
+            () = tokio::time::sleep(pause) => {}
         }
     }
 }
@@ -165,29 +251,34 @@ async fn tell_of(
 
 /// When drivers were last asked what they say of themselves and this node.
 #[derive(Default)]
-struct Refreshed(BTreeMap<String, Instant>);
+struct Refreshed {
+    last: BTreeMap<String, Instant>,
+    /// Those that are being asked.
+    asked: JoinSet<()>,
+}
 
 impl Refreshed {
     /// Asks those that are due, by their CSIDriver objects or as somebody has seen that a number does not hold any more.
     /// The answer is when the next one is due.
-    async fn look(&mut self, context: &Context) -> Option<Duration> {
+    async fn look(&mut self, context: &Arc<Context>) -> Option<Duration> {
+        while self.asked.try_join_next().is_some() {}
         let outdated = std::mem::take(&mut *lock(&context.csi.outdated));
         let drivers: Vec<(String, Registered)> = lock(&context.csi.drivers)
             .iter()
             .map(|(name, registered)| (name.clone(), registered.clone()))
             .collect();
-        self.0
+        self.last
             .retain(|name, _| drivers.iter().any(|(known, _)| known == name));
         let (now, mut next) = (Instant::now(), None::<Duration>);
-        let mut asked = vec![];
         for (name, registered) in drivers {
             let described = context.api.csi_driver(&name).await.ok().flatten();
             let period = csi::refresh_period(described.as_ref());
-            let last = *self.0.entry(name.clone()).or_insert(now);
+            let last = *self.last.entry(name.clone()).or_insert(now);
             let is_due = period.is_some_and(|period| last + period <= now);
             if is_due || outdated.contains(&name) {
-                self.0.insert(name.clone(), now);
-                asked.push(refresh(context, name, registered));
+                self.last.insert(name.clone(), now);
+                self.asked
+                    .spawn(refresh(Arc::clone(context), name, registered));
             }
             let left = period.map(|period| match is_due {
                 true => period,
@@ -195,21 +286,21 @@ impl Refreshed {
             });
             next = next.into_iter().chain(left).min();
         }
-        futures::future::join_all(asked).await;
         next
     }
 }
 
 /// Asks a driver anew. One that does not answer is asked again when it is due.
-async fn refresh(context: &Context, name: String, registered: Registered) {
+async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
     match registered.driver.info().await {
         Ok(info) => {
             let mut drivers = lock(&context.csi.drivers);
             if let Some(known) = drivers
                 .get_mut(&name)
-                .filter(|d| d.socket == registered.socket)
+                .filter(|d| d.socket == registered.socket && d.info != info)
             {
                 known.info = info;
+                context.csi.asked.notify_one();
             }
         }
         Err(error) => {
@@ -219,20 +310,22 @@ async fn refresh(context: &Context, name: String, registered: Registered) {
 }
 
 /// Forgets the sockets that have gone. A driver goes with the socket that it has registered with, unless it has another:
-/// a driver that is being replaced has two for a while.
+/// a driver that is being replaced has two for a while. One that is being tried goes when that has ended. Whether any has
+/// gone that was registered.
 fn forget_gone(
     context: &Context,
     known: &mut BTreeMap<PathBuf, Socket>,
     found: &BTreeMap<PathBuf, (u64, i64)>,
-) {
+) -> bool {
     let mut gone = vec![];
     known.retain(|path, socket| {
-        let stays = found.get(path) == Some(&socket.identity);
+        let stays = socket.is_tried || found.get(path) == Some(&socket.identity);
         if let (false, Some(name)) = (stays, &socket.name) {
             gone.push((path.clone(), name.clone()));
         }
         stays
     });
+    let has_gone = !gone.is_empty();
     for (path, name) in gone {
         let was_driver = {
             let mut drivers = lock(&context.csi.drivers);
@@ -254,36 +347,7 @@ fn forget_gone(
             }
         }
     }
-}
-
-/// Registers the sockets that are new or due for another try, side by side: one that does not answer holds up no other.
-async fn register_new(
-    context: &Arc<Context>,
-    known: &mut BTreeMap<PathBuf, Socket>,
-    found: BTreeMap<PathBuf, (u64, i64)>,
-) {
-    let now = Instant::now();
-    for (path, identity) in found {
-        known.entry(path).or_insert(Socket {
-            identity,
-            name: None,
-            next: now,
-            retry: RETRY,
-        });
-    }
-    let due = known
-        .iter_mut()
-        .filter(|(_, socket)| socket.name.is_none() && socket.next <= now);
-    let work = due.map(|(path, socket)| async move {
-        match register(context, path).await {
-            Ok(name) => socket.name = Some(name),
-            Err(error) => {
-                tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
-                socket.next = Instant::now() + socket.retry.pause();
-            }
-        }
-    });
-    futures::future::join_all(work).await;
+    has_gone
 }
 
 /// Registers who is behind a socket; the answer is the name.
