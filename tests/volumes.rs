@@ -721,7 +721,9 @@ fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::pa
         "one",
         image,
         volumes,
-        &format!("[{mounts}, {{name: e, mountPath: /sub, subPath: a/b}}]"),
+        &format!(
+            "[{{name: t, mountPath: /m/in/side}}, {{name: t, mountPath: /s/in}}, {mounts}, {{name: e, mountPath: /sub, subPath: a/b}}]"
+        ),
     );
     cluster.apply(&one.replace("spec:\n", "spec:\n  restartPolicy: Never\n").replace(
         "[busybox, sleep, '10000']",

@@ -19,6 +19,7 @@ use super::SubPath;
 use super::blocking;
 use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
+use super::volume::Content;
 use super::volume::FORCE_AFTER;
 use super::volume::csi::Published;
 use crate::core::image::gc::Filesystem;
@@ -30,6 +31,7 @@ use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::memory_qos;
 use crate::core::pod::observed;
 use crate::core::pod::users::{LENGTH, Mappings, Pool};
+use crate::core::volume::nested;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::core::{
@@ -289,7 +291,11 @@ impl PodHost for LinuxHost {
         resolved: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), Problem> {
-        self.set_up(pod::uid(pod), resolved, pod::ownership(pod), files)
+        let content = files.map(|files| Content {
+            files,
+            mounted_within: nested::within(pod, &resolved.volume),
+        });
+        self.set_up(pod::uid(pod), resolved, pod::ownership(pod), content)
             .await
     }
 

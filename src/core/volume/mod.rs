@@ -7,6 +7,7 @@ pub mod csi;
 pub mod disks;
 pub mod local_storage;
 pub mod migrated;
+pub mod nested;
 pub mod payload;
 pub mod resolved;
 pub mod selinux;

@@ -1,16 +1,17 @@
 //! Volumes that are plain directories of this node: emptyDirs, files that the agent projects, host paths.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{
     FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::Medium;
 use crate::host::linux::{doing, make};
 use crate::sys::patient::Call;
-use crate::sys::{atomic_dir, mount, quota};
+use crate::sys::{atomic_dir, beneath, mount, quota};
 
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
 pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
@@ -144,30 +145,70 @@ fn root_of_files(dir: &Path, group: Option<u32>) -> std::io::Result<()> {
     fs::set_permissions(dir, fs::Permissions::from_mode(mode | bits))
 }
 
-/// The files that the agent projects.
+/// What is in a volume that the agent writes.
+pub(in crate::host) struct Content {
+    pub(in crate::host) files: Files,
+    /// Where other volumes are mounted within it.
+    pub(in crate::host) mounted_within: BTreeSet<PathBuf>,
+}
+
+/// The files that the agent projects, and directories for what is mounted among them.
 pub(super) fn write_files(
     dir: &Path,
     volume: &str,
-    files: Option<Files>,
+    content: Option<Content>,
     group: Option<u32>,
 ) -> Result<(), String> {
-    let files = files.ok_or_else(|| format!("volume {volume:?} has no content"))?;
+    let content = content.ok_or_else(|| format!("volume {volume:?} has no content"))?;
     make(dir, 0o777)?;
     root_of_files(dir, group).map_err(doing("the volume's mode cannot be set"))?;
     let stamp = jiff::Timestamp::now()
         .strftime("%Y_%m_%d_%H_%M_%S")
         .to_string();
-    atomic_dir::write(dir, &files, group, &stamp)
-        .map(|_| ())
-        .map_err(doing(format!(
-            "the files of volume {volume:?} cannot be written"
-        )))
+    atomic_dir::write(dir, &content.files, group, &stamp).map_err(doing(format!(
+        "the files of volume {volume:?} cannot be written"
+    )))?;
+    for place in &content.mounted_within {
+        let made = beneath::Dir::open(dir).and_then(|dir| dir.find_or_make(place));
+        made.map_err(doing(format!(
+            "volume {volume:?} has no place {} for what is mounted there",
+            place.display()
+        )))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::core::volume::payload::File;
+
+    fn content(files: Files) -> Option<Content> {
+        let mounted_within = BTreeSet::new();
+        Some(Content {
+            files,
+            mounted_within,
+        })
+    }
+
+    #[test]
+    fn what_is_mounted_within_files_has_its_place() {
+        let root = tempfile::tempdir().expect("a directory");
+        let write = |text: &str| {
+            let file = File::new(text.as_bytes().to_vec(), 0o400);
+            let content = Content {
+                files: Files::from([("key".to_owned(), file)]),
+                mounted_within: ["in/side", "key"].map(PathBuf::from).into(),
+            };
+            write_files(root.path(), "v", Some(content), None).expect("written");
+        };
+        for text in ["first", "changed"] {
+            write(text);
+            assert!(root.path().join("in/side").is_dir());
+            let key = fs::read_to_string(root.path().join("key"));
+            assert_eq!(key.expect("it is there"), text);
+        }
+    }
 
     #[test]
     fn what_may_be_secret_is_kept_in_memory_or_not_at_all() {
@@ -179,7 +220,7 @@ mod tests {
         let write = |dir: &Path| {
             let files = Files::from([("key".to_owned(), File::new(b"value".to_vec(), 0o400))]);
             keep_in_memory(dir)?;
-            write_files(dir, "v", Some(files), None)
+            write_files(dir, "v", content(files), None)
         };
         let (dir, disk) = (root.path().join("v"), root.path().join("disk"));
         for _ in 0..2 {
@@ -207,7 +248,7 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
         let dir = root.path().join("v");
-        let write = |dir: &Path, group| write_files(dir, "v", Some(Files::new()), group);
+        let write = |dir: &Path, group| write_files(dir, "v", content(Files::new()), group);
         write(&dir, None).expect("written");
         assert_eq!(mode(&dir), 0o777);
         // As an agent before this one left it.

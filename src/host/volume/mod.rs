@@ -9,6 +9,7 @@ mod disks;
 mod staging_lock;
 mod tear_down;
 
+pub(in crate::host) use directory::Content;
 pub(in crate::host) use tear_down::FORCE_AFTER;
 
 use std::fs;
@@ -21,7 +22,6 @@ use super::blocking;
 use super::linux::{LinuxHost, doing, make, segment};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
-use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
@@ -134,7 +134,7 @@ impl LinuxHost {
         uid: &str,
         resolved: &ResolvedVolume,
         owner: Ownership,
-        files: Option<Files>,
+        content: Option<Content>,
     ) -> Result<(), Problem> {
         let key = format!("{uid}/{}", resolved.volume);
         if let (Source::Disk { disk, .. }, true) = (&resolved.source, resolved.block) {
@@ -165,7 +165,7 @@ impl LinuxHost {
                     if in_memory {
                         directory::keep_in_memory(dir)?;
                     }
-                    directory::write_files(dir, &volume, files, owner.group)
+                    directory::write_files(dir, &volume, content, owner.group)
                 };
                 self.make_if_wanted(&key, dir, make).await
             }

@@ -1,0 +1,90 @@
+//! Where a pod mounts other volumes within one of its volumes (kubelet spec, 9.3). Pure.
+//!
+//! What nobody may write to has to have the directories for that: the runtime cannot make them.
+
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
+
+use k8s_openapi::api::core::v1::{Pod, VolumeMount};
+
+use crate::core::pod;
+
+/// The paths in a volume at which containers mount something else. What lies within another of these is left out: it is
+/// the other volume's.
+#[must_use]
+pub fn within(pod: &Pod, volume: &str) -> BTreeSet<PathBuf> {
+    let mut found = BTreeSet::new();
+    for (_, container) in pod::containers(pod) {
+        let mounts: Vec<&VolumeMount> = container.volume_mounts.iter().flatten().collect();
+        // Of a part whose name is made of variables it is not known here where it lies.
+        let is_own = |m: &&&VolumeMount| m.name == volume && m.sub_path_expr.is_none();
+        for own in mounts.iter().filter(is_own) {
+            let part = Path::new(own.sub_path.as_deref().unwrap_or_default());
+            let mut inside: Vec<&Path> = mounts
+                .iter()
+                .filter_map(|m| Path::new(&m.mount_path).strip_prefix(&own.mount_path).ok())
+                .filter(|path| is_below(path))
+                .collect();
+            // What is outside comes first.
+            inside.sort();
+            let mut outermost: Vec<&Path> = vec![];
+            for path in inside {
+                if !outermost.iter().any(|outer| path.starts_with(outer)) {
+                    outermost.push(path);
+                }
+            }
+            let clean = |path: &Path| path.components().collect::<PathBuf>();
+            found.extend(outermost.into_iter().map(|path| part.join(clean(path))));
+        }
+    }
+    found
+}
+
+fn is_below(path: &Path) -> bool {
+    let mut parts = path.components().peekable();
+    parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn only_what_is_mounted_right_within_a_volume_needs_a_place_there() {
+        let of = |mounts: Value| {
+            let spec = json!({"containers": [{"name": "c", "volumeMounts": mounts}]});
+            let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
+            let found = within(&pod, "v").into_iter();
+            found
+                .map(|path| path.display().to_string())
+                .collect::<Vec<_>>()
+        };
+        let at = |name: &str, path: &str| json!({"name": name, "mountPath": path});
+        let own = at("v", "/dir/");
+        for (others, expected) in [
+            (vec![], vec![]),
+            (vec!["/dir2", "/other", "/"], vec![]),
+            (vec!["/dir/nested"], vec!["nested"]),
+            (vec!["/dir//a/./b/"], vec!["a/b"]),
+            (
+                vec![
+                    "/dir/nested2",
+                    "/dir/nested/double",
+                    "/dir/nested-vol",
+                    "/dir/nested",
+                ],
+                vec!["nested", "nested-vol", "nested2"],
+            ),
+            (vec!["/dir/../etc", "/dir/a/../../etc"], vec![]),
+        ] {
+            let others = others.into_iter().map(|path| at("w", path));
+            let mounts: Vec<Value> = others.chain([own.clone()]).collect();
+            assert_eq!(of(json!(mounts)), expected, "{mounts:?}");
+        }
+        let part = json!({"name": "v", "mountPath": "/dir", "subPath": "x/y"});
+        assert_eq!(of(json!([part, at("w", "/dir/a")])), ["x/y/a"]);
+        let named = json!({"name": "v", "mountPath": "/dir", "subPathExpr": "$(A)"});
+        assert!(of(json!([named, at("w", "/dir/a")])).is_empty());
+    }
+}
