@@ -288,6 +288,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         metrics,
         dialer: Arc::new(crate::probes::Network),
         journals: Journals::default(),
+        pulse: super::Pulse::default(),
         csi: super::Csi::new(&config.root_dir),
         devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),
         claims,

@@ -39,6 +39,7 @@ use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
 pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
+pub use pod::pulse::Pulse;
 pub use pod::sandbox_slots::SandboxSlots;
 pub use pod::sources::Statics;
 pub use serving::local::SOCKET;
@@ -97,6 +98,8 @@ pub struct Context {
     pub metrics: Arc<Metrics>,
     /// The network as probes and hooks use it.
     pub dialer: Arc<dyn Dialer>,
+    /// Whether the dispatcher and the listing of the runtime go on.
+    pub pulse: Pulse,
     /// What was done for each pod.
     pub journals: Journals,
     /// How many sandboxes are made at once.

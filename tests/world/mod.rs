@@ -260,6 +260,7 @@ impl World {
             metrics: Arc::new(Metrics::default()),
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
+            pulse: holdfast::agent::Pulse::default(),
             sandbox_slots: holdfast::agent::SandboxSlots::for_processors(2),
             csi: holdfast::agent::Csi::new(&config.root_dir),
             devices: holdfast::agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),

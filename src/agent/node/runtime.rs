@@ -68,6 +68,7 @@ pub(super) async fn poll(
             Ok(Err(error)) => health.failed(error.to_string()),
             Err(_) => health.failed(format!("no answer within {}s", ANSWER.as_secs())),
         }
+        health.listed(context.pulse.since_listing());
         view.asked = true;
         view.problem = health.problem(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;

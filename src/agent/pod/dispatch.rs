@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, PodSpec};
 use kube::ResourceExt as _;
@@ -25,6 +26,9 @@ use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
 use crate::kubeapi::cache::Key;
 use crate::sealed::Keeper;
+
+/// How long the dispatcher waits for news before it says that it is there all the same.
+const TURN: Duration = Duration::from_secs(60);
 
 struct Worker {
     inbox: Inbox,
@@ -138,6 +142,7 @@ pub async fn run(
     // What has been read already is a change, too.
     inputs.statics.mark_changed();
     loop {
+        dispatcher.context.pulse.turns();
         let api_changed = async {
             match &mut api {
                 Some((changed, cache)) => (changed.next().await, &*cache),
@@ -163,6 +168,7 @@ pub async fn run(
                 let statics = inputs.statics.borrow_and_update().pods();
                 dispatcher.statics_are(statics);
             }
+            () = tokio::time::sleep(TURN) => {}
         }
     }
 }

@@ -8,6 +8,7 @@ pub mod journal;
 pub mod mirror;
 pub mod orphans;
 pub mod probing;
+pub mod pulse;
 pub mod relist;
 pub mod sandbox_slots;
 pub mod sources;

@@ -108,6 +108,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
         );
         match listing {
             Ok(listed) => {
+                context.pulse.lists();
                 if std::mem::replace(&mut failing, false) {
                     tracing::info!("the container runtime answers again");
                 }

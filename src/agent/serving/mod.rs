@@ -206,7 +206,7 @@ impl Server {
     ) -> Result<Response<Body>, Refusal> {
         let query = request.uri().query().unwrap_or_default().to_owned();
         match endpoint {
-            Endpoint::Health => Ok(text(StatusCode::OK, "ok")),
+            Endpoint::Health(check) => Ok(views::health(&self.context, check, &query)),
             Endpoint::Pods => Ok(views::pods(self)),
             Endpoint::RunningPods => views::running(self).await,
             Endpoint::Config => Ok(views::config(self)),
@@ -387,19 +387,22 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
             return std::future::pending().await;
         };
         let listener = listen(address).await;
+        let server = Arc::clone(&server);
         https::serve(
             listener,
             None,
             SIDE,
-            |_, request: Request<Incoming>| async move {
-                let health = matches!(
-                    serving::route(request.method().as_str(), request.uri().path()),
-                    Routed::Found(Endpoint::Health)
-                );
-                if health {
-                    text(StatusCode::OK, "ok")
-                } else {
-                    text(StatusCode::NOT_FOUND, "404 page not found")
+            move |_, request: Request<Incoming>| {
+                let server = Arc::clone(&server);
+                async move {
+                    let uri = request.uri();
+                    match serving::route(request.method().as_str(), uri.path()) {
+                        Routed::Found(Endpoint::Health(check)) => {
+                            let query = uri.query().unwrap_or_default();
+                            views::health(&server.context, &check, query)
+                        }
+                        _ => text(StatusCode::NOT_FOUND, "404 page not found"),
+                    }
                 }
             },
         )

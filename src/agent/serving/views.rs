@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 use super::Known;
 use super::Refusal;
 use super::Server;
+use crate::agent::Context;
 use crate::core::pod;
+use crate::core::serving::health::Health;
 use crate::https::{Body, text};
 use crate::logging;
 
@@ -50,6 +52,17 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
         StatusCode::OK,
         format!("successfully set klog.logging.verbosity to {verbosity}"),
     ))
+}
+
+/// `/healthz`, and the check below it that is named.
+pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
+    let health = Health {
+        last_turn: context.pulse.since_turn(),
+        resync: context.config.sync_frequency,
+    };
+    let (code, told) = health.answer(check, query);
+    let code = StatusCode::from_u16(code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    text(code, told)
 }
 
 /// `/pods`: the pods of all sources as they came, each with the status that is known of it. A static pod's is its worker's

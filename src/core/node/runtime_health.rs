@@ -6,6 +6,9 @@ use std::time::Duration;
 /// A runtime that has not answered for this long is down.
 pub const DOWN_AFTER: Duration = Duration::from_secs(30);
 
+/// A runtime whose pods have not been listed for this long is not followed any more.
+const LISTED_WITHIN: Duration = Duration::from_secs(180);
+
 /// What a runtime said of itself: each is why it is not ready, if it is not.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Answer {
@@ -22,6 +25,8 @@ pub struct RuntimeHealth {
     last: Option<(Duration, Answer)>,
     /// Why the last call failed, if it did.
     failure: Option<String>,
+    /// How long ago its pods were listed last.
+    unlisted: Duration,
 }
 
 impl RuntimeHealth {
@@ -34,6 +39,22 @@ impl RuntimeHealth {
     /// It was asked and did not answer.
     pub fn failed(&mut self, why: String) {
         self.failure = Some(why);
+    }
+
+    /// Its pods were listed this long ago.
+    pub fn listed(&mut self, ago: Duration) {
+        self.unlisted = ago;
+    }
+
+    /// Why the changes of its pods may pass unseen, if they may. The text stays the same, as every change of it is one of
+    /// the Node.
+    fn unfollowed(&self) -> Option<String> {
+        (self.unlisted > LISTED_WITHIN).then(|| {
+            format!(
+                "PLEG is not healthy: the runtime's pods were not listed for {}s",
+                LISTED_WITHIN.as_secs()
+            )
+        })
     }
 
     /// Whether all is well, so that there is no need to ask soon.
@@ -67,6 +88,7 @@ impl RuntimeHealth {
         let problems: Vec<String> = self
             .down(at)
             .into_iter()
+            .chain(self.unfollowed())
             .chain(runtime.map(|why| format!("container runtime not ready: {why}")))
             .chain(network.map(|why| format!("container runtime network not ready: {why}")))
             .collect();
@@ -118,6 +140,19 @@ mod tests {
         }
         health.answered(at(91), Answer::default());
         assert_eq!(health.problem(at(91)), None);
+    }
+
+    #[test]
+    fn a_runtime_that_answers_and_lists_no_pods_makes_the_node_not_ready() {
+        let mut health = RuntimeHealth::default();
+        health.answered(at(1), Answer::default());
+        for (ago, is_ready) in [(30, true), (180, true), (181, false), (0, true)] {
+            health.listed(at(ago));
+            let problem = health.problem(at(1));
+            assert_eq!(problem.is_none(), is_ready, "{ago}");
+            let told = "PLEG is not healthy: the runtime's pods were not listed for 180s";
+            assert!(problem.is_none_or(|p| p == told));
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 pub mod block_io;
 pub mod cgroup_stats;
 pub mod exposition;
+pub mod health;
 pub mod log_query;
 pub mod logs;
 pub mod machine_stats;
@@ -27,8 +28,8 @@ pub struct Place {
 /// Something that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// `/healthz` and what is below.
-    Health,
+    /// `/healthz`, or the check below it that is named: `ping`, `log`, `syncloop`.
+    Health(String),
     /// `/pods`.
     Pods,
     /// `/runningpods/`.
@@ -108,7 +109,10 @@ pub fn route(method: &str, path: &str) -> Routed {
     let get = &["GET", "HEAD"][..];
     let stream = &["GET", "POST"][..];
     let (endpoint, methods) = match parts.as_slice() {
-        ["healthz"] | ["healthz", "ping" | "log" | "syncloop"] => (Some(Endpoint::Health), get),
+        ["healthz"] => (Some(Endpoint::Health(String::new())), get),
+        ["healthz", check @ ("ping" | "log" | "syncloop")] => {
+            (Some(Endpoint::Health((*check).into())), get)
+        }
         ["pods"] => (Some(Endpoint::Pods), get),
         ["runningpods"] => (Some(Endpoint::RunningPods), get),
         ["containerLogs", rest @ ..] => (
@@ -149,7 +153,7 @@ pub fn route(method: &str, path: &str) -> Routed {
 #[must_use]
 pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
     match endpoint {
-        Endpoint::Health | Endpoint::Pods | Endpoint::Stats | Endpoint::Metrics(_) => None,
+        Endpoint::Health(_) | Endpoint::Pods | Endpoint::Stats | Endpoint::Metrics(_) => None,
         Endpoint::Run(_)
         | Endpoint::Exec(_)
         | Endpoint::Attach(_)
@@ -398,14 +402,14 @@ mod tests {
             (
                 "GET",
                 "/healthz",
-                found(Endpoint::Health),
+                found(Endpoint::Health(String::new())),
                 "get",
                 &["healthz", "proxy"][..],
             ),
             (
                 "GET",
                 "/healthz/ping",
-                found(Endpoint::Health),
+                found(Endpoint::Health("ping".into())),
                 "get",
                 &["healthz", "proxy"],
             ),
