@@ -83,6 +83,8 @@ pub struct Config {
     pub node_ips: Vec<IpAddr>,
     /// Whether an IPv6 address is preferred where none is given (`--node-ip=::`).
     pub prefers_ipv6: bool,
+    /// Whether `--node-ip` says anything, be it a family alone.
+    pub has_node_ip: bool,
     /// Whether a cloud controller initialises the node (`--cloud-provider=external`).
     pub external_cloud: bool,
     /// `--kubeconfig`; without one the agent runs static pods only.

@@ -294,6 +294,7 @@ pub(super) fn resolve(
         node_name: node_name(flags, hostname)?,
         node_ips,
         prefers_ipv6,
+        has_node_ip: flags.node_ip.iter().any(|ips| !ips.is_empty()),
         external_cloud: external_cloud(flags)?,
         kubeconfig: flags.kubeconfig.clone(),
         bootstrap_kubeconfig: bootstrap_kubeconfig(flags)?,

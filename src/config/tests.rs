@@ -220,10 +220,12 @@ fn addresses_and_clouds_are_checked() {
     );
     let config = load("", &with("::", "external")).expect("fine");
     assert_eq!(config.offline_start.pods_after(), None, "safe by default");
+    assert!(config.has_node_ip, "a family is said");
     assert_eq!(
         (config.node_ips, config.prefers_ipv6, config.external_cloud),
         (vec![], true, true)
     );
+    assert!(!load("", &with("", "external")).expect("fine").has_node_ip);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::agent::Context;
 use crate::config::Config;
-use crate::core::node::addresses::changed;
+use crate::core::node::addresses::{Origin, changed, origin};
 use crate::core::pod::dns::{Resolver, check_host};
 use crate::host::blocking;
 use crate::sys::{addresses, file};
@@ -46,6 +46,10 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, String> {
 
 /// The same for a start: without an address, pods that ask for it wait until there is one.
 pub async fn first_addresses(config: &Config) -> Vec<String> {
+    let external = config.external_cloud && config.kubeconfig.is_some();
+    if origin(external, config.has_node_ip, None) == Origin::Later {
+        return vec![];
+    }
     addresses(config).await.unwrap_or_else(|error| {
         tracing::error!(error, "the node has no address yet; it is looked for again");
         vec![]
@@ -97,12 +101,35 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     })
 }
 
+/// The addresses of the host of pods as they are now: the Node's where a cloud controller sets them.
+async fn of_host(context: &Context) -> Result<Vec<String>, String> {
+    let config = &context.config;
+    let external = config.external_cloud && context.node.api().is_some();
+    let node = context.node.borrow().clone();
+    let reported = node.as_ref().map(|node| {
+        let status = node.status.as_ref();
+        status
+            .and_then(|s| s.addresses.as_deref())
+            .unwrap_or_default()
+    });
+    match origin(external, config.has_node_ip, reported) {
+        Origin::Node(ips) => Ok(ips),
+        Origin::Machine => addresses(config).await,
+        Origin::Later => Ok(vec![]),
+    }
+}
+
 /// Follows what changes, until the process ends. What cannot be read stays as it was.
 pub async fn follow(context: Arc<Context>) {
-    let mut complaint = None;
+    let (mut complaint, mut node) = (None, context.node.subscribe());
+    let is_told = context.config.external_cloud;
     loop {
-        tokio::time::sleep(context.config.node_status_update).await;
-        let looked = addresses(&context.config).await;
+        tokio::select! {
+            biased;
+            Ok(()) = node.changed(), if is_told => {}
+            () = tokio::time::sleep(context.config.node_status_update) => {}
+        }
+        let looked = of_host(&context).await;
         let error = looked.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
             tracing::warn!(error, "the node keeps the addresses that are known");

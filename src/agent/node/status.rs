@@ -92,7 +92,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
     let own = addresses(addresses::Sources {
         name: &config.node_name,
         ips: &context.node_ips.borrow(),
-        given: !config.node_ips.is_empty(),
+        given: config.has_node_ip,
         external: config.external_cloud,
         reported: old.addresses.as_deref().unwrap_or_default(),
     });

@@ -90,7 +90,7 @@ pub struct Sources<'a> {
     pub name: &'a str,
     /// Addresses of this machine, the preferred one first.
     pub ips: &'a [String],
-    /// Whether `--node-ip` named them.
+    /// Whether `--node-ip` named them, or the family by which they were found.
     pub given: bool,
     /// Whether a cloud controller sets addresses (`--cloud-provider=external`).
     pub external: bool,
@@ -118,6 +118,48 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
     };
     let internal = ips.iter().map(|ip| of("InternalIP", ip));
     Some(internal.chain([of("Hostname", sources.name)]).collect())
+}
+
+/// Where the addresses of the host of pods come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// The Node tells them.
+    Node(Vec<String>),
+    /// They are this machine's, as `--node-ip` and the default routes have it.
+    Machine,
+    /// The Node is not known yet, and may tell others than the machine's.
+    Later,
+}
+
+/// The same: `node` is what the Node object says, if it is known. Where a cloud controller sets addresses, its are those of
+/// the host, whichever this machine has.
+#[must_use]
+pub fn origin(external: bool, given: bool, node: Option<&[NodeAddress]>) -> Origin {
+    match node {
+        _ if !external => Origin::Machine,
+        None if given => Origin::Machine,
+        None => Origin::Later,
+        Some(reported) => match of_host(reported).as_slice() {
+            [] => Origin::Machine,
+            ips => Origin::Node(ips.to_vec()),
+        },
+    }
+}
+
+/// The host's addresses among those of its Node: the first internal one, without such the first external one, and the next
+/// of the other family.
+fn of_host(reported: &[NodeAddress]) -> Vec<String> {
+    let of = |kind: &'static str| {
+        let those = reported.iter().filter(move |a| a.type_ == kind);
+        those.filter_map(|a| a.address.parse::<IpAddr>().ok())
+    };
+    let mut all = of("InternalIP").chain(of("ExternalIP"));
+    let Some(first) = all.next() else {
+        return vec![];
+    };
+    let second = all.find(|ip| ip.is_ipv6() != first.is_ipv6());
+    let both = std::iter::once(first).chain(second);
+    both.map(|ip| ip.to_string()).collect()
 }
 
 /// Whether what was found takes the place of the addresses that are known. None found, as while a network is taken down
@@ -192,6 +234,49 @@ mod tests {
                 expected,
                 "{external} {given} {reported:?}"
             );
+        }
+    }
+
+    #[test]
+    fn hosts_have_the_addresses_that_a_cloud_controller_reports() {
+        let of = |text: &str| -> Vec<NodeAddress> {
+            let pairs = text.split_whitespace().filter_map(|p| p.split_once('='));
+            let address = |(kind, address): (&str, &str)| NodeAddress {
+                type_: kind.into(),
+                address: address.into(),
+            };
+            pairs.map(address).collect()
+        };
+        let told = |ips: &[&str]| Origin::Node(ips.iter().map(|ip| (*ip).into()).collect());
+        let both = "Hostname=n ExternalIP=198.51.100.1 InternalIP=10.0.0.1 InternalIP=10.0.0.2 InternalIP=fd00::1";
+        for (external, given, node, expected) in [
+            (false, false, Some(both), Origin::Machine),
+            (true, false, Some(both), told(&["10.0.0.1", "fd00::1"])),
+            (true, true, Some(both), told(&["10.0.0.1", "fd00::1"])),
+            (
+                true,
+                true,
+                Some("ExternalIP=2001:db8::1"),
+                told(&["2001:db8::1"]),
+            ),
+            (
+                true,
+                true,
+                Some("ExternalIP=2001:db8::1 InternalIP=10.0.0.1"),
+                told(&["10.0.0.1", "2001:db8::1"]),
+            ),
+            (
+                true,
+                false,
+                Some("Hostname=n InternalDNS=n.a"),
+                Origin::Machine,
+            ),
+            (true, false, None, Origin::Later),
+            (true, true, None, Origin::Machine),
+        ] {
+            let reported = node.map(of);
+            let found = origin(external, given, reported.as_deref());
+            assert_eq!(found, expected, "{external} {given} {node:?}");
         }
     }
 
