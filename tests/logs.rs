@@ -3,7 +3,8 @@
 
 mod support;
 
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader, Read};
+use std::path::Path;
 use std::process::Command;
 
 use support::client::{Administrator, Running, kubectl, pod};
@@ -266,6 +267,83 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
     });
     let late = over.as_second() - ended.unwrap().as_second();
     assert!(late < 25, "it ends with the container, not {late} s later");
+}
+
+/// How many lines the files of a log have, from the oldest on: each begins with its number. An error where one is missing,
+/// stands there twice, or cannot be read yet.
+fn lines_in_order(dir: &Path) -> Result<u64, String> {
+    let listed = std::fs::read_dir(dir).map_err(|e| e.to_string())?;
+    let mut names: Vec<String> = listed
+        .flatten()
+        .map(|entry| entry.file_name().into_string().unwrap())
+        .collect();
+    // Their names are times; the present log comes last.
+    names.sort_by_key(|name| (name == "0.log", name.clone()));
+    let mut next = 0;
+    for name in &names {
+        let file = std::fs::File::open(dir.join(name)).map_err(|e| format!("{name}: {e}"))?;
+        let file: Box<dyn Read> = match name.ends_with(".gz") {
+            true => Box::new(flate2::read::GzDecoder::new(file)),
+            false => Box::new(file),
+        };
+        for line in BufReader::with_capacity(1 << 20, file).lines() {
+            let line = line.map_err(|e| format!("{name}: {e}"))?;
+            let number = line.split(' ').nth(3).and_then(|n| n.parse::<u64>().ok());
+            if number != Some(next) {
+                return Err(format!("{name}: {number:?} where {next} was to come"));
+            }
+            next += 1;
+        }
+    }
+    Ok(next)
+}
+
+/// The writer waits for nobody, and its log is rotated in the midst of that.
+#[test]
+fn a_fast_writer_loses_no_line_to_rotations() {
+    let cluster = Cluster::start_configured(
+        "fastlog",
+        67,
+        "containerLogMaxSize: 1Mi\ncontainerLogMaxFiles: 1000\ncontainerLogMonitorInterval: 3s\n",
+    );
+    let image = support::busybox(&cluster);
+    // Seven seconds are two looks at its size at least.
+    let script = r#"busybox awk "BEGIN { end = systime() + 8; for (i = 0; systime() < end; i++) printf \"%d %01000d\\n\", i, 0; printf \"%d\", i > \"/v/lines\" }"; sleep 10000"#;
+    let pod = pod("writer", &image, script)
+        .replace(
+            "containers:",
+            "volumes: [{name: v, emptyDir: {}}], containers:",
+        )
+        .replace(
+            "command:",
+            "volumeMounts: [{name: v, mountPath: /v}], command:",
+        );
+    cluster.apply(&pod);
+    let of_all = cluster.data().join("pods-logs");
+    let mut lines = None;
+    cluster.wait("all to be written", || {
+        let uid = cluster.pod("writer")["metadata"]["uid"].clone();
+        let volume = "volumes/kubernetes.io~empty-dir/v/lines";
+        let noted = format!("agent/pods/{}/{volume}", uid.as_str().unwrap());
+        let noted = std::fs::read_to_string(cluster.data().join(noted));
+        lines = noted.ok().and_then(|count| count.parse::<u64>().ok());
+        lines.is_some()
+    });
+    let of_pod = std::fs::read_dir(of_all)
+        .unwrap()
+        .flatten()
+        .find(|e| e.file_name().to_string_lossy().contains("_writer_"));
+    let dir = of_pod.unwrap().path().join("c");
+    let mut found = Ok(0);
+    // Files that are being compressed are there twice for a while.
+    cluster.wait("every line once and in order", || {
+        found = lines_in_order(&dir);
+        eprintln!("{found:?} of {lines:?}");
+        found.as_ref().ok() == lines.as_ref()
+    });
+    let files = std::fs::read_dir(&dir).unwrap().count();
+    assert!(files > 2, "it was rotated meanwhile: {files}");
+    cluster.kubectl(&["delete", "pod", "writer"]);
 }
 
 /// By the times that the runtime noted: what stands between them and the reader is the agent, the control plane and kubectl.

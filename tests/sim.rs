@@ -465,6 +465,29 @@ fn processors_are_written_down_before_a_pod_starts_with_them() {
     });
 }
 
+/// Of one worker's time a slow compression takes all; rotations wait for none, not even that of the same container.
+#[test]
+fn logs_are_rotated_in_time_however_long_a_compression_takes() {
+    simulate(1, async {
+        let world = World::new(1);
+        // It is rotated when it is looked at, every 10 s, and larger than 10 MiB.
+        world.grow_log("slow", 2 << 20, true);
+        world.grow_log("other", 2 << 20, false);
+        let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(305)).await;
+        for container in ["slow", "other"] {
+            let (moves, largest) = world.rotations(container);
+            assert!(
+                moves >= 29 && largest <= 22 << 20,
+                "{container}: {moves}, {largest}"
+            );
+        }
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+        world.end();
+    });
+}
+
 #[test]
 fn no_seed_breaks_an_invariant() {
     let number = |name: &str| std::env::var(name).ok().and_then(|v| v.parse::<u64>().ok());

@@ -487,6 +487,18 @@ impl PodHost for LinuxHost {
         .await
     }
 
+    async fn compress_log(&self, log: &Log) -> Result<(), String> {
+        let (place, name) = self.log_file(log)?;
+        blocking(move || {
+            let compressed = place.open().and_then(|dir| dir.compress_older(&name));
+            compressed.map_err(doing(format!(
+                "what was rotated of the log {name} of {} cannot be compressed",
+                place.name()
+            )))
+        })
+        .await
+    }
+
     async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), String> {
         let (place, name) = self.log_file(log)?;
         blocking(move || {

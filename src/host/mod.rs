@@ -173,7 +173,9 @@ pub trait PodHost: Send + Sync + 'static {
     async fn log_sizes(&self, logs: &[Log]) -> Vec<Option<u64>>;
     /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
     async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String>;
-    /// Undoes that.
+    /// Compresses what was moved aside before the newest of it. It may take long, and the log may be moved aside meanwhile.
+    async fn compress_log(&self, log: &Log) -> Result<(), String>;
+    /// Undoes the moving.
     async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), String>;
     /// What a volume on the node's disk uses; counting may end once it is more than `enough` bytes.
     async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String>;

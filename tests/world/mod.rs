@@ -3,6 +3,7 @@
 mod api;
 mod faults;
 mod invariants;
+mod logs;
 mod machine;
 mod nodes;
 mod processors;
@@ -127,6 +128,8 @@ struct State {
     processors: Option<PathBuf>,
     /// Who announces shutdowns, and what they wait for.
     logind: Option<(shutdown::Logind, Periods)>,
+    /// Logs that grow, by container.
+    logs: BTreeMap<String, logs::GrowingLog>,
     /// The most of each kind within a minute.
     most: BTreeMap<&'static str, usize>,
 }

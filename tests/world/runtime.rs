@@ -432,7 +432,7 @@ impl Runtime for World {
     }
 
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
-        Ok(vec![])
+        Ok(self.writers_of_logs())
     }
 
     async fn reopen_log(&self, _: &str) -> Result<(), RuntimeError> {

@@ -196,28 +196,45 @@ impl Decoder {
     }
 }
 
-/// What a rotation does with the files rotated before.
+/// The rotated files of a log that are one too many when it becomes one of them itself, so that with it and the next one
+/// at most `files` stay (kubelet spec, 8.7). Their names sort by age.
+#[must_use]
+pub fn surplus(rotated: &[String], files: usize) -> Vec<String> {
+    let counts = |name: &&String| !name.ends_with(".tmp") && !is_superseded(name, rotated);
+    let mut whole: Vec<String> = rotated.iter().filter(counts).cloned().collect();
+    whole.sort();
+    whole.truncate(whole.len().saturating_sub(files.saturating_sub(2)));
+    whole
+}
+
+/// What is done with rotated files after a rotation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rotation {
-    /// These are deleted.
+pub struct Compression {
+    /// These are deleted: what a crash has left half made, and what there is compressed already.
     pub remove: Vec<String>,
     /// These are compressed.
     pub compress: Vec<String>,
 }
 
-/// Decides over the rotated files of a log, so that with the present and the next one at most `files` stay
-/// (kubelet spec, 8.7). Their names sort by age.
+/// Decides over the rotated files of a log. The newest stays as it is: the runtime may still have bytes for it, and
+/// readers may not be at its end.
 #[must_use]
-pub fn rotation(names: &[String], files: usize) -> Rotation {
-    let (unfinished, mut whole): (Vec<String>, Vec<String>) =
-        names.iter().cloned().partition(|n| n.ends_with(".tmp"));
+pub fn compression(rotated: &[String]) -> Compression {
+    let goes = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
+    let (remove, mut whole): (Vec<&String>, Vec<&String>) = rotated.iter().partition(goes);
     whole.sort();
-    let surplus = whole.len().saturating_sub(files.saturating_sub(2));
-    let kept = whole.split_off(surplus);
-    Rotation {
-        remove: unfinished.into_iter().chain(whole).collect(),
-        compress: kept.into_iter().filter(|n| !n.ends_with(".gz")).collect(),
+    whole.pop();
+    whole.retain(|name| !name.ends_with(".gz"));
+    Compression {
+        remove: remove.into_iter().cloned().collect(),
+        compress: whole.into_iter().cloned().collect(),
     }
+}
+
+/// Whether a rotated file is there compressed, too. That one is whole: it gets its name when it is.
+fn is_superseded(name: &str, rotated: &[String]) -> bool {
+    let is_it = |other: &String| other.strip_suffix(".gz") == Some(name);
+    rotated.iter().any(is_it)
 }
 
 /// The name of the link to a container's log in the directory that log collectors read.
@@ -335,6 +352,28 @@ mod tests {
             ("", "", ""),
         ] {
             assert_eq!(finished(text, query), expected, "{text:?} {query}");
+        }
+    }
+
+    #[test]
+    fn of_rotated_files_the_newest_stays_plain_and_none_counts_twice() {
+        let names = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        for (rotated, surplus_of_4, removed, compressed) in [
+            ("1.gz 2", "", "", ""),
+            ("2 1", "", "", "1"),
+            ("1.gz 2 3", "1.gz", "", "2"),
+            ("1.gz 2.gz 3 4", "1.gz 2.gz", "", "3"),
+            // It is being compressed, or was when the agent was killed.
+            ("1.tmp 1 2", "", "1.tmp", "1"),
+            ("1.gz 2.gz 2 3", "1.gz", "2", ""),
+            // The newest went back.
+            ("1 2.gz", "", "", "1"),
+        ] {
+            let rotated = names(rotated);
+            let plan = compression(&rotated);
+            let found = [&surplus(&rotated, 4), &plan.remove, &plan.compress];
+            let found = found.map(|names| names.join(" "));
+            assert_eq!(found, [surplus_of_4, removed, compressed], "{rotated:?}");
         }
     }
 

@@ -126,25 +126,41 @@ impl LogFile {
         // Their names are times.
         rotated.sort();
         for other in rotated {
-            let open = || self.dir.open_file(&parent.join(&other));
-            let source = |file: File| match other.ends_with(".gz") {
+            // Whoever is so far behind that it was removed meanwhile has lost it.
+            let Ok((is_compressed, mut file)) = self.open_rotated(parent, &other) else {
+                continue;
+            };
+            let source = |file: File| match is_compressed {
                 true => Source::Compressed(Box::new(GzDecoder::new(file))),
                 false => Source::Plain(file),
             };
-            // Removed or compressed just now: whoever is so far behind has lost it.
-            let Ok(file) = open() else { continue };
             let mut begin = vec![];
-            let time = match source(file) {
+            let time = match source(file.try_clone()?) {
                 Source::Plain(file) => file.take(TIME as u64).read_to_end(&mut begin),
                 Source::Compressed(decoder) => decoder.take(TIME as u64).read_to_end(&mut begin),
             }
             .ok()
             .and_then(|_| first_time(&begin));
             if time.is_some_and(|time| time > begins) {
-                return Ok(Some((source(open()?), time)));
+                file.rewind()?;
+                return Ok(Some((source(file), time)));
             }
         }
         Ok(None)
+    }
+
+    /// A rotated file, and whether it is compressed, as it may just have been.
+    fn open_rotated(&self, dir: &Path, name: &str) -> io::Result<(bool, File)> {
+        let open = |name: &str| self.dir.open_file(&dir.join(name));
+        if name.ends_with(".gz") {
+            return Ok((true, open(name)?));
+        }
+        match open(name) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Ok((true, open(&format!("{name}.gz"))?))
+            }
+            opened => Ok((false, opened?)),
+        }
     }
 }
 
@@ -271,6 +287,7 @@ mod tests {
                 };
                 let logs = place.open().expect("open");
                 logs.move_aside("0.log", stay, &stamp).expect("rotated");
+                logs.compress_older("0.log").expect("compressed");
                 std::fs::write(&path, line(n + 1)).expect("written");
             }
             loop {

@@ -1,5 +1,6 @@
-//! Rotating the log of a running container (kubelet spec, 8.7): the oldest go, older ones are compressed,
-//! the present one is renamed, and the runtime opens a new one. Every byte stays in exactly one file.
+//! Rotating the log of a running container (kubelet spec, 8.7): the oldest go, the present one is renamed, and the runtime
+//! opens a new one. After that the older ones are compressed, however long it takes: the log may be rotated meanwhile.
+//! Every byte stays in exactly one file.
 //!
 //! Pods with a hostPath of the log directory put there what they like. So all is done relative to the handle of a
 //! container's log directory, and no link is followed: else a link would have any file of the host compressed into
@@ -7,6 +8,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::core::serving::logs;
@@ -61,24 +63,61 @@ impl LogDir {
         Ok(names)
     }
 
-    /// Makes `<file>.gz` beside a file, under its name only when it is whole, and removes the file.
+    /// Makes `<file>.gz` of a file, under its name only when it is whole, and removes the file.
     fn compress(&self, name: &str) -> io::Result<()> {
-        let (unfinished, done) = (format!("{name}.tmp"), format!("{name}.gz"));
+        let unfinished = format!("{name}.tmp");
+        let compressed = self
+            .compress_to(name, &unfinished)
+            .and_then(|()| self.0.rename(&unfinished, &format!("{name}.gz")))
+            .and_then(|()| self.0.remove_file(name));
+        if compressed.is_err() {
+            self.0.remove_file(&unfinished)?;
+        }
+        compressed
+    }
+
+    /// Writes what a file holds, compressed, to a new one.
+    fn compress_to(&self, name: &str, new: &str) -> io::Result<()> {
         let mut plain = self.open_log(name)?;
-        self.0.remove_file(&unfinished)?;
         let mut encoder = flate2::write::GzEncoder::new(
-            self.0.create_new(Path::new(&unfinished), 0o640)?,
+            self.0.create_new(Path::new(new), 0o640)?,
             flate2::Compression::default(),
         );
-        io::copy(&mut plain, &mut encoder)?;
+        let copied = io::copy(&mut plain, &mut encoder)?;
         encoder.finish()?.sync_data()?;
-        self.0.remove_file(&done)?;
-        self.0.rename(&unfinished, &done)?;
-        self.0.remove_file(name)
+        let meta = plain.metadata()?;
+        if meta.nlink() == 0 {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        if meta.len() != copied {
+            return Err(io::Error::other("somebody still writes it"));
+        }
+        Ok(())
+    }
+
+    /// Compresses the rotated files of a log but the newest. One at a time may do this for a log, and others may move it
+    /// aside meanwhile.
+    pub(in crate::host) fn compress_older(&self, log: &str) -> io::Result<()> {
+        let plan = logs::compression(&self.rotated(log)?);
+        for name in &plan.remove {
+            self.0.remove_file(name)?;
+        }
+        for name in &plan.compress {
+            match self.compress(name) {
+                // It has become one too many meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                // What cannot be compressed, as a link that a pod has put there, must not keep others from it.
+                Err(error) => {
+                    tracing::warn!(%error, file = name, "a rotated log was not compressed");
+                }
+                Ok(()) => {}
+            }
+        }
+        Ok(())
     }
 
     /// Moves a log aside under a name with `stamp`; the answer is that name. Of the rotated files at most
-    /// `files - 2` older ones stay, all but the newest compressed.
+    /// `files - 2` older ones stay.
     pub(in crate::host) fn move_aside(
         &self,
         log: &str,
@@ -94,15 +133,8 @@ impl LogDir {
                 format!("{new} was made within this second"),
             ));
         }
-        let plan = logs::rotation(&before, files);
-        for name in &plan.remove {
-            self.0.remove_file(name)?;
-        }
-        for name in &plan.compress {
-            // What cannot be compressed, as a link that a pod has put there, must not stop the log from being rotated.
-            if let Err(error) = self.compress(name) {
-                tracing::warn!(%error, file = name, "a rotated log was not compressed");
-            }
+        for name in logs::surplus(&before, files) {
+            self.0.remove_file(&name)?;
         }
         self.0.rename(log, &new)?;
         Ok(new)
@@ -117,8 +149,11 @@ impl LogDir {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::lock::lock;
     use std::fs;
-    use std::io::Read as _;
+    use std::io::{Read as _, Write as _};
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     fn place(logs: &Path) -> LogPlace {
         fs::create_dir_all(logs.join("pod/c")).expect("mkdir");
@@ -137,6 +172,7 @@ mod tests {
             fs::write(path.join("0.log"), format!("content {n}")).expect("write");
             dir.move_aside("0.log", 4, &format!("20261120-00000{n}"))
                 .expect("rotated");
+            dir.compress_older("0.log").expect("compressed");
         }
         let mut names = dir.rotated("0.log").expect("listed");
         names.sort();
@@ -162,6 +198,7 @@ mod tests {
         let aside = dir
             .move_aside("0.log", 4, "20261120-000007")
             .expect("rotated");
+        dir.compress_older("0.log").expect("compressed");
         let left = dir.rotated("0.log").expect("listed");
         assert!(
             !left.iter().any(|n| n.ends_with(".tmp")),
@@ -193,6 +230,7 @@ mod tests {
         fs::write(path.join("0.log"), "content").expect("write");
         dir.move_aside("0.log", 9, "20261120-000009")
             .expect("rotated");
+        dir.compress_older("0.log").expect("compressed");
         for name in dir.names().expect("listed") {
             let meta = fs::symlink_metadata(path.join(&name)).expect("stat");
             let holds = || fs::read_to_string(path.join(&name)).is_ok_and(|text| text == "secret");
@@ -209,5 +247,119 @@ mod tests {
         std::os::unix::fs::symlink(host.path(), &path).expect("linked");
         assert!(place.open().is_err());
         assert!(secret.exists());
+    }
+
+    /// Lines with numbers, a piece of them at a time, as a runtime writes them: to the file that it has open.
+    fn write_lines(open: &Mutex<fs::File>, lines: usize) {
+        const PIECE: usize = 500;
+        for first in (0..lines).step_by(PIECE) {
+            let text: String = (first..first + PIECE)
+                .map(|n| format!("{n:0100}\n"))
+                .collect();
+            lock(open).write_all(text.as_bytes()).expect("written");
+        }
+    }
+
+    /// The numbers in the log's files, from the oldest on.
+    fn numbers(path: &Path, mut names: Vec<String>) -> Vec<usize> {
+        // Their names are times; the present log comes last.
+        names.sort_by_key(|name| (name == "0.log", name.clone()));
+        let mut text = String::new();
+        for name in &names {
+            let file = fs::File::open(path.join(name)).expect("open");
+            let read = match name.ends_with(".gz") {
+                true => flate2::read::GzDecoder::new(file).read_to_string(&mut text),
+                false => (&file).read_to_string(&mut text),
+            };
+            read.expect("read");
+        }
+        text.lines()
+            .map(|line| line.parse().expect("a number"))
+            .collect()
+    }
+
+    /// A writer that does not wait for anybody, rotations as fast as they go, and compressions that go on meanwhile.
+    #[test]
+    fn no_byte_is_lost_however_fast_a_log_is_written_and_rotated() {
+        const LINES: usize = 200_000;
+        let logs = tempfile::tempdir().expect("a directory");
+        let place = place(logs.path());
+        let path = logs.path().join("pod/c");
+        let opened = || {
+            let mut options = fs::OpenOptions::new();
+            options.create(true).append(true);
+            options.open(path.join("0.log")).expect("open")
+        };
+        let open = Mutex::new(opened());
+        let is_over = AtomicBool::new(false);
+        let mut rotations = 0;
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| write_lines(&open, LINES));
+            let compressor = scope.spawn(|| {
+                let dir = place.open().expect("open");
+                while !is_over.load(Ordering::Relaxed) {
+                    dir.compress_older("0.log").expect("compressed");
+                }
+            });
+            let dir = place.open().expect("open");
+            while !writer.is_finished() {
+                if fs::metadata(path.join("0.log")).expect("stat").len() > 1 << 20 {
+                    dir.move_aside("0.log", 1000, &format!("20261120-{rotations:06}"))
+                        .expect("rotated");
+                    *lock(&open) = opened();
+                    rotations += 1;
+                }
+            }
+            let written = writer.join();
+            is_over.store(true, Ordering::Relaxed);
+            compressor.join().expect("compressed");
+            written.expect("written");
+        });
+        let dir = place.open().expect("open");
+        dir.compress_older("0.log").expect("compressed");
+        let names = dir.names().expect("listed");
+        let compressed = names.iter().filter(|name| name.ends_with(".gz"));
+        assert!(rotations > 1, "{rotations} rotations");
+        assert_eq!(
+            (names.len(), compressed.count()),
+            (rotations + 1, rotations - 1),
+            "{names:?}"
+        );
+        let found = numbers(&path, names);
+        assert!(found.into_iter().eq(0..LINES));
+    }
+
+    #[test]
+    fn what_goes_or_grows_while_it_is_compressed_is_left_alone() {
+        let logs = tempfile::tempdir().expect("a directory");
+        let dir = place(logs.path()).open().expect("open");
+        let path = logs.path().join("pod/c");
+        for n in 0..3 {
+            fs::write(path.join("0.log"), format!("content {n}")).expect("write");
+            dir.move_aside("0.log", 9, &format!("20261120-00000{n}"))
+                .expect("rotated");
+        }
+        let names = || dir.names().expect("listed").join(" ");
+        let plain = "0.log.20261120-000000 0.log.20261120-000001 0.log.20261120-000002";
+        assert_eq!(names(), plain, "moving aside does not wait for compression");
+        // A pipe of a pod cannot be compressed; what is half made of it goes.
+        fs::remove_file(path.join("0.log.20261120-000001")).expect("removed");
+        nix::unistd::mkfifo(
+            &path.join("0.log.20261120-000001"),
+            nix::sys::stat::Mode::S_IRWXU,
+        )
+        .expect("a pipe");
+        dir.compress_older("0.log").expect("compressed");
+        let expected = "0.log.20261120-000000.gz 0.log.20261120-000001 0.log.20261120-000002";
+        assert_eq!(names(), expected);
+        // One that a killed agent has compressed and not removed.
+        fs::write(path.join("0.log.20261120-000000"), "content 0").expect("write");
+        fs::remove_file(path.join("0.log.20261120-000001")).expect("removed");
+        fs::write(path.join("0.log"), "content 3").expect("write");
+        dir.move_aside("0.log", 4, "20261120-000003")
+            .expect("rotated");
+        dir.compress_older("0.log").expect("compressed");
+        let expected = "0.log.20261120-000000.gz 0.log.20261120-000002.gz 0.log.20261120-000003";
+        assert_eq!(names(), expected);
     }
 }
