@@ -44,26 +44,40 @@ impl Surroundings<'_> {
 /// Replaces `$(NAME)` where NAME is known; `$$` is a dollar.
 #[must_use]
 pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
-    let mut out = String::with_capacity(text.len());
+    let expanded = expand_bytes(text, |name| lookup(name).map(String::into_bytes));
+    // All of its parts are text.
+    String::from_utf8_lossy(&expanded).into_owned()
+}
+
+/// The same for values that may be no text.
+fn expand_bytes(text: &str, lookup: impl Fn(&str) -> Option<Vec<u8>>) -> Vec<u8> {
+    let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
     while let Some(place) = rest.find('$') {
-        out.push_str(&rest[..place]);
+        out.extend_from_slice(&rest.as_bytes()[..place]);
         rest = &rest[place + 1..];
         if let Some(after) = rest.strip_prefix('$') {
-            out.push('$');
+            out.push(b'$');
             rest = after;
         } else if let Some((name, after)) = rest.strip_prefix('(').and_then(|r| r.split_once(')')) {
             match lookup(name) {
-                Some(value) => out.push_str(&value),
-                None => out.push_str(&format!("$({name})")),
+                Some(value) => out.extend(value),
+                None => out.extend(format!("$({name})").into_bytes()),
             }
             rest = after;
         } else {
-            out.push('$');
+            out.push(b'$');
         }
     }
-    out.push_str(rest);
+    out.extend_from_slice(rest.as_bytes());
     out
+}
+
+/// A variable's value as text, for what takes nothing else: commands, paths.
+#[must_use]
+pub fn text_of(env: &[(String, Vec<u8>)], name: &str) -> Option<String> {
+    let (_, value) = env.iter().find(|(known, _)| known == name)?;
+    Some(String::from_utf8_lossy(value).into_owned())
 }
 
 /// The address that a service has for itself.
@@ -282,18 +296,18 @@ pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result
     }
 }
 
-/// Builds the environment of a container. An error is a `CreateContainerConfigError`.
+/// Builds the environment of a container. A secret's value may be any bytes. An error is a `CreateContainerConfigError`.
 pub fn build(
     container: &Container,
     around: &Surroundings<'_>,
     services: &BTreeMap<String, String>,
     objects: &dyn Objects,
     files: &Files,
-) -> Result<Vec<(String, String)>, String> {
+) -> Result<Vec<(String, Vec<u8>)>, String> {
     let namespace = meta::namespace(around.pod);
     let mut names: Vec<String> = Vec::new();
-    let mut values: BTreeMap<String, String> = BTreeMap::new();
-    let mut set = |values: &mut BTreeMap<String, String>, name: String, value: String| {
+    let mut values: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    let mut set = |values: &mut BTreeMap<String, Vec<u8>>, name: String, value: Vec<u8>| {
         if values.insert(name.clone(), value).is_none() {
             names.push(name);
         }
@@ -302,24 +316,20 @@ pub fn build(
         let prefix = source.prefix.clone().unwrap_or_default();
         if let Some(reference) = &source.config_map_ref {
             match objects.config_map(&reference.name) {
-                Some(map) => map
-                    .data
-                    .iter()
-                    .flatten()
-                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.clone())),
+                Some(map) => map.data.iter().flatten().for_each(|(k, v)| {
+                    set(&mut values, format!("{prefix}{k}"), v.clone().into_bytes())
+                }),
                 None if reference.optional == Some(true) => {}
                 None => return Err(format!("configmap {:?} not found", reference.name)),
             }
         }
         if let Some(reference) = &source.secret_ref {
             match objects.secret(&reference.name) {
-                Some(secret) => secret.data.iter().flatten().for_each(|(k, v)| {
-                    set(
-                        &mut values,
-                        format!("{prefix}{k}"),
-                        String::from_utf8_lossy(&v.0).into_owned(),
-                    )
-                }),
+                Some(secret) => secret
+                    .data
+                    .iter()
+                    .flatten()
+                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.0.clone())),
                 None if reference.optional == Some(true) => {}
                 None => return Err(format!("secret {:?} not found", reference.name)),
             }
@@ -327,21 +337,22 @@ pub fn build(
     }
     for var in container.env.iter().flatten() {
         let value = match &var.value_from {
-            None => Some(expand(&var.value.clone().unwrap_or_default(), |name| {
-                values.get(name).or_else(|| services.get(name)).cloned()
+            None => Some(expand_bytes(var.value.as_deref().unwrap_or(""), |name| {
+                let of_service = || services.get(name).map(|v| v.clone().into_bytes());
+                values.get(name).cloned().or_else(of_service)
             })),
             Some(source) => {
                 if let Some(reference) = &source.field_ref {
-                    Some(field(&reference.field_path, around)?)
+                    Some(field(&reference.field_path, around)?.into_bytes())
                 } else if let Some(reference) = &source.resource_field_ref {
-                    Some(selected(container, reference, around)?)
+                    Some(selected(container, reference, around)?.into_bytes())
                 } else if let Some(reference) = &source.config_map_key_ref {
                     let optional = reference.optional == Some(true);
                     match objects.config_map(&reference.name) {
                         None if optional => None,
                         None => return Err(format!("configmap {:?} not found", reference.name)),
                         Some(map) => match map.data.as_ref().and_then(|d| d.get(&reference.key)) {
-                            Some(value) => Some(value.clone()),
+                            Some(value) => Some(value.clone().into_bytes()),
                             None if optional => None,
                             None => {
                                 return Err(format!(
@@ -358,7 +369,7 @@ pub fn build(
                         None => return Err(format!("secret {:?} not found", reference.name)),
                         Some(secret) => {
                             match secret.data.as_ref().and_then(|d| d.get(&reference.key)) {
-                                Some(value) => Some(String::from_utf8_lossy(&value.0).into_owned()),
+                                Some(value) => Some(value.0.clone()),
                                 None if optional => None,
                                 None => {
                                     return Err(format!(
@@ -384,7 +395,7 @@ pub fn build(
                             }
                         };
                     match super::env_file::lookup(text, &reference.key)? {
-                        Some(value) => Some(value),
+                        Some(value) => Some(value.into_bytes()),
                         None if reference.optional == Some(true) => None,
                         None => {
                             return Err(format!(
@@ -407,7 +418,7 @@ pub fn build(
     }
     for (name, value) in services {
         if !values.contains_key(name) {
-            set(&mut values, name.clone(), value.clone());
+            set(&mut values, name.clone(), value.clone().into_bytes());
         }
     }
     Ok(names
@@ -438,7 +449,10 @@ mod tests {
         }
         fn secret(&self, name: &str) -> Option<Arc<Secret>> {
             (name == "s").then(|| {
-                Arc::new(serde_json::from_value(json!({"data": {"p": "cXE="}})).expect("a secret"))
+                Arc::new(
+                    serde_json::from_value(json!({"data": {"p": "cXE=", "b": "/wCAQQ=="}}))
+                        .expect("a secret"),
+                )
             })
         }
     }
@@ -566,6 +580,8 @@ mod tests {
             {"name": "LABEL", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['l']"}}},
             {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "CPU", "valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}},
+            {"name": "BYTES", "valueFrom": {"secretKeyRef": {"name": "s", "key": "b"}}},
+            {"name": "MORE", "value": "<$(BYTES)>"},
             {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "p"}}},
             {"name": "GONE", "valueFrom": {"configMapKeyRef": {"name": "cm", "key": "no", "optional": true}}},
         ]}))
@@ -582,7 +598,14 @@ mod tests {
         ]
         .into();
         let env = build(&container, &around, &services, &Fixed, &Files::new()).expect("builds");
-        let get = |name: &str| env.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
+        let raw = |name: &str| {
+            env.iter()
+                .find(|(n, _)| n == name)
+                .map(|(_, v)| v.as_slice())
+        };
+        assert_eq!(raw("BYTES"), Some(&b"\xff\0\x80A"[..]));
+        assert_eq!(raw("MORE"), Some(&b"<\xff\0\x80A>"[..]));
+        let get = |name: &str| raw(name).map(|v| std::str::from_utf8(v).expect("text"));
         assert_eq!(get("A"), Some("v-10.96.0.9-$(LATER)"));
         assert_eq!(
             (

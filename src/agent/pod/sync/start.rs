@@ -292,7 +292,7 @@ async fn post_start(
 async fn environment(
     s: &Starting<'_>,
     container: &Container,
-) -> std::result::Result<Vec<(String, String)>, String> {
+) -> std::result::Result<Vec<(String, Vec<u8>)>, String> {
     let services = match s.context.api.services() {
         Some(services) => env::of_services(
             &services,
@@ -343,8 +343,12 @@ async fn container_config(
     };
     // Where both name a variable or a path, the container's own counts.
     let own = environment(s, container).await?;
-    let mut env = given.env;
-    env.retain(|(name, _)| !own.iter().any(|(known, _)| known == name));
+    let mut env: Vec<(String, Vec<u8>)> = given
+        .env
+        .into_iter()
+        .filter(|(name, _)| !own.iter().any(|(known, _)| known == name))
+        .map(|(name, value)| (name, value.into_bytes()))
+        .collect();
     env.extend(own);
     let mut mounts = mounts(s, start, &env, &images.volumes).await?;
     for mount in given.mounts {
@@ -406,7 +410,7 @@ async fn volume_mount(
     s: &Starting<'_>,
     start: &Start,
     (index, mount): (usize, &VolumeMount),
-    env: &[(String, String)],
+    env: &[(String, Vec<u8>)],
     images: &BTreeMap<String, String>,
 ) -> std::result::Result<pb::Mount, String> {
     let volume = pod::spec(s.pod)
@@ -417,9 +421,7 @@ async fn volume_mount(
     let volume =
         volume.ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
     let sub_path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
-        Some(expression) => Some(env::expand_all(expression, |name| {
-            env.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone())
-        })?),
+        Some(expression) => Some(env::expand_all(expression, |name| env::text_of(env, name))?),
         None => mount.sub_path.clone().filter(|p| !p.is_empty()),
     };
     let mut message = cri_config::volume_mount(mount, s.node)?;
@@ -495,7 +497,7 @@ async fn devices(
 async fn mounts(
     s: &Starting<'_>,
     start: &Start,
-    env: &[(String, String)],
+    env: &[(String, Vec<u8>)],
     images: &BTreeMap<String, String>,
 ) -> std::result::Result<Vec<pb::Mount>, String> {
     let container = &start.container;

@@ -284,8 +284,8 @@ pub struct Prepared<'a> {
     pub image: &'a str,
     /// The image's user: uid, else name.
     pub image_user: (Option<i64>, String),
-    /// Its environment in order, everything expanded.
-    pub env: Vec<(String, String)>,
+    /// Its environment in order, everything expanded. Values of secrets need not be text.
+    pub env: Vec<(String, Vec<u8>)>,
     /// What is mounted, in this order.
     pub mounts: Vec<pb::Mount>,
     /// Devices of block volumes and of device plugins.
@@ -456,13 +456,7 @@ pub fn container(
     prepared: Prepared<'_>,
     node: &Node,
 ) -> Result<pb::ContainerConfig, String> {
-    let lookup = |name: &str| {
-        prepared
-            .env
-            .iter()
-            .find(|(n, _)| n == name)
-            .map(|(_, v)| v.clone())
-    };
+    let lookup = |name: &str| super::env::text_of(&prepared.env, name);
     let expand = |list: Option<&Vec<String>>| {
         list.into_iter()
             .flatten()
