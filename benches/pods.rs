@@ -325,7 +325,10 @@ async fn floor_container(
     ];
     let prepared = cri_config::Prepared {
         attempt,
-        image: IMAGE,
+        image: pod.spec.as_ref().unwrap().containers[0]
+            .image
+            .as_ref()
+            .unwrap(),
         image_user: (None, String::new()),
         env: vec![],
         mounts,
@@ -587,17 +590,11 @@ async fn main() {
         floor_gaps.push(floor_restart(&runtime, &name("floor-restart", i)).await);
     }
 
-    let (floor_rate, rate) = (floor_burst(&runtime, BURST, "floor-burst").await, {
-        let names: Vec<String> = (0..BURST).map(|i| name("burst", i)).collect();
-        let rate = BURST as f64 / create(&api, &names).await.as_secs_f64();
-        delete(&api, &names).await;
-        rate
-    });
-    let bursts = bursts::measure(&api, &busybox).await;
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    let floor_rate_many = floor_burst(&runtime, MANY, "floor-many").await;
+    let (rate, floor_rate) = bursts::at_once(&api, &runtime, BURST, "burst").await;
+    let (rate_many, floor_rate_many) = bursts::at_once(&api, &runtime, MANY, "many").await;
+    let bursts = bursts::measure(&api, &runtime, &busybox).await;
     let all: Vec<String> = (0..MANY).map(|i| name("many", i)).collect();
-    let rate_many = MANY as f64 / create(&api, &all).await.as_secs_f64();
+    create(&api, &all).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
     let rss_many = rss_mib(agent);
     let idle = idle_percent(agent).await;
