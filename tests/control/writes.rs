@@ -4,6 +4,20 @@ use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, pod};
 
+/// `kubectl patch` names no validation, and is told what was dropped.
+#[tokio::test]
+async fn a_patch_with_an_unknown_field_is_warned_of() {
+    let server = Server::new().await;
+    let map = json!({"metadata": {"name": "warned"}});
+    server.ok("POST", MAPS, &map).await;
+    let url = format!("{MAPS}/warned");
+    let dropped = server.patch(&url, MERGE, json!({"nosuch": 1})).await;
+    assert_eq!(
+        (dropped.code, dropped.warnings),
+        (200, vec!["unknown field \"nosuch\"".to_owned()])
+    );
+}
+
 #[tokio::test]
 async fn writes_keep_what_is_the_servers() {
     let server = Server::new().await;
@@ -40,12 +54,6 @@ async fn writes_keep_what_is_the_servers() {
         )
         .await;
     assert_eq!((warned.code, warned.warnings.len()), (200, 0));
-    // `kubectl patch` names no validation, and is told what was dropped.
-    let dropped = server.patch(&url, MERGE, json!({"nosuch": 1})).await;
-    assert_eq!(
-        (dropped.code, dropped.warnings),
-        (200, vec!["unknown field \"nosuch\"".to_owned()])
-    );
     let unknown = server
         .call(
             "POST",
