@@ -10,6 +10,18 @@ use std::process::Command;
 use support::client::{Administrator, Running, kubectl, pod};
 use support::{Cluster, condition};
 
+/// The pod with an emptyDir at `/v`.
+fn with_volume(pod: &str) -> String {
+    pod.replace(
+        "containers:",
+        "volumes: [{name: v, emptyDir: {}}], containers:",
+    )
+    .replace(
+        "command:",
+        "volumeMounts: [{name: v, mountPath: /v}], command:",
+    )
+}
+
 #[test]
 fn what_a_container_says_is_read_in_every_way() {
     let cluster = Cluster::start_configured(
@@ -22,15 +34,7 @@ fn what_a_container_says_is_read_in_every_way() {
     let script = "for i in 1 2 3 4 5; do echo line $i; done; until test -e /go; do sleep 0.2; done; echo wrong >&2; sleep 10000";
     let twice = "if test -e /tmp/there; then echo second; sleep 10000; fi; touch /tmp/there; echo first; exit 1";
     // A container's own files do not outlive it: the second instance is known by a volume.
-    let again = pod("again", &image, &twice.replace("/tmp", "/v"))
-        .replace(
-            "containers:",
-            "volumes: [{name: v, emptyDir: {}}], containers:",
-        )
-        .replace(
-            "command:",
-            "volumeMounts: [{name: v, mountPath: /v}], command:",
-        );
+    let again = with_volume(&pod("again", &image, &twice.replace("/tmp", "/v")));
     cluster.apply(&format!(
         "{}{}{}",
         pod("talker", &image, script),
@@ -307,17 +311,9 @@ fn a_fast_writer_loses_no_line_to_rotations() {
         "containerLogMaxSize: 1Mi\ncontainerLogMaxFiles: 1000\ncontainerLogMonitorInterval: 3s\n",
     );
     let image = support::busybox(&cluster);
-    // Seven seconds are two looks at its size at least.
+    // Eight seconds are two looks at its size at least.
     let script = r#"busybox awk "BEGIN { end = systime() + 8; for (i = 0; systime() < end; i++) printf \"%d %01000d\\n\", i, 0; printf \"%d\", i > \"/v/lines\" }"; sleep 10000"#;
-    let pod = pod("writer", &image, script)
-        .replace(
-            "containers:",
-            "volumes: [{name: v, emptyDir: {}}], containers:",
-        )
-        .replace(
-            "command:",
-            "volumeMounts: [{name: v, mountPath: /v}], command:",
-        );
+    let pod = with_volume(&pod("writer", &image, script));
     cluster.apply(&pod);
     let of_all = cluster.data().join("pods-logs");
     let mut lines = None;

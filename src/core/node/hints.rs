@@ -363,4 +363,4 @@ impl Alignment {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::core::node) mod tests;

@@ -29,7 +29,8 @@ fn row(text: &str) -> (u32, Vec<u64>) {
     (id.parse().expect("a number"), distances.collect())
 }
 
-fn hint(text: &str) -> Hint {
+/// A hint of the data: the numbers of its nodes, and `+` where they are preferred, `-` where not.
+pub(in crate::core::node) fn hint(text: &str) -> Hint {
     let (nodes, sign) = text.split_at(text.len() - 1);
     let digits = nodes.chars().filter_map(|c| c.to_digit(10));
     Hint {

@@ -14,6 +14,7 @@ use super::*;
 use crate::core::node::capacity::{Limits, MachineSize};
 use crate::core::node::devices::Devices;
 use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
+use crate::core::node::hints::tests::hint;
 use crate::core::node::hints::{self, Policy, Scope};
 use crate::core::node::managers::{self, Checkpoints, Machine, Managers};
 use crate::core::node::topology::MemoryNode;
@@ -389,15 +390,6 @@ fn a_node_of_a_group_stays_in_it() {
 
 /// What a line of the data asks for: kind, memory and huge pages of a container, and the nodes wanted for it.
 type Asked<'a> = (&'a str, u64, u64, Hint);
-
-fn hint(text: &str) -> Hint {
-    let (nodes, sign) = text.split_at(text.len() - 1);
-    let digits = nodes.chars().filter_map(|c| c.to_digit(10));
-    Hint {
-        nodes: (nodes != "*").then(|| NodeMask::of(digits)),
-        preferred: sign == "+",
-    }
-}
 
 fn shown_hints(hints: &Hints) -> String {
     let Some(hints) = hints.get("memory") else {
