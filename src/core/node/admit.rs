@@ -1,6 +1,6 @@
 //! Admission: whether this node takes a pod, in the kubelet's order and words (kubelet spec, chapter 11). Pure.
 
-use k8s_openapi::api::core::v1::{Container, Node, Pod};
+use k8s_openapi::api::core::v1::{Node, Pod};
 
 use super::capacity::is_extended;
 use super::devices::is_from_claim;
@@ -125,16 +125,15 @@ fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
 
 /// A profile that cannot be had must not come out as none.
 fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
-    if here.apparmor || pod::phase(pod) != "Pending" {
+    // Who runs already is not asked again.
+    if pod::phase(pod) != "Pending" {
         return Ok(());
     }
-    let wanted =
-        |c: &Container| cri_config::apparmor(pod, c).filter(|(kind, _)| kind != "Unconfined");
-    match pod::containers(pod).iter().find_map(|(_, c)| wanted(c)) {
+    match cri_config::apparmor_refusal(pod, here.apparmor) {
         None => Ok(()),
-        Some(_) => Err(refuse(
+        Some(why) => Err(refuse(
             "AppArmor",
-            "Cannot enforce AppArmor: AppArmor is not enabled on the host",
+            format!("Cannot enforce AppArmor: {why}"),
         )),
     }
 }

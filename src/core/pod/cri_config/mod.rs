@@ -17,7 +17,7 @@ use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
 pub use resources::{Swap, resources};
 use resources::{overhead, whole_resources};
-pub use security::apparmor;
+pub use security::apparmor_refusal;
 use security::{groups_policy, security, selinux};
 
 /// Labels by which pods are found again in the runtime.

@@ -55,10 +55,12 @@ pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
     }
 }
 
-/// The AppArmor profile of a container (KEP-24): its own field, the old annotation, the pod's
-/// field. `None` leaves the choice to the runtime.
-#[must_use]
-pub fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
+/// What the names of the old annotations of AppArmor begin with; the container's name follows.
+const OLD_ANNOTATION: &str = "container.apparmor.security.beta.kubernetes.io/";
+
+/// The AppArmor profile of a container (KEP-24; upstream's `pkg/security/apparmor`): its own field, the old annotation, which
+/// static pods may still have, the pod's field. `None` leaves the choice to the runtime.
+fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
     let field =
         |profile: &AppArmorProfile| (profile.type_.clone(), profile.localhost_profile.clone());
     if let Some(own) = container
@@ -68,25 +70,61 @@ pub fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<Stri
     {
         return Some(field(own));
     }
-    if let Some(text) = meta::annotations(pod).get(&format!(
-        "container.apparmor.security.beta.kubernetes.io/{}",
-        container.name
-    )) {
-        return match text.as_str() {
-            "" => None,
-            "runtime/default" => Some(("RuntimeDefault".into(), None)),
-            "unconfined" => Some(("Unconfined".into(), None)),
-            other => Some((
-                "Localhost".into(),
-                Some(other.trim_start_matches("localhost/").to_owned()),
-            )),
-        };
+    let old = meta::annotations(pod).get(&format!("{OLD_ANNOTATION}{}", container.name));
+    old.and_then(|text| of_annotation(text)).or_else(|| {
+        let of_pod = pod::spec(pod).security_context.as_ref()?;
+        of_pod.app_armor_profile.as_ref().map(field)
+    })
+}
+
+/// What an old annotation says; nothing if it is not one of the three forms.
+fn of_annotation(text: &str) -> Option<(String, Option<String>)> {
+    match text {
+        "runtime/default" => Some(("RuntimeDefault".into(), None)),
+        "unconfined" => Some(("Unconfined".into(), None)),
+        other => {
+            let name = other.strip_prefix("localhost/")?;
+            Some(("Localhost".into(), Some(name.to_owned())))
+        }
     }
-    pod::spec(pod)
-        .security_context
-        .as_ref()
-        .and_then(|s| s.app_armor_profile.as_ref())
-        .map(field)
+}
+
+/// Whether a pod cannot run without AppArmor: the kubelet asks this of each place by itself, also of a pod's profile that
+/// every container overrides.
+fn needs_apparmor(pod: &Pod) -> bool {
+    let confines =
+        |profile: Option<&AppArmorProfile>| profile.is_some_and(|p| p.type_ != "Unconfined");
+    let of_pod = pod::spec(pod).security_context.as_ref();
+    let in_container = |c: &Container| {
+        let context = c.security_context.as_ref();
+        confines(context.and_then(|s| s.app_armor_profile.as_ref()))
+    };
+    let mut old = meta::annotations(pod)
+        .iter()
+        .filter(|(key, _)| key.starts_with(OLD_ANNOTATION));
+    confines(of_pod.and_then(|s| s.app_armor_profile.as_ref()))
+        || pod::containers(pod).iter().any(|(_, c)| in_container(c))
+        || old.any(|(_, value)| value != "unconfined")
+}
+
+/// Why a node cannot give a pod the profiles that it asks for, in the kubelet's words; `enabled` says whether its kernel has
+/// AppArmor. Whether a profile of the node's is loaded only the runtime finds out.
+#[must_use]
+pub fn apparmor_refusal(pod: &Pod, enabled: bool) -> Option<String> {
+    if !needs_apparmor(pod) {
+        return None;
+    }
+    if !enabled {
+        return Some("AppArmor is not enabled on the host".into());
+    }
+    let empty = |c: &Container| {
+        let (kind, name) = apparmor(pod, c)?;
+        let is_empty = name.as_ref().is_none_or(|name| name.trim().is_empty());
+        (kind == "Localhost" && is_empty).then(|| name.map_or("nil".into(), |n| format!("*{n}")))
+    };
+    let found = pod::containers(pod).iter().find_map(|(_, c)| empty(c))?;
+    let profile = format!("&AppArmorProfile{{Type:Localhost,LocalhostProfile:{found},}}");
+    Some(format!("invalid empty AppArmor profile name: {profile:?}"))
 }
 
 fn apparmor_message(
@@ -296,4 +334,69 @@ fn extra_groups(pod: &Pod, of_volumes: &[i64]) -> BTreeSet<i64> {
     let own = context.and_then(|c| c.supplemental_groups.as_ref());
     let is_new = |group: &&i64| !own.is_some_and(|own| own.contains(group));
     of_volumes.iter().filter(is_new).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The field of a profile, written as its type and name.
+    fn profile(text: &str) -> serde_json::Value {
+        match text.split_once(' ') {
+            _ if text.is_empty() => json!({}),
+            None => json!({"appArmorProfile": {"type": text}}),
+            Some((kind, name)) => {
+                json!({"appArmorProfile": {"type": kind, "localhostProfile": name}})
+            }
+        }
+    }
+
+    #[test]
+    fn profiles_of_apparmor_are_what_the_kubelet_reads_and_refuses() {
+        let missing = "AppArmor is not enabled on the host";
+        let empty = "invalid empty AppArmor profile name: \"&AppArmorProfile{Type:Localhost,LocalhostProfile:*,}\"";
+        // The annotation, the pod's and the container's fields; the profile, and whether the pod needs AppArmor.
+        for (annotation, of_pod, own, expected, needs) in [
+            ("", "", "", "", false),
+            ("", "RuntimeDefault", "", "RuntimeDefault", true),
+            // The kubelet does not ask whether a container is left that has the pod's.
+            ("", "RuntimeDefault", "Unconfined", "Unconfined", true),
+            ("", "Unconfined", "", "Unconfined", false),
+            ("", "Unconfined", "Localhost own", "Localhost own", true),
+            ("", "", "Localhost ", "Localhost ", true),
+            ("unconfined", "Unconfined", "", "Unconfined", false),
+            ("runtime/default", "Unconfined", "", "RuntimeDefault", true),
+            (
+                "localhost/localhost/x",
+                "",
+                "",
+                "Localhost localhost/x",
+                true,
+            ),
+            ("localhost/", "", "", "Localhost ", true),
+            ("runtime/default", "", "Unconfined", "Unconfined", true),
+            // Not one of the three forms: it says nothing, but is there.
+            ("own", "Unconfined", "", "Unconfined", true),
+        ] {
+            let mut pod = json!({"metadata": {"name": "p"}, "spec": {"securityContext": profile(of_pod),
+                "containers": [{"name": "c", "securityContext": profile(own)}]}});
+            if !annotation.is_empty() {
+                pod["metadata"]["annotations"] = json!({format!("{OLD_ANNOTATION}c"): annotation});
+            }
+            let pod: Pod = serde_json::from_value(pod).expect("a pod");
+            let what = format!("{annotation:?}, {of_pod:?}, {own:?}");
+            let told = apparmor(&pod, &pod::spec(&pod).containers[0]);
+            let told = told.map_or(String::new(), |(kind, name)| match name {
+                Some(name) => format!("{kind} {name}"),
+                None => kind,
+            });
+            assert_eq!(told, expected, "{what}");
+            let without = apparmor_refusal(&pod, false);
+            assert_eq!(without.as_deref(), needs.then_some(missing), "{what}");
+            let with = apparmor_refusal(&pod, true);
+            let refused = (expected == "Localhost ").then_some(empty);
+            assert_eq!(with.as_deref(), refused, "{what}");
+        }
+    }
 }
