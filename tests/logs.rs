@@ -3,9 +3,10 @@
 
 mod support;
 
-use std::io::{BufRead as _, BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use support::client::{Administrator, Running, kubectl, pod};
 use support::{Cluster, condition};
@@ -339,6 +340,100 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     });
     let files = std::fs::read_dir(&dir).unwrap().count();
     assert!(files > 2, "it was rotated meanwhile: {files}");
+    cluster.kubectl(&["delete", "pod", "writer"]);
+}
+
+/// How many lines the writer has each time, of a thousand bytes.
+const LINES: u64 = 30_000;
+
+/// Reads what the writer says, up to its end: how many times every line came, once and in order, and since when. `each` is
+/// called when it begins anew.
+fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Instant>) {
+    let (mut times, mut next, mut since) = (0, LINES, None);
+    for line in said.lines().map(Result::unwrap) {
+        if line == "begun" {
+            continue;
+        }
+        if next == LINES {
+            if line == "over" {
+                return (times, since);
+            }
+            assert_eq!(line, format!("again {times}"));
+            since.get_or_insert_with(Instant::now);
+            each();
+            (times, next) = (times + 1, 0);
+            continue;
+        }
+        let number = line.get(..8).and_then(|n| n.parse::<u64>().ok());
+        assert_eq!((number, line.len()), (Some(next), 999), "{times}");
+        next += 1;
+    }
+    panic!("it was cut off after line {next} of {times}");
+}
+
+/// A container that writes as fast as the runtime takes it, at least 300 MB, and a reader who follows at the node's own API:
+/// neither a rotation in the midst of it nor the next one, while the reader is behind, takes a line from the reader.
+#[test]
+fn a_fast_log_is_followed_without_a_gap() {
+    let cluster = Cluster::start_configured(
+        "ratelog",
+        88,
+        "containerLogMaxSize: 10Mi\ncontainerLogMaxFiles: 1000\ncontainerLogMonitorInterval: 3s\n",
+    );
+    let (image, shared) = (support::busybox(&cluster), tempfile::tempdir().unwrap());
+    let lines = (0..LINES).map(|n| format!("{n:08}{}\n", "x".repeat(991)));
+    std::fs::write(shared.path().join("lines"), lines.collect::<String>()).unwrap();
+    let script = "echo begun; until test -e /h/go; do sleep 0.2; done; i=0; while test $i -lt 10 || { test ! -e /h/enough && test $i -lt 30; }; do echo again $i; cat /h/lines; i=$((i+1)); done; echo over; sleep 10000";
+    let host = format!(
+        "volumes: [{{name: h, hostPath: {{path: '{}'}}}}], containers:",
+        shared.path().display()
+    );
+    let pod = pod("writer", &image, script)
+        .replace("containers:", &host)
+        .replace(
+            "command:",
+            "volumeMounts: [{name: h, mountPath: /h}], command:",
+        );
+    cluster.apply(&pod);
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("writer"), "Ready") == "True"
+    });
+    let of_pod = std::fs::read_dir(cluster.data().join("pods-logs"))
+        .unwrap()
+        .flatten()
+        .find(|e| e.file_name().to_string_lossy().contains("_writer_"));
+    let dir = of_pod.unwrap().path().join("c");
+    let files = || std::fs::read_dir(&dir).unwrap().count();
+    let (flags, _files) = Administrator::of(&cluster).for_curl();
+    let follow = Command::new("curl")
+        .arg("-skN")
+        .args(flags)
+        .arg(format!(
+            "https://{}:{}/containerLogs/{}/writer/c?follow=true",
+            cluster.node_address(),
+            cluster.agent_port(),
+            cluster.namespace()
+        ))
+        .stdout(std::process::Stdio::piped())
+        .spawn();
+    let mut follow = Running(follow.unwrap());
+    let said = BufReader::with_capacity(1 << 20, follow.0.stdout.take().unwrap());
+    std::fs::write(shared.path().join("go"), "").unwrap();
+    // It goes on until two rotations are over.
+    let (times, since) = every_line_in_order(said, || {
+        if files() > 2 {
+            std::fs::write(shared.path().join("enough"), "").unwrap();
+        }
+    });
+    let took = since.unwrap().elapsed();
+    eprintln!(
+        "{} MB were followed at {:.0} MB/s, over {} files",
+        times * LINES / 1000,
+        (times * LINES) as f64 / 1000.0 / took.as_secs_f64(),
+        files()
+    );
+    assert!(files() > 2, "it was rotated meanwhile: {}", files());
+    drop(follow);
     cluster.kubectl(&["delete", "pod", "writer"]);
 }
 

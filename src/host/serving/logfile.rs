@@ -15,6 +15,10 @@ use crate::sys::beneath::Dir;
 const PIECE: usize = 64 << 10;
 /// How much of a file is read for the time of its first line: RFC 3339 with nanoseconds and an offset takes 35 bytes.
 const TIME: usize = 64;
+/// How often in a row a file that was just rotated is found as long as before until it counts as whole. The runtime gives its
+/// new file to the container's writer first, and then empties what it has buffered into the old one, for which a busy disk
+/// takes its time.
+const QUIET: u32 = 4;
 
 /// A file of a log: as the runtime writes it, or compressed by a rotation.
 enum Source {
@@ -49,7 +53,8 @@ pub struct LogFile {
     source: Source,
     /// The time of the file's first line, by which its successor is found; none as long as it has none.
     begins: Option<Timestamp>,
-    ending: bool,
+    /// It was rotated last of all: its length when it was looked at last, and how often in a row it had that.
+    ending: Option<(u64, u32)>,
 }
 
 impl LogFile {
@@ -65,7 +70,7 @@ impl LogFile {
             name: name.into(),
             source: Source::Plain(file),
             begins: None,
-            ending: false,
+            ending: None,
         })
     }
 
@@ -91,20 +96,32 @@ impl LogFile {
             if identity(&there)? == identity(file)? {
                 return Ok(Next::Same);
             }
-            // A compressed file is whole already.
-            if !std::mem::replace(&mut self.ending, true) {
-                return Ok(Next::Ending);
-            }
             let mut begin = [0; TIME];
             let length = file.read_at(&mut begin, 0)?;
             self.begins = first_time(&begin[..length]);
         }
-        let (source, begins) = match self.begins {
+        let successor = match self.begins {
             Some(begins) => self.successor(begins)?,
             None => None,
+        };
+        // One that has a rotated successor was closed long ago, and a compressed one is whole.
+        if let (None, Source::Plain(file)) = (&successor, &self.source) {
+            // The runtime writes to the old file until it has something for the new one.
+            if there.metadata()?.len() == 0 {
+                return Ok(Next::Same);
+            }
+            let length = file.metadata()?.len();
+            let looks = match self.ending {
+                Some((before, looks)) if before == length => looks + 1,
+                _ => 0,
+            };
+            self.ending = Some((length, looks));
+            if looks < QUIET {
+                return Ok(Next::Ending);
+            }
         }
-        .unwrap_or((Source::Plain(there), None));
-        (self.source, self.begins, self.ending) = (source, begins, false);
+        let (source, begins) = successor.unwrap_or((Source::Plain(there), None));
+        (self.source, self.begins, self.ending) = (source, begins, None);
         Ok(Next::Another)
     }
 
@@ -252,17 +269,29 @@ mod tests {
         let old = dir.path().join("0.log.20261120-000001");
         std::fs::rename(&path, &old).expect("moved");
         assert_eq!(log.follow().expect("none yet"), Next::Same);
-        std::fs::write(&path, line(3)).expect("written");
-        assert_eq!(log.follow().expect("another"), Next::Ending);
-        // The runtime still had a line for the old file.
         let mut last = std::fs::OpenOptions::new()
             .append(true)
             .open(&old)
             .expect("open");
-        io::Write::write_all(&mut last, line(2).as_bytes()).expect("written");
+        let mut say = |n| io::Write::write_all(&mut last, line(n).as_bytes()).expect("written");
+        // The new file is there, and the container still writes to the old one.
+        std::fs::write(&path, "").expect("written");
+        assert_eq!(log.follow().expect("none yet"), Next::Same);
+        say(2);
         assert_eq!(all(&mut log), line(2));
+        // The runtime still has a line for the old file, and another after that.
+        std::fs::write(&path, line(5)).expect("written");
+        for n in [3, 4] {
+            assert_eq!(log.follow().expect("another"), Next::Ending);
+            say(n);
+            assert_eq!(all(&mut log), line(n));
+        }
+        for _ in 0..QUIET {
+            assert_eq!(log.follow().expect("another"), Next::Ending);
+            assert_eq!(all(&mut log), "");
+        }
         assert_eq!(log.follow().expect("another"), Next::Another);
-        assert_eq!(all(&mut log), line(3));
+        assert_eq!(all(&mut log), line(5));
         std::os::unix::fs::symlink("/etc/passwd", dir.path().join("2.log")).expect("linked");
         assert!(LogFile::open(dir.path(), Path::new("2.log"), None).is_err());
         assert!(LogFile::open(dir.path(), Path::new("../x"), None).is_err());
