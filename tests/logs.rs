@@ -371,6 +371,19 @@ fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Inst
     panic!("it was cut off after line {next} of {times}");
 }
 
+/// Says these lines, which lie in a directory with what it waits for, ten times, and up to thirty until it is enough.
+fn fast_writer(image: &str, dir: &Path) -> String {
+    let script = "echo begun; until test -e /h/go; do sleep 0.2; done; i=0; while test $i -lt 10 || { test ! -e /h/enough && test $i -lt 30; }; do echo again $i; cat /h/lines; i=$((i+1)); done; echo over; sleep 10000";
+    let host = format!(
+        "volumes: [{{name: h, hostPath: {{path: '{}'}}}}], containers:",
+        dir.display()
+    );
+    let mounts = "volumeMounts: [{name: h, mountPath: /h}], command:";
+    let pod = pod("writer", image, script);
+    pod.replace("containers:", &host)
+        .replace("command:", mounts)
+}
+
 /// A container that writes as fast as the runtime takes it, at least 300 MB, and a reader who follows at the node's own API:
 /// neither a rotation in the midst of it nor the next one, while the reader is behind, takes a line from the reader.
 #[test]
@@ -383,18 +396,7 @@ fn a_fast_log_is_followed_without_a_gap() {
     let (image, shared) = (support::busybox(&cluster), tempfile::tempdir().unwrap());
     let lines = (0..LINES).map(|n| format!("{n:08}{}\n", "x".repeat(991)));
     std::fs::write(shared.path().join("lines"), lines.collect::<String>()).unwrap();
-    let script = "echo begun; until test -e /h/go; do sleep 0.2; done; i=0; while test $i -lt 10 || { test ! -e /h/enough && test $i -lt 30; }; do echo again $i; cat /h/lines; i=$((i+1)); done; echo over; sleep 10000";
-    let host = format!(
-        "volumes: [{{name: h, hostPath: {{path: '{}'}}}}], containers:",
-        shared.path().display()
-    );
-    let pod = pod("writer", &image, script)
-        .replace("containers:", &host)
-        .replace(
-            "command:",
-            "volumeMounts: [{name: h, mountPath: /h}], command:",
-        );
-    cluster.apply(&pod);
+    cluster.apply(&fast_writer(&image, shared.path()));
     cluster.wait("the pod", || {
         condition(&cluster.pod("writer"), "Ready") == "True"
     });
