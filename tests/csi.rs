@@ -194,6 +194,42 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     });
 }
 
+/// Whoever resizes a volume says when it is the node's turn, and reads there that the node cannot do it: then it is not tried
+/// again until the claim says so.
+fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
+    let turn = r#"{"status": {"allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
+    let patch = |kind: &str, more: &[&str], patch: &str| {
+        let mut command = vec!["patch", kind, "shared", "--type=merge", "--patch", patch];
+        command.extend(more);
+        cluster.kubectl(&command);
+    };
+    let look_again = || {
+        kill(Pid::from_raw(cluster.pid("agent")), Signal::SIGKILL).unwrap();
+        cluster.up();
+    };
+    let told = || {
+        let fields = "jsonpath={.status.capacity.storage} {.status.allocatedResourceStatuses.storage} {.status.conditions[*].type}";
+        cluster.kubectl(&["get", "pvc", "shared", "-o", fields])
+    };
+    driver.refuse("expand", true);
+    patch("pvc", &["--subresource=status"], turn);
+    // What was given to the claim counts, and not what its volume has.
+    patch("pv", &[], r#"{"spec": {"capacity": {"storage": "4Mi"}}}"#);
+    look_again();
+    cluster.wait("the claim to be told that it cannot be", || {
+        told() == "2Mi NodeResizeInfeasible Other NodeResizeError"
+    });
+    driver.refuse("expand", false);
+    patch("pvc", &["--subresource=status"], turn);
+    look_again();
+    cluster.wait("the claim to be told", || told() == "3Mi  Other");
+    let calls = driver.calls();
+    assert!(
+        !calls.contains(&"expand to 4194304 shared-1".to_owned()),
+        "{calls:?}"
+    );
+}
+
 #[test]
 fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     let cluster = Cluster::start("csi", 38);
@@ -327,6 +363,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the event", || {
         cluster.events("two").contains("FileSystemResizeSuccessful")
     });
+    a_resize_is_followed_at_the_claim(&cluster, &driver);
     cluster.kubectl(&["delete", "pod", "two"]);
     assert_eq!(
         (driver.count("publish"), driver.count("unstage")),

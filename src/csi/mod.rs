@@ -35,6 +35,8 @@ pub struct CsiError {
     pub text: String,
     /// Whether nothing was done. Otherwise it may have been, or still be under way.
     pub certain: bool,
+    /// Whether the same call would fail again, whatever happens: what it asks for cannot be had.
+    pub infeasible: bool,
 }
 
 impl From<Failure> for CsiError {
@@ -50,6 +52,10 @@ impl From<Failure> for CsiError {
         CsiError {
             text: failure.to_string(),
             certain: !open,
+            infeasible: matches!(
+                failure.code,
+                Code::InvalidArgument | Code::OutOfRange | Code::NotFound
+            ),
         }
     }
 }
@@ -88,6 +94,7 @@ fn channel(path: &str) -> Result<Channel, CsiError> {
     socket::channel(path, CONNECTION).map_err(|e| CsiError {
         text: format!("the socket {path:?} of a driver cannot be used: {e}"),
         certain: true,
+        infeasible: false,
     })
 }
 

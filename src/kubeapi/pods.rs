@@ -13,8 +13,8 @@ use k8s_openapi::api::certificates::v1beta1::{
     ClusterTrustBundle, PodCertificateRequest, PodCertificateRequestSpec,
 };
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Event, Node, PersistentVolume, PersistentVolumeClaim,
-    PersistentVolumeClaimCondition, Pod, Secret, Service, ServiceAccount,
+    ConfigMap, Event, Node, PersistentVolume, PersistentVolumeClaim, Pod, Secret, Service,
+    ServiceAccount,
 };
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -30,6 +30,7 @@ use super::Cache;
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
 use crate::core::volume::certificates::CertificateSource;
+use crate::core::volume::resize::{self, Resize};
 
 /// A service-account token. Never printed.
 #[derive(Clone)]
@@ -140,8 +141,13 @@ pub trait PodApi: Send + Sync + 'static {
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
     /// A claim, as it is now, and the volume it is bound to.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
-    /// A claim's filesystem has this size now.
-    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure>;
+    /// Tells a claim what becomes of its growth.
+    async fn claim_resize(
+        &self,
+        namespace: &str,
+        name: &str,
+        step: Resize<'_>,
+    ) -> Result<(), ApiFailure>;
     /// A claim of dynamic resources, as it is now.
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure>;
     /// What the cluster says of a storage driver.
@@ -342,16 +348,14 @@ impl PodApi for KubePods {
         Ok(Binding { claim, volume })
     }
 
-    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure> {
+    async fn claim_resize(
+        &self,
+        namespace: &str,
+        name: &str,
+        step: Resize<'_>,
+    ) -> Result<(), ApiFailure> {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
-        let claim = api.get(name).await?;
-        let status = claim.status.unwrap_or_default();
-        let others = |c: &&PersistentVolumeClaimCondition| {
-            !matches!(c.type_.as_str(), "Resizing" | "FileSystemResizePending")
-        };
-        let conditions: Vec<_> = status.conditions.iter().flatten().filter(others).collect();
-        let patch = json!({"metadata": {"resourceVersion": claim.metadata.resource_version},
-            "status": {"capacity": {"storage": size}, "conditions": conditions, "allocatedResourceStatuses": null}});
+        let patch = resize::patch(&api.get(name).await?, step);
         api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
             .await?;
         Ok(())

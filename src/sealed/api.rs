@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use super::Keeper;
 use super::Kind;
+use crate::core::volume::resize::Resize;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
@@ -124,8 +125,13 @@ impl PodApi for SealedApi {
         self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
     }
 
-    async fn claim_has(&self, namespace: &str, name: &str, size: &str) -> Result<(), ApiFailure> {
-        self.api.claim_has(namespace, name, size).await
+    async fn claim_resize(
+        &self,
+        namespace: &str,
+        name: &str,
+        step: Resize<'_>,
+    ) -> Result<(), ApiFailure> {
+        self.api.claim_resize(namespace, name, step).await
     }
 
     /// Not kept: whether a claim is still the pod's, only the apiserver can tell.

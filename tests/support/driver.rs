@@ -300,6 +300,9 @@ impl Node for Driver {
         let request = request.into_inner();
         let bytes = request.capacity_range.map_or(0, |c| c.required_bytes);
         self.note(&format!("expand to {bytes}"), &request.volume_id);
+        if self.state.lock().unwrap().refused.contains("expand") {
+            return Err(Status::out_of_range("no room for that"));
+        }
         self.answer(
             "expand",
             pb::NodeExpandVolumeResponse {

@@ -2,6 +2,8 @@
 
 use super::*;
 
+use holdfast::core::volume::resize::Resize;
+
 #[async_trait]
 impl PodApi for World {
     async fn patch_status(&self, _: &str, _: &str, patch: &Value) -> Result<Pod, ApiFailure> {
@@ -167,7 +169,7 @@ impl PodApi for World {
         Err(ApiFailure::Other("no claims here".into()))
     }
 
-    async fn claim_has(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
+    async fn claim_resize(&self, _: &str, _: &str, _: Resize<'_>) -> Result<(), ApiFailure> {
         Ok(())
     }
 

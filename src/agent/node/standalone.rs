@@ -10,6 +10,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
+use crate::core::volume::resize::Resize;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
@@ -54,7 +55,7 @@ impl PodApi for NoApi {
         none()
     }
 
-    async fn claim_has(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
+    async fn claim_resize(&self, _: &str, _: &str, _: Resize<'_>) -> Result<(), ApiFailure> {
         none()
     }
 

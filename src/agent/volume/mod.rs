@@ -170,12 +170,8 @@ impl Volumes {
                 .await
                 .map_err(|problem: Problem| {
                     let message = problem.told(&volume.name);
-                    let kind = if problem.is_failure() {
-                        Kind::Warning
-                    } else {
-                        Kind::Normal
-                    };
-                    say(kind, problem.reason(), &message);
+                    // Upstream warns of slow walks too.
+                    say(Kind::Warning, problem.reason(), &message);
                     message
                 })?;
             if made.block && !resolved.contains_key(&volume.name) {

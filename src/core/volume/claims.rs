@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, 
 
 use crate::core::node::node_affinity::term_matches;
 use crate::core::quantity::Quantity;
+use crate::core::volume::resize;
 use crate::core::{meta, pod, selector};
 
 /// Set on a claim once it is bound.
@@ -156,24 +157,37 @@ pub struct Grown {
     pub namespace: String,
     /// Its claim.
     pub claim: String,
-    /// What it has, in bytes.
+    /// What it is to have, in bytes.
     pub bytes: i64,
     /// The same as the API writes it.
     pub text: String,
+    /// Whether whoever resizes it follows at the claim what is done here.
+    pub is_followed: bool,
 }
 
-/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that.
+/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that. Where the claim says how
+/// far a resize has come (KEP-1790), it is the size that was given then, and nothing is done unless it is the node's turn.
 #[must_use]
 pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
-    let has = claim.status.as_ref()?.capacity.as_ref()?.get("storage")?;
+    let status = claim.status.as_ref()?;
+    let has = status.capacity.as_ref()?.get("storage")?;
     let has = has.0.parse::<Quantity>().ok()?;
-    let text = &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0;
+    let given = status.allocated_resources.as_ref();
+    let given = given.and_then(|given| given.get("storage"));
+    let state = status.allocated_resource_statuses.as_ref();
+    let state = state.and_then(|state| state.get("storage"));
+    let text = match (given, state.map(String::as_str)) {
+        (None, None) => &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0,
+        (Some(given), Some(resize::PENDING | resize::IN_PROGRESS)) => &given.0,
+        _ => return None,
+    };
     let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
     Some(Grown {
         namespace: meta::namespace(claim).to_owned(),
         claim: meta::name(claim).to_owned(),
         bytes: now.units(),
         text: text.clone(),
+        is_followed: state.is_some(),
     })
 }
 
@@ -303,7 +317,8 @@ mod tests {
                 namespace: "n".into(),
                 claim: "c".into(),
                 bytes: 2 << 20,
-                text: "2Mi".into()
+                text: "2Mi".into(),
+                is_followed: false,
             })
         );
         assert_eq!(
@@ -318,5 +333,24 @@ mod tests {
             None,
             "what it has is not known yet"
         );
+        // The size that was given to it counts, and whose turn it is.
+        for (state, grows) in [
+            (json!({"storage": "NodeResizePending"}), true),
+            (json!({"storage": "NodeResizeInProgress"}), true),
+            (json!({"storage": "NodeResizeInfeasible"}), false),
+            (json!({"storage": "ControllerResizeInProgress"}), false),
+            (json!(null), false),
+        ] {
+            let followed = claim(
+                json!({"capacity": {"storage": "1Mi"}, "allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": state}),
+            );
+            let grown = growth(&volume("4Mi"), &followed);
+            let expected = grows.then(|| ("3Mi".to_owned(), 3 << 20, true));
+            assert_eq!(
+                grown.map(|g| (g.text, g.bytes, g.is_followed)),
+                expected,
+                "{state}"
+            );
+        }
     }
 }

@@ -9,5 +9,6 @@ pub mod local_storage;
 pub mod migrated;
 pub mod nested;
 pub mod payload;
+pub mod resize;
 pub mod resolved;
 pub mod selinux;

@@ -235,12 +235,6 @@ impl Problem {
         }
     }
 
-    /// Whether something is wrong. Otherwise it only takes its time.
-    #[must_use]
-    pub fn is_failure(&self) -> bool {
-        !matches!(self, Problem::Permissions(_))
-    }
-
     /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
     #[must_use]
     pub fn told(&self, volume: &str) -> String {

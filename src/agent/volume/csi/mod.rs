@@ -288,6 +288,7 @@ async fn to_its_end<T: Send + 'static>(
         Err(CsiError {
             text: error.to_string(),
             certain: false,
+            infeasible: false,
         })
     })
 }
@@ -514,6 +515,7 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
         return;
     };
     let outcome = async {
+        growth::begin(context, grown).await?;
         let request = pb::NodeExpandVolumeRequest {
             volume_id: place.data.volume_handle.clone(),
             volume_path: place.target.display().to_string(),
@@ -527,7 +529,7 @@ async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String
         };
         let driver = registered.driver.clone();
         let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;
-        expanded.map(drop).map_err(failed("NodeExpandVolume"))
+        expanded.map_err(growth::NotGrown::from)
     };
     growth::tell(context, pod, &volume.name, grown, outcome.await).await;
 }

@@ -1,0 +1,132 @@
+//! What the claim of a volume that grows is told (KEP-1790): whoever resizes it follows the state of its storage there, and
+//! gives up, or tries a smaller size, when the node cannot do its part. Pure.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use serde_json::{Value, json};
+
+/// The node may make the filesystem larger.
+pub const PENDING: &str = "NodeResizePending";
+/// The node is doing that.
+pub const IN_PROGRESS: &str = "NodeResizeInProgress";
+/// The node cannot, and does not try again.
+pub const INFEASIBLE: &str = "NodeResizeInfeasible";
+/// The condition that says why.
+const FAILED: &str = "NodeResizeError";
+/// What is over when a volume has grown.
+const CONDITIONS: [&str; 4] = [
+    "Resizing",
+    "FileSystemResizePending",
+    "ControllerResizeError",
+    FAILED,
+];
+
+/// What has become of a volume that is to grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Resize<'a> {
+    /// The node begins with its part.
+    Begun,
+    /// The volume has this size, as the API writes it.
+    Has(&'a str),
+    /// Nothing was done.
+    Failed {
+        /// Why.
+        why: &'a str,
+        /// It would fail again.
+        infeasible: bool,
+        /// When.
+        at: Timestamp,
+    },
+}
+
+/// The merge patch of a claim's status. It applies to this version of the claim alone.
+#[must_use]
+pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
+    let conditions = claim.status.as_ref().and_then(|s| s.conditions.as_deref());
+    let conditions = conditions.unwrap_or_default();
+    let without = |gone: &[&str]| -> Vec<&PersistentVolumeClaimCondition> {
+        let stays = |c: &&PersistentVolumeClaimCondition| !gone.contains(&c.type_.as_str());
+        conditions.iter().filter(stays).collect()
+    };
+    let status = match step {
+        Resize::Begun => json!({"allocatedResourceStatuses": {"storage": IN_PROGRESS}}),
+        Resize::Has(size) => {
+            json!({"capacity": {"storage": size}, "conditions": without(&CONDITIONS), "allocatedResourceStatuses": null})
+        }
+        Resize::Failed {
+            why,
+            infeasible,
+            at,
+        } => {
+            let known = conditions
+                .iter()
+                .find(|c| c.type_ == FAILED && c.status == "True");
+            // It is in this state since it came into it.
+            let since = known.and_then(|c| c.last_transition_time.as_ref());
+            let now = at.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+            let since = since.map_or_else(|| json!(now), |since| json!(since));
+            let failed = json!({"type": FAILED, "status": "True", "lastTransitionTime": since,
+                "message": format!("failed to expand pvc with {why}")});
+            let others = without(&[FAILED]).into_iter().map(|c| json!(c));
+            let all: Vec<Value> = others.chain([failed]).collect();
+            match infeasible {
+                true => {
+                    json!({"conditions": all, "allocatedResourceStatuses": {"storage": INFEASIBLE}})
+                }
+                false => json!({"conditions": all}),
+            }
+        }
+    };
+    json!({"metadata": {"resourceVersion": claim.metadata.resource_version}, "status": status})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(conditions: Value) -> PersistentVolumeClaim {
+        serde_json::from_value(
+            json!({"metadata": {"name": "c", "resourceVersion": "7"}, "status": {"conditions": conditions}}),
+        )
+        .expect("a claim")
+    }
+
+    #[test]
+    fn a_claim_is_told_what_becomes_of_its_growth() {
+        let time = "2026-11-20T00:00:01Z";
+        let at: Timestamp = time.parse().expect("a time");
+        let other = json!({"type": "Other", "status": "True"});
+        let resizing = claim(
+            json!([{"type": "Resizing", "status": "True"}, {"type": "NodeResizeError", "status": "True"}, other]),
+        );
+        assert_eq!(
+            patch(&resizing, Resize::Has("2Mi")),
+            json!({"metadata": {"resourceVersion": "7"}, "status": {"capacity": {"storage": "2Mi"}, "conditions": [other], "allocatedResourceStatuses": null}})
+        );
+        assert_eq!(
+            patch(&resizing, Resize::Begun)["status"],
+            json!({"allocatedResourceStatuses": {"storage": "NodeResizeInProgress"}})
+        );
+        let failed = |infeasible| Resize::Failed {
+            why: "no",
+            infeasible,
+            at,
+        };
+        let told = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": time, "message": "failed to expand pvc with no"});
+        let plain = claim(json!([other]));
+        assert_eq!(
+            patch(&plain, failed(false))["status"],
+            json!({"conditions": [other, told]})
+        );
+        assert_eq!(
+            patch(&plain, failed(true))["status"],
+            json!({"conditions": [other, told], "allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}})
+        );
+        // One that has failed before has done so since then.
+        let before = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": "2026-11-19T00:00:00Z"});
+        let patched = patch(&claim(json!([before])), failed(false));
+        let conditions = patched["status"]["conditions"].as_array().expect("a list");
+        assert_eq!(conditions.len(), 1);
+        assert_eq!(conditions[0]["lastTransitionTime"], "2026-11-19T00:00:00Z");
+    }
+}
