@@ -268,19 +268,76 @@ pub(super) fn check(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
                 missing.address, call.ifname
             )));
         }
-        let routes = socket
-            .routes()
-            .map_err(doing("the container's routes cannot be read"))?;
-        match expected
-            .routes
-            .iter()
-            .find(|r| !routes.iter().any(|d| d.destination == r.destination))
-        {
-            Some(missing) => Err(Error::other(format!(
-                "the route to {} is missing",
-                missing.destination
-            ))),
-            None => Ok(()),
-        }
+        check_routes(&mut socket, expected)
     })
+}
+
+/// Inside the container: whether it has the routes of the result.
+fn check_routes(socket: &mut Socket, expected: &Success) -> Result<(), Error> {
+    let routes = socket
+        .routes()
+        .map_err(doing("the container's routes cannot be read"))?;
+    match expected
+        .routes
+        .iter()
+        .find(|r| !routes.iter().any(|d| leads_as(d, r)))
+    {
+        Some(missing) => Err(Error::other(format!(
+            "the route to {}{} is missing",
+            missing.destination,
+            missing
+                .gateway
+                .map_or_else(String::new, |g| format!(" via {g}"))
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Whether a route of the kernel is one of the result. Of a default route the gateway is not compared, as in the reference;
+/// one with several next hops shows none of them here, and neither does one without a link of its own.
+fn leads_as(found: &Route, expected: &crate::cni::Route) -> bool {
+    let several = found.gateway.is_none() && found.link == 0;
+    found.destination == expected.destination.trunc()
+        && (several
+            || expected.destination.prefix_len() == 0
+            || expected
+                .gateway
+                .is_none_or(|gateway| found.gateway == Some(gateway)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_route_is_there_when_it_leads_over_the_gateway_that_was_asked_for() {
+        let of = |destination: &str, gateway: Option<&str>| crate::cni::Route {
+            destination: destination.parse().expect("a network"),
+            gateway: gateway.map(|g| g.parse().expect("an address")),
+            extra: serde_json::Map::new(),
+        };
+        let kernel = |link, destination: &str, gateway: Option<&str>| {
+            let wanted = of(destination, gateway);
+            Route::new(link, wanted.destination, wanted.gateway)
+        };
+        let over = |gateway| kernel(2, "10.9.0.0/16", Some(gateway));
+        let asked = of("10.9.0.0/16", Some("10.1.1.8"));
+        assert!(leads_as(&over("10.1.1.8"), &asked));
+        assert!(!leads_as(&over("10.1.1.9"), &asked));
+        assert!(!leads_as(&kernel(2, "10.9.0.0/16", None), &asked));
+        assert!(!leads_as(
+            &kernel(2, "10.9.0.0/17", Some("10.1.1.8")),
+            &asked
+        ));
+        // The gateway that was inferred does not stand in the result, and the kernel keeps no host bits.
+        assert!(leads_as(&over("10.1.1.9"), &of("10.9.1.2/16", None)));
+        // Whoever changes the default route means to.
+        let default = of("0.0.0.0/0", Some("10.1.1.1"));
+        assert!(leads_as(
+            &kernel(2, "0.0.0.0/0", Some("10.1.1.9")),
+            &default
+        ));
+        // Several next hops.
+        assert!(leads_as(&kernel(0, "10.9.0.0/16", None), &asked));
+    }
 }

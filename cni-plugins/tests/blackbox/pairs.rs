@@ -508,5 +508,21 @@ fn routes_have_what_ipam_says_of_them() {
         ip(&["-n", &world.container, "route", "show", "table", "42"])
             .contains("10.8.0.0/16 via 10.198.1.1")
     );
-    world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
+    let with = World::with_previous(&config, &result);
+    world.ok("bridge", "CHECK", &with);
+    // Another gateway is another route.
+    let other = "route replace 10.9.0.0/16 via 10.198.1.8 metric 77";
+    ip(&[
+        &["-n", &*world.container][..],
+        &other.split(' ').collect::<Vec<_>>(),
+    ]
+    .concat());
+    let error = world.refused("bridge", "CHECK", &with, &[]);
+    assert!(
+        error["msg"]
+            .as_str()
+            .unwrap()
+            .contains("10.9.0.0/16 via 10.198.1.9"),
+        "{error}"
+    );
 }
