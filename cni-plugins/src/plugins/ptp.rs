@@ -72,7 +72,11 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
             for (destination, over) in
                 [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))]
             {
-                let added = socket.add_route(&Route::new(index, destination, over));
+                // With several addresses, each network is spoken to from the one that belongs to it.
+                let added = socket.add_route(&Route {
+                    source: Some(ip.address.addr()),
+                    ..Route::new(index, destination, over)
+                });
                 added.map_err(doing(format!(
                     "failed to add route {destination} via {over:?} dev {ifname}"
                 )))?;

@@ -262,8 +262,8 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         let routes = ip(&["-n", &world.container, "route"]);
         for expected in [
             "default via 10.198.2.1 dev eth0",
-            "10.198.2.0/24 via 10.198.2.1 dev eth0",
-            "10.198.2.1 dev eth0 scope link",
+            "10.198.2.0/24 via 10.198.2.1 dev eth0 src 10.198.2.2",
+            "10.198.2.1 dev eth0 scope link src 10.198.2.2",
         ] {
             assert!(routes.contains(expected), "{expected}: {routes}");
         }
@@ -306,7 +306,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
     let routes = ip(&["-n", &world.container, "-6", "route"]);
     assert!(
         routes.contains("default via fd00:198:3::1")
-            && routes.contains("fd00:198:3::/64 via fd00:198:3::1"),
+            && routes.contains("fd00:198:3::/64 via fd00:198:3::1 dev eth0 src fd00:198:3::2"),
         "{routes}"
     );
     assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
