@@ -277,8 +277,6 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
             }
             _ => {}
         }
-        // Best effort: without IPv6 in the kernel there is nothing to protect.
-        let _ = sysctl::write(&format!("ipv6/conf/{name}/accept_ra"), "0");
         found = find(socket)?;
     }
     let link = found
@@ -288,6 +286,9 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
             "{name:?} already exists but is not a bridge"
         )));
     }
+    // Whoever made the bridge: else a container could announce itself as the host's router (CVE-2020-10749). Best effort:
+    // without IPv6 in the kernel there is nothing to protect.
+    let _ = sysctl::ensure(&format!("ipv6/conf/{name}/accept_ra"), "0");
     if config.has_vlans() && link.option(IFLA_BR_VLAN_FILTERING) != Some(1) {
         return Err(Error::other(format!(
             "the bridge {name:?} was made without VLAN filtering, which \"vlan\" and \"vlanTrunk\" need: turn it on (ip link set {name} type bridge vlan_filtering 1) or name another bridge"

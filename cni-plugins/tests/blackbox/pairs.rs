@@ -462,6 +462,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     ip(&[
         "-n",
         &world.host,
+    assert_eq!(accept_ra("br3"), "0", "also where others made the bridge");
         "link",
         "add",
         "fake0",
