@@ -479,6 +479,12 @@ impl Plugin for Bridge {
             .filter(|l| l.kind == "bridge");
         let bridge = bridge
             .ok_or_else(|| Error::other(format!("the bridge {:?} is missing", config.bridge)))?;
+        if config.promiscuous && !bridge.promiscuous {
+            return Err(Error::other(format!(
+                "the bridge {:?} is not promiscuous any more",
+                config.bridge
+            )));
+        }
         let ports = expected
             .interfaces
             .iter()

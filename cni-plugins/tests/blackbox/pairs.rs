@@ -403,8 +403,17 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         assert_eq!(mac(name), before);
     }
     let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
-    world.ok("bridge", "ADD", &promiscuous);
+    let result = world.ok("bridge", "ADD", &promiscuous);
     assert!(bridge("br2").contains("PROMISC"));
+    let with = World::with_previous(&promiscuous, &result);
+    world.ok("bridge", "CHECK", &with);
+    let off = ["-n", &world.host, "link", "set", "br2", "promisc", "off"];
+    ip(&off);
+    let error = world.refused("bridge", "CHECK", &with, &[]);
+    assert!(
+        error["msg"].as_str().unwrap().contains("not promiscuous"),
+        "{error}"
+    );
     let accept_ra = |name: &str| {
         world
             .on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")])
@@ -453,6 +462,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     ]);
     let force = world.config("1.0.0", json!({"bridge": "br3", "forceAddress": true}));
     world.ok("bridge", "ADD", &force);
+    assert_eq!(accept_ra("br3"), "0", "also where others made the bridge");
     let shown = ip(&["-n", &world.host, "addr", "show", "br3"]);
     assert!(
         shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"),
@@ -462,7 +472,6 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     ip(&[
         "-n",
         &world.host,
-    assert_eq!(accept_ra("br3"), "0", "also where others made the bridge");
         "link",
         "add",
         "fake0",
