@@ -18,7 +18,6 @@ pub struct Sbr;
 /// The tables below are other people's.
 const FIRST: u32 = 100;
 const MAIN: u32 = 254;
-const KERNEL: u8 = 2;
 
 struct Config {
     table: Option<u32>,
@@ -50,7 +49,7 @@ impl Config {
 }
 
 /// The addresses of the container's interface with their gateways.
-fn addresses(call: &Call<'_>, success: &Success) -> Vec<(IpAddr, Option<IpAddr>)> {
+fn addresses(call: &Call<'_>, success: &Success) -> Vec<(IpNet, Option<IpAddr>)> {
     let ours = |n: usize| {
         success
             .interfaces
@@ -61,16 +60,28 @@ fn addresses(call: &Call<'_>, success: &Success) -> Vec<(IpAddr, Option<IpAddr>)
         .ips
         .iter()
         .filter(|ip| ip.interface.is_none_or(ours))
-        .map(|ip| (ip.address.addr(), ip.gateway))
+        .map(|ip| (ip.address, ip.gateway))
         .collect()
+}
+
+fn add_rule(socket: &mut Socket, address: IpAddr, table: u32) -> Result<(), Error> {
+    socket
+        .add_rule(address, table)
+        .map_err(doing(format!("the rule for {address} cannot be added")))
 }
 
 fn divert(
     call: &Call<'_>,
     config: &Config,
     socket: &mut Socket,
-    addresses: &[(IpAddr, Option<IpAddr>)],
+    addresses: &[(IpNet, Option<IpAddr>)],
 ) -> Result<(), Error> {
+    // Somebody else fills a table that has a number: IPAM's routes with "table", or a vrf (containernetworking/plugins#1046).
+    if let Some(table) = config.table {
+        return addresses
+            .iter()
+            .try_for_each(|(address, _)| add_rule(socket, address.addr(), table));
+    }
     let failed = || doing("the container's routes cannot be read");
     let link = socket.link(&call.ifname).map_err(failed())?;
     let link = link.ok_or_else(|| {
@@ -90,8 +101,9 @@ fn divert(
         .into_iter()
         .filter(|r| r.link == link.index && r.table == MAIN && !is_link_local(r.destination))
         .collect();
-    for (address, own) in addresses {
-        let free = (config.table.unwrap_or(FIRST)..)
+    for (net, own) in addresses {
+        let address = net.addr();
+        let free = (FIRST..)
             .find(|t| !used.contains(t))
             .ok_or_else(|| Error::other("no table for routes is free"))?;
         used.push(free);
@@ -99,7 +111,7 @@ fn divert(
         let adapt = |route: &Route| Route {
             table: free,
             source: if config.hints {
-                Some(*address)
+                Some(address)
             } else {
                 route.source
             },
@@ -129,12 +141,44 @@ fn divert(
                 route.destination
             )))?;
         }
-        socket
-            .add_rule(*address, free)
-            .map_err(doing(format!("the rule for {address} cannot be added")))?;
+        add_rule(socket, address, free)?;
     }
-    // The kernel's own stay where it looks for them.
-    for route in ours.iter().filter(|r| r.maker != KERNEL) {
+    clear_main(socket, config, link.index, addresses, &ours)
+}
+
+/// Nothing in the main table leads over the interface any more, unless hints are asked for: then its own networks do, from
+/// its addresses.
+fn clear_main(
+    socket: &mut Socket,
+    config: &Config,
+    link: u32,
+    addresses: &[(IpNet, Option<IpAddr>)],
+    ours: &[Route],
+) -> Result<(), Error> {
+    let hint = |r: &Route, net: &IpNet| {
+        r.gateway.is_none() && r.destination == net.trunc() && r.source == Some(net.addr())
+    };
+    let hinted: Vec<IpNet> = addresses
+        .iter()
+        .map(|(net, _)| *net)
+        .filter(|net| config.hints && net.prefix_len() < net.max_prefix_len())
+        .collect();
+    for net in &hinted {
+        if !ours.iter().any(|r| hint(r, net)) {
+            let route = Route {
+                source: Some(net.addr()),
+                ..Route::new(link, net.trunc(), None)
+            };
+            socket.add_route(&route).map_err(doing(format!(
+                "the route to {} cannot be added to the main table",
+                route.destination
+            )))?;
+        }
+    }
+    for route in ours
+        .iter()
+        .filter(|r| !hinted.iter().any(|net| hint(r, net)))
+    {
         match socket.delete_route(route) {
             Err(error) if error.raw_os_error() != Some(nix::errno::Errno::ESRCH as i32) => {
                 return Err(Error::doing(
@@ -190,7 +234,7 @@ impl Plugin for Sbr {
             .map(|p| addresses(call, &p))
             .unwrap_or_default()
             .into_iter()
-            .map(|a| a.0)
+            .map(|a| a.0.addr())
             .collect();
         netns::inside(&namespace, || {
             let failed = || doing("the container's rules cannot be removed");
@@ -216,18 +260,22 @@ impl Plugin for Sbr {
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let previous = call.chained("sbr")?;
+        let given = Config::parse(call)?.table;
         interface::inside(call, |socket| {
             let failed = || doing("the container's rules cannot be read");
             let (rules, routes) = (
                 socket.source_rules().map_err(failed())?,
                 socket.routes().map_err(failed())?,
             );
-            for (address, _) in addresses(call, &previous) {
-                let table = rules
+            for address in addresses(call, &previous).iter().map(|a| a.0.addr()) {
+                // What is in a table that has a number is not this plugin's.
+                let serves = |table: u32| {
+                    given.map_or_else(|| routes.iter().any(|r| r.table == table), |g| g == table)
+                };
+                if !rules
                     .iter()
-                    .find(|(source, _)| *source == address)
-                    .map(|(_, table)| *table);
-                if table.is_none_or(|t| !routes.iter().any(|r| r.table == t)) {
+                    .any(|(s, table)| *s == address && serves(*table))
+                {
                     return Err(Error::other(format!(
                         "there is no table of its own any more for what comes from {address}"
                     )));

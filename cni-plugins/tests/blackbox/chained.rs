@@ -327,9 +327,8 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
     );
     let main = ip(&["-n", &world.container, "route"]);
     assert!(
-        main.contains("default via 10.198.1.1 dev eth0")
-            && !main.contains("default via 10.198.9.1"),
-        "{main}"
+        main.contains("default via 10.198.1.1 dev eth0") && !main.contains("net1"),
+        "what has no address of net1's does not leave by it: {main}"
     );
     world.ok_with("sbr", "CHECK", &chained, &env);
     assert!(reaches(&world.container, "10.198.9.1"));
@@ -342,4 +341,65 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
         "it is missed"
     );
     assert_eq!(result["cniVersion"], "1.0.0");
+}
+
+#[test]
+fn sbr_leaves_in_the_main_table_what_it_is_told_to() {
+    let env = [("CNI_IFNAME", "net1")];
+    let ranges = json!([[{"subnet": "10.198.9.0/24"}], [{"subnet": "fd00:198:9::/64"}]]);
+    let added = |extra: Value| {
+        let (world, _, _) = bridged("1.0.0", json!({}));
+        let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges});
+        let second = json!({"bridge": "br9", "name": "second", "ipam": ipam});
+        let second = world.config("1.0.0", second);
+        let other = world.ok_with("bridge", "ADD", &second, &env);
+        let chained = World::chained("1.0.0", "sbr", &other, extra);
+        world.ok_with("sbr", "ADD", &chained, &env);
+        world.ok_with("sbr", "CHECK", &chained, &env);
+        (world, chained)
+    };
+    let routes = |world: &World| {
+        ["-4", "-6"].map(|family| {
+            ip(&[
+                "-n",
+                &world.container,
+                family,
+                "route",
+                "show",
+                "dev",
+                "net1",
+            ])
+        })
+    };
+    // The networks, but not what is behind their gateways.
+    let (world, _) = added(json!({"addSourceHints": true}));
+    let [v4, v6] = routes(&world);
+    assert!(
+        v4.contains("10.198.9.0/24") && v4.contains("src 10.198.9.2") && !v4.contains("default"),
+        "{v4}"
+    );
+    assert!(
+        v6.contains("fd00:198:9::/64")
+            && v6.contains("src fd00:198:9::2")
+            && !v6.contains("default"),
+        "{v6}"
+    );
+    // A table that has a number is somebody else's: rules lead to it, and the routes stay.
+    let (world, chained) = added(json!({"table": 5001}));
+    let [v4, v6] = routes(&world);
+    assert!(
+        v4.contains("default via 10.198.9.1") && v6.contains("default via fd00:198:9::1"),
+        "{v4}{v6}"
+    );
+    for (family, address) in [("-4", "10.198.9.2"), ("-6", "fd00:198:9::2")] {
+        let rules = || ip(&["-n", &world.container, family, "rule"]);
+        assert!(
+            rules().contains(&format!("from {address} lookup 5001")),
+            "{}",
+            rules()
+        );
+    }
+    world.ok_with("sbr", "DEL", &chained, &env);
+    assert!(!ip(&["-n", &world.container, "rule"]).contains("5001"));
+    world.refused("sbr", "CHECK", &chained, &env);
 }
