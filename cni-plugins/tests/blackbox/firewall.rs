@@ -217,3 +217,24 @@ fn firewalls_of_many_containers_at_once_have_no_rule_twice() {
     lines.dedup();
     assert_eq!((lines.len(), all), (all, 40 + 3 + 4), "{rules}");
 }
+
+#[test]
+fn del_needs_no_valid_configuration() {
+    let (world, _, result) = bridged("1.0.0", json!({}));
+    for wrong in [
+        json!({"backend": "nonsense"}),
+        json!({"backend": "iptables", "ingressPolicy": "nonsense"}),
+    ] {
+        let right = World::chained("1.0.0", "firewall", &result, json!({"backend": "iptables"}));
+        world.ok("firewall", "ADD", &right);
+        assert!(world.ruleset().contains("10.198.1.2"));
+        let wrong = World::chained("1.0.0", "firewall", &result, wrong);
+        assert_eq!(world.refused("firewall", "ADD", &wrong, &[])["code"], 7);
+        world.ok("firewall", "DEL", &wrong);
+        let rules = world.ruleset();
+        assert!(!rules.contains("10.198.1.2"), "{rules}");
+    }
+    let nameless = World::chained("1.0.0", "vrf", &result, json!({"vrfname": ""}));
+    assert_eq!(world.refused("vrf", "ADD", &nameless, &[])["code"], 7);
+    world.ok("vrf", "DEL", &nameless);
+}
