@@ -33,7 +33,7 @@ use super::observation::Detail;
 use super::tasks;
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::observed::{ContainerState, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
@@ -591,7 +591,7 @@ impl Runtime for CriClient {
         self.pull_image(name, credentials).await
     }
 
-    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
+    async fn events(&self) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {
         super::events::follow(&self.channel, &self.runtime).await
     }
 }

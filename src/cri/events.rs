@@ -19,6 +19,7 @@ use super::RuntimeErrorKind;
 use super::measured::Measured;
 use crate::core::backoff::Doubling;
 use crate::core::pod::cri_config::label;
+use crate::core::pod::observed::{EventKind, RuntimeEvent};
 
 /// How long a refusal may take. A runtime may answer only with its first event: no refusal within this time
 /// is a yes.
@@ -38,11 +39,11 @@ async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError
     }
 }
 
-/// The uids of pods in which something happened.
+/// What happens to sandboxes and containers of pods.
 pub(super) async fn follow(
     channel: &Channel,
     runtime: &RuntimeServiceClient<Measured>,
-) -> Result<mpsc::Receiver<String>, RuntimeError> {
+) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {
     match of_cri(runtime.clone()).await {
         Err(error) if error.kind == RuntimeErrorKind::Unimplemented => {
             of_containerd(EventsClient::new(channel.clone()), runtime.clone()).await
@@ -53,7 +54,7 @@ pub(super) async fn follow(
 
 async fn of_cri(
     mut client: RuntimeServiceClient<Measured>,
-) -> Result<mpsc::Receiver<String>, RuntimeError> {
+) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
@@ -69,17 +70,8 @@ async fn of_cri(
             }
         };
         while let Ok(Some(event)) = stream.message().await {
-            let labelled = event
-                .containers_statuses
-                .first()
-                .and_then(|c| c.labels.get(label::POD_UID).cloned());
-            let uid = event
-                .pod_sandbox_status
-                .and_then(|s| s.metadata)
-                .map(|m| m.uid)
-                .or(labelled);
-            if let Some(uid) = uid
-                && sender.send(uid).await.is_err()
+            if let Some(event) = event_of(event)
+                && sender.send(event).await.is_err()
             {
                 return;
             }
@@ -88,10 +80,35 @@ async fn of_cri(
     accepted(refusal).await.map(|()| receiver)
 }
 
+/// An event in our own type; nothing where it says of no pod.
+fn event_of(event: pb::ContainerEventResponse) -> Option<RuntimeEvent> {
+    let kind = match pb::ContainerEventType::try_from(event.container_event_type) {
+        Ok(pb::ContainerEventType::ContainerCreatedEvent) => EventKind::Created,
+        Ok(pb::ContainerEventType::ContainerStartedEvent) => EventKind::Started,
+        Ok(pb::ContainerEventType::ContainerDeletedEvent) => EventKind::Deleted,
+        // What a newer runtime tells beyond these is looked at, as an end is.
+        Ok(pb::ContainerEventType::ContainerStoppedEvent) | Err(_) => EventKind::Stopped,
+    };
+    let labelled = event
+        .containers_statuses
+        .first()
+        .and_then(|c| c.labels.get(label::POD_UID).cloned());
+    let pod = event
+        .pod_sandbox_status
+        .and_then(|s| s.metadata)
+        .map(|m| m.uid)
+        .or(labelled)?;
+    Some(RuntimeEvent {
+        pod,
+        id: event.container_id,
+        kind,
+    })
+}
+
 async fn of_containerd(
     mut client: EventsClient<Channel>,
     runtime: RuntimeServiceClient<Measured>,
-) -> Result<mpsc::Receiver<String>, RuntimeError> {
+) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {
     let (sender, receiver) = mpsc::channel(256);
     let (refused, refusal) = oneshot::channel();
     tokio::spawn(async move {
@@ -121,9 +138,15 @@ async fn of_containerd(
             let (runtime, sender) = (runtime.clone(), sender.clone());
             tokio::spawn(async move {
                 let look = || shown(runtime.clone(), exit.container_id.clone());
-                if let Some(uid) = uid_of(look).await {
+                let pod = uid_of(look).await;
+                if let Some(pod) = pod {
+                    let event = RuntimeEvent {
+                        pod,
+                        id: exit.container_id,
+                        kind: EventKind::Stopped,
+                    };
                     // The receiver has gone with the stream's reader; then nobody wants to know.
-                    let _ = sender.send(uid).await;
+                    let _ = sender.send(event).await;
                 }
             });
         }
@@ -217,6 +240,36 @@ mod tests {
         let (uid, after) = told(Duration::MAX).await;
         assert_eq!(uid.as_deref(), Some("p"));
         assert!(after < AUDIT + PAUSES.1, "{after:?}");
+    }
+
+    #[test]
+    fn an_event_says_of_what_it_is_and_what_is_not_known_is_looked_at() {
+        let kinds = [
+            (0, EventKind::Created),
+            (1, EventKind::Started),
+            (2, EventKind::Stopped),
+            (3, EventKind::Deleted),
+            (77, EventKind::Stopped),
+        ];
+        for (number, kind) in kinds {
+            let labels = [(label::POD_UID.to_owned(), "p".to_owned())].into();
+            let event = pb::ContainerEventResponse {
+                container_id: "c".into(),
+                container_event_type: number,
+                containers_statuses: vec![pb::ContainerStatus {
+                    labels,
+                    ..pb::ContainerStatus::default()
+                }],
+                ..pb::ContainerEventResponse::default()
+            };
+            let expected = RuntimeEvent {
+                pod: "p".into(),
+                id: "c".into(),
+                kind,
+            };
+            assert_eq!(event_of(event), Some(expected));
+        }
+        assert_eq!(event_of(pb::ContainerEventResponse::default()), None);
     }
 
     #[tokio::test(start_paused = true)]

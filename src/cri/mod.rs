@@ -23,7 +23,7 @@ pub use measured::Report;
 
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::ObservedPod;
+use crate::core::pod::observed::{ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
@@ -329,7 +329,7 @@ pub trait Runtime: Send + Sync + 'static {
         name: &str,
         credentials: Option<Credentials>,
     ) -> Result<String, RuntimeError>;
-    /// The uids of pods in which something happened, until the stream breaks. `Unimplemented` where
-    /// the runtime has no events.
-    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError>;
+    /// What happens to sandboxes and containers of pods, until the stream breaks; some runtimes tell of ends alone.
+    /// `Unimplemented` where the runtime has no events.
+    async fn events(&self) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError>;
 }

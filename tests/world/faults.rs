@@ -89,28 +89,32 @@ impl State {
         }
     }
 
-    /// Says to whoever listens that the runtime has something new about a pod. With faults it may be lost, late or said
+    /// Says to whoever listens what has happened to a pod's sandbox or container. With faults it may be lost, late or said
     /// twice.
-    pub(super) fn hint(&mut self, uid: &str) {
+    pub(super) fn hint(&mut self, uid: &str, id: &str, kind: EventKind) {
         let fate = if self.faults { self.pick(8) } else { 7 };
         let Some(hinted) = self.hinted.clone() else {
             return;
         };
-        let uid = uid.to_owned();
+        let event = RuntimeEvent {
+            pod: uid.to_owned(),
+            id: id.to_owned(),
+            kind,
+        };
         match fate {
             0 => {}
             1 => {
                 let late = Duration::from_millis(self.pick(4000));
                 tokio::spawn(async move {
                     tokio::time::sleep(late).await;
-                    let _ = hinted.try_send(uid);
+                    let _ = hinted.try_send(event);
                 });
             }
             2 => {
-                let _ = hinted.try_send(uid.clone());
-                let _ = hinted.try_send(uid);
+                let _ = hinted.try_send(event.clone());
+                let _ = hinted.try_send(event);
             }
-            _ => _ = hinted.try_send(uid),
+            _ => _ = hinted.try_send(event),
         }
     }
 }

@@ -28,7 +28,9 @@ use holdfast::core::node::shutdown::Periods;
 use holdfast::core::pod;
 use holdfast::core::pod::cri_config::label;
 use holdfast::core::pod::explain::Fetching;
-use holdfast::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
+use holdfast::core::pod::observed::{
+    Container, ContainerState, EventKind, ObservedPod, RuntimeEvent, Sandbox,
+};
 use holdfast::core::pod::probe::{Http, Reply};
 use holdfast::core::pod::record::Record;
 use holdfast::core::serving::Streams;
@@ -108,7 +110,7 @@ struct State {
     /// Whether the runtime has events.
     has_events: bool,
     /// Who listens to them.
-    hinted: Option<mpsc::Sender<String>>,
+    hinted: Option<mpsc::Sender<RuntimeEvent>>,
     /// Manifests of static pods by name, and all uids that such pods had.
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
@@ -535,7 +537,7 @@ impl World {
             let lost = state.boxes.get_mut(id).unwrap();
             lost.sandbox.ready = false;
             let uid = lost.uid.clone();
-            state.hint(&uid);
+            state.hint(&uid, id, EventKind::Stopped);
         }
     }
 
@@ -672,7 +674,7 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         c.container.exit_code = code;
         c.container.finished_at = Some(now);
         let uid = c.uid.clone();
-        state.hint(&uid);
+        state.hint(&uid, id, EventKind::Stopped);
     }
 }
 

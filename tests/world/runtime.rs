@@ -117,7 +117,8 @@ impl Runtime for World {
                     sandbox,
                 },
             );
-            state.hint(&metadata.uid);
+            state.hint(&metadata.uid, &id, EventKind::Created);
+            state.hint(&metadata.uid, &id, EventKind::Started);
             Ok(id)
         })
         .await
@@ -149,7 +150,7 @@ impl Runtime for World {
             if let Some(b) = state.boxes.get_mut(id) {
                 b.sandbox.ready = false;
                 let uid = b.uid.clone();
-                state.hint(&uid);
+                state.hint(&uid, id, EventKind::Stopped);
             }
             Ok(())
         })
@@ -169,7 +170,7 @@ impl Runtime for World {
             }
             state.containers.retain(|_, c| c.container.sandbox != id);
             if let Some(removed) = state.boxes.remove(id) {
-                state.hint(&removed.uid);
+                state.hint(&removed.uid, id, EventKind::Deleted);
             }
             Ok(())
         })
@@ -231,6 +232,7 @@ impl Runtime for World {
                 stop_signal: None,
                 message_file: None,
             };
+            state.hint(&uid, &id, EventKind::Created);
             state.containers.insert(id.clone(), Ctr { uid, container });
             Ok(id)
         })
@@ -293,7 +295,7 @@ impl Runtime for World {
             let c = state.containers.get_mut(id).unwrap();
             c.container.state = ContainerState::Running;
             c.container.started_at = Some(now);
-            state.hint(&uid);
+            state.hint(&uid, id, EventKind::Started);
             if state.final_phase.contains_key(&uid) {
                 state.deny(format!("{uid}/{name}: started after the pod's final phase"));
             }
@@ -495,7 +497,7 @@ impl Runtime for World {
         result
     }
 
-    async fn events(&self) -> Result<mpsc::Receiver<String>, RuntimeError> {
+    async fn events(&self) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {
         if !self.state().has_events {
             return Err(RuntimeError {
                 kind: RuntimeErrorKind::Unimplemented,

@@ -212,6 +212,11 @@ impl Dispatcher {
                     worker.inbox.send(Input::Hint);
                 }
             }
+            Hint::Event(event) => {
+                if let Some(worker) = self.workers.get(&event.pod) {
+                    worker.inbox.send(Input::Happened(event));
+                }
+            }
             Hint::Devices(uid) => {
                 if let Some(worker) = self.workers.get(&uid) {
                     worker.inbox.send(Input::Devices(BTreeMap::new()));

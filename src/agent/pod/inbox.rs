@@ -103,6 +103,8 @@ fn supersedes(new: &Input, old: &Input) -> bool {
                 ..
             },
         ) => id == before && kind == which,
+        // What happens to one thing happens in this order, and the last says most.
+        (Input::Happened(new), Input::Happened(old)) => new.id == old.id && new.kind >= old.kind,
         (Input::Hint, Input::Hint)
         | (Input::VolumesChanged, Input::VolumesChanged)
         | (Input::DriversChanged, Input::DriversChanged)
@@ -117,8 +119,36 @@ fn supersedes(new: &Input, old: &Input) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::pod::observed::{EventKind, RuntimeEvent};
     use crate::core::pod::probe::Kind;
     use crate::core::pod::worker::Network;
+
+    #[test]
+    fn of_events_about_one_container_the_last_is_kept() {
+        let inbox = Inbox::default();
+        let happened = |id: &str, kind| {
+            Input::Happened(RuntimeEvent {
+                pod: "u".into(),
+                id: id.into(),
+                kind,
+            })
+        };
+        for _ in 0..1000 {
+            inbox.send(happened("a", EventKind::Created));
+            inbox.send(happened("b", EventKind::Created));
+            inbox.send(happened("b", EventKind::Stopped));
+        }
+        // What comes out of order takes nothing away.
+        inbox.send(happened("b", EventKind::Started));
+        let messages = inbox.messages();
+        let kept = messages.iter().map(|message| match message {
+            Message::Input(Input::Happened(event)) => (event.id.as_str(), event.kind),
+            _ => ("", EventKind::Deleted),
+        });
+        let kept: Vec<_> = kept.collect();
+        assert!(kept.contains(&("b", EventKind::Stopped)), "{kept:?}");
+        assert!(kept.len() <= 8, "{kept:?}");
+    }
 
     fn names(inbox: &Inbox) -> Vec<&'static str> {
         let of = |message: &Message| match message {

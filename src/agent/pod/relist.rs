@@ -1,5 +1,6 @@
 //! Noticing what happens in the runtime (upstream's `pleg/`): events where it has them, listing
-//! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself.
+//! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself, where an event
+//! tells something that it does not know.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -10,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::core::lock::lock;
+use crate::core::pod::observed::RuntimeEvent;
 use crate::cri::{ListedPod, RuntimeErrorKind};
 
 /// How often the runtime is listed without events, and with them.
@@ -53,6 +55,8 @@ pub enum Hint {
     StartAnew(String),
     /// Something may have changed in this pod.
     Pod(String),
+    /// This has happened to a sandbox or a container of a pod.
+    Event(RuntimeEvent),
     /// The devices of this pod have another health than before.
     Devices(String),
     /// All pods that the runtime has.
@@ -69,7 +73,7 @@ async fn trimming(quiet_since: Option<Instant>) {
 
 /// Runs until the receiver is gone.
 pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
-    let mut events: Option<mpsc::Receiver<String>> = None;
+    let mut events: Option<mpsc::Receiver<RuntimeEvent>> = None;
     let mut has_events = true;
     let mut next_try = Instant::now();
     let mut failing = false;
@@ -136,9 +140,9 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 biased;
                 // Cancel-safe: a received event is handled before the next wait.
                 event = stream.recv() => match event {
-                    Some(uid) => {
+                    Some(event) => {
                         quiet_since = Some(Instant::now());
-                        if hints.send(Hint::Pod(uid)).await.is_err() {
+                        if hints.send(Hint::Event(event)).await.is_err() {
                             return;
                         }
                     }

@@ -87,6 +87,30 @@ pub struct Sandbox {
     pub host_network: bool,
 }
 
+/// What happens to a sandbox or a container, in the order in which it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum EventKind {
+    /// It was made.
+    Created,
+    /// It runs.
+    Started,
+    /// It has ended, or something that this program does not know has happened to it.
+    Stopped,
+    /// It was removed.
+    Deleted,
+}
+
+/// What the runtime tells of a sandbox or a container (CRI's `GetContainerEvents`).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RuntimeEvent {
+    /// The uid of the pod that it belongs to.
+    pub pod: String,
+    /// By which the runtime knows the sandbox or the container.
+    pub id: String,
+    /// What has happened to it.
+    pub kind: EventKind,
+}
+
 /// One pod as the runtime has it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ObservedPod {

@@ -96,6 +96,7 @@ impl std::fmt::Display for Entry {
                 write!(f, "{what}: {}", verdict.message)?;
             }
             Input::Network(network) => write!(f, "network: {network:?}")?,
+            Input::Happened(event) => write!(f, "event: {} {:?}", event.id, event.kind)?,
             other => f.write_str(other.name())?,
         }
         write!(f, " -> {}", self.decision)

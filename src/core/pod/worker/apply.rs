@@ -36,6 +36,7 @@ impl Worker {
         match input {
             Input::Update(update) => return self.apply_update(facts, update, turn),
             Input::Hint => self.look = true,
+            Input::Happened(event) => return self.apply_event(event),
             Input::Probed { id, kind, result } => {
                 let place = self.probed.0.entry(id).or_default();
                 *place.of(kind) = Some(result);
@@ -60,7 +61,10 @@ impl Worker {
                 Growth::Settled | Growth::Withdrawn => {}
             },
             Input::Network(network) => self.network = network,
-            Input::Done { key, outcome } => self.apply_outcome(facts, &key, outcome, turn),
+            Input::Done { key, outcome } => {
+                self.apply_outcome(facts, &key, outcome, turn);
+                self.settle_events();
+            }
             Input::ClockMoved(by) => self.move_timers(by),
             Input::Tick => {}
         }

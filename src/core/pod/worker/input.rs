@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::pod;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::Intent;
-use crate::core::pod::observed::ObservedPod;
+use crate::core::pod::observed::{ObservedPod, RuntimeEvent};
 use crate::core::pod::probe::Kind;
 use crate::core::pod::resize::Sizes;
 use crate::core::pod::status::Verdict;
@@ -131,8 +131,10 @@ pub enum Network {
 pub enum Input {
     /// The source has another desired state, or the API another object.
     Update(Update),
-    /// The runtime may have something new: an event, or a listing that differs from what was seen.
+    /// The runtime may have something new: a listing differs from what was seen.
     Hint,
+    /// The runtime tells what has happened to a sandbox or a container of the pod.
+    Happened(RuntimeEvent),
     /// A probe has another result than before.
     Probed {
         /// The runtime's container id.
@@ -175,6 +177,7 @@ impl Input {
         match self {
             Input::Update(_) => "update",
             Input::Hint => "hint",
+            Input::Happened(_) => "happened",
             Input::Probed { .. } => "probed",
             Input::VolumesChanged => "volumes-changed",
             Input::DriversChanged => "drivers-changed",

@@ -6,12 +6,13 @@
 //! observation, everything that can be done is being done, and what waits has either an operation under
 //! way, a time to wake at, or a reason that only news can change.
 //!
-//! The rules: `apply` says what an input changes, `plan` what is to be done (upstream's `pod_workers.go`
+//! The rules: `apply` says what an input changes, `news` which events change anything, `plan` what is to be done (upstream's `pod_workers.go`
 //! and `SyncPod`), `stop` in which order containers end.
 
 mod apply;
 mod clock;
 mod input;
+mod news;
 mod plan;
 mod stop;
 mod stored;
@@ -31,7 +32,7 @@ pub use input::{Identity, Input, Key, Network, Op, Outcome, PodEvent, Update};
 use super::Role;
 use super::actions;
 use super::lifecycle::{self, Cause, State};
-use super::observed::{ContainerState, ObservedPod};
+use super::observed::{ContainerState, ObservedPod, RuntimeEvent};
 use super::probe::Probed;
 use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
@@ -164,6 +165,9 @@ pub struct Worker {
     admitted: bool,
     /// Something new may be in the runtime.
     look: bool,
+    /// Events that may be about what an operation under way does: they are judged when it has ended.
+    #[serde(default)]
+    events: Vec<RuntimeEvent>,
     /// Something was done whose outcome is not known: nothing more is done before it is.
     unsure: bool,
     /// Counts what was done; an observation that was begun before something was done is void.
@@ -241,6 +245,7 @@ impl Worker {
             adopted: false,
             admitted: false,
             look: true,
+            events: vec![],
             unsure: true,
             acted: 0,
             observing: 0,

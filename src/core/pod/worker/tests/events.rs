@@ -1,0 +1,151 @@
+//! Events of the runtime: what the worker did itself is no news, and nothing else is overlooked.
+
+use super::super::news::{News, news};
+use super::*;
+use crate::core::pod::observed::{EventKind, RuntimeEvent};
+
+fn event(id: &str, kind: EventKind) -> RuntimeEvent {
+    RuntimeEvent {
+        pod: "u".into(),
+        id: id.into(),
+        kind,
+    }
+}
+
+fn starting(post_start: bool) -> Op {
+    let mut container = k8s_openapi::api::core::v1::Container {
+        name: "c".into(),
+        ..Default::default()
+    };
+    if post_start {
+        container.lifecycle = Some(k8s_openapi::api::core::v1::Lifecycle {
+            post_start: Some(k8s_openapi::api::core::v1::LifecycleHandler::default()),
+            ..Default::default()
+        });
+    }
+    Op::Start {
+        start: actions::Start {
+            role: Role::Regular,
+            container,
+            attempt: 0,
+            replaces: None,
+        },
+        sandbox: "box0".into(),
+        attempt: 0,
+        ips: vec![],
+    }
+}
+
+/// What is known of a container `c0`, what is under way, what is told of what, and what follows.
+type Case = (
+    Option<ContainerState>,
+    Vec<Op>,
+    &'static str,
+    EventKind,
+    News,
+);
+
+fn cases() -> Vec<Case> {
+    use ContainerState::{Created, Exited, Running, Unknown};
+    let making = || vec![Op::Sandbox { attempt: 0 }];
+    let looking = || vec![Op::Observe { logs: false }];
+    let (start, hooked) = (|| vec![starting(false)], || vec![starting(true)]);
+    vec![
+        // What is known already, or was before.
+        (Some(Running), vec![], "c0", EventKind::Created, News::None),
+        (Some(Running), vec![], "c0", EventKind::Started, News::None),
+        (Some(Exited), vec![], "c0", EventKind::Started, News::None),
+        (Some(Created), start(), "c0", EventKind::Created, News::None),
+        (None, vec![], "box0", EventKind::Created, News::None),
+        (None, making(), "box0", EventKind::Started, News::None),
+        // What an operation under way may have caused.
+        (None, making(), "box1", EventKind::Created, News::Later),
+        (None, start(), "c0", EventKind::Created, News::Later),
+        (
+            Some(Created),
+            start(),
+            "c0",
+            EventKind::Started,
+            News::Later,
+        ),
+        // What nobody here has done, or is to be seen at once.
+        (None, vec![], "c0", EventKind::Created, News::Look),
+        (None, looking(), "c0", EventKind::Started, News::Look),
+        (None, hooked(), "c0", EventKind::Started, News::Look),
+        (Some(Created), vec![], "c0", EventKind::Started, News::Look),
+        (Some(Unknown), vec![], "c0", EventKind::Started, News::Look),
+        // Ends, whatever is known and under way.
+        (Some(Running), start(), "c0", EventKind::Stopped, News::Look),
+        (Some(Exited), vec![], "c0", EventKind::Stopped, News::Look),
+        (None, making(), "box0", EventKind::Deleted, News::Look),
+    ]
+}
+
+#[test]
+fn an_event_is_news_if_it_tells_what_is_not_known() {
+    for (state, in_flight, id, kind, expected) in cases() {
+        let mut observed = ObservedPod {
+            sandboxes: vec![sandbox(0, 0)],
+            containers: vec![],
+        };
+        if let Some(state) = state {
+            let mut known = container("c", 0, "box0", 0);
+            known.state = state;
+            observed.containers.push(known);
+        }
+        let told = news(Some(&observed), &in_flight, &event(id, kind));
+        assert_eq!(told, expected, "{state:?} {in_flight:?} {id} {kind:?}");
+    }
+    let told = news(None, &[], &event("c0", EventKind::Created));
+    assert_eq!(told, News::Look, "nothing has been seen yet");
+}
+
+/// A start whose events come before its calls return costs as many looks as one without events.
+#[test]
+fn what_the_worker_does_comes_back_without_a_look() {
+    let spec = || json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut silent = Run::new(a_pod(spec(), json!({})));
+    silent.settle();
+    let mut run = Run::new(a_pod(spec(), json!({})));
+    for making in [Key::Sandbox, start("c")] {
+        run.settle_but(|op| op.key() == making);
+        let op = run.waiting[0].clone();
+        assert_eq!(op.key(), making);
+        let (made, id) = (
+            run.outcome(&op),
+            if making == Key::Sandbox { "box0" } else { "c0" },
+        );
+        run.input(Input::Happened(event(id, EventKind::Created)));
+        run.input(Input::Happened(event(id, EventKind::Started)));
+        run.done(&making, made);
+    }
+    run.settle();
+    assert_eq!(run.phase(), "Running");
+    assert_eq!(run.count(&Key::Observe), silent.count(&Key::Observe));
+    let late = run.input(Input::Happened(event("c0", EventKind::Started)));
+    assert!(late.unchanged, "it comes again");
+    assert_eq!(run.record.replay(), vec![]);
+}
+
+/// What was told while an operation was under way, and was about something else, is looked at when that ends.
+#[test]
+fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| op.key() == Key::Sandbox);
+    let op = run.waiting[0].clone();
+    let made = run.outcome(&op);
+    run.input(Input::Happened(event("other", EventKind::Started)));
+    let looked = run.count(&Key::Observe);
+    assert_eq!(looked, 1, "it may be about the sandbox");
+    run.done(&Key::Sandbox, made);
+    assert_eq!(run.count(&Key::Observe), looked + 1);
+    run.settle();
+    let looked = run.count(&Key::Observe);
+    run.input(Input::Happened(event("other", EventKind::Started)));
+    assert_eq!(
+        run.count(&Key::Observe),
+        looked + 1,
+        "nobody is starting it"
+    );
+}
