@@ -208,6 +208,43 @@ fn a_completed_pod_is_left_alone() {
     }
 }
 
+/// A pod with one container costs six calls about what is made, and one look before, which is two listings. What these
+/// calls lead to, events included, costs nothing more.
+#[test]
+fn a_start_costs_no_more_calls_than_it_must() {
+    // The runtimes of every third seed have no events: a listing may fall into the start, and leads to a look.
+    for (seed, looks) in [(1, 1), (2, 1), (3, 2)] {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            let before = world.trace().len();
+            world.create_steady_pod("steady");
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            let running = Some(("Running".to_owned(), String::new()));
+            assert_eq!(world.phase("steady"), running, "seed {seed}");
+            let trace = world.trace().split_off(before);
+            let calls = |name: &str| {
+                let made = trace.iter().filter_map(|line| line.split(' ').nth(1));
+                made.filter(|call| *call == name).count()
+            };
+            for once in [
+                "run_sandbox",
+                "sandbox_ips",
+                "image",
+                "create_container",
+                "start_container",
+                "container",
+            ] {
+                assert_eq!(calls(once), 1, "seed {seed}, {once}: {trace:#?}");
+            }
+            let looked = calls("observe");
+            assert!((1..=looks).contains(&looked), "seed {seed}: {trace:#?}");
+            agent.abort();
+        });
+    }
+}
+
 /// The machine gets another address: the probes of pods that have the node's go there.
 #[test]
 fn probes_follow_the_address_of_the_node() {

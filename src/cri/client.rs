@@ -33,7 +33,7 @@ use super::observation::Detail;
 use super::tasks;
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{ContainerState, ObservedPod, RuntimeEvent};
+use crate::core::pod::observed::{Container, ContainerState, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
 
 /// The largest message, as the kubelet has it.
@@ -265,6 +265,10 @@ impl Runtime for CriClient {
 
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
         self.observe_pod(uid).await
+    }
+
+    async fn container(&self, id: &str, sandbox: &str) -> Result<Option<Container>, RuntimeError> {
+        self.container_status(id, sandbox).await
     }
 
     async fn run_sandbox(

@@ -75,6 +75,24 @@ fn message_file(status: &pb::ContainerStatus) -> Option<String> {
     Some(file.file_name()?.to_str()?.to_owned())
 }
 
+/// A container as its status alone tells it, which does not say of its sandbox.
+pub(super) fn container_of(status: &pb::ContainerStatus, sandbox: &str) -> Option<Container> {
+    let mut container = container(&pb::Container {
+        id: status.id.clone(),
+        pod_sandbox_id: sandbox.to_owned(),
+        metadata: status.metadata.clone(),
+        image: status.image.clone(),
+        image_ref: status.image_ref.clone(),
+        state: status.state,
+        created_at: status.created_at,
+        labels: status.labels.clone(),
+        annotations: status.annotations.clone(),
+        ..pb::Container::default()
+    })?;
+    complete(&mut container, status);
+    Some(container)
+}
+
 /// Adds what the status of a container has over its listing.
 pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) {
     container.state = state(status.state);

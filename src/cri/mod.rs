@@ -23,7 +23,7 @@ pub use measured::Report;
 
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
-use crate::core::pod::observed::{ObservedPod, RuntimeEvent};
+use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
@@ -238,6 +238,8 @@ pub trait Runtime: Send + Sync + 'static {
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError>;
     /// One pod in full.
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError>;
+    /// One container of a sandbox, which it is told as it does not say itself; nothing where it does not have it.
+    async fn container(&self, id: &str, sandbox: &str) -> Result<Option<Container>, RuntimeError>;
     /// Makes a sandbox; the answer is its id.
     async fn run_sandbox(
         &self,

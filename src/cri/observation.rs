@@ -119,15 +119,48 @@ impl CriClient {
         };
         if let Some(status) = status {
             convert::complete(&mut container, &status);
-            if let Some(detail) = Detail::of(&container, known.as_ref()) {
-                let mut details = self.details();
-                if details.len() >= REMEMBERED {
-                    details.clear();
-                }
-                details.insert(key, detail);
-            }
+            self.remember(key, &container, known.as_ref());
         }
         Ok(Some(container))
+    }
+
+    fn remember(
+        &self,
+        key: (String, ContainerState),
+        container: &Container,
+        before: Option<&Detail>,
+    ) {
+        let Some(detail) = Detail::of(container, before) else {
+            return;
+        };
+        let mut details = self.details();
+        if details.len() >= REMEMBERED {
+            details.clear();
+        }
+        details.insert(key, detail);
+    }
+
+    /// One container of a sandbox, asked anew; nothing where the runtime does not have it.
+    pub(super) async fn container_status(
+        &self,
+        id: &str,
+        sandbox: &str,
+    ) -> Result<Option<Container>, RuntimeError> {
+        let request = self.request(pb::ContainerStatusRequest {
+            container_id: id.to_owned(),
+            verbose: false,
+        });
+        let status = match self.runtime.clone().container_status(request).await {
+            Ok(answer) => answer.into_inner().status,
+            Err(status) if status.code() == Code::NotFound => None,
+            Err(status) => return Err(status.into()),
+        };
+        let container = status.and_then(|s| convert::container_of(&s, sandbox));
+        if let Some(container) = &container {
+            let key = (container.id.clone(), container.state);
+            self.remember(key, container, None);
+        }
+        Ok(container)
     }
 
     /// The addresses of a sandbox, and whether it has the host's network.
@@ -293,6 +326,47 @@ impl CriClient {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::pod::cri_config::annotation;
+
+    /// A status alone tells the same of a container as a listing completed with it.
+    #[test]
+    fn a_status_tells_all_that_a_listing_does_but_the_sandbox() {
+        let labels = || HashMap::from([(label::CONTAINER.to_owned(), "c".to_owned())]);
+        let annotations = || HashMap::from([(annotation::RESTARTS.to_owned(), "4".to_owned())]);
+        let image = |name: &str| {
+            Some(pb::ImageSpec {
+                image: name.into(),
+                ..pb::ImageSpec::default()
+            })
+        };
+        let listed = pb::Container {
+            id: "c".into(),
+            pod_sandbox_id: "box".into(),
+            labels: labels(),
+            annotations: annotations(),
+            metadata: Some(pb::ContainerMetadata::default()),
+            image: image("sha256:i"),
+            image_ref: "sha256:i".into(),
+            state: pb::ContainerState::ContainerRunning as i32,
+            created_at: 7,
+            ..pb::Container::default()
+        };
+        let status = pb::ContainerStatus {
+            id: "c".into(),
+            labels: labels(),
+            annotations: annotations(),
+            metadata: Some(pb::ContainerMetadata::default()),
+            image: image("i:1"),
+            image_ref: "i@sha256:d".into(),
+            state: pb::ContainerState::ContainerRunning as i32,
+            created_at: 7,
+            started_at: 9,
+            ..pb::ContainerStatus::default()
+        };
+        let mut expected = convert::container(&listed).expect("a container");
+        convert::complete(&mut expected, &status);
+        assert_eq!(convert::container_of(&status, "box"), Some(expected));
+    }
 
     #[test]
     fn the_end_of_a_container_is_final_when_it_was_seen_twice() {

@@ -70,6 +70,11 @@ impl Runtime for World {
         .await
     }
 
+    async fn container(&self, id: &str, _: &str) -> Result<Option<Container>, RuntimeError> {
+        self.call(|state| Ok(state.containers.get(id).map(|c| c.container.clone())))
+            .await
+    }
+
     async fn run_sandbox(
         &self,
         config: pb::PodSandboxConfig,

@@ -59,6 +59,14 @@ pub struct Container {
     pub message_file: Option<String>,
 }
 
+impl Container {
+    /// Whether its process runs.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.state == ContainerState::Running
+    }
+}
+
 /// Whom a process runs as.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct User {
@@ -131,7 +139,7 @@ impl ObservedPod {
     #[must_use]
     pub fn runs(&self, name: &str) -> bool {
         let newest = self.newest(name);
-        newest.is_some_and(|c| c.state == ContainerState::Running)
+        newest.is_some_and(Container::is_running)
     }
 
     /// The newest instance, and the newest before it that has ended. One that was made and never started

@@ -131,7 +131,7 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Failed(why) => format!("failed: {why}"),
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
-        Outcome::Sandbox { id, .. } | Outcome::Started { id } => id.clone(),
+        Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),
         Outcome::NotBegun => "not begun, as the pod ends".into(),
         Outcome::Done => "done".into(),
     }

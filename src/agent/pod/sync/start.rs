@@ -21,7 +21,7 @@ use crate::core::node::claims::has_claims;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::env::{self, Surroundings};
 use crate::core::pod::journal::Step;
-use crate::core::pod::observed::{ContainerState, ObservedPod};
+use crate::core::pod::observed::{self, ContainerState, ObservedPod};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{self, Role};
 use crate::core::pod::{cri_config, dns};
@@ -32,6 +32,9 @@ use crate::host::SubPath;
 /// How long the runtime may take to end the start of a container that is not wanted any more, before
 /// the pod goes on.
 const START_ENDS: Duration = Duration::from_secs(10);
+/// How long the runtime may take to tell of a container that it has just started, before the pod goes on and is looked at
+/// as a whole.
+const STARTED_TELLS: Duration = Duration::from_secs(2);
 
 /// Where a container is to run.
 pub(super) struct Place<'a> {
@@ -91,7 +94,22 @@ impl Job {
             .await
             .map_err(waiting)?;
         self.log().close(Step::BackOff, name);
-        Ok(Outcome::Started { id })
+        let seen = self.just_started(&id, place.sandbox).await;
+        Ok(Outcome::Started { id, seen })
+    }
+
+    /// What the runtime says of a container that it has just started. Where it does not say it, the worker looks at the
+    /// whole pod, and reports what is wrong then.
+    async fn just_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
+        let ask = self.context().runtime.container(id, sandbox);
+        match tokio::time::timeout(STARTED_TELLS, ask).await {
+            Ok(Ok(container)) => container.map(Box::new),
+            Ok(Err(error)) => {
+                tracing::debug!(%error, id, "the runtime does not tell of a started container");
+                None
+            }
+            Err(_) => None,
+        }
     }
 
     /// Asks the runtime to start a container. The call goes on where the operation is cancelled: containerd

@@ -233,9 +233,11 @@ impl Worker {
             // There is nothing to see that was not seen before.
             (Op::Sandbox { .. }, Outcome::NotBegun) => {}
             (Op::Pull(start), _) => _ = self.images.insert(start.container.name),
-            (Op::Start { start, sandbox, .. }, Outcome::Started { id }) => {
-                self.note_started(facts.now, start, sandbox, id);
-            }
+            (Op::Start { start, sandbox, .. }, Outcome::Started { id, seen }) => match seen {
+                Some(seen) if seen.is_running() => self.note_seen(&start, *seen, turn),
+                // One that has ended already is looked at: its end has more to say.
+                _ => self.note_started(facts.now, start, sandbox, id),
+            },
             (Op::Stop { kill, .. }, _) => {
                 self.acted += 1;
                 (self.look, self.unsure) = (true, true);
@@ -473,6 +475,30 @@ impl Worker {
             (self.look, self.unsure) = (true, true);
         }
         self.stopped_sandboxes.insert(id);
+    }
+
+    /// A container was started, and the runtime says that it runs. There is nothing more to ask: its end comes as an event,
+    /// or is found in a listing.
+    fn note_seen(&mut self, start: &Start, seen: Container, turn: &mut Turn) {
+        let name = &start.container.name;
+        self.note(|observed| {
+            let known = observed.containers.iter_mut().find(|c| c.id == seen.id);
+            match known {
+                // A look has seen its end since.
+                Some(known) if known.state == ContainerState::Exited => {}
+                Some(known) => *known = seen,
+                None => observed.containers.push(seen),
+            }
+            observed
+                .containers
+                .retain(|c| Some(&c.id) != start.replaces.as_ref());
+        });
+        if let Some(observed) = self.observed.clone() {
+            self.adopt_health(&observed);
+        }
+        turn.observed = true;
+        self.images.remove(name);
+        self.problems.remove(name);
     }
 
     fn note_started(&mut self, now: Timestamp, start: Start, sandbox: String, id: String) {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::pod;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::Intent;
-use crate::core::pod::observed::{ObservedPod, RuntimeEvent};
+use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
 use crate::core::pod::probe::Kind;
 use crate::core::pod::resize::Sizes;
 use crate::core::pod::status::Verdict;
@@ -405,6 +405,9 @@ pub enum Outcome {
     Started {
         /// The runtime's id of it.
         id: String,
+        /// What the runtime said of it afterwards, where it could be asked.
+        #[serde(default)]
+        seen: Option<Box<Container>>,
     },
     /// It is done.
     Done,

@@ -149,3 +149,46 @@ fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
         "nobody is starting it"
     );
 }
+
+/// What the runtime says of a container right after its start is all that there is to see, unless that has ended.
+#[test]
+fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
+    for state in [ContainerState::Running, ContainerState::Exited] {
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let mut run = Run::new(a_pod(spec, json!({})));
+        run.settle_but(|op| op.key() == start("c"));
+        let mut made = container("c", 0, "box0", 0);
+        made.state = state;
+        run.runtime.containers.push(made.clone());
+        let looked = run.count(&Key::Observe);
+        let seen = Some(Box::new(made));
+        let id = "c0".into();
+        let turn = run.done(&start("c"), Outcome::Started { id, seen });
+        let looks = run.count(&Key::Observe) - looked;
+        assert_eq!(looks, usize::from(state == ContainerState::Exited));
+        if state == ContainerState::Running {
+            assert!(turn.observed, "probes and the audit follow");
+            assert_eq!(run.phase(), "Running");
+            assert!(turn.publish.is_some(), "it is told in full at once");
+        }
+        assert_eq!(run.record.replay(), vec![]);
+    }
+}
+
+/// The end came as an event and was seen before the start had ended.
+#[test]
+fn an_end_that_was_seen_is_not_undone_by_an_older_answer() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| op.key() == start("c"));
+    let made = container("c", 0, "box0", 0);
+    run.runtime.containers.push(made.clone());
+    run.exit("c0", 3);
+    run.input(Input::Happened(event("c0", EventKind::Stopped)));
+    run.settle_but(|op| op.key() == start("c"));
+    let (id, seen) = ("c0".into(), Some(Box::new(made)));
+    run.done(&start("c"), Outcome::Started { id, seen });
+    let known = run.worker.observed.clone().unwrap_or_default();
+    let newest = known.newest("c").map(|c| (c.state, c.exit_code));
+    assert_eq!(newest, Some((ContainerState::Exited, 3)));
+}
