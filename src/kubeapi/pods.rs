@@ -484,6 +484,8 @@ impl PodApi for KubePods {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]

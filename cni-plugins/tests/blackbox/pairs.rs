@@ -402,26 +402,6 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         world.ok("bridge", "DEL", &config);
         assert_eq!(mac(name), before);
     }
-    let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
-    let result = world.ok("bridge", "ADD", &promiscuous);
-    assert!(bridge("br2").contains("PROMISC"));
-    let with = World::with_previous(&promiscuous, &result);
-    world.ok("bridge", "CHECK", &with);
-    let off = ["-n", &world.host, "link", "set", "br2", "promisc", "off"];
-    ip(&off);
-    let error = world.refused("bridge", "CHECK", &with, &[]);
-    assert!(
-        error["msg"].as_str().unwrap().contains("not promiscuous"),
-        "{error}"
-    );
-    let accept_ra = |name: &str| {
-        world
-            .on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")])
-            .trim()
-            .to_owned()
-    };
-    assert_eq!(accept_ra("br2"), "0");
-    world.ok("bridge", "DEL", &promiscuous);
     // The container's MAC address: each of these over the ones before.
     let args = [("CNI_ARGS", "IgnoreUnknown=true;MAC=c2:11:22:33:44:01")];
     for (extra, expected) in [
@@ -449,6 +429,32 @@ fn a_bridge_has_the_options_that_were_asked_for() {
     world.ok("bridge", "ADD", &down);
     assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("state DOWN"));
     world.ok("bridge", "DEL", &down);
+}
+
+#[test]
+fn a_bridge_of_others_takes_no_router_advertisements() {
+    let world = World::new();
+    let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
+    let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
+    let result = world.ok("bridge", "ADD", &promiscuous);
+    assert!(bridge("br2").contains("PROMISC"));
+    let with = World::with_previous(&promiscuous, &result);
+    world.ok("bridge", "CHECK", &with);
+    let off = ["-n", &world.host, "link", "set", "br2", "promisc", "off"];
+    ip(&off);
+    let error = world.refused("bridge", "CHECK", &with, &[]);
+    assert!(
+        error["msg"].as_str().unwrap().contains("not promiscuous"),
+        "{error}"
+    );
+    let accept_ra = |name: &str| {
+        world
+            .on_host(&["cat", &format!("/proc/sys/net/ipv6/conf/{name}/accept_ra")])
+            .trim()
+            .to_owned()
+    };
+    assert_eq!(accept_ra("br2"), "0");
+    world.ok("bridge", "DEL", &promiscuous);
     // The bridge's address gives way if it must.
     ip(&["-n", &world.host, "link", "add", "br3", "type", "bridge"]);
     ip(&[
