@@ -635,7 +635,7 @@ impl Rounds {
         let mut left = self.cluster.leftovers_known();
         left.retain(|found| {
             let of_network = found.starts_with("address ") || found.starts_with("link ");
-            !self.forgotten.contains(found) && !(self.runtime_killed && of_network)
+            !(self.forgotten.contains(found) || self.runtime_killed && of_network)
         });
         // The agent's root directory itself is made shared, where the machine's mounts are not.
         let root = self.small.root().display().to_string();
