@@ -284,7 +284,8 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
         .collect();
     // Their names are times; the present log comes last.
     names.sort_by_key(|name| (name == "0.log", name.clone()));
-    let mut next = 0;
+    // The runtime cuts a line in two where it is given a new file in the midst of it: the first part has the tag P.
+    let (mut next, mut continued) = (0, false);
     for name in &names {
         let file = std::fs::File::open(dir.join(name)).map_err(|e| format!("{name}: {e}"))?;
         let file: Box<dyn Read> = match name.ends_with(".gz") {
@@ -293,6 +294,10 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
         };
         for line in BufReader::with_capacity(1 << 20, file).lines() {
             let line = line.map_err(|e| format!("{name}: {e}"))?;
+            let partial = line.split(' ').nth(2) == Some("P");
+            if std::mem::replace(&mut continued, partial) {
+                continue;
+            }
             let number = line.split(' ').nth(3).and_then(|n| n.parse::<u64>().ok());
             if number != Some(next) {
                 return Err(format!("{name}: {number:?} where {next} was to come"));
