@@ -239,7 +239,7 @@ impl Node {
             left.push("the session of iSCSI".into());
         }
         for (kind, field) in [
-            ("nodes", "status.volumesInUse"),
+            ("nodes", "status.volumesInUse[*]"),
             ("volumeattachments", "metadata.name"),
         ] {
             let field = format!("jsonpath={{.items[*].{field}}}");
