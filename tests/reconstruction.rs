@@ -182,6 +182,8 @@ fn attach(cluster: &Cluster) {
 
 /// A node with all that the volumes need.
 struct Node {
+    // Dropped first: a socket below the agent's directory keeps its mount busy.
+    drivers: [(Running, tempfile::TempDir); 2],
     cluster: Cluster,
     image: String,
     iscsi: Iscsi,
@@ -189,7 +191,6 @@ struct Node {
     disks: [Loop; 3],
     /// A directory of the host, and a local volume.
     dirs: [tempfile::TempDir; 2],
-    drivers: [(Running, tempfile::TempDir); 2],
 }
 
 impl Node {
