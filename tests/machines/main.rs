@@ -1,7 +1,6 @@
 //! What the kernel at hand may lack, in virtual machines.
 #![allow(clippy::unwrap_used)]
 
-mod apparmor;
 mod power;
 mod resources;
 #[path = "../support/mod.rs"]
@@ -447,7 +446,6 @@ fn systemd_inside() {
         assert_eq!(scopes.count(), 2, "the sandbox's and the container's");
     }
     limits_outlast_others(&cluster, tier, &one);
-    apparmor::profiles_are_enforced(&cluster, &image);
     // Who uses too much is ended by the kernel. (That it was for its memory is told in time by the runtime, or not.)
     let code = || {
         cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
