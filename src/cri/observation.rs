@@ -108,20 +108,30 @@ impl CriClient {
         if let Some(known) = known.as_ref().filter(|known| known.is_final) {
             return Ok(Some(known.container.clone()));
         }
-        let request = self.request(pb::ContainerStatusRequest {
-            container_id: container.id.clone(),
-            verbose: false,
-        });
-        let status = match self.runtime.clone().container_status(request).await {
-            Ok(answer) => answer.into_inner().status,
-            Err(status) if status.code() == Code::NotFound => return Ok(None),
-            Err(status) => return Err(status.into()),
+        let Some(answer) = self.ask_status(&container.id).await? else {
+            return Ok(None);
         };
-        if let Some(status) = status {
+        if let Some(status) = answer.status {
             convert::complete(&mut container, &status);
             self.remember(key, &container, known.as_ref());
         }
         Ok(Some(container))
+    }
+
+    /// The status of a container; nothing where the runtime does not have it.
+    async fn ask_status(
+        &self,
+        id: &str,
+    ) -> Result<Option<pb::ContainerStatusResponse>, RuntimeError> {
+        let request = self.request(pb::ContainerStatusRequest {
+            container_id: id.to_owned(),
+            verbose: false,
+        });
+        match self.runtime.clone().container_status(request).await {
+            Ok(answer) => Ok(Some(answer.into_inner())),
+            Err(status) if status.code() == Code::NotFound => Ok(None),
+            Err(status) => Err(status.into()),
+        }
     }
 
     fn remember(
@@ -146,15 +156,7 @@ impl CriClient {
         id: &str,
         sandbox: &str,
     ) -> Result<Option<Container>, RuntimeError> {
-        let request = self.request(pb::ContainerStatusRequest {
-            container_id: id.to_owned(),
-            verbose: false,
-        });
-        let status = match self.runtime.clone().container_status(request).await {
-            Ok(answer) => answer.into_inner().status,
-            Err(status) if status.code() == Code::NotFound => None,
-            Err(status) => return Err(status.into()),
-        };
+        let status = self.ask_status(id).await?.and_then(|answer| answer.status);
         let container = status.and_then(|s| convert::container_of(&s, sandbox));
         if let Some(container) = &container {
             let key = (container.id.clone(), container.state);
