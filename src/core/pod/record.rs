@@ -127,6 +127,9 @@ fn brief(outcome: &Outcome) -> String {
         | Outcome::Waiting {
             reason, message, ..
         } => format!("{reason}: {message}"),
+        Outcome::HookFailed { id, message } => {
+            format!("{id}, its postStart hook failed: {message}")
+        }
         Outcome::Outdated(why) => format!("not up to date: {why}"),
         Outcome::Failed(why) => format!("failed: {why}"),
         Outcome::Admitted => "admitted".into(),

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use holdfast_proto::cri as pb;
-use jiff::SignedDuration;
 use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
 use tracing::Instrument as _;
@@ -18,7 +17,7 @@ use crate::agent::pod::journal::Log;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::{Context, Kind};
 use crate::core::node::claims::has_claims;
-use crate::core::pod::actions::{Kill, Start};
+use crate::core::pod::actions::Start;
 use crate::core::pod::env::{self, Surroundings};
 use crate::core::pod::journal::Step;
 use crate::core::pod::observed::{self, ContainerState, ObservedPod};
@@ -90,9 +89,13 @@ impl Job {
             log: self.log(),
             observed: &self.observed,
         };
-        let id = start_container(&starting, start, pulled)
+        let begun = start_container(&starting, start, pulled)
             .await
             .map_err(waiting)?;
+        let id = begun.id;
+        if let Err(message) = begun.hook {
+            return Ok(Outcome::HookFailed { id, message });
+        }
         self.log().close(Step::BackOff, name);
         let seen = self.just_started(&id, place.sandbox).await;
         Ok(Outcome::Started { id, seen })
@@ -169,20 +172,29 @@ impl Starting<'_> {
 /// A result whose error is a container's waiting state.
 type Started<T> = std::result::Result<T, Waiting>;
 
-async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<String> {
+/// A container that was started.
+struct Begun {
+    id: String,
+    /// What came of its postStart hook.
+    hook: std::result::Result<(), String>,
+}
+
+async fn start_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<Begun> {
     let result = begin_container(s, start, images).await;
+    let failure = match &result {
+        Ok(begun) => begun.hook.as_ref().err().map(|_| "PostStartHookError"),
+        Err(waiting) => Some(waiting.reason.as_str()),
+    };
     let kind = match start.role {
         Role::Regular => "container",
         Role::Init | Role::Sidecar => "init_container",
         Role::Ephemeral => "ephemeral_container",
     };
-    s.context
-        .metrics
-        .container_started(kind, result.as_ref().err().map(|w| w.reason.as_str()));
+    s.context.metrics.container_started(kind, failure);
     result
 }
 
-async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<String> {
+async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> Started<Begun> {
     let name = &start.container.name;
     let id = s
         .log
@@ -207,16 +219,12 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
             "log collectors will not find this container's log"
         );
     }
-    match start
-        .container
-        .lifecycle
-        .as_ref()
-        .and_then(|l| l.post_start.as_ref())
-    {
-        None => {}
-        Some(handler) => post_start(s, start, &id, handler).await?,
-    }
-    Ok(id)
+    let lifecycle = start.container.lifecycle.as_ref();
+    let hook = match lifecycle.and_then(|l| l.post_start.as_ref()) {
+        None => Ok(()),
+        Some(handler) => post_start(s, start, &id, handler).await,
+    };
+    Ok(Begun { id, hook })
 }
 
 async fn create_container(
@@ -266,44 +274,28 @@ async fn create_container(
     }
 }
 
-/// Runs the postStart hook; a container whose hook fails is stopped.
+/// Runs the postStart hook. One that fails is reported; that the container is stopped then is for the worker to plan.
 async fn post_start(
     s: &Starting<'_>,
     start: &Start,
     id: &str,
     handler: &k8s_openapi::api::core::v1::LifecycleHandler,
-) -> Started<()> {
+) -> std::result::Result<(), String> {
     let ip = hook_address(s.pod, s.ips);
     let run = hooks::run(s.context, s.pod, &start.container, handler, id, ip);
-    let Err(error) = s
+    let ran = s
         .log
         .step(Step::PostStart, &start.container.name, run)
-        .await
-    else {
-        return Ok(());
-    };
-    s.say(
-        start,
-        Kind::Warning,
-        "FailedPostStartHook",
-        "PostStartHook failed",
-    );
-    let kill = Kill {
-        id: id.to_owned(),
-        name: start.container.name.clone(),
-        message: "FailedPostStartHook".into(),
-        grace: None,
-    };
-    let now = s.context.clock.now();
-    let until = now + SignedDuration::from_secs(pod::grace_seconds(s.pod));
-    if s.job.stop(&kill, true, until).await.is_err() {
-        tracing::warn!("a container whose postStart hook failed could not be stopped");
+        .await;
+    if ran.is_err() {
+        s.say(
+            start,
+            Kind::Warning,
+            "FailedPostStartHook",
+            "PostStartHook failed",
+        );
     }
-    Err(Waiting {
-        reason: "PostStartHookError".into(),
-        message: error,
-        again: Some(s.context.clock.now()),
-    })
+    ran
 }
 
 /// The environment: services, references, files in volumes.

@@ -238,6 +238,9 @@ impl Worker {
                 // One that has ended already is looked at: its end has more to say.
                 _ => self.note_started(facts.now, start, sandbox, id),
             },
+            (Op::Start { start, sandbox, .. }, Outcome::HookFailed { id, message }) => {
+                self.note_failed_hook(facts.now, start, sandbox, (id, message));
+            }
             (Op::Stop { kill, .. }, _) => {
                 self.acted += 1;
                 (self.look, self.unsure) = (true, true);
@@ -370,6 +373,7 @@ impl Worker {
                 self.stop_done.insert(survivor);
             }
         }
+        self.failed_hooks.retain(|id, _| runs(id));
         self.stopped_sandboxes
             .retain(|id| seen.sandboxes.iter().any(|s| s.id == *id));
         self.observed = Some(seen);
@@ -541,6 +545,25 @@ impl Worker {
         self.look = true;
         self.images.remove(&name);
         self.problems.remove(&name);
+    }
+
+    /// A container runs, and its postStart hook has failed: it ends as any other, with its preStop hook and its grace.
+    fn note_failed_hook(
+        &mut self,
+        now: Timestamp,
+        start: Start,
+        sandbox: String,
+        (id, message): (String, String),
+    ) {
+        let name = start.container.name.clone();
+        self.note_started(now, start, sandbox, id.clone());
+        let observed = self.observed.iter();
+        let mut known = observed.flat_map(|observed| &observed.containers);
+        if known.any(|c| c.id == id && c.is_running()) {
+            self.failed_hooks.insert(id, name.clone());
+        }
+        let problem = ("PostStartHookError".to_owned(), message);
+        self.problems.insert(name, problem);
     }
 
     /// An operation is begun: what follows from that alone.

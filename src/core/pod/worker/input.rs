@@ -409,6 +409,13 @@ pub enum Outcome {
         #[serde(default)]
         seen: Option<Box<Container>>,
     },
+    /// A container was started, and its postStart hook has failed: it runs, and is to be stopped.
+    HookFailed {
+        /// The runtime's id of it.
+        id: String,
+        /// What went wrong.
+        message: String,
+    },
     /// It is done.
     Done,
     /// A container cannot be started yet: the reason and message of its waiting state.

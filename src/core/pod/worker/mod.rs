@@ -38,7 +38,6 @@ use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
 use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
-use crate::core::node::shutdown;
 use crate::core::pod;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
@@ -201,6 +200,10 @@ pub struct Worker {
     network_told: bool,
     /// Containers that a stop has ended, as the runtime said; what still runs then is told once more.
     stop_done: BTreeSet<String>,
+    /// Containers whose postStart hook failed, by id, with their names: they are stopped, and nothing after them is started
+    /// before they have ended.
+    #[serde(default)]
+    failed_hooks: BTreeMap<String, String>,
     /// When the last sandbox was made.
     sandbox_at: Option<Timestamp>,
     /// The mirror was brought in line, as far as the API has shown it: this object was seen then.
@@ -268,6 +271,7 @@ impl Worker {
             network,
             network_told: false,
             stop_done: BTreeSet::new(),
+            failed_hooks: BTreeMap::new(),
             sandbox_at: None,
             mirrored: None,
             verdict: None,
@@ -352,14 +356,15 @@ impl Worker {
         &self.resizing
     }
 
-    /// Containers that are being started; their postStart hook may still run.
+    /// Containers that are being started: their postStart hook may still run, or has failed.
     #[must_use]
     pub fn starting(&self) -> BTreeSet<&str> {
         let starting = self.in_flight.iter().filter_map(|op| match op {
             Op::Start { start, .. } => Some(start.container.name.as_str()),
             _ => None,
         });
-        starting.collect()
+        let failed = self.failed_hooks.values().map(String::as_str);
+        starting.chain(failed).collect()
     }
 
     /// Whether nothing is under way.
@@ -472,9 +477,15 @@ impl Worker {
             wanted: &self.wanted,
             actuated: &self.resizing.actuated,
         };
-        actions::compute(&self.effective, observed, &health, |name| {
+        let mut actions = actions::compute(&self.effective, observed, &health, |name| {
             self.restart_count(name)
-        })
+        });
+        if !actions.kill_pod {
+            let known: Vec<&str> = actions.kill.iter().map(|k| k.id.as_str()).collect();
+            let failed = self.stops_of_failed_hooks(&known);
+            actions.kill.extend(failed);
+        }
+        actions
     }
 
     /// The restart count that a container without an instance starts from: what the status says, what
@@ -524,12 +535,14 @@ impl Worker {
             self.completed = pod::is_final(&self.status);
             return;
         }
-        self.problems
-            .retain(|name, (reason, _)| !is_settled(&self.effective, observed, name, reason));
+        let failed: BTreeSet<&String> = self.failed_hooks.values().collect();
+        self.problems.retain(|name, (reason, _)| {
+            failed.contains(name) || !is_settled(&self.effective, observed, name, reason)
+        });
         let starting = self.starting();
         let mut previous = Cow::Borrowed(&self.status);
         let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
-        if starts_anew && shutdown::has_ended(&previous) {
+        if starts_anew && was_ended_by_node(&previous) {
             let anew = previous.to_mut();
             (anew.phase, anew.reason, anew.message) = (None, None, None);
             if observed.containers.is_empty() {
@@ -622,6 +635,12 @@ impl Worker {
             turn.wake_at = Some(turn.wake_at.map_or(at, |wake| wake.min(at)));
         }
     }
+}
+
+/// Whether a status is the last one of a pod that the node has refused or ended. A static pod starts anew from there with
+/// the next agent; one whose containers ended by themselves has ended.
+fn was_ended_by_node(status: &PodStatus) -> bool {
+    status.phase.as_deref() == Some("Failed") && status.reason.is_some()
 }
 
 /// Whether a container runs, or is an init container that has done its work: then whatever kept it from

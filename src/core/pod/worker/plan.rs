@@ -374,7 +374,9 @@ impl Worker {
                 Op::Pull(s) | Op::Start { start: s, .. } => place(&s.container.name) < place(name),
                 _ => false,
             };
-            let blocked = plan.ops.iter().chain(&self.in_flight).any(before);
+            let ends = |other: &String| place(other) < place(name);
+            let blocked = plan.ops.iter().chain(&self.in_flight).any(before)
+                || self.failed_hooks.values().any(ends);
             let ready = self.volumes.fresh && !self.needs_preparation(facts);
             let reason = match sandbox {
                 Some(sandbox) if ready && !blocked => {

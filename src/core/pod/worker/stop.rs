@@ -54,6 +54,19 @@ impl Worker {
         self.in_flight.iter().any(hook)
     }
 
+    /// The containers whose postStart hook failed, as what is to be stopped, but those that are stopped anyway.
+    pub(super) fn stops_of_failed_hooks(&self, others: &[&str]) -> Vec<Kill> {
+        let failed = self.failed_hooks.iter();
+        let failed = failed.filter(|(id, _)| !others.contains(&id.as_str()));
+        let kill = |(id, name): (&String, &String)| Kill {
+            id: id.clone(),
+            name: name.clone(),
+            message: "FailedPostStartHook".into(),
+            grace: None,
+        };
+        failed.map(kill).collect()
+    }
+
     /// Whether a container may have a process.
     pub(super) fn may_run(&self, id: &str) -> bool {
         let observed = self.observed.as_ref();

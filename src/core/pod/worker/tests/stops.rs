@@ -1,6 +1,7 @@
 //! In which order containers end, and when their preStop hooks run.
 
 use super::*;
+use crate::core::pod::actions::Kill;
 
 /// A pod with two sidecars that has run and is deleted with so many seconds of grace, and the turn that follows.
 fn deleted(grace: i64) -> (Run, Turn) {
@@ -119,4 +120,59 @@ fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() 
         run.settle();
     }
     assert_eq!(run.count(&Key::Sandbox), 1);
+}
+
+/// A pod of two containers, of which the first has a postStart hook that has just failed.
+fn with_failed_hook() -> Run {
+    let spec = json!({"restartPolicy": "Always", "terminationGracePeriodSeconds": 7,
+        "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| op.key() == start("a"));
+    let [op] = &run.waiting[..] else {
+        panic!("only a is being started: {:?}", run.waiting);
+    };
+    let op = op.clone();
+    let Outcome::Started { id, .. } = run.outcome(&op) else {
+        panic!("it starts");
+    };
+    let message = "command \"x\" exited with 1".into();
+    run.done(&op.key(), Outcome::HookFailed { id, message });
+    run
+}
+
+#[test]
+fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_starts() {
+    let mut run = with_failed_hook();
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    let stop = Op::Stop {
+        kill: Kill {
+            id: "a0".into(),
+            name: "a".into(),
+            message: "FailedPostStartHook".into(),
+            grace: None,
+        },
+        first: true,
+        until: at(7_000),
+    };
+    assert_eq!(run.waiting, [stop], "and b is not started");
+    let told = &run.worker.status.container_statuses.as_ref().unwrap()[0];
+    assert!(!told.ready && told.started != Some(true), "{told:?}");
+    run.settle();
+    assert!(run.count(&start("b")) == 1 && run.count(&start("a")) > 1);
+}
+
+#[test]
+fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_once() {
+    let mut run = with_failed_hook();
+    run.settle_but(|op| matches!(op, Op::Stop { .. }));
+    let metadata = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "resourceVersion": "2"});
+    let spec = serde_json::to_value(&run.worker.update().pod.spec).unwrap();
+    let turn = run.input(Input::Update(a_pod(spec, metadata)));
+    let again = turn
+        .begin
+        .iter()
+        .filter(|op| matches!(op, Op::Stop { first: true, .. }));
+    assert_eq!(again.count(), 0, "{:?}", turn.begin);
+    run.settle();
+    assert_eq!(run.count(&start("b")), 0);
 }
