@@ -84,10 +84,15 @@ fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, Config
     }))
 }
 
-fn check(list: &[String]) -> Result<(), ConfigError> {
+fn check(list: &[String], flat: bool) -> Result<(), ConfigError> {
     for (place, what) in list.iter().enumerate() {
         if list[..place].contains(what) {
             return Err(invalid(FIELD, list, &format!("name {what} once")));
+        }
+        if flat && !matches!(what.as_str(), "" | "none") {
+            let remedy =
+                format!("{FIELD} has {what}: set {FIELD}: [], or leave cgroups to pods (true)");
+            return Err(invalid("cgroupsPerQOS", false, &remedy));
         }
         match what.as_str() {
             ""
@@ -150,7 +155,8 @@ fn memory(d: &Document, is_open: bool) -> Result<Option<MemoryQos>, ConfigError>
 pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigError> {
     let default = ["pods".to_owned()];
     let list = d.enforce_node_allocatable.as_deref().unwrap_or(&default);
-    check(list)?;
+    let flat = d.cgroups_per_qos == Some(false);
+    check(list, flat)?;
     let mut unused = vec![];
     let gates = d.feature_gates.as_ref();
     let is_open = |name| gates.and_then(|gates| gates.get(name)) == Some(&true);
@@ -174,6 +180,7 @@ pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigEr
         amounts: ("kubeReserved", d.kube_reserved.as_ref()),
     };
     let rules = Rules {
+        flat,
         limits_pods: list.iter().any(|what| what == "pods"),
         system: held(list, &system)?,
         kube: held(list, &kube)?,

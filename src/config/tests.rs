@@ -123,6 +123,30 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
 }
 
 #[test]
+fn pods_without_cgroups_cannot_be_limited_together() {
+    let load = |text: &str| load(text, &Overrides::default());
+    let flat = |text: &str| load(text).map(|c| (c.enforcement.flat, c.not_honoured));
+    for (text, expected) in [
+        ("", false),
+        ("cgroupsPerQOS: true\n", false),
+        ("cgroupsPerQOS: false\nenforceNodeAllocatable: []\n", true),
+        (
+            "cgroupsPerQOS: false\nenforceNodeAllocatable: [none]\n",
+            true,
+        ),
+    ] {
+        assert_eq!(flat(text), Ok((expected, vec![])), "{text}");
+    }
+    for text in [
+        "cgroupsPerQOS: false\n",
+        "cgroupsPerQOS: false\nenforceNodeAllocatable: [kube-reserved]\nkubeReservedCgroup: /k\nkubeReserved: {cpu: 100m}\n",
+    ] {
+        let error = load(text).expect_err(text);
+        assert!(error.contains("set enforceNodeAllocatable: []"), "{error}");
+    }
+}
+
+#[test]
 fn drop_ins_win_over_the_file_and_flags_over_both() {
     let dir = tempfile::tempdir().expect("a directory");
     let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";

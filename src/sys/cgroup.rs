@@ -3,6 +3,7 @@
 //! cgroups-rs knows which hierarchies there are and writes the values; this module keeps it from
 //! touching anything but the cgroups named here.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -336,6 +337,26 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
 #[must_use]
 pub fn exists(path: &str) -> bool {
     places(path).iter().any(|dir| dir.is_dir())
+}
+
+/// The deepest cgroups that [`named`] looks at.
+const DEPTH: usize = 8;
+
+/// The cgroups below the root whose name means something to `key`, by what it means.
+pub fn named(key: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut left = vec![(String::new(), 0)];
+    while let Some((path, depth)) = left.pop() {
+        for name in children(&path) {
+            let below = format!("{path}/{name}");
+            match key(&name) {
+                Some(key) => _ = found.insert(key, below),
+                None if depth < DEPTH => left.push((below, depth + 1)),
+                None => {}
+            }
+        }
+    }
+    found
 }
 
 /// The names of the cgroups in one; none if it is not there.

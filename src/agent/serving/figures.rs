@@ -64,8 +64,8 @@ pub struct ContainerFigures {
 pub struct SandboxFigures {
     /// The runtime's id.
     pub id: String,
-    /// Its cgroup.
-    pub cgroup: String,
+    /// Its cgroup, where it is known.
+    pub cgroup: Option<String>,
     /// What it used; with [`Depth::All`] alone.
     pub usage: Usage,
     /// What its processes have: the pod's interfaces, unless it is on the node's network.
@@ -77,8 +77,8 @@ pub struct SandboxFigures {
 pub struct PodFigures {
     /// The pod.
     pub pod: Arc<Pod>,
-    /// Its cgroup.
-    pub cgroup: String,
+    /// Its cgroup; none where pods have none, then it used what its containers used.
+    pub cgroup: Option<String>,
     /// What it used.
     pub usage: Usage,
     /// As for a container.
@@ -132,7 +132,7 @@ impl Snapshot {
     fn cpu(&self) -> HashMap<String, u64> {
         let pods = self.pods.iter().flat_map(|p| {
             let containers = p.containers.iter().map(|c| (&c.cgroup, &c.usage));
-            containers.chain([(&p.cgroup, &p.usage)])
+            containers.chain(p.cgroup.iter().map(|cgroup| (cgroup, &p.usage)))
         });
         let systems = self.systems.iter().map(|s| (&s.cgroup, &s.usage));
         let known = pods.chain(systems);
@@ -372,28 +372,37 @@ impl Meter {
         let told = place.known.told();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
+        let known = cgroup.as_deref();
+        let usage = known.filter(|_| self.depth == Depth::All);
+        let processes = known.map(|c| meter::processes_of(c, self.depth, own_network));
         let sandbox = SandboxFigures {
-            usage: (self.depth == Depth::All)
-                .then(|| self.usage(&cgroup))
-                .flatten()
-                .unwrap_or_default(),
-            processes: meter::processes_of(&cgroup, self.depth, own_network),
+            usage: usage.and_then(|c| self.usage(c)).unwrap_or_default(),
+            processes: processes.unwrap_or_default(),
             id,
             cgroup,
         };
-        let usage = self.usage(&place.cgroup).unwrap_or_default();
+        let containers = place.containers.into_iter();
+        let containers = containers.filter_map(|(place, c)| self.container(told, place, c));
+        let containers: Vec<ContainerFigures> = containers.collect();
+        let (usage, rate) = match &place.cgroup {
+            Some(cgroup) => {
+                let usage = self.usage(cgroup).unwrap_or_default();
+                let rate = self.rate(cgroup, &usage);
+                (usage, rate)
+            }
+            None => (
+                Usage::total(containers.iter().map(|c| &c.usage)),
+                containers.iter().map(|c| c.rate).sum(),
+            ),
+        };
         PodFigures {
-            rate: self.rate(&place.cgroup, &usage),
+            rate,
             started: told
                 .status
                 .as_ref()
                 .and_then(|s| s.start_time.as_ref())
                 .map(|t| t.0),
-            containers: place
-                .containers
-                .into_iter()
-                .filter_map(|(place, c)| self.container(told, place, c))
-                .collect(),
+            containers,
             pod: Arc::clone(&place.known.pod),
             cgroup: place.cgroup,
             usage,
@@ -404,8 +413,12 @@ impl Meter {
     fn system(
         &self,
         (name, cgroup, started): (&'static str, String, Option<Timestamp>),
+        machine: &Usage,
     ) -> Option<SystemFigures> {
-        let usage = self.usage(&cgroup)?;
+        let usage = match cgroup.as_str() {
+            "/" => machine.clone(),
+            _ => self.usage(&cgroup)?,
+        };
         Some(SystemFigures {
             rate: self.rate(&cgroup, &usage),
             processes: self.processes(&cgroup),
@@ -420,9 +433,9 @@ impl Meter {
 /// A pod with the cgroups that are its own.
 struct Placed {
     known: Known,
-    cgroup: String,
+    cgroup: Option<String>,
     /// The runtime's id and the cgroup.
-    sandbox: (String, String),
+    sandbox: (String, Option<String>),
     containers: Vec<(String, RunningContainer)>,
 }
 
@@ -444,7 +457,10 @@ fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
             known: known.clone(),
             cgroup: of(None),
             sandbox: (id, place),
-            containers: own.into_iter().map(|c| (of(Some(&c.id)), c)).collect(),
+            containers: own
+                .into_iter()
+                .filter_map(|c| Some((of(Some(&c.id))?, c)))
+                .collect(),
         })
     };
     roster.iter().filter_map(place).collect()
@@ -492,13 +508,13 @@ async fn read(
             at,
             depth,
             rate: of_meter.rate("/", &machine.usage),
-            machine,
             root: Room::of(&root_dir).map_err(|e| e.to_string())?,
             pods: placed.into_iter().map(|p| of_meter.pod(p)).collect(),
             systems: systems
                 .into_iter()
-                .filter_map(|s| of_meter.system(s))
+                .filter_map(|s| of_meter.system(s, &machine.usage))
                 .collect(),
+            machine,
         };
         // Those that are not met any more go when their time is over.
         let (before, now) = of_meter.settings;

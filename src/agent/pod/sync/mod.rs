@@ -184,6 +184,15 @@ impl Job {
         result.unwrap_or_else(plain)
     }
 
+    /// Counts what is done with the pod's cgroup, where pods have one.
+    async fn count_cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
+        let context = self.context();
+        match context.config.enforcement.flat {
+            true => work.await,
+            false => context.metrics.cgroup(operation, work).await,
+        }
+    }
+
     /// Step 4. The node's ledger answers when it has decided.
     async fn admit(&self) -> Outcome {
         let (context, log) = (self.context(), self.log());

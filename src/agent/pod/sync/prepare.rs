@@ -15,7 +15,7 @@ use crate::core::pod::worker::Outcome;
 
 /// What sandboxes and containers of the pod are made with.
 pub struct Setup {
-    /// Its cgroup in the driver's spelling.
+    /// Its cgroup in the driver's spelling; empty where pods have none.
     cgroup_parent: String,
     /// The runtime's handler; empty for the default one.
     pub handler: String,
@@ -32,7 +32,7 @@ impl Job {
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
         let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());
-        let make_cgroup = context.metrics.cgroup("create", make_cgroup);
+        let make_cgroup = self.count_cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()
             .step(Step::Cgroup, "", make_cgroup)
