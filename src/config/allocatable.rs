@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::ConfigError;
 use super::document::Document;
 use super::values::invalid;
+use super::{ConfigError, OwnCgroups};
 use crate::core::node::capacity::count_cpus;
 use crate::core::node::cgroup_tree::{Reserved, Rules};
 use crate::core::node::features::{MEMORY_QOS, QOS_RESERVED};
@@ -45,6 +45,37 @@ pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
         sums.insert("cpu".into(), Quantity::from_units(i64::from(count)));
     }
     Ok(sums)
+}
+
+/// Where the agent and the system's processes are to be. `root` is the configured `cgroupRoot`.
+pub(super) fn own_cgroups(d: &Document, root: Option<&str>) -> Result<OwnCgroups, ConfigError> {
+    let path = |field: &str, name: Option<&String>| {
+        let Some(name) = name.filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
+        if name.split('/').any(|part| part == "..") {
+            return Err(invalid(field, name, "use a path without '..'"));
+        }
+        let parts = name.split('/').filter(|part| !["", "."].contains(part));
+        Ok(Some(format!("/{}", parts.collect::<Vec<_>>().join("/"))))
+    };
+    let field = "systemCgroups";
+    let system = path(field, d.system_cgroups.as_ref())?;
+    match &system {
+        Some(name) if root.is_none_or(str::is_empty) => {
+            let remedy = "set cgroupRoot (--cgroup-root) too, to / for instance";
+            return Err(invalid(field, name, remedy));
+        }
+        Some(name) if name == "/" => {
+            let remedy = "use a cgroup below the root: the system's processes are moved out of it";
+            return Err(invalid(field, name, remedy));
+        }
+        _ => {}
+    }
+    Ok(OwnCgroups {
+        agent: path("kubeletCgroups", d.kubelet_cgroups.as_ref())?,
+        system,
+    })
 }
 
 /// The fields about what is set aside for one of the two.

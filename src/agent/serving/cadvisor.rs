@@ -6,7 +6,7 @@
 
 mod families;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use hyper::Response;
@@ -92,9 +92,10 @@ fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown
         swap_limit: machine.swap.0,
         ..of(names, &machine.usage, &machine.own, booted)
     }];
+    // A cgroup is shown once, whatever the summary calls it; the machine is shown already.
+    let mut seen = BTreeSet::from(["/"]);
     let systems = snapshot.systems.iter();
-    // The machine is shown already; without cgroups of pods it is what the summary tells of all pods.
-    let systems = systems.filter(|s| s.cgroup != "/");
+    let systems = systems.filter(|s| seen.insert(s.cgroup.as_str()));
     all.extend(systems.map(|s| Shown {
         has_root: false,
         ..of(

@@ -15,6 +15,7 @@ use super::Known;
 use super::Server;
 use super::logs;
 use crate::agent::volume::csi;
+use crate::config::OwnCgroups;
 use crate::core::lock::lock;
 use crate::core::node::topology::Topology;
 use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
@@ -94,7 +95,7 @@ pub struct PodFigures {
 /// A part of the node that is counted by itself.
 #[derive(Debug, Clone)]
 pub struct SystemFigures {
-    /// The summary's name of it: `pods`, `kubelet`, `runtime`; empty for a class of pods.
+    /// The summary's name of it: `pods`, `kubelet`, `runtime`, `misc`; empty for a class of pods.
     pub name: &'static str,
     /// Its cgroup.
     pub cgroup: String,
@@ -123,7 +124,7 @@ pub struct Snapshot {
     pub root: Room,
     /// The pods.
     pub pods: Vec<PodFigures>,
-    /// All pods together, their classes, the agent and the runtime, as far as they have cgroups.
+    /// All pods together, their classes, the agent, the runtime and the system's processes, as far as they have cgroups.
     pub systems: Vec<SystemFigures>,
 }
 
@@ -410,11 +411,7 @@ impl Meter {
         }
     }
 
-    fn system(
-        &self,
-        (name, cgroup, started): (&'static str, String, Option<Timestamp>),
-        machine: &Usage,
-    ) -> Option<SystemFigures> {
+    fn system(&self, (name, cgroup, started): System, machine: &Usage) -> Option<SystemFigures> {
         let usage = match cgroup.as_str() {
             "/" => machine.clone(),
             _ => self.usage(&cgroup)?,
@@ -428,6 +425,26 @@ impl Meter {
             started,
         })
     }
+}
+
+/// The summary's name of a part of the node, its cgroup, and since when it is there.
+type System = (&'static str, String, Option<Timestamp>);
+
+/// The agent, the runtime and the system's processes, as far as they have cgroups. The agent is on its way to the cgroup
+/// that the configuration names, wherever it is now.
+fn others(
+    own: &OwnCgroups,
+    agent: Option<String>,
+    runtime: Option<String>,
+    started: Timestamp,
+) -> Vec<System> {
+    let agent = own.agent.clone().or(agent);
+    let all = [
+        agent.map(|cgroup| ("kubelet", cgroup, Some(started))),
+        runtime.map(|cgroup| ("runtime", cgroup, None)),
+        own.system.clone().map(|cgroup| ("misc", cgroup, None)),
+    ];
+    all.into_iter().flatten().collect()
 }
 
 /// A pod with the cgroups that are its own.
@@ -496,13 +513,12 @@ async fn read(
     let server = Arc::clone(server);
     let read = move || {
         let context = &server.context;
-        let kubelet = meter::own_cgroup();
-        systems.extend(kubelet.map(|cgroup| ("kubelet", cgroup, Some(context.started))));
         let known = server.figures.runtime.get().cloned().or_else(|| {
             let found = meter::cgroup_of_server(&context.config.runtime_endpoint)?;
             Some(server.figures.runtime.get_or_init(|| found).clone())
         });
-        systems.extend(known.map(|cgroup| ("runtime", cgroup, None)));
+        let own = &context.config.own_cgroups;
+        systems.extend(others(own, meter::own_cgroup(), known, context.started));
         let machine = meter::machine(depth, &root_dir.to_string_lossy());
         let snapshot = Snapshot {
             at,
@@ -620,6 +636,23 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_parts_of_the_node_are_those_that_have_cgroups() {
+        let own = |agent: Option<&str>, system: Option<&str>| OwnCgroups {
+            agent: agent.map(Into::into),
+            system: system.map(Into::into),
+        };
+        let at = Timestamp::UNIX_EPOCH;
+        let kubelet = |cgroup: &str| ("kubelet", cgroup.to_owned(), Some(at));
+        let unset = others(&own(None, None), None, None, at);
+        assert_eq!(unset, []);
+        let found = others(&own(None, None), Some("/a".into()), Some("/r".into()), at);
+        assert_eq!(found, [kubelet("/a"), ("runtime", "/r".into(), None)]);
+        let set = own(Some("/agent"), Some("/system"));
+        let found = others(&set, Some("/a".into()), None, at);
+        assert_eq!(found, [kubelet("/agent"), ("misc", "/system".into(), None)]);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn without_the_runtime_what_it_said_before_counts() {

@@ -127,6 +127,12 @@ fn series(page: &str) -> Vec<&str> {
 fn without_cgroups_of_pods_their_containers_are_shown_and_the_machine_once() {
     let mut snapshot = snapshot(1);
     snapshot.systems[0].cgroup = "/".into();
+    // Both are where the system's processes are, for instance.
+    let agent = snapshot.systems[2].clone();
+    snapshot.systems.push(SystemFigures {
+        name: "misc",
+        ..agent
+    });
     snapshot.pods[0].cgroup = None;
     snapshot.pods[0].sandbox.cgroup = None;
     let page = containers(&snapshot, true, "pause:3").into_text();
