@@ -10,6 +10,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
+use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, Pod, Secret};
 use kube::ResourceExt as _;
@@ -153,16 +155,34 @@ fn hash(entry: &Entry) -> String {
     digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
 }
 
+/// Knows the message that a pod's sandbox is made from.
+#[async_trait]
+pub trait SandboxMessage: Send + Sync {
+    /// The message, as soon as what it names is there.
+    async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, String>;
+}
+
+/// Whose images they are.
+#[derive(Clone, Copy)]
+pub struct For<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// What the container is in it.
+    pub role: Role,
+    /// Its sandbox, of which the runtime is told with a pull.
+    pub sandbox: &'a dyn SandboxMessage,
+    /// Its pull secrets.
+    pub secrets: &'a [Arc<Secret>],
+}
+
 /// Makes sure that all images that a container needs are there.
 pub async fn ensure_all(
     context: &Context,
-    pod: &Pod,
-    role: Role,
+    whose: For<'_>,
     container: &Container,
-    secrets: &[Arc<Secret>],
 ) -> Result<Pulled, Waiting> {
     let mut volumes = BTreeMap::new();
-    for volume in pod::spec(pod).volumes.iter().flatten() {
+    for volume in pod::spec(whose.pod).volumes.iter().flatten() {
         let mounted = container
             .volume_mounts
             .iter()
@@ -177,21 +197,15 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let image = ensure(context, pod, role, &wanted, secrets)
-            .await
-            .inspect_err(|waiting| {
-                context.events.pod(
-                    pod,
-                    Some(role.field_path(&container.name)),
-                    Kind::Warning,
-                    "Failed",
-                    format!("Error: {waiting}"),
-                );
-            })?;
+        let about = About::new(context, whose, container);
+        let image = ensure(context, whose, &wanted).await;
+        let image = image.inspect_err(|waiting| {
+            about.say(Kind::Warning, "Failed", format!("Error: {waiting}"));
+        })?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
-        own: ensure(context, pod, role, container, secrets).await?,
+        own: ensure(context, whose, container).await?,
         volumes,
     })
 }
@@ -199,17 +213,25 @@ pub async fn ensure_all(
 /// One container, for the events about its image.
 struct About<'a> {
     context: &'a Context,
-    pod: &'a Pod,
+    whose: For<'a>,
     /// Its field path.
     path: String,
 }
 
-impl About<'_> {
+impl<'a> About<'a> {
+    fn new(context: &'a Context, whose: For<'a>, container: &Container) -> About<'a> {
+        About {
+            context,
+            whose,
+            path: whose.role.field_path(&container.name),
+        }
+    }
+
     fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         let path = Some(self.path.clone());
         self.context
             .events
-            .pod(self.pod, path, kind, reason, message);
+            .pod(self.whose.pod, path, kind, reason, message);
     }
 
     /// Why the container cannot be started: an event in words, and one with the reason of its waiting state.
@@ -223,10 +245,8 @@ impl About<'_> {
 /// Makes sure that the container's image is there.
 async fn ensure(
     context: &Context,
-    pod: &Pod,
-    role: Role,
+    whose: For<'_>,
     container: &Container,
-    secrets: &[Arc<Secret>],
 ) -> Result<Image, Waiting> {
     let waiting = |reason: &str, message: String| Waiting {
         reason: reason.into(),
@@ -234,11 +254,7 @@ async fn ensure(
         again: None,
     };
     let spec_image = container.image.clone().unwrap_or_default();
-    let about = About {
-        context,
-        pod,
-        path: role.field_path(&container.name),
-    };
+    let about = About::new(context, whose, container);
     let name = with_default_tag(&spec_image).map_err(|error| {
         about.say(Kind::Warning, "InspectFailed", error.clone());
         waiting("InvalidImageName", error)
@@ -255,7 +271,7 @@ async fn ensure(
     // An image that is there and not for this pod is not told of: it is as if there were none.
     let usable = match present {
         Some(image) if policy != "Always" => {
-            let allowed = allowed(context, &name, &image, secrets).await;
+            let allowed = allowed(context, &name, &image, whose.secrets).await;
             allowed.then_some(image)
         }
         _ => None,
@@ -275,7 +291,7 @@ async fn ensure(
             about.refuse((Kind::Warning, reason, message.clone()), reason);
             Err(waiting(reason, message))
         }
-        _ => pull(&about, &spec_image, &name, secrets).await,
+        _ => pull(&about, &spec_image, &name).await,
     }
 }
 
@@ -311,14 +327,9 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
     )
 }
 
-async fn pull(
-    about: &About<'_>,
-    shown: &str,
-    name: &str,
-    secrets: &[Arc<Secret>],
-) -> Result<Image, Waiting> {
+async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
     let context = about.context;
-    let key = (about.pod.uid().unwrap_or_default(), name.to_owned());
+    let key = (about.whose.pod.uid().unwrap_or_default(), name.to_owned());
     let backoff = || lock(&context.images.backoff);
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
@@ -335,7 +346,7 @@ async fn pull(
     }
     about.say(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
     let asked = Instant::now();
-    match attempt(context, name, secrets).await {
+    match attempt(context, name, about.whose).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
             context.metrics.pulled(image.size, took);
@@ -401,9 +412,10 @@ async fn candidates(
 async fn attempt(
     context: &Context,
     name: &str,
-    secrets: &[Arc<Secret>],
+    whose: For<'_>,
 ) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
+    let sandbox = whose.sandbox.sandbox_message().await?;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
     let quota = lock(&images.quota).take(context.clock.now());
     if quota.is_err() {
@@ -415,8 +427,9 @@ async fn attempt(
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
-    for (credentials, by) in candidates(context, name, secrets).await {
-        if let Err(error) = context.runtime.pull(name, credentials).await {
+    for (credentials, by) in candidates(context, name, whose.secrets).await {
+        let pulled = context.runtime.pull(name, credentials, &sandbox);
+        if let Err(error) = pulled.await {
             errors.push(error.without_unknown());
             continue;
         }

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex};
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -96,6 +97,8 @@ pub struct Tools {
     pub messages: Mutex<BTreeMap<String, String>>,
     /// The runtime's calls that start containers; they outlive their operations.
     pub starts: TaskTracker,
+    /// The newest of what [`Op::Prepare`] has made: a pull is begun at the same time, and waits for it.
+    pub setup: watch::Sender<Option<Arc<Setup>>>,
     /// The pod ends: what has not been begun is not wanted any more.
     pub ending: CancellationToken,
     /// The ledger's answer, which was asked for when the worker was started; the first [`Op::Admit`] takes it.

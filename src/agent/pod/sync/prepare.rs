@@ -51,12 +51,13 @@ impl Job {
                 self.say(Kind::Warning, "Failed", message.clone());
                 failed(message)
             })?;
-        let setup = Setup {
+        let setup = Arc::new(Setup {
             cgroup_parent,
             handler,
             users,
-        };
-        Ok((Outcome::Done, Some(Asset::Setup(Arc::new(setup)))))
+        });
+        self.tools.setup.send_replace(Some(Arc::clone(&setup)));
+        Ok((Outcome::Done, Some(Asset::Setup(setup))))
     }
 
     /// Whether the pod's cgroup limits its CPU time: a container with processors for itself may use all of them.
@@ -120,7 +121,7 @@ fn memory_qos(context: &Context) -> Option<(MemoryQos, u64)> {
     Some((rules, u64::try_from(bytes).unwrap_or(0)))
 }
 
-fn node_config(
+pub(super) fn node_config(
     context: &Context,
     pod: &k8s_openapi::api::core::v1::Pod,
     setup: &Setup,
