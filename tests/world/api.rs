@@ -161,6 +161,10 @@ impl PodApi for World {
         Err(ApiFailure::NotFound(name.into()))
     }
 
+    async fn service_account(&self, _: &str, _: &str) -> Result<ServiceAccount, ApiFailure> {
+        Err(ApiFailure::Other("no service accounts here".into()))
+    }
+
     async fn token(&self, _: TokenFor<'_>) -> Result<Token, ApiFailure> {
         Err(ApiFailure::Other("no tokens here".into()))
     }

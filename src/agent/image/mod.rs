@@ -1,6 +1,7 @@
 //! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec,
 //! chapter 8).
 
+mod accounts;
 pub mod collect;
 mod provider;
 mod records;
@@ -18,6 +19,7 @@ use kube::ResourceExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use self::accounts::Caller;
 use self::provider::Providers;
 use self::records::Records;
 use super::Context;
@@ -28,9 +30,10 @@ use crate::core::bucket::Bucket;
 use crate::core::digest;
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
-use crate::core::image::pulled::{self, By, BySecret, Policy};
+use crate::core::image::pulled::{self, By, ByAccount, BySecret, Own, Policy};
 use crate::core::image::{failure, untagged, with_default_tag};
 use crate::core::lock::lock;
+use crate::core::node::features;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
@@ -99,7 +102,10 @@ impl Images {
     pub fn configured(config: &Config) -> anyhow::Result<Images> {
         let (rate, burst) = config.pull_quota;
         let providers = match (&config.credential_providers, &config.credential_programs) {
-            (Some(file), Some(programs)) => Providers::load(file, programs)?,
+            (Some(file), Some(programs)) => {
+                let tokens = features::is_enabled(features::PLUGIN_TOKENS, &config.feature_gates);
+                Providers::load(file, programs, tokens)?
+            }
             _ => Providers::default(),
         };
         let home = std::env::var_os("HOME").map(PathBuf::from);
@@ -271,7 +277,7 @@ async fn ensure(
     // An image that is there and not for this pod is not told of: it is as if there were none.
     let usable = match present {
         Some(image) if policy != "Always" => {
-            let allowed = allowed(context, &name, &image, whose.secrets).await;
+            let allowed = allowed(context, &name, &image, whose).await;
             allowed.then_some(image)
         }
         _ => None,
@@ -295,8 +301,18 @@ async fn ensure(
     }
 }
 
-/// Whether a pod with these secrets may use an image that is there.
-async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Secret>]) -> bool {
+/// What plugins know for an image and a pod, each with the service account that it is for, if it is for one.
+async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Option<ByAccount>)> {
+    let caller = Caller {
+        accounts: &context.api,
+        pod,
+        now: context.clock.now(),
+    };
+    context.images.providers.credentials(name, caller).await
+}
+
+/// Whether a pod may use an image that is there.
+async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -> bool {
     let images = &context.images;
     // Without rules nobody looks at the disk.
     let Some(records) = images
@@ -314,17 +330,23 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
             return false;
         }
     };
-    let own: Vec<BySecret> = of_secrets(secrets, name)
+    let secrets: Vec<BySecret> = of_secrets(whose.secrets, name)
         .into_iter()
         .map(|(_, by)| by)
         .collect();
-    pulled::may_use(
-        &images.policy,
-        untagged(name),
-        record.as_ref(),
-        pulling,
-        &own,
-    )
+    let (untagged, record) = (untagged(name), record.as_ref());
+    let may = |account: Option<&ByAccount>| {
+        let own = Own {
+            secrets: &secrets,
+            account,
+        };
+        pulled::may_use(&images.policy, untagged, record, pulling, own)
+    };
+    if may(None) || !pulled::goes_by_account(untagged, record) {
+        return may(None);
+    }
+    let known = of_plugins(context, name, whose.pod).await;
+    may(known.iter().find_map(|(_, account)| account.as_ref()))
 }
 
 async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
@@ -377,7 +399,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
 async fn candidates(
     context: &Context,
     name: &str,
-    secrets: &[Arc<Secret>],
+    whose: For<'_>,
 ) -> Vec<(Option<Credentials>, By)> {
     let images = &context.images;
     let login = |entry: Entry| {
@@ -386,7 +408,7 @@ async fn candidates(
             password: entry.password,
         })
     };
-    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(secrets, name)
+    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(whose.secrets, name)
         .into_iter()
         .map(|(entry, by)| (login(entry), By::Secret(by)))
         .collect();
@@ -395,14 +417,11 @@ async fn candidates(
             .into_iter()
             .map(|entry| (login(entry), By::Anyone)),
     );
-    all.extend(
-        images
-            .providers
-            .credentials(name)
-            .await
-            .into_iter()
-            .map(|entry| (login(entry), By::Anyone)),
-    );
+    let of_plugins = of_plugins(context, name, whose.pod).await.into_iter();
+    all.extend(of_plugins.map(|(entry, account)| {
+        let by = account.map_or(By::Anyone, By::Account);
+        (login(entry), by)
+    }));
     if all.is_empty() {
         all.push((None, By::Anyone));
     }
@@ -427,7 +446,7 @@ async fn attempt(
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
-    for (credentials, by) in candidates(context, name, whose.secrets).await {
+    for (credentials, by) in candidates(context, name, whose).await {
         let pulled = context.runtime.pull(name, credentials, &sandbox);
         if let Err(error) = pulled.await {
             errors.push(error.without_unknown());
