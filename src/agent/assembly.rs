@@ -113,6 +113,10 @@ fn share_mounts(config: &Config) {
 /// configuration takes it for.
 fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
     let cgroups = Cgroups::new(&config.cgroup_root, driver);
+    let cgroups = match config.enforcement.flat {
+        true => cgroups.without_pods(),
+        false => cgroups,
+    };
     for reserved in config.enforcement.reserved() {
         let name = &reserved.cgroup;
         if !cgroups.has(&Group::Reserved(name.clone())) {

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::ConfigError;
 use super::document::Document;
 use super::values::invalid;
+use super::{ConfigError, OwnCgroups};
 use crate::core::node::capacity::count_cpus;
 use crate::core::node::cgroup_tree::{Reserved, Rules};
 use crate::core::node::features::{MEMORY_QOS, QOS_RESERVED};
@@ -47,6 +47,37 @@ pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
     Ok(sums)
 }
 
+/// Where the agent and the system's processes are to be. `root` is the configured `cgroupRoot`.
+pub(super) fn own_cgroups(d: &Document, root: Option<&str>) -> Result<OwnCgroups, ConfigError> {
+    let path = |field: &str, name: Option<&String>| {
+        let Some(name) = name.filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
+        if name.split('/').any(|part| part == "..") {
+            return Err(invalid(field, name, "use a path without '..'"));
+        }
+        let parts = name.split('/').filter(|part| !["", "."].contains(part));
+        Ok(Some(format!("/{}", parts.collect::<Vec<_>>().join("/"))))
+    };
+    let field = "systemCgroups";
+    let system = path(field, d.system_cgroups.as_ref())?;
+    match &system {
+        Some(name) if root.is_none_or(str::is_empty) => {
+            let remedy = "set cgroupRoot (--cgroup-root) too, to / for instance";
+            return Err(invalid(field, name, remedy));
+        }
+        Some(name) if name == "/" => {
+            let remedy = "use a cgroup below the root: the system's processes are moved out of it";
+            return Err(invalid(field, name, remedy));
+        }
+        _ => {}
+    }
+    Ok(OwnCgroups {
+        agent: path("kubeletCgroups", d.kubelet_cgroups.as_ref())?,
+        system,
+    })
+}
+
 /// The fields about what is set aside for one of the two.
 struct Fields<'a> {
     whose: &'static str,
@@ -84,10 +115,15 @@ fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, Config
     }))
 }
 
-fn check(list: &[String]) -> Result<(), ConfigError> {
+fn check(list: &[String], flat: bool) -> Result<(), ConfigError> {
     for (place, what) in list.iter().enumerate() {
         if list[..place].contains(what) {
             return Err(invalid(FIELD, list, &format!("name {what} once")));
+        }
+        if flat && !matches!(what.as_str(), "" | "none") {
+            let remedy =
+                format!("{FIELD} has {what}: set {FIELD}: [], or leave cgroups to pods (true)");
+            return Err(invalid("cgroupsPerQOS", false, &remedy));
         }
         match what.as_str() {
             ""
@@ -150,7 +186,8 @@ fn memory(d: &Document, is_open: bool) -> Result<Option<MemoryQos>, ConfigError>
 pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigError> {
     let default = ["pods".to_owned()];
     let list = d.enforce_node_allocatable.as_deref().unwrap_or(&default);
-    check(list)?;
+    let flat = d.cgroups_per_qos == Some(false);
+    check(list, flat)?;
     let mut unused = vec![];
     let gates = d.feature_gates.as_ref();
     let is_open = |name| gates.and_then(|gates| gates.get(name)) == Some(&true);
@@ -174,6 +211,7 @@ pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigEr
         amounts: ("kubeReserved", d.kube_reserved.as_ref()),
     };
     let rules = Rules {
+        flat,
         limits_pods: list.iter().any(|what| what == "pods"),
         system: held(list, &system)?,
         kube: held(list, &kube)?,

@@ -54,12 +54,7 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
 ];
 
 /// Fields of the format that are read but not honoured by this version.
-pub(super) const NOT_HONOURED: &[&str] = &[
-    "kubeletCgroups",
-    "systemCgroups",
-    "cgroupsPerQOS",
-    "volumePluginDir",
-];
+pub(super) const NOT_HONOURED: &[&str] = &["volumePluginDir"];
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -109,6 +104,10 @@ pub(super) struct Document {
     pub(super) node_lease_duration_seconds: Option<i32>,
     pub(super) node_status_max_images: Option<i64>,
     pub(super) cgroup_root: Option<String>,
+    pub(super) kubelet_cgroups: Option<String>,
+    pub(super) system_cgroups: Option<String>,
+    #[serde(rename = "cgroupsPerQOS")]
+    pub(super) cgroups_per_qos: Option<bool>,
     pub(super) cgroup_driver: Option<String>,
     pub(super) runtime_request_timeout: Option<String>,
     pub(super) max_pods: Option<i64>,

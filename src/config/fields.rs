@@ -255,7 +255,7 @@ mod tests {
         for (name, value, expected) in [
             ("cpuManagerPolicy", json!("none"), true),
             ("cpuManagerPolicy", json!("static"), false),
-            ("cgroupsPerQOS", json!(false), false),
+            ("makeIPTablesUtilChains", json!(false), false),
             ("shutdownGracePeriod", json!("0s"), true),
             ("kernelMemcgNotification", json!(false), true),
             ("evictionHard", json!({"memory.available": "5%"}), false),

@@ -74,6 +74,15 @@ pub struct Logs {
     pub workers: usize,
 }
 
+/// The cgroups of processes that are no pods'.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct OwnCgroups {
+    /// The agent's own (`kubeletCgroups`); it stays where it is without one.
+    pub agent: Option<String>,
+    /// That of all processes that would else be in the root cgroup (`systemCgroups`).
+    pub system: Option<String>,
+}
+
 /// The resolved configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
@@ -145,6 +154,8 @@ pub struct Config {
     pub max_images: i64,
     /// The cgroup below which `kubepods` lies.
     pub cgroup_root: String,
+    /// Where the agent and the system's processes are to be.
+    pub own_cgroups: OwnCgroups,
     /// Who makes cgroups where the runtime does not say.
     pub systemd_cgroups: bool,
     /// How many pods the node takes.

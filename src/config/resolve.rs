@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::allocatable::reserved;
+use super::allocatable::{own_cgroups, reserved};
 use super::containers::{
     cgroup_driver, ids_per_pod, limited_swap, logs, longest_back_off, quota_period, unsafe_sysctls,
 };
@@ -325,6 +325,7 @@ pub(super) fn resolve(
         node_status_report: node_status_report(&d)?,
         lease_seconds: lease_seconds(&d)?,
         max_images: d.node_status_max_images.unwrap_or(50),
+        own_cgroups: own_cgroups(&d, cgroup_root.as_deref())?,
         cgroup_root: named(cgroup_root).unwrap_or_else(|| "/".into()),
         systemd_cgroups: cgroup_driver(d.cgroup_driver.as_deref())?,
         max_pods: max_pods(&d, flags)?,

@@ -123,6 +123,66 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
 }
 
 #[test]
+fn the_agent_and_the_system_have_cgroups_where_that_is_asked_for() {
+    let load = |text: &str| load(text, &Overrides::default());
+    for (text, agent, system) in [
+        ("", None, None),
+        ("kubeletCgroups: ''\nsystemCgroups: ''\n", None, None),
+        (
+            "kubeletCgroups: podruntime/kubelet\n",
+            Some("/podruntime/kubelet"),
+            None,
+        ),
+        ("kubeletCgroups: /\n", Some("/"), None),
+        (
+            "cgroupRoot: /\nsystemCgroups: /system//x/\n",
+            None,
+            Some("/system/x"),
+        ),
+    ] {
+        let config = load(text).expect(text);
+        let expected = OwnCgroups {
+            agent: agent.map(Into::into),
+            system: system.map(Into::into),
+        };
+        assert_eq!(config.own_cgroups, expected, "{text}");
+        assert_eq!(config.not_honoured, Vec::<String>::new(), "{text}");
+    }
+    for (text, expected) in [
+        ("systemCgroups: /system\n", "set cgroupRoot"),
+        ("cgroupRoot: /\nsystemCgroups: /\n", "below the root"),
+        ("kubeletCgroups: /a/../b\n", "without '..'"),
+    ] {
+        let error = load(text).expect_err(text);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn pods_without_cgroups_cannot_be_limited_together() {
+    let load = |text: &str| load(text, &Overrides::default());
+    let flat = |text: &str| load(text).map(|c| (c.enforcement.flat, c.not_honoured));
+    for (text, expected) in [
+        ("", false),
+        ("cgroupsPerQOS: true\n", false),
+        ("cgroupsPerQOS: false\nenforceNodeAllocatable: []\n", true),
+        (
+            "cgroupsPerQOS: false\nenforceNodeAllocatable: [none]\n",
+            true,
+        ),
+    ] {
+        assert_eq!(flat(text), Ok((expected, vec![])), "{text}");
+    }
+    for text in [
+        "cgroupsPerQOS: false\n",
+        "cgroupsPerQOS: false\nenforceNodeAllocatable: [kube-reserved]\nkubeReservedCgroup: /k\nkubeReserved: {cpu: 100m}\n",
+    ] {
+        let error = load(text).expect_err(text);
+        assert!(error.contains("set enforceNodeAllocatable: []"), "{error}");
+    }
+}
+
+#[test]
 fn drop_ins_win_over_the_file_and_flags_over_both() {
     let dir = tempfile::tempdir().expect("a directory");
     let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";

@@ -28,6 +28,7 @@ use super::RuntimeStatus;
 use super::Stock;
 use super::convert;
 use super::events;
+use super::images::pull_request;
 use super::measured::{Measured, Report};
 use super::observation::Detail;
 use super::tasks;
@@ -591,8 +592,10 @@ impl Runtime for CriClient {
         &self,
         name: &str,
         credentials: Option<Credentials>,
+        sandbox: &pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError> {
-        self.pull_image(name, credentials).await
+        self.pull_image(pull_request(name, credentials, sandbox))
+            .await
     }
 
     async fn events(&self) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError> {

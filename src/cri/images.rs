@@ -149,31 +149,36 @@ impl CriClient {
     /// Pulls an image; it takes as long as it takes.
     pub(super) async fn pull_image(
         &self,
-        name: &str,
-        credentials: Option<Credentials>,
+        request: pb::PullImageRequest,
     ) -> Result<String, RuntimeError> {
-        let image = pb::ImageSpec {
-            image: name.into(),
-            ..pb::ImageSpec::default()
-        };
-        let auth = credentials.map(|c| pb::AuthConfig {
-            username: c.username,
-            password: c.password,
-            ..pb::AuthConfig::default()
-        });
         // A pull takes as long as it takes; the worker can drop it.
-        let request = Request::new(pb::PullImageRequest {
-            image: Some(image),
-            auth,
-            sandbox_config: None,
-        });
-        Ok(self
-            .images
-            .clone()
-            .pull_image(request)
-            .await?
-            .into_inner()
-            .image_ref)
+        let mut images = self.images.clone();
+        let answer = images.pull_image(Request::new(request)).await?;
+        Ok(answer.into_inner().image_ref)
+    }
+}
+
+/// Asks for an image for a pod. Runtimes choose by the pod how they pull: containerd the snapshotter by an annotation, CRI-O
+/// the signature policy by the namespace, and the cgroup that a pull is accounted to.
+pub(super) fn pull_request(
+    name: &str,
+    credentials: Option<Credentials>,
+    sandbox: &pb::PodSandboxConfig,
+) -> pb::PullImageRequest {
+    let image = pb::ImageSpec {
+        image: name.into(),
+        annotations: sandbox.annotations.clone(),
+        ..pb::ImageSpec::default()
+    };
+    let auth = credentials.map(|c| pb::AuthConfig {
+        username: c.username,
+        password: c.password,
+        ..pb::AuthConfig::default()
+    });
+    pb::PullImageRequest {
+        image: Some(image),
+        auth,
+        sandbox_config: Some(sandbox.clone()),
     }
 }
 
@@ -190,5 +195,32 @@ fn image_of(image: pb::Image) -> Image {
         uid: image.uid.map(|u| u.value),
         username: image.username,
         pinned: image.pinned,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pull_tells_whom_it_is_for() {
+        let sandbox = pb::PodSandboxConfig {
+            metadata: Some(pb::PodSandboxMetadata {
+                namespace: "n".into(),
+                ..pb::PodSandboxMetadata::default()
+            }),
+            annotations: [("a".to_owned(), "b".to_owned())].into(),
+            ..pb::PodSandboxConfig::default()
+        };
+        let request = pull_request("r/x:1", None, &sandbox);
+        let image = request.image.expect("an image");
+        assert_eq!(
+            (image.image.as_str(), &image.annotations),
+            ("r/x:1", &sandbox.annotations)
+        );
+        assert_eq!(
+            (request.auth, request.sandbox_config),
+            (None, Some(sandbox))
+        );
     }
 }

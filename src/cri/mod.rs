@@ -325,11 +325,12 @@ pub trait Runtime: Send + Sync + 'static {
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError>;
     /// What it is fetching just now, over all pulls. `Unimplemented` where it cannot say.
     async fn fetching(&self) -> Result<Fetching, RuntimeError>;
-    /// Pulls an image; the answer is its id.
+    /// Pulls an image for a pod, which is told by the message that its sandbox is made from; the answer is the image's id.
     async fn pull(
         &self,
         name: &str,
         credentials: Option<Credentials>,
+        sandbox: &pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError>;
     /// What happens to sandboxes and containers of pods, until the stream breaks; some runtimes tell of ends alone.
     /// `Unimplemented` where the runtime has no events.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::blocking;
 use crate::core::lock::lock;
@@ -22,6 +22,9 @@ const PODS_EVERY: u32 = 2;
 const SETTLE: Duration = Duration::from_millis(200);
 /// How often it is looked whether a new slice is there, and how many times.
 const APPEARS: (Duration, u32) = (Duration::from_millis(20), 50);
+
+/// How often the cgroups of containers are looked for at most, where only the runtime knows where it puts them.
+const SEARCH: Duration = Duration::from_secs(5);
 
 /// The cgroups that the pods of each class lie in.
 const CLASSES: [(QosClass, Group); 3] = [
@@ -49,6 +52,13 @@ struct Known {
     given: Given,
 }
 
+/// Where containers were found, by id, and when they were looked for.
+#[derive(Default)]
+struct Found {
+    at: Option<Instant>,
+    places: BTreeMap<String, String>,
+}
+
 /// Who makes the cgroups of the node and of its pods here, and where.
 pub struct Cgroups {
     root: String,
@@ -58,6 +68,9 @@ pub struct Cgroups {
     page_sizes: Vec<u64>,
     known: Mutex<BTreeMap<String, Known>>,
     looks: AtomicU32,
+    /// Whether pods have none (`cgroupsPerQOS: false`).
+    flat: bool,
+    found: Mutex<Found>,
 }
 
 /// The settings that a cgroup with these values has.
@@ -103,7 +116,16 @@ impl Cgroups {
             page_sizes: page_sizes.map(|(bytes, _)| bytes).collect(),
             known: Mutex::default(),
             looks: AtomicU32::new(0),
+            flat: false,
+            found: Mutex::default(),
         }
+    }
+
+    /// The same where neither pods nor their classes have cgroups: nothing is made or removed for pods, and the runtime
+    /// says where their containers lie.
+    #[must_use]
+    pub fn without_pods(self) -> Cgroups {
+        Cgroups { flat: true, ..self }
     }
 
     /// The bytes of a huge page of each size that the kernel has.
@@ -115,23 +137,47 @@ impl Cgroups {
         cgroup::pod_path(&self.root, self.driver, class, uid)
     }
 
-    /// Where a pod's lies below the hierarchies, or a container's by its id.
+    /// Where a pod's lies below the hierarchies, or a container's by its id; none where there is none that is known.
     pub(in crate::host) fn place(
         &self,
         class: QosClass,
         uid: &str,
         container: Option<&str>,
-    ) -> String {
-        cgroup::place(&self.name(class, uid), container)
+    ) -> Option<String> {
+        match container {
+            Some(id) if self.flat => self.search(id),
+            None if self.flat => None,
+            _ => Some(cgroup::place(&self.name(class, uid), container)),
+        }
     }
 
-    /// Where all pods' lies.
+    /// Where the runtime has put a container. A container never moves.
+    fn search(&self, id: &str) -> Option<String> {
+        let mut found = lock(&self.found);
+        if let Some(place) = found.places.get(id) {
+            return Some(place.clone());
+        }
+        if found.at.is_none_or(|at| at.elapsed() >= SEARCH) {
+            let key = |name: &str| cgroup::container_of(name).map(str::to_owned);
+            found.places = sys::cgroup::named(key);
+            found.at = Some(Instant::now());
+        }
+        found.places.get(id).cloned()
+    }
+
+    /// Where all pods' lies; where they have none, the root that the configuration names.
     pub(in crate::host) fn place_of_all(&self) -> String {
-        self.place_of(&Group::Pods)
+        match self.flat {
+            true => self.place_of(&Group::Root),
+            false => self.place_of(&Group::Pods),
+        }
     }
 
     /// Where the cgroups of the classes that have one lie.
     pub(in crate::host) fn places_of_classes(&self) -> Vec<String> {
+        if self.flat {
+            return vec![];
+        }
         [Group::Burstable, Group::BestEffort]
             .map(|group| self.place_of(&group))
             .into()
@@ -218,13 +264,17 @@ impl Cgroups {
         Ok(changes)
     }
 
-    /// Makes a pod's, or gives it these values; the answer is what the runtime is told.
+    /// Makes a pod's, or gives it these values; the answer is what the runtime is told, which is nothing where pods have
+    /// none.
     pub(in crate::host) async fn ensure(
         &self,
         class: QosClass,
         uid: &str,
         values: &Values,
     ) -> Result<String, String> {
+        if self.flat {
+            return Ok(String::new());
+        }
         let name = self.name(class, uid);
         self.give(&name, Owner::Pod, values).await?;
         Ok(name)
@@ -232,6 +282,9 @@ impl Cgroups {
 
     /// The bytes of memory that a pod's uses, caches included; none where that is not known.
     pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
+        if self.flat {
+            return None;
+        }
         sys::cgroup::memory_in_use(&self.path(&self.name(class, uid)))
     }
 
@@ -243,8 +296,13 @@ impl Cgroups {
         let mut answers = vec![];
         for (group, values) in tree {
             let name = group.name(&self.root, self.driver);
+            // The root of the hierarchies has no values.
+            if name == "/" {
+                answers.push(Ok(vec![]));
+                continue;
+            }
             let owner = match group {
-                Group::Reserved(_) => Owner::Somebody,
+                Group::Reserved(_) | Group::Root => Owner::Somebody,
                 Group::Pods | Group::Burstable | Group::BestEffort => Owner::Node,
             };
             let mut given = self.give(&name, owner, values).await;
@@ -344,6 +402,9 @@ impl Cgroups {
 
     /// Removes a pod's.
     pub(in crate::host) async fn remove(&self, class: QosClass, uid: &str) -> Result<(), String> {
+        if self.flat {
+            return Ok(());
+        }
         let name = self.name(class, uid);
         let known = self.known().remove(&name);
         if let Some(known) = known {
@@ -359,6 +420,9 @@ impl Cgroups {
 
     /// The pods that have one, by uid.
     pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, String> {
+        if self.flat {
+            return Ok(vec![]);
+        }
         let driver = self.driver;
         let tiers = CLASSES.map(|(class, group)| (class, self.place_of(&group)));
         blocking(move || {
@@ -369,5 +433,29 @@ impl Cgroups {
             Ok(tiers.into_iter().flat_map(below).collect())
         })
         .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn where_pods_have_no_cgroups_nothing_is_made_for_them() {
+        let (uid, class) = ("flat-1", QosClass::Guaranteed);
+        let cgroups = Cgroups::new("/", Driver::Cgroupfs).without_pods();
+        let made = cgroups.ensure(class, uid, &Values::default()).await;
+        assert_eq!(made, Ok(String::new()));
+        assert!(!sys::cgroup::exists("/kubepods/podflat-1"));
+        assert_eq!(cgroups.place(class, uid, None), None);
+        assert_eq!(cgroups.place(class, uid, Some(&"0".repeat(64))), None);
+        assert_eq!(cgroups.memory_in_use(class, uid), None);
+        assert_eq!(cgroups.pods().await, Ok(vec![]));
+        assert_eq!(cgroups.remove(class, uid).await, Ok(()));
+        assert_eq!(cgroups.place_of_all(), "/");
+        assert_eq!(cgroups.places_of_classes(), Vec::<String>::new());
+        // The root of the hierarchies is nobody's to set.
+        let tree = [(Group::Root, Values::default())];
+        assert_eq!(cgroups.apply(&tree).await, [Ok(vec![])]);
     }
 }

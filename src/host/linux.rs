@@ -226,7 +226,7 @@ impl PodHost for LinuxHost {
         self.cgroups.places_of_classes()
     }
 
-    fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String {
+    fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> Option<String> {
         self.cgroups
             .place(qos::of(pod::spec(pod)), pod::uid(pod), container)
     }
@@ -574,7 +574,9 @@ impl PodHost for LinuxHost {
     }
 
     async fn remove_container_cgroup(&self, pod: &Pod, id: &str) -> Result<(), String> {
-        let place = self.cgroup_path(pod, Some(id));
+        let Some(place) = self.cgroup_path(pod, Some(id)) else {
+            return Ok(());
+        };
         blocking(move || crate::sys::cgroup::remove(&place).map_err(|e| e.to_string())).await
     }
 

@@ -82,7 +82,7 @@ pub struct Log {
 #[async_trait]
 pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values, a limit of its CPU time only with `cpu_limit`. The answer is the parent
-    /// that the runtime is given.
+    /// that the runtime is given; it is empty where pods have no cgroups, and nothing is made.
     async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String>;
     /// The bytes of memory that the pod uses, caches included; none where that is not known.
     fn memory_of_pod(&self, _pod: &Pod) -> Option<u64> {
@@ -97,14 +97,16 @@ pub trait PodHost: Send + Sync + 'static {
     async fn mend_cgroups(&self) -> Vec<Mended> {
         std::future::pending().await
     }
-    /// Where the cgroup of all pods lies below the hierarchies. Nothing is touched.
+    /// Where the cgroup of all pods lies below the hierarchies; where pods have none, the root that the configuration names.
+    /// Nothing is touched.
     fn cgroup_of_all(&self) -> String;
     /// Where the cgroups of the classes that have one lie.
     fn cgroups_of_classes(&self) -> Vec<String> {
         vec![]
     }
-    /// Where the pod's cgroup lies below the hierarchies, or a container's by its id. Nothing is touched.
-    fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> String;
+    /// Where the pod's cgroup lies below the hierarchies, or a container's by its id; none where pods have none
+    /// (`cgroupsPerQOS: false`), and for a container that is not found then. Nothing is touched.
+    fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> Option<String>;
     /// The ids of the pod's user namespace: those it has already, else a range that no other pod has.
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String>;
     /// Makes the pod's directories.

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::certificates::v1beta1::{
@@ -41,6 +41,29 @@ pub struct Token {
     pub expires: Timestamp,
 }
 
+/// A token is fetched anew at this age at the latest.
+const OLD: SignedDuration = SignedDuration::from_hours(24);
+
+/// A token that was issued, and when.
+#[derive(Clone)]
+pub struct Issued {
+    /// The token.
+    pub token: Token,
+    /// When.
+    pub at: Timestamp,
+}
+
+impl Issued {
+    /// Whether it need not be fetched anew yet: for four fifths of the life that the server granted, which may be another
+    /// than was asked for, and at most for a day (`requiresRefresh` in the kubelet's token manager).
+    #[must_use]
+    pub fn is_fresh(&self, now: Timestamp) -> bool {
+        let granted = self.token.expires.duration_since(self.at);
+        let age = now.duration_since(self.at);
+        age < granted * 4 / 5 && age < OLD
+    }
+}
+
 /// The token that a pod asks for.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenFor<'a> {
@@ -50,6 +73,8 @@ pub struct TokenFor<'a> {
     pub audience: &'a str,
     /// The lifetime in seconds.
     pub seconds: i64,
+    /// The uid that the pod's service account has to have, where that matters.
+    pub account_uid: Option<&'a str>,
 }
 
 /// The certificate that a pod asks for.
@@ -137,6 +162,12 @@ pub trait PodApi: Send + Sync + 'static {
     async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure>;
     /// A Secret.
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure>;
+    /// A service account, as it is now.
+    async fn service_account(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> Result<ServiceAccount, ApiFailure>;
     /// A token bound to a pod.
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
     /// A claim, as it is now, and the volume it is bound to.
@@ -294,6 +325,15 @@ impl PodApi for KubePods {
         self.secrets.get(namespace, name).await
     }
 
+    async fn service_account(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> Result<ServiceAccount, ApiFailure> {
+        let api: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
+        Ok(api.get(name).await?)
+    }
+
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
         let metadata = &request.pod.metadata;
         let namespace = metadata.namespace.as_deref().unwrap_or_default();
@@ -304,6 +344,10 @@ impl PodApi for KubePods {
             .and_then(|s| s.service_account_name.as_deref())
             .unwrap_or("default");
         let request = TokenRequest {
+            metadata: ObjectMeta {
+                uid: request.account_uid.map(Into::into),
+                ..ObjectMeta::default()
+            },
             spec: Some(TokenRequestSpec {
                 audiences: (!request.audience.is_empty())
                     .then(|| vec![request.audience.to_owned()]),
@@ -392,8 +436,8 @@ impl PodApi for KubePods {
             .as_ref()
             .and_then(|s| s.service_account_name.clone())
             .unwrap_or_else(|| "default".into());
-        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), &namespace);
-        let account_uid = accounts.get(&account).await?.uid().unwrap_or_default();
+        let found = self.service_account(&namespace, &account).await?;
+        let account_uid = found.uid().unwrap_or_default();
         let object = PodCertificateRequest {
             metadata: ObjectMeta {
                 generate_name: Some("req-".into()),
@@ -487,6 +531,30 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_token_is_fresh_for_four_fifths_of_the_granted_life() {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        // Granted seconds, its age, whether it is fresh.
+        for (granted, age, expected) in [
+            (600, 0, true),
+            (600, 479, true),
+            (600, 480, false),
+            (7200, 5759, true),
+            (7200, 5760, false),
+            (1_000_000, 86_399, true),
+            (1_000_000, 86_400, false),
+        ] {
+            let issued = Issued {
+                token: Token {
+                    text: String::new(),
+                    expires: at(1000 + granted),
+                },
+                at: at(1000),
+            };
+            assert_eq!(issued.is_fresh(at(1000 + age)), expected, "{granted} {age}");
+        }
+    }
 
     #[test]
     fn an_attachment_that_is_being_deleted_is_none() {

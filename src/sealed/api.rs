@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use kube::ResourceExt as _;
@@ -101,6 +101,14 @@ impl PodApi for SealedApi {
             .map(Arc::unwrap_or_clone);
         self.settle(Kind::Secrets, &format!("{namespace}/{name}"), answer)
             .map(Arc::new)
+    }
+
+    async fn service_account(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> Result<ServiceAccount, ApiFailure> {
+        self.api.service_account(namespace, name).await
     }
 
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {

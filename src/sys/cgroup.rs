@@ -3,6 +3,7 @@
 //! cgroups-rs knows which hierarchies there are and writes the values; this module keeps it from
 //! touching anything but the cgroups named here.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -291,6 +292,70 @@ pub fn memory_in_use(path: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
+/// The processes in a cgroup, not below it. On v1 the hierarchy of devices counts, as for the kubelet.
+pub fn processes(path: &str) -> io::Result<Vec<i32>> {
+    let of_devices = Path::new(ROOT).join("devices");
+    let dir = match hierarchies().iter().find(|dir| **dir == of_devices) {
+        Some(devices) => Some(devices.join(path.trim_start_matches('/'))),
+        None => places(path).into_iter().next(),
+    };
+    let dir = dir.ok_or(io::ErrorKind::NotFound)?;
+    let text = fs::read_to_string(dir.join("cgroup.procs"))?;
+    Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
+}
+
+/// Moves a process to a cgroup, which is made where it is missing, in all hierarchies. One that has ended is nowhere.
+pub fn join(path: &str, pid: i32) -> io::Result<()> {
+    make(path)?;
+    let mut failed = None;
+    for dir in places(path) {
+        match fs::write(dir.join("cgroup.procs"), pid.to_string()) {
+            Ok(()) => {}
+            Err(error) if error.raw_os_error() == Some(nix::errno::Errno::ESRCH as i32) => {
+                return Ok(());
+            }
+            Err(error) => {
+                let text = format!(
+                    "process {pid} cannot be moved to {}: {error}",
+                    dir.display()
+                );
+                failed = failed.or(Some(io::Error::new(error.kind(), text)));
+            }
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
+/// How often it is looked whether processes have begun while others were moved.
+const ROUNDS: u32 = 11;
+
+/// Whether a process is the kernel's own, which have no program. One that has ended has none either.
+fn is_of_kernel(pid: i32) -> bool {
+    let program = fs::read_link(format!("/proc/{pid}/exe"));
+    program.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Moves what is in a cgroup to another one, but for the first process and the kernel's own. The answer is how many were
+/// moved; the error is the first of the last round.
+pub fn move_processes(from: &str, to: &str) -> io::Result<usize> {
+    let (mut moved, mut failed) = (0, None);
+    for _ in 0..ROUNDS {
+        let mut left = processes(from)?;
+        left.retain(|pid| *pid != 1 && !is_of_kernel(*pid));
+        if left.is_empty() {
+            return Ok(moved);
+        }
+        failed = None;
+        for pid in left {
+            match join(to, pid) {
+                Ok(()) => moved += 1,
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+    }
+    failed.map_or(Ok(moved), Err)
+}
+
 /// Removes a cgroup and all below it; processes still in it are killed.
 pub fn remove(path: &str) -> io::Result<()> {
     for dir in places(path) {
@@ -338,6 +403,26 @@ pub fn exists(path: &str) -> bool {
     places(path).iter().any(|dir| dir.is_dir())
 }
 
+/// The deepest cgroups that [`named`] looks at.
+const DEPTH: usize = 8;
+
+/// The cgroups below the root whose name means something to `key`, by what it means.
+pub fn named(key: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut left = vec![(String::new(), 0)];
+    while let Some((path, depth)) = left.pop() {
+        for name in children(&path) {
+            let below = format!("{path}/{name}");
+            match key(&name) {
+                Some(key) => _ = found.insert(key, below),
+                None if depth < DEPTH => left.push((below, depth + 1)),
+                None => {}
+            }
+        }
+    }
+    found
+}
+
 /// The names of the cgroups in one; none if it is not there.
 #[must_use]
 pub fn children(path: &str) -> Vec<String> {
@@ -351,4 +436,47 @@ pub fn children(path: &str) -> Vec<String> {
         .filter(|e| e.file_type().is_ok_and(|t| t.is_dir()))
         .filter_map(|e| e.file_name().into_string().ok())
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FROM: &str = "/holdfast-t-move-from";
+    const TO: &str = "/holdfast-t-move-to";
+
+    /// A process that waits, and its cgroups, gone with it.
+    struct Moved(std::process::Child);
+
+    impl Drop for Moved {
+        fn drop(&mut self) {
+            // The test has failed already if they are not there.
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+            let _ = remove(FROM);
+            let _ = remove(TO);
+        }
+    }
+
+    #[test]
+    fn processes_are_moved_from_one_cgroup_to_another() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let mut command = std::process::Command::new("sleep");
+        let child = Moved(command.arg("600").spawn().expect("begun"));
+        let pid = i32::try_from(child.0.id()).expect("a process id");
+        let below = format!("{TO}/below");
+        join(FROM, pid).expect("moved");
+        assert_eq!(processes(FROM).expect("there"), [pid]);
+        assert_eq!(move_processes(FROM, &below).expect("moved"), 1);
+        assert!(processes(FROM).expect("there").is_empty());
+        assert_eq!(processes(&below).expect("there"), [pid]);
+        let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("there");
+        assert!(!text.contains(FROM), "in every hierarchy: {text}");
+        assert_eq!(move_processes(FROM, TO).expect("nothing"), 0);
+        assert!(is_of_kernel(i32::MAX) && !is_of_kernel(pid));
+        // One that has ended is not missed.
+        join(&below, i32::MAX).expect("nothing");
+    }
 }

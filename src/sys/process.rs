@@ -21,6 +21,12 @@ pub fn set_oom_score_adj(score: i32) -> io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", score.to_string())
 }
 
+/// Whether this process sees the machine's processes, and not only those of a container.
+pub fn is_on_host() -> io::Result<bool> {
+    let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/pid"));
+    Ok(of("1")? == of("self")?)
+}
+
 /// Finds a program in `PATH` and the usual places for system programs.
 #[must_use]
 pub fn find_program(name: &str) -> Option<PathBuf> {

@@ -173,6 +173,10 @@ impl PodApi for World {
         Ok(Arc::new(secret))
     }
 
+    async fn service_account(&self, _: &str, _: &str) -> Result<ServiceAccount, ApiFailure> {
+        Err(ApiFailure::Other("no service accounts here".into()))
+    }
+
     async fn token(&self, _: TokenFor<'_>) -> Result<Token, ApiFailure> {
         Err(ApiFailure::Other("no tokens here".into()))
     }

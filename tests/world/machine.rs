@@ -102,8 +102,8 @@ impl PodHost for World {
         "/kubepods".into()
     }
 
-    fn cgroup_path(&self, _: &Pod, _: Option<&str>) -> String {
-        String::new()
+    fn cgroup_path(&self, _: &Pod, _: Option<&str>) -> Option<String> {
+        None
     }
 
     async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::pod::users::Mappings, String> {

@@ -536,9 +536,19 @@ impl Runtime for World {
         Ok(Fetching::default())
     }
 
-    async fn pull(&self, _: &str, _: Option<Credentials>) -> Result<String, RuntimeError> {
+    async fn pull(
+        &self,
+        _: &str,
+        _: Option<Credentials>,
+        sandbox: &pb::PodSandboxConfig,
+    ) -> Result<String, RuntimeError> {
         {
             let mut state = self.state();
+            let uid = &sandbox.metadata.as_ref().unwrap().uid;
+            assert!(
+                state.cgroups.contains(uid),
+                "a pull is for a pod that is prepared"
+            );
             state.pulls.0 += 1;
             state.pulls.1 = state.pulls.1.max(state.pulls.0);
         }

@@ -1,6 +1,7 @@
 //! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec,
 //! chapter 8).
 
+mod accounts;
 pub mod collect;
 mod provider;
 mod records;
@@ -10,12 +11,15 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
+use holdfast_proto::cri as pb;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, Pod, Secret};
 use kube::ResourceExt as _;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use self::accounts::Caller;
 use self::provider::Providers;
 use self::records::Records;
 use super::Context;
@@ -26,9 +30,10 @@ use crate::core::bucket::Bucket;
 use crate::core::digest;
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
-use crate::core::image::pulled::{self, By, BySecret, Policy};
+use crate::core::image::pulled::{self, By, ByAccount, BySecret, Own, Policy};
 use crate::core::image::{failure, untagged, with_default_tag};
 use crate::core::lock::lock;
+use crate::core::node::features;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
@@ -97,7 +102,10 @@ impl Images {
     pub fn configured(config: &Config) -> anyhow::Result<Images> {
         let (rate, burst) = config.pull_quota;
         let providers = match (&config.credential_providers, &config.credential_programs) {
-            (Some(file), Some(programs)) => Providers::load(file, programs)?,
+            (Some(file), Some(programs)) => {
+                let tokens = features::is_enabled(features::PLUGIN_TOKENS, &config.feature_gates);
+                Providers::load(file, programs, tokens)?
+            }
             _ => Providers::default(),
         };
         let home = std::env::var_os("HOME").map(PathBuf::from);
@@ -153,16 +161,34 @@ fn hash(entry: &Entry) -> String {
     digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
 }
 
+/// Knows the message that a pod's sandbox is made from.
+#[async_trait]
+pub trait SandboxMessage: Send + Sync {
+    /// The message, as soon as what it names is there.
+    async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, String>;
+}
+
+/// Whose images they are.
+#[derive(Clone, Copy)]
+pub struct For<'a> {
+    /// The pod.
+    pub pod: &'a Pod,
+    /// What the container is in it.
+    pub role: Role,
+    /// Its sandbox, of which the runtime is told with a pull.
+    pub sandbox: &'a dyn SandboxMessage,
+    /// Its pull secrets.
+    pub secrets: &'a [Arc<Secret>],
+}
+
 /// Makes sure that all images that a container needs are there.
 pub async fn ensure_all(
     context: &Context,
-    pod: &Pod,
-    role: Role,
+    whose: For<'_>,
     container: &Container,
-    secrets: &[Arc<Secret>],
 ) -> Result<Pulled, Waiting> {
     let mut volumes = BTreeMap::new();
-    for volume in pod::spec(pod).volumes.iter().flatten() {
+    for volume in pod::spec(whose.pod).volumes.iter().flatten() {
         let mounted = container
             .volume_mounts
             .iter()
@@ -177,21 +203,15 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let image = ensure(context, pod, role, &wanted, secrets)
-            .await
-            .inspect_err(|waiting| {
-                context.events.pod(
-                    pod,
-                    Some(role.field_path(&container.name)),
-                    Kind::Warning,
-                    "Failed",
-                    format!("Error: {waiting}"),
-                );
-            })?;
+        let about = About::new(context, whose, container);
+        let image = ensure(context, whose, &wanted).await;
+        let image = image.inspect_err(|waiting| {
+            about.say(Kind::Warning, "Failed", format!("Error: {waiting}"));
+        })?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
-        own: ensure(context, pod, role, container, secrets).await?,
+        own: ensure(context, whose, container).await?,
         volumes,
     })
 }
@@ -199,17 +219,25 @@ pub async fn ensure_all(
 /// One container, for the events about its image.
 struct About<'a> {
     context: &'a Context,
-    pod: &'a Pod,
+    whose: For<'a>,
     /// Its field path.
     path: String,
 }
 
-impl About<'_> {
+impl<'a> About<'a> {
+    fn new(context: &'a Context, whose: For<'a>, container: &Container) -> About<'a> {
+        About {
+            context,
+            whose,
+            path: whose.role.field_path(&container.name),
+        }
+    }
+
     fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         let path = Some(self.path.clone());
         self.context
             .events
-            .pod(self.pod, path, kind, reason, message);
+            .pod(self.whose.pod, path, kind, reason, message);
     }
 
     /// Why the container cannot be started: an event in words, and one with the reason of its waiting state.
@@ -223,10 +251,8 @@ impl About<'_> {
 /// Makes sure that the container's image is there.
 async fn ensure(
     context: &Context,
-    pod: &Pod,
-    role: Role,
+    whose: For<'_>,
     container: &Container,
-    secrets: &[Arc<Secret>],
 ) -> Result<Image, Waiting> {
     let waiting = |reason: &str, message: String| Waiting {
         reason: reason.into(),
@@ -234,11 +260,7 @@ async fn ensure(
         again: None,
     };
     let spec_image = container.image.clone().unwrap_or_default();
-    let about = About {
-        context,
-        pod,
-        path: role.field_path(&container.name),
-    };
+    let about = About::new(context, whose, container);
     let name = with_default_tag(&spec_image).map_err(|error| {
         about.say(Kind::Warning, "InspectFailed", error.clone());
         waiting("InvalidImageName", error)
@@ -255,7 +277,7 @@ async fn ensure(
     // An image that is there and not for this pod is not told of: it is as if there were none.
     let usable = match present {
         Some(image) if policy != "Always" => {
-            let allowed = allowed(context, &name, &image, secrets).await;
+            let allowed = allowed(context, &name, &image, whose).await;
             allowed.then_some(image)
         }
         _ => None,
@@ -275,12 +297,22 @@ async fn ensure(
             about.refuse((Kind::Warning, reason, message.clone()), reason);
             Err(waiting(reason, message))
         }
-        _ => pull(&about, &spec_image, &name, secrets).await,
+        _ => pull(&about, &spec_image, &name).await,
     }
 }
 
-/// Whether a pod with these secrets may use an image that is there.
-async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Secret>]) -> bool {
+/// What plugins know for an image and a pod, each with the service account that it is for, if it is for one.
+async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Option<ByAccount>)> {
+    let caller = Caller {
+        accounts: &context.api,
+        pod,
+        now: context.clock.now(),
+    };
+    context.images.providers.credentials(name, caller).await
+}
+
+/// Whether a pod may use an image that is there.
+async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -> bool {
     let images = &context.images;
     // Without rules nobody looks at the disk.
     let Some(records) = images
@@ -298,27 +330,28 @@ async fn allowed(context: &Context, name: &str, image: &Image, secrets: &[Arc<Se
             return false;
         }
     };
-    let own: Vec<BySecret> = of_secrets(secrets, name)
+    let secrets: Vec<BySecret> = of_secrets(whose.secrets, name)
         .into_iter()
         .map(|(_, by)| by)
         .collect();
-    pulled::may_use(
-        &images.policy,
-        untagged(name),
-        record.as_ref(),
-        pulling,
-        &own,
-    )
+    let (untagged, record) = (untagged(name), record.as_ref());
+    let may = |account: Option<&ByAccount>| {
+        let own = Own {
+            secrets: &secrets,
+            account,
+        };
+        pulled::may_use(&images.policy, untagged, record, pulling, own)
+    };
+    if may(None) || !pulled::goes_by_account(untagged, record) {
+        return may(None);
+    }
+    let known = of_plugins(context, name, whose.pod).await;
+    may(known.iter().find_map(|(_, account)| account.as_ref()))
 }
 
-async fn pull(
-    about: &About<'_>,
-    shown: &str,
-    name: &str,
-    secrets: &[Arc<Secret>],
-) -> Result<Image, Waiting> {
+async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiting> {
     let context = about.context;
-    let key = (about.pod.uid().unwrap_or_default(), name.to_owned());
+    let key = (about.whose.pod.uid().unwrap_or_default(), name.to_owned());
     let backoff = || lock(&context.images.backoff);
     let held = backoff().held(&key, context.clock.now());
     if let Some((until, error)) = held {
@@ -335,7 +368,7 @@ async fn pull(
     }
     about.say(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
     let asked = Instant::now();
-    match attempt(context, name, secrets).await {
+    match attempt(context, name, about.whose).await {
         Ok((image, took)) => {
             backoff().succeeded(&key);
             context.metrics.pulled(image.size, took);
@@ -366,7 +399,7 @@ async fn pull(
 async fn candidates(
     context: &Context,
     name: &str,
-    secrets: &[Arc<Secret>],
+    whose: For<'_>,
 ) -> Vec<(Option<Credentials>, By)> {
     let images = &context.images;
     let login = |entry: Entry| {
@@ -375,7 +408,7 @@ async fn candidates(
             password: entry.password,
         })
     };
-    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(secrets, name)
+    let mut all: Vec<(Option<Credentials>, By)> = of_secrets(whose.secrets, name)
         .into_iter()
         .map(|(entry, by)| (login(entry), By::Secret(by)))
         .collect();
@@ -384,14 +417,11 @@ async fn candidates(
             .into_iter()
             .map(|entry| (login(entry), By::Anyone)),
     );
-    all.extend(
-        images
-            .providers
-            .credentials(name)
-            .await
-            .into_iter()
-            .map(|entry| (login(entry), By::Anyone)),
-    );
+    let of_plugins = of_plugins(context, name, whose.pod).await.into_iter();
+    all.extend(of_plugins.map(|(entry, account)| {
+        let by = account.map_or(By::Anyone, By::Account);
+        (login(entry), by)
+    }));
     if all.is_empty() {
         all.push((None, By::Anyone));
     }
@@ -401,9 +431,10 @@ async fn candidates(
 async fn attempt(
     context: &Context,
     name: &str,
-    secrets: &[Arc<Secret>],
+    whose: For<'_>,
 ) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
+    let sandbox = whose.sandbox.sandbox_message().await?;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
     let quota = lock(&images.quota).take(context.clock.now());
     if quota.is_err() {
@@ -415,8 +446,9 @@ async fn attempt(
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
-    for (credentials, by) in candidates(context, name, secrets).await {
-        if let Err(error) = context.runtime.pull(name, credentials).await {
+    for (credentials, by) in candidates(context, name, whose).await {
+        let pulled = context.runtime.pull(name, credentials, &sandbox);
+        if let Err(error) = pulled.await {
             errors.push(error.without_unknown());
             continue;
         }

@@ -1,6 +1,6 @@
 //! Credential provider plugins: programs that know registries' credentials (kubelet spec, 8.3).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
@@ -8,12 +8,16 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;
 
+use super::accounts::{Caller, Granted, Tokens};
 use crate::core::image::keyring::{self, Entry};
+use crate::core::image::pulled::ByAccount;
+use crate::core::image::tokens::{Attributes, Grant, Key, Rules};
 use crate::core::lock::lock;
+use crate::core::node::features::PLUGIN_TOKENS;
 use crate::core::time::duration;
 
 /// In which versions plugins may be asked: the questions and answers are the same.
@@ -48,7 +52,7 @@ struct Definition {
     args: Vec<String>,
     #[serde(default)]
     env: Vec<Variable>,
-    token_attributes: Option<Value>,
+    token_attributes: Option<Attributes>,
 }
 
 #[derive(Deserialize, Clone)]
@@ -79,18 +83,43 @@ struct CachedCredentials {
     until: Instant,
 }
 
+/// For what an answer is kept: repository, registry or everything, and for whom it is good.
+type Kept = (String, Option<Key>);
+
 /// One plugin.
 struct Provider {
     definition: Definition,
     program: PathBuf,
-    cached: Mutex<HashMap<String, CachedCredentials>>,
+    /// How it is given tokens, if it wants any.
+    rules: Option<Rules>,
+    cached: Mutex<BTreeMap<Kept, CachedCredentials>>,
     /// One question at a time: whoever waits finds the answer cached.
     asking: tokio::sync::Mutex<()>,
 }
 
 /// All plugins, in the configuration's order.
 #[derive(Default, Clone)]
-pub struct Providers(Arc<Vec<Provider>>);
+pub struct Providers {
+    all: Arc<Vec<Provider>>,
+    tokens: Arc<Tokens>,
+}
+
+/// How a plugin is given tokens. `are_on` is the gate.
+fn token_rules(definition: &Definition, are_on: bool) -> anyhow::Result<Option<Rules>> {
+    let Some(attributes) = &definition.token_attributes else {
+        return Ok(None);
+    };
+    let path = format!("providers[{}].tokenAttributes", definition.name);
+    if !are_on {
+        bail!("{path}: remove it, or featureGates.{PLUGIN_TOKENS}: false");
+    }
+    if definition.api_version != VERSIONS[0] {
+        bail!("{path}: plugins get tokens in {} alone", VERSIONS[0]);
+    }
+    let rules = attributes.check();
+    let rules = rules.map_err(|(field, remedy)| anyhow::anyhow!("{path}.{field}: {remedy}"))?;
+    Ok(Some(rules))
+}
 
 fn check(definition: &Definition, programs: &Path) -> anyhow::Result<PathBuf> {
     let name = &definition.name;
@@ -107,11 +136,6 @@ fn check(definition: &Definition, programs: &Path) -> anyhow::Result<PathBuf> {
             "providers[{name}].apiVersion: {:?} is not supported: use one of {}",
             definition.api_version,
             VERSIONS.join(", ")
-        );
-    }
-    if definition.token_attributes.is_some() {
-        bail!(
-            "providers[{name}].tokenAttributes: plugins that want a service account's token are not served by this version: remove the field"
         );
     }
     if definition
@@ -154,8 +178,8 @@ fn files(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 impl Providers {
-    /// Reads the configuration, a file or a directory of files.
-    pub fn load(config: &Path, programs: &Path) -> anyhow::Result<Providers> {
+    /// Reads the configuration, a file or a directory of files. `tokens` says whether plugins may be given tokens.
+    pub fn load(config: &Path, programs: &Path, tokens: bool) -> anyhow::Result<Providers> {
         let mut providers: Vec<Provider> = vec![];
         for file in files(config)? {
             let text = std::fs::read_to_string(&file).with_context(|| {
@@ -177,8 +201,9 @@ impl Providers {
                 );
             }
             for definition in document.providers {
-                let program =
-                    check(&definition, programs).with_context(|| file.display().to_string())?;
+                let named = || file.display().to_string();
+                let program = check(&definition, programs).with_context(named)?;
+                let rules = token_rules(&definition, tokens).with_context(named)?;
                 if providers
                     .iter()
                     .any(|p| p.definition.name == definition.name)
@@ -192,26 +217,38 @@ impl Providers {
                 providers.push(Provider {
                     definition,
                     program,
+                    rules,
                     cached: Mutex::default(),
                     asking: tokio::sync::Mutex::default(),
                 });
             }
         }
-        Ok(Providers(Arc::new(providers)))
+        Ok(Providers {
+            all: Arc::new(providers),
+            tokens: Arc::default(),
+        })
     }
 
-    /// What the plugins know for an image. One that fails is reported, the others are asked all the same.
-    pub async fn credentials(&self, image: &str) -> Vec<Entry> {
+    /// What the plugins know for an image, each with the service account that it is for; none where it is for all pods. A
+    /// plugin that fails is reported, the others are asked all the same.
+    pub async fn credentials(
+        &self,
+        image: &str,
+        caller: Caller<'_>,
+    ) -> Vec<(Entry, Option<ByAccount>)> {
         let repository = keyring::repository(image);
         let mut found = vec![];
-        for provider in self.0.iter().filter(|p| {
+        for provider in self.all.iter().filter(|p| {
             p.definition
                 .match_images
                 .iter()
                 .any(|m| keyring::covers(m, &repository))
         }) {
-            match provider.entries(&repository).await {
-                Ok(entries) => found.extend(keyring::matching(&entries, image)),
+            match provider.answer(&repository, caller, &self.tokens).await {
+                Ok((entries, account)) => {
+                    let entries = keyring::matching(&entries, image).into_iter();
+                    found.extend(entries.map(|entry| (entry, account.clone())));
+                }
                 Err(error) => {
                     tracing::warn!(
                         error = format!("{error:#}"),
@@ -227,25 +264,49 @@ impl Providers {
 }
 
 impl Provider {
-    fn cached(&self, repository: &str) -> Option<Vec<Entry>> {
+    /// What it knows for a repository and a pod, and the service account that this is for.
+    async fn answer(
+        &self,
+        repository: &str,
+        caller: Caller<'_>,
+        tokens: &Tokens,
+    ) -> anyhow::Result<(Vec<Entry>, Option<ByAccount>)> {
+        let grant = match &self.rules {
+            None => None,
+            Some(rules) => {
+                let granted = tokens.grant(rules, caller).await;
+                match granted.map_err(anyhow::Error::msg)? {
+                    Granted::NotAsked => return Ok((vec![], None)),
+                    Granted::Nothing => None,
+                    Granted::Account(grant) => Some(grant),
+                }
+            }
+        };
+        let entries = self.entries(repository, grant.as_ref()).await?;
+        Ok((entries, grant.map(|grant| grant.account)))
+    }
+
+    fn cached(&self, repository: &str, whose: Option<&Key>) -> Option<Vec<Entry>> {
         let registry = repository.split('/').next().unwrap_or_default();
         let mut cached = lock(&self.cached);
         cached.retain(|_, k| k.until > Instant::now());
         ["", registry, repository]
             .iter()
-            .find_map(|key| cached.get(*key))
+            .find_map(|of| cached.get(&((*of).to_owned(), whose.cloned())))
             .map(|k| k.entries.clone())
     }
 
-    async fn entries(&self, repository: &str) -> anyhow::Result<Vec<Entry>> {
-        if let Some(cached) = self.cached(repository) {
+    async fn entries(&self, repository: &str, grant: Option<&Grant>) -> anyhow::Result<Vec<Entry>> {
+        let whose = self.rules.as_ref().zip(grant);
+        let whose = whose.map(|(rules, grant)| rules.key(grant));
+        if let Some(cached) = self.cached(repository, whose.as_ref()) {
             return Ok(cached);
         }
         let _asking = self.asking.lock().await;
-        if let Some(cached) = self.cached(repository) {
+        if let Some(cached) = self.cached(repository, whose.as_ref()) {
             return Ok(cached);
         }
-        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(repository))
+        let answer = tokio::time::timeout(PLUGIN_TIMEOUT, self.ask(repository, grant))
             .await
             .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
@@ -255,6 +316,7 @@ impl Provider {
                 self.definition.api_version
             );
         }
+        self.check_echo(&answer, grant)?;
         let entries: Vec<Entry> = answer
             .auth
             .into_iter()
@@ -281,12 +343,26 @@ impl Provider {
                 entries: entries.clone(),
                 until: Instant::now() + lasts,
             };
-            lock(&self.cached).insert(key, cached);
+            lock(&self.cached).insert((key, whose), cached);
         }
         Ok(entries)
     }
 
-    async fn ask(&self, repository: &str) -> anyhow::Result<Answer> {
+    /// A token is no password for others than the pod that it is bound to.
+    fn check_echo(&self, answer: &Answer, grant: Option<&Grant>) -> anyhow::Result<()> {
+        let by_token = self.rules.as_ref().is_some_and(|rules| rules.by_token);
+        let Some(grant) = grant.filter(|_| !by_token) else {
+            return Ok(());
+        };
+        if answer.auth.values().any(|l| l.password == grant.token) {
+            bail!(
+                "it answered with the token itself, which is good for one pod alone: set tokenAttributes.cacheType: Token"
+            );
+        }
+        Ok(())
+    }
+
+    async fn ask(&self, repository: &str, grant: Option<&Grant>) -> anyhow::Result<Answer> {
         let mut command = tokio::process::Command::new(&self.program);
         command
             .args(&self.definition.args)
@@ -299,7 +375,14 @@ impl Provider {
         let mut child = command
             .spawn()
             .with_context(|| format!("{} cannot be run", self.program.display()))?;
-        let request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": repository}).to_string();
+        let mut request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": repository});
+        if let Some(grant) = grant {
+            request["serviceAccountToken"] = grant.token.as_str().into();
+            if !grant.annotations.is_empty() {
+                request["serviceAccountAnnotations"] = json!(grant.annotations);
+            }
+        }
+        let request = request.to_string();
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         let (Some(mut stdin), Some(stdout)) = (stdin, stdout) else {
             bail!("the plugin has no stdin or stdout")
@@ -328,90 +411,4 @@ impl Provider {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::PermissionsExt as _;
-
-    #[tokio::test]
-    async fn plugins_are_asked_once_and_mistakes_are_named() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let write = |name: &str, text: &str| {
-            let path = dir.path().join(name);
-            std::fs::write(&path, text).expect("write");
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
-            path
-        };
-        // While a program that another test starts has not been executed it holds the file open for writing, too: until then
-        // nobody can execute it.
-        let executed = |path: &Path| {
-            let begun = std::time::Instant::now();
-            let mut probe = std::process::Command::new(path);
-            probe.stdin(std::process::Stdio::null());
-            while probe.output().is_err() && begun.elapsed().as_secs() < 60 {}
-        };
-        let count = dir.path().join("count");
-        let version = VERSIONS[1];
-        let script = format!(
-            "#!/bin/sh\necho asked >> {}\ngrep -q '\"image\":\"reg.example/x\"' || exit 1\necho '{{\"apiVersion\": \"{version}\", \"cacheKeyType\": \"Registry\", \"cacheDuration\": \"1m\", \"auth\": {{\"reg.example\": {{\"username\": \"'$1'\", \"password\": \"'$PASS'\"}}}}}}'\n",
-            count.display()
-        );
-        executed(&write("plugin", &script));
-        let _ = std::fs::remove_file(&count);
-        let definition = |more: &str| {
-            format!(
-                "apiVersion: kubelet.config.k8s.io/v1\nkind: CredentialProviderConfig\nproviders:\n- name: plugin\n  apiVersion: {version}\n  matchImages: ['*.example']\n  args: [me]\n  env: [{{name: PASS, value: word}}]\n{more}"
-            )
-        };
-        let config = write("config.yaml", &definition(""));
-        let providers = Providers::load(&config, dir.path()).expect("loaded");
-        let (first, second) = tokio::join!(
-            providers.credentials("reg.example/x:1"),
-            providers.credentials("reg.example/x:2")
-        );
-        assert_eq!(
-            first,
-            [Entry {
-                pattern: "reg.example".into(),
-                username: "me".into(),
-                password: "word".into()
-            }]
-        );
-        assert_eq!(first, second);
-        assert_eq!(
-            std::fs::read_to_string(&count)
-                .expect("count")
-                .lines()
-                .count(),
-            1,
-            "the second question is answered from memory"
-        );
-        assert_eq!(providers.credentials("other.test/x").await, []);
-        for (text, expected) in [
-            (definition("  tokenAttributes: {}\n"), "tokenAttributes"),
-            (definition("  extra: 1\n"), "extra"),
-            (
-                definition("").replace(version, "credentialprovider.kubelet.k8s.io/v2"),
-                "credentialprovider.kubelet.k8s.io/v1, ",
-            ),
-            (
-                definition("").replace("name: plugin", "name: ../plugin"),
-                "../plugin",
-            ),
-            (
-                definition("").replace("name: plugin", "name: nosuch"),
-                "--image-credential-provider-bin-dir",
-            ),
-            (definition("").replace("['*.example']", "[]"), "matchImages"),
-        ] {
-            std::fs::write(&config, text).expect("write");
-            let error = Providers::load(&config, dir.path())
-                .err()
-                .map(|e| format!("{e:#}"))
-                .unwrap_or_default();
-            assert!(
-                error.contains(expected),
-                "{error:?} does not name {expected:?}"
-            );
-        }
-    }
-}
+mod tests;

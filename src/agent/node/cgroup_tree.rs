@@ -52,12 +52,14 @@ fn supply(context: &Context) -> Supply {
 fn said(config: &Config, group: &Group) -> Option<(String, String)> {
     let rules = &config.enforcement;
     match group {
-        Group::Pods if rules.limits_pods => {
-            let parts = config
-                .cgroup_root
-                .split('/')
-                .filter(|part| !part.is_empty());
-            let parts: Vec<&str> = parts.chain(["kubepods"]).collect();
+        Group::Pods | Group::Root if rules.limits_pods || *group == Group::Root => {
+            let parts = config.cgroup_root.split('/');
+            let parts = parts.filter(|part| !part.is_empty());
+            let all = (*group == Group::Pods).then_some("kubepods");
+            let parts: Vec<&str> = parts.chain(all).collect();
+            if parts.is_empty() {
+                return None;
+            }
             Some((
                 "Updated Node Allocatable limit across pods".to_owned(),
                 format!("Failed to update Node Allocatable Limits {:?}", parts),
@@ -83,7 +85,7 @@ fn said(config: &Config, group: &Group) -> Option<(String, String)> {
             };
             reserved("System", &rules.system).or_else(|| reserved("Kube", &rules.kube))
         }
-        Group::Pods | Group::Burstable | Group::BestEffort => None,
+        Group::Pods | Group::Root | Group::Burstable | Group::BestEffort => None,
     }
 }
 

@@ -9,6 +9,7 @@
 //! | `lease::keep` | renews the lease |
 //! | `own::follow` | watches the Node object |
 //! | `cgroup_tree::keep` | gives the cgroups above pods, and those of the system, their values |
+//! | `own_cgroups::keep` | moves the agent and the system's processes to their cgroups, where they are to have some |
 //!
 //! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `oom` says when the kernel had to kill; `shutdown`
 //! ends them in their order with the machine; `devices::run` registers device plugins; `claims::run` gives back what pods have left of dynamic resources, and
@@ -34,6 +35,7 @@ pub mod managers;
 pub mod network;
 pub mod oom;
 mod own;
+mod own_cgroups;
 pub mod pressure;
 mod registration;
 mod runtime;
@@ -119,5 +121,6 @@ pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
         lease::keep(&context),
         own::follow(&context),
         cgroup_tree::keep(&context),
+        own_cgroups::keep(&context),
     );
 }

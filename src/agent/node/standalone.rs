@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequest};
-use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service};
+use k8s_openapi::api::core::v1::{ConfigMap, Event, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
@@ -44,6 +44,10 @@ impl PodApi for NoApi {
     }
 
     async fn secret(&self, _: &str, _: &str) -> Result<Arc<Secret>, ApiFailure> {
+        none()
+    }
+
+    async fn service_account(&self, _: &str, _: &str) -> Result<ServiceAccount, ApiFailure> {
         none()
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
@@ -103,6 +104,7 @@ pub async fn run(
             inbox,
             messages: Mutex::default(),
             starts,
+            setup: watch::Sender::default(),
             ending: CancellationToken::new(),
             admission: Mutex::new(admission),
         }),

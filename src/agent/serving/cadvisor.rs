@@ -6,7 +6,7 @@
 
 mod families;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use hyper::Response;
@@ -92,7 +92,11 @@ fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown
         swap_limit: machine.swap.0,
         ..of(names, &machine.usage, &machine.own, booted)
     }];
-    all.extend(snapshot.systems.iter().map(|s| Shown {
+    // A cgroup is shown once, whatever the summary calls it; the machine is shown already.
+    let mut seen = BTreeSet::from(["/"]);
+    let systems = snapshot.systems.iter();
+    let systems = systems.filter(|s| seen.insert(s.cgroup.as_str()));
+    all.extend(systems.map(|s| Shown {
         has_root: false,
         ..of(
             ["", &s.cgroup, "", "", "", ""],
@@ -104,15 +108,21 @@ fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown
     for p in &snapshot.pods {
         let (pod, namespace) = (p.pod.name_any(), p.pod.namespace().unwrap_or_default());
         let began = p.started.map_or(booted, |t| t.as_second());
-        let names = ["", &p.cgroup, "", "", &namespace, &pod];
-        all.push(Shown {
+        all.extend(p.cgroup.iter().map(|cgroup| Shown {
             has_root: false,
-            ..of(names, &p.usage, none, began)
-        });
+            ..of(
+                ["", cgroup, "", "", &namespace, &pod],
+                &p.usage,
+                none,
+                began,
+            )
+        }));
         let sandbox = &p.sandbox;
         let id = sandbox.id.as_str();
-        let names = ["", &sandbox.cgroup, sandbox_image, id, &namespace, &pod];
-        all.push(of(names, &sandbox.usage, &sandbox.processes, began));
+        all.extend(sandbox.cgroup.iter().map(|cgroup| {
+            let names = ["", cgroup, sandbox_image, id, &namespace, &pod];
+            of(names, &sandbox.usage, &sandbox.processes, began)
+        }));
         all.extend(p.containers.iter().map(|c| {
             let names = [&c.name, &c.cgroup, &c.image, &c.id, &namespace, &pod];
             let began = c.started.map_or(booted, |t| t.as_second());

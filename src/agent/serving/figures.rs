@@ -15,6 +15,7 @@ use super::Known;
 use super::Server;
 use super::logs;
 use crate::agent::volume::csi;
+use crate::config::OwnCgroups;
 use crate::core::lock::lock;
 use crate::core::node::topology::Topology;
 use crate::core::serving::cgroup_stats::{self, Depth, Texts, Usage};
@@ -64,8 +65,8 @@ pub struct ContainerFigures {
 pub struct SandboxFigures {
     /// The runtime's id.
     pub id: String,
-    /// Its cgroup.
-    pub cgroup: String,
+    /// Its cgroup, where it is known.
+    pub cgroup: Option<String>,
     /// What it used; with [`Depth::All`] alone.
     pub usage: Usage,
     /// What its processes have: the pod's interfaces, unless it is on the node's network.
@@ -77,8 +78,8 @@ pub struct SandboxFigures {
 pub struct PodFigures {
     /// The pod.
     pub pod: Arc<Pod>,
-    /// Its cgroup.
-    pub cgroup: String,
+    /// Its cgroup; none where pods have none, then it used what its containers used.
+    pub cgroup: Option<String>,
     /// What it used.
     pub usage: Usage,
     /// As for a container.
@@ -94,7 +95,7 @@ pub struct PodFigures {
 /// A part of the node that is counted by itself.
 #[derive(Debug, Clone)]
 pub struct SystemFigures {
-    /// The summary's name of it: `pods`, `kubelet`, `runtime`; empty for a class of pods.
+    /// The summary's name of it: `pods`, `kubelet`, `runtime`, `misc`; empty for a class of pods.
     pub name: &'static str,
     /// Its cgroup.
     pub cgroup: String,
@@ -123,7 +124,7 @@ pub struct Snapshot {
     pub root: Room,
     /// The pods.
     pub pods: Vec<PodFigures>,
-    /// All pods together, their classes, the agent and the runtime, as far as they have cgroups.
+    /// All pods together, their classes, the agent, the runtime and the system's processes, as far as they have cgroups.
     pub systems: Vec<SystemFigures>,
 }
 
@@ -132,7 +133,7 @@ impl Snapshot {
     fn cpu(&self) -> HashMap<String, u64> {
         let pods = self.pods.iter().flat_map(|p| {
             let containers = p.containers.iter().map(|c| (&c.cgroup, &c.usage));
-            containers.chain([(&p.cgroup, &p.usage)])
+            containers.chain(p.cgroup.iter().map(|cgroup| (cgroup, &p.usage)))
         });
         let systems = self.systems.iter().map(|s| (&s.cgroup, &s.usage));
         let known = pods.chain(systems);
@@ -372,28 +373,37 @@ impl Meter {
         let told = place.known.told();
         let (id, cgroup) = place.sandbox;
         let own_network = !pod::host_network(&place.known.pod);
+        let known = cgroup.as_deref();
+        let usage = known.filter(|_| self.depth == Depth::All);
+        let processes = known.map(|c| meter::processes_of(c, self.depth, own_network));
         let sandbox = SandboxFigures {
-            usage: (self.depth == Depth::All)
-                .then(|| self.usage(&cgroup))
-                .flatten()
-                .unwrap_or_default(),
-            processes: meter::processes_of(&cgroup, self.depth, own_network),
+            usage: usage.and_then(|c| self.usage(c)).unwrap_or_default(),
+            processes: processes.unwrap_or_default(),
             id,
             cgroup,
         };
-        let usage = self.usage(&place.cgroup).unwrap_or_default();
+        let containers = place.containers.into_iter();
+        let containers = containers.filter_map(|(place, c)| self.container(told, place, c));
+        let containers: Vec<ContainerFigures> = containers.collect();
+        let (usage, rate) = match &place.cgroup {
+            Some(cgroup) => {
+                let usage = self.usage(cgroup).unwrap_or_default();
+                let rate = self.rate(cgroup, &usage);
+                (usage, rate)
+            }
+            None => (
+                Usage::total(containers.iter().map(|c| &c.usage)),
+                containers.iter().map(|c| c.rate).sum(),
+            ),
+        };
         PodFigures {
-            rate: self.rate(&place.cgroup, &usage),
+            rate,
             started: told
                 .status
                 .as_ref()
                 .and_then(|s| s.start_time.as_ref())
                 .map(|t| t.0),
-            containers: place
-                .containers
-                .into_iter()
-                .filter_map(|(place, c)| self.container(told, place, c))
-                .collect(),
+            containers,
             pod: Arc::clone(&place.known.pod),
             cgroup: place.cgroup,
             usage,
@@ -401,11 +411,11 @@ impl Meter {
         }
     }
 
-    fn system(
-        &self,
-        (name, cgroup, started): (&'static str, String, Option<Timestamp>),
-    ) -> Option<SystemFigures> {
-        let usage = self.usage(&cgroup)?;
+    fn system(&self, (name, cgroup, started): System, machine: &Usage) -> Option<SystemFigures> {
+        let usage = match cgroup.as_str() {
+            "/" => machine.clone(),
+            _ => self.usage(&cgroup)?,
+        };
         Some(SystemFigures {
             rate: self.rate(&cgroup, &usage),
             processes: self.processes(&cgroup),
@@ -417,12 +427,32 @@ impl Meter {
     }
 }
 
+/// The summary's name of a part of the node, its cgroup, and since when it is there.
+type System = (&'static str, String, Option<Timestamp>);
+
+/// The agent, the runtime and the system's processes, as far as they have cgroups. The agent is on its way to the cgroup
+/// that the configuration names, wherever it is now.
+fn others(
+    own: &OwnCgroups,
+    agent: Option<String>,
+    runtime: Option<String>,
+    started: Timestamp,
+) -> Vec<System> {
+    let agent = own.agent.clone().or(agent);
+    let all = [
+        agent.map(|cgroup| ("kubelet", cgroup, Some(started))),
+        runtime.map(|cgroup| ("runtime", cgroup, None)),
+        own.system.clone().map(|cgroup| ("misc", cgroup, None)),
+    ];
+    all.into_iter().flatten().collect()
+}
+
 /// A pod with the cgroups that are its own.
 struct Placed {
     known: Known,
-    cgroup: String,
+    cgroup: Option<String>,
     /// The runtime's id and the cgroup.
-    sandbox: (String, String),
+    sandbox: (String, Option<String>),
     containers: Vec<(String, RunningContainer)>,
 }
 
@@ -444,7 +474,10 @@ fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
             known: known.clone(),
             cgroup: of(None),
             sandbox: (id, place),
-            containers: own.into_iter().map(|c| (of(Some(&c.id)), c)).collect(),
+            containers: own
+                .into_iter()
+                .filter_map(|c| Some((of(Some(&c.id))?, c)))
+                .collect(),
         })
     };
     roster.iter().filter_map(place).collect()
@@ -480,25 +513,24 @@ async fn read(
     let server = Arc::clone(server);
     let read = move || {
         let context = &server.context;
-        let kubelet = meter::own_cgroup();
-        systems.extend(kubelet.map(|cgroup| ("kubelet", cgroup, Some(context.started))));
         let known = server.figures.runtime.get().cloned().or_else(|| {
             let found = meter::cgroup_of_server(&context.config.runtime_endpoint)?;
             Some(server.figures.runtime.get_or_init(|| found).clone())
         });
-        systems.extend(known.map(|cgroup| ("runtime", cgroup, None)));
+        let own = &context.config.own_cgroups;
+        systems.extend(others(own, meter::own_cgroup(), known, context.started));
         let machine = meter::machine(depth, &root_dir.to_string_lossy());
         let snapshot = Snapshot {
             at,
             depth,
             rate: of_meter.rate("/", &machine.usage),
-            machine,
             root: Room::of(&root_dir).map_err(|e| e.to_string())?,
             pods: placed.into_iter().map(|p| of_meter.pod(p)).collect(),
             systems: systems
                 .into_iter()
-                .filter_map(|s| of_meter.system(s))
+                .filter_map(|s| of_meter.system(s, &machine.usage))
                 .collect(),
+            machine,
         };
         // Those that are not met any more go when their time is over.
         let (before, now) = of_meter.settings;
@@ -604,6 +636,23 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_parts_of_the_node_are_those_that_have_cgroups() {
+        let own = |agent: Option<&str>, system: Option<&str>| OwnCgroups {
+            agent: agent.map(Into::into),
+            system: system.map(Into::into),
+        };
+        let at = Timestamp::UNIX_EPOCH;
+        let kubelet = |cgroup: &str| ("kubelet", cgroup.to_owned(), Some(at));
+        let unset = others(&own(None, None), None, None, at);
+        assert_eq!(unset, []);
+        let found = others(&own(None, None), Some("/a".into()), Some("/r".into()), at);
+        assert_eq!(found, [kubelet("/a"), ("runtime", "/r".into(), None)]);
+        let set = own(Some("/agent"), Some("/system"));
+        let found = others(&set, Some("/a".into()), None, at);
+        assert_eq!(found, [kubelet("/agent"), ("misc", "/system".into(), None)]);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn without_the_runtime_what_it_said_before_counts() {

@@ -14,10 +14,8 @@ use crate::agent::Context;
 use crate::core::volume::certificates::{self, CertificateSource, Outcome};
 use crate::core::volume::payload::{self, Credential, Given, TokenSource};
 use crate::host::blocking;
-use crate::kubeapi::pods::{ApiFailure, CertificateFor, Token, TokenFor};
+use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
-/// A token is fetched anew at this age at the latest.
-const OLD: SignedDuration = SignedDuration::from_hours(24);
 /// How often a request for a certificate is looked at before the volume's next try does so.
 const LOOKS: [Duration; 4] = [
     Duration::from_millis(50),
@@ -27,22 +25,6 @@ const LOOKS: [Duration; 4] = [
 ];
 /// A request that nobody has decided upon is given up after this long.
 const UNDECIDED: SignedDuration = SignedDuration::from_mins(10);
-
-/// A token that was issued, and when.
-struct Issued {
-    token: Token,
-    at: Timestamp,
-}
-
-impl Issued {
-    /// Whether it need not be fetched anew yet: for four fifths of the life that the server granted, which may be another
-    /// than was asked for, and at most for a day (`requiresRefresh` in the kubelet's token manager).
-    fn is_fresh(&self, now: Timestamp) -> bool {
-        let granted = self.token.expires.duration_since(self.at);
-        let age = now.duration_since(self.at);
-        age < granted * 4 / 5 && age < OLD
-    }
-}
 
 /// A certificate that was asked for.
 struct Asked {
@@ -128,6 +110,7 @@ impl Held {
                     pod,
                     audience: &source.audience,
                     seconds: source.seconds,
+                    account_uid: None,
                 })
                 .await,
             known,
@@ -310,30 +293,6 @@ fn make(kind: &str) -> Result<(String, Vec<u8>), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_token_is_fresh_for_four_fifths_of_the_granted_life() {
-        let at = |second: i64| Timestamp::from_second(second).expect("a time");
-        // Granted seconds, its age, whether it is fresh.
-        for (granted, age, expected) in [
-            (600, 0, true),
-            (600, 479, true),
-            (600, 480, false),
-            (7200, 5759, true),
-            (7200, 5760, false),
-            (1_000_000, 86_399, true),
-            (1_000_000, 86_400, false),
-        ] {
-            let issued = Issued {
-                token: Token {
-                    text: String::new(),
-                    expires: at(1000 + granted),
-                },
-                at: at(1000),
-            };
-            assert_eq!(issued.is_fresh(at(1000 + age)), expected, "{granted} {age}");
-        }
-    }
 
     #[test]
     fn keys_of_every_kind_sign_their_request() {

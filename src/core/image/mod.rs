@@ -4,6 +4,7 @@ pub mod gc;
 pub mod keyring;
 pub mod pulled;
 mod reference;
+pub mod tokens;
 
 use reference::Reference;
 

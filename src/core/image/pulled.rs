@@ -33,6 +33,18 @@ pub struct BySecret {
     pub credential_hash: String,
 }
 
+/// A service account whose token a credential provider plugin was given, and by whose answer an image was pulled (KEP-4412).
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ByAccount {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its uid.
+    pub uid: String,
+}
+
 /// Whose credentials were good for an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -40,6 +52,9 @@ pub struct Access {
     /// These secrets'.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kubernetes_secrets: Vec<BySecret>,
+    /// These service accounts'.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kubernetes_service_accounts: Vec<ByAccount>,
     /// Everybody's on this node: it needs none, or the node's own.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub node_pods_accessible: bool,
@@ -66,6 +81,8 @@ pub struct Record {
 pub enum By {
     /// A pod's pull secret.
     Secret(BySecret),
+    /// What a plugin knows for the pod's service account.
+    Account(ByAccount),
     /// No credentials, or those that all pods of the node may use.
     Anyone,
 }
@@ -80,11 +97,17 @@ impl Record {
         match by {
             By::Anyone => {
                 *access = Access {
-                    kubernetes_secrets: vec![],
                     node_pods_accessible: true,
+                    ..Access::default()
                 }
             }
-            By::Secret(_) if access.node_pods_accessible => {}
+            By::Secret(_) | By::Account(_) if access.node_pods_accessible => {}
+            By::Account(account) => {
+                let known = &mut access.kubernetes_service_accounts;
+                known.push(account);
+                known.sort();
+                known.dedup();
+            }
             By::Secret(secret) => {
                 access.kubernetes_secrets.retain(|s| {
                     (&s.uid, &s.namespace, &s.name)
@@ -96,15 +119,31 @@ impl Record {
     }
 }
 
-/// Whether a pod with these secrets may use an image that is there. `image` is its name as the pod writes it, without tag
-/// and digest; `pulling` says that a pull of it was begun and its end not noted.
+/// By what a pod may use an image.
+#[derive(Debug, Clone, Copy)]
+pub struct Own<'a> {
+    /// Its secrets.
+    pub secrets: &'a [BySecret],
+    /// Its service account, where a plugin has credentials for it.
+    pub account: Option<&'a ByAccount>,
+}
+
+/// Whether it matters for the use of an image which service account a pod has: plugins are asked only where it does.
+#[must_use]
+pub fn goes_by_account(image: &str, record: Option<&Record>) -> bool {
+    let access = record.and_then(|r| r.credential_mapping.get(image));
+    access.is_some_and(|access| !access.kubernetes_service_accounts.is_empty())
+}
+
+/// Whether a pod may use an image that is there. `image` is its name as the pod writes it, without tag and digest; `pulling`
+/// says that a pull of it was begun and its end not noted.
 #[must_use]
 pub fn may_use(
     policy: &Policy,
     image: &str,
     record: Option<&Record>,
     pulling: bool,
-    secrets: &[BySecret],
+    own: Own<'_>,
 ) -> bool {
     let free = match policy {
         Policy::NeverVerify => true,
@@ -123,11 +162,13 @@ pub fn may_use(
             (&a.uid, &a.namespace, &a.name) == (&b.uid, &b.namespace, &b.name)
                 || a.credential_hash == b.credential_hash
         };
+        let accounts = &access.kubernetes_service_accounts;
         access.node_pods_accessible
             || access
                 .kubernetes_secrets
                 .iter()
-                .any(|known| secrets.iter().any(|own| same(known, own)))
+                .any(|known| own.secrets.iter().any(|own| same(known, own)))
+            || own.account.is_some_and(|own| accounts.contains(own))
     })
 }
 
@@ -224,29 +265,65 @@ mod tests {
             ),
         ];
         for (policy, record, pulling, secrets, expected, what) in cases {
+            let own = Own {
+                secrets: &secrets,
+                account: None,
+            };
             assert_eq!(
-                may_use(&policy, "r/x", record, pulling, &secrets),
+                may_use(&policy, "r/x", record, pulling, own),
                 expected,
                 "{what}"
             );
         }
+        let of = |image: &str, record: &Record, secrets: &[BySecret]| {
+            let own = Own {
+                secrets,
+                account: None,
+            };
+            may_use(&Policy::default(), image, Some(record), false, own)
+        };
         assert!(
-            !may_use(
-                &Policy::default(),
-                "r/other",
-                Some(&record),
-                false,
-                &[secret("a", "h1")]
-            ),
+            !of("r/other", &record, &[secret("a", "h1")]),
             "another name of the image is another matter"
         );
         record.note("r/x", By::Anyone, "t");
-        assert!(may_use(
-            &Policy::default(),
-            "r/x",
-            Some(&record),
-            false,
-            &[]
-        ));
+        assert!(of("r/x", &record, &[]));
+    }
+
+    #[test]
+    fn a_service_account_may_use_what_was_pulled_for_it() {
+        let account = |name: &str, uid: &str| ByAccount {
+            namespace: "n".into(),
+            name: name.into(),
+            uid: uid.into(),
+        };
+        let mut record = Record::default();
+        assert!(!goes_by_account("r/x", Some(&record)));
+        for name in ["b", "a", "b"] {
+            record.note("r/x", By::Account(account(name, "1")), "t");
+        }
+        assert!(goes_by_account("r/x", Some(&record)) && !goes_by_account("r/y", Some(&record)));
+        let text = serde_json::to_value(&record).expect("a record");
+        let noted = &text["credentialMapping"]["r/x"];
+        let of = |name: &str| serde_json::json!({"namespace": "n", "name": name, "uid": "1"});
+        assert_eq!(
+            *noted,
+            serde_json::json!({"kubernetesServiceAccounts": [of("a"), of("b")]})
+        );
+        let may = |record: &Record, account: Option<&ByAccount>| {
+            let own = Own {
+                secrets: &[],
+                account,
+            };
+            may_use(&Policy::default(), "r/x", Some(record), false, own)
+        };
+        assert!(may(&record, Some(&account("a", "1"))));
+        assert!(!may(&record, None), "its credentials are not everybody's");
+        for other in [account("a", "2"), account("c", "1")] {
+            assert!(!may(&record, Some(&other)), "{other:?}");
+        }
+        record.note("r/x", By::Anyone, "t");
+        record.note("r/x", By::Account(account("c", "1")), "t");
+        assert!(may(&record, None) && !goes_by_account("r/x", Some(&record)));
     }
 }

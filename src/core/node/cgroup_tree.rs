@@ -15,7 +15,7 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::core::pod;
-use crate::core::pod::cgroup::{Driver, all_pods, shares};
+use crate::core::pod::cgroup::{Driver, all_pods, shares, slice_of};
 use crate::core::pod::cgroup_values::{Bound, Values};
 use crate::core::pod::memory_qos::{self, MemoryQos, Protection};
 use crate::core::pod::qos::{self, QosClass};
@@ -30,6 +30,8 @@ pub const PIDS: &str = "pid";
 pub enum Group {
     /// All pods'.
     Pods,
+    /// The one that the configuration names (`cgroupRoot`), where pods have no cgroups.
+    Root,
     /// That of the burstable ones, in it.
     Burstable,
     /// That of the best-effort ones, in it.
@@ -52,6 +54,9 @@ pub struct Reserved {
 /// What the configuration says of the tree (`enforceNodeAllocatable`, `qosReserved`, `featureGates.MemoryQoS`).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rules {
+    /// Whether neither pods nor their classes have cgroups (`cgroupsPerQOS: false`): the runtime alone says where their
+    /// containers lie.
+    pub flat: bool,
     /// Whether all pods together get no more than what is not set aside.
     pub limits_pods: bool,
     /// What is held for the system's own services.
@@ -86,6 +91,11 @@ impl Group {
         };
         match self {
             Group::Pods => all,
+            Group::Root => match (root.trim_matches('/'), driver) {
+                ("", _) => "/".to_owned(),
+                (root, Driver::Cgroupfs) => format!("/{root}"),
+                (root, Driver::Systemd) => slice_of(root),
+            },
             Group::Burstable => tier("burstable"),
             Group::BestEffort => tier("besteffort"),
             Group::Reserved(name) => match driver {
@@ -203,7 +213,9 @@ pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<Protection> {
 }
 
 /// The tree for these pods, outermost cgroups first. The share of the burstable ones is what they ask for together: a
-/// guaranteed pod lies beside them with its own request, and no number of best-effort pods outweighs it.
+/// guaranteed pod lies beside them with its own request, and no number of best-effort pods outweighs it. Where pods have no
+/// cgroups, the root that the configuration names gets the machine's share of the processors, as a fresh cgroup weighs
+/// little.
 #[must_use]
 pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values)> {
     let limits = memory_of_classes(supply, rules, pods);
@@ -219,6 +231,10 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
     let reserved = rules
         .reserved()
         .map(|r| (Group::Reserved(r.cgroup.clone()), of_reserved(r, rules)));
+    if rules.flat {
+        let root = (Group::Root, of_all_pods(supply, rules));
+        return [root].into_iter().chain(reserved).collect();
+    }
     let protected = protection(rules, pods);
     let own = [
         (
@@ -330,6 +346,40 @@ mod tests {
             let all = tree(&supply(), &Rules::default(), &pods);
             let found = of(&all, &Group::Burstable).shares;
             assert_eq!(found, Some(cpus * 1024), "{admitted:?}");
+        }
+    }
+
+    #[test]
+    fn without_cgroups_of_pods_only_the_root_has_values() {
+        let reserved = Reserved {
+            cgroup: "/system".into(),
+            amounts: amounts(&[("cpu", "1")]),
+            compressible_only: false,
+        };
+        let rules = Rules {
+            flat: true,
+            system: Some(reserved),
+            ..Rules::default()
+        };
+        let all = tree(&supply(), &rules, &[]);
+        let groups: Vec<&Group> = all.iter().map(|(group, _)| group).collect();
+        assert_eq!(
+            groups,
+            [&Group::Root, &Group::Reserved("/system".to_owned())]
+        );
+        let root = of(&all, &Group::Root);
+        assert_eq!((root.shares, root.memory_min), (Some(4096), None));
+        for (root, driver, expected) in [
+            ("/", Driver::Cgroupfs, "/"),
+            ("/", Driver::Systemd, "/"),
+            ("/a/b", Driver::Cgroupfs, "/a/b"),
+            ("/a/b", Driver::Systemd, "a-b.slice"),
+        ] {
+            assert_eq!(
+                Group::Root.name(root, driver),
+                expected,
+                "{root} {driver:?}"
+            );
         }
     }
 

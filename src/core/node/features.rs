@@ -74,6 +74,9 @@ pub const QOS_RESERVED: &str = "QOSReserved";
 /// The gate of `memoryThrottlingFactor` and `memoryReservationPolicy`.
 pub const MEMORY_QOS: &str = "MemoryQoS";
 
+/// The gate of `tokenAttributes` of credential provider plugins.
+pub const PLUGIN_TOKENS: &str = "KubeletServiceAccountTokenForCredentialProviders";
+
 /// All of them.
 pub const FEATURES: &[Feature] = &[
     ga("CPUCFSQuotaPeriod", true),
@@ -122,7 +125,7 @@ pub const FEATURES: &[Feature] = &[
     beta("KubeletCrashLoopBackOffMax", true),
     beta("KubeletEnsureSecretPulledImages", true),
     beta("KubeletSeparateDiskGC", false),
-    beta("KubeletServiceAccountTokenForCredentialProviders", false),
+    beta(PLUGIN_TOKENS, true),
     beta("NodeDeclaredFeatures", true),
     beta("PLEGOnDemandRelist", true),
     beta("PodLevelResources", true),
@@ -158,12 +161,19 @@ pub const FEATURES: &[Feature] = &[
     alpha("UserNamespacesHostNetworkSupport", false),
 ];
 
-/// Whether a gate decides: those of the CPU manager's options, of `qosReserved` and of memory QoS.
+/// Whether a gate decides: those of the CPU manager's options, of `qosReserved`, of memory QoS and of plugins' tokens.
 fn is_configurable(name: &str) -> bool {
     matches!(
         name,
-        CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED | MEMORY_QOS
+        CPU_BETA_OPTIONS | CPU_ALPHA_OPTIONS | QOS_RESERVED | MEMORY_QOS | PLUGIN_TOKENS
     )
+}
+
+/// Whether this agent behaves so, with these gates. What is no feature is off.
+#[must_use]
+pub fn is_enabled(name: &str, gates: &BTreeMap<String, bool>) -> bool {
+    let feature = FEATURES.iter().find(|f| f.name == name);
+    feature.is_some_and(|feature| feature.is_enabled(gates))
 }
 
 impl Feature {
@@ -251,10 +261,7 @@ mod tests {
                 .map(|(name, on)| ((*name).to_owned(), *on))
                 .collect()
         };
-        let is_enabled = |name: &str, set: &[(&str, bool)]| {
-            let feature = FEATURES.iter().find(|f| f.name == name);
-            feature.expect(name).is_enabled(&gates(set))
-        };
+        let is_enabled = |name: &str, set: &[(&str, bool)]| is_enabled(name, &gates(set));
         for name in [
             "DynamicResourceAllocation",
             "DRAExtendedResource",
@@ -271,6 +278,7 @@ mod tests {
             (QOS_RESERVED, false),
             (CPU_ALPHA_OPTIONS, false),
             (CPU_BETA_OPTIONS, true),
+            (PLUGIN_TOKENS, true),
         ] {
             assert_eq!(is_enabled(name, &[]), default, "{name}");
             for on in [true, false] {

@@ -141,6 +141,16 @@ pub fn place(path: &str, container: Option<&str>) -> String {
     format!("/{}{scope}", slices.join("/"))
 }
 
+/// The id of the container that a cgroup of this name belongs to, as runtimes name them: `<id>`, `crio-<id>`,
+/// `cri-containerd-<id>.scope`.
+#[must_use]
+pub fn container_of(name: &str) -> Option<&str> {
+    let name = name.strip_suffix(".scope").unwrap_or(name);
+    let id = name.rsplit('-').next()?;
+    let is_hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+    (id.len() == 64 && id.bytes().all(is_hex)).then_some(id)
+}
+
 /// The limits of CPU and memory that a pod's cgroup has: what is set for the pod as a whole, else what its containers have
 /// together, if each of them has a limit.
 #[must_use]
@@ -280,6 +290,27 @@ mod tests {
             place("kubepods-burstable-podu_1.slice", Some("id")),
             "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-podu_1.slice/cri-containerd-id.scope"
         );
+    }
+
+    #[test]
+    fn a_cgroup_of_a_container_is_known_by_its_name() {
+        let id = "0123456789abcdef".repeat(4);
+        for name in [
+            id.clone(),
+            format!("crio-{id}"),
+            format!("cri-containerd-{id}.scope"),
+        ] {
+            assert_eq!(container_of(&name), Some(id.as_str()), "{name}");
+        }
+        for name in [
+            "user.slice",
+            "",
+            &id[1..],
+            &format!("{id}.mount"),
+            &id.to_uppercase(),
+        ] {
+            assert_eq!(container_of(name), None, "{name}");
+        }
     }
 
     #[test]

@@ -77,6 +77,45 @@ pub struct Usage {
     pub pressure: Pressures,
 }
 
+impl Usage {
+    /// What several cgroups used together, as far as the summary tells it: a pod without a cgroup uses what its containers
+    /// use. There is no pressure of several cgroups.
+    #[must_use]
+    pub fn total<'a>(parts: impl IntoIterator<Item = &'a Usage>) -> Usage {
+        let mut all = Usage::default();
+        for part in parts {
+            all.cpu += part.cpu;
+            all.user += part.user;
+            all.system += part.system;
+            all.memory += part.memory;
+            all.working_set += part.working_set;
+            all.rss += part.rss;
+            all.swap += part.swap;
+            all.faults.0 += part.faults.0;
+            all.faults.1 += part.faults.1;
+            all.processes += part.processes;
+            all.threads += part.threads;
+            // One without a limit adds nothing to what is left.
+            let left = part
+                .limit
+                .map(|limit| limit.saturating_sub(part.working_set));
+            all.limit = sum(all.limit, left);
+            let left = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
+            all.swap_limit = sum(all.swap_limit, left);
+        }
+        all.limit = all.limit.map(|left| left + all.working_set);
+        all.swap_limit = all.swap_limit.map(|left| left + all.swap);
+        all
+    }
+}
+
+fn sum(one: Option<u64>, other: Option<u64>) -> Option<u64> {
+    match (one, other) {
+        (None, None) => None,
+        (one, other) => Some(one.unwrap_or(0).saturating_add(other.unwrap_or(0))),
+    }
+}
+
 /// The files of a cgroup that matter, by name.
 pub type Texts = BTreeMap<&'static str, String>;
 
@@ -295,6 +334,25 @@ pub fn v2(texts: &Texts) -> Usage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_several_use_is_added_up() {
+        let of = |working_set, limit| Usage {
+            cpu: 5,
+            memory: working_set + 1,
+            working_set,
+            limit,
+            faults: (2, 1),
+            threads: 3,
+            ..Usage::default()
+        };
+        let all = Usage::total(&[of(10, Some(30)), of(100, None)]);
+        assert_eq!((all.cpu, all.memory, all.threads), (10, 112, 6));
+        assert_eq!((all.working_set, all.faults), (110, (4, 2)));
+        // 20 bytes are left of the one limit.
+        assert_eq!((all.limit, all.swap_limit), (Some(130), None));
+        assert_eq!(Usage::total(&[]), Usage::default());
+    }
 
     #[test]
     fn both_versions_tell_the_same() {

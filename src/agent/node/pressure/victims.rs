@@ -12,7 +12,7 @@ use crate::agent::{Context, Known};
 use crate::core::node::eviction::{Candidate, ContainerFigures, PodFigures, Resource};
 use crate::core::node::preempt::is_critical;
 use crate::core::pod;
-use crate::core::serving::cgroup_stats::Depth;
+use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::volume::local_storage;
 use crate::cri::Layer;
 use crate::host::blocking;
@@ -62,24 +62,31 @@ pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> V
     }
 }
 
-/// A pod, its cgroup, and the names and cgroups of its containers.
-type Place = (Arc<Pod>, String, Vec<(String, String)>);
+/// A pod, its cgroup if pods have one, and the names and cgroups of its containers.
+type Place = (Arc<Pod>, Option<String>, Vec<(String, String)>);
 
-/// What pods use of memory and process ids. One without a cgroup uses nothing.
+/// What pods use of memory and process ids. One whose cgroup is not there uses nothing; where pods have none, one uses what
+/// its containers use.
 async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> Vec<Candidate> {
     let place = |(pod, known): (Arc<Pod>, Option<Known>)| {
         let of = |id: Option<&str>| context.host.cgroup_path(&pod, id);
         let containers = known.as_ref().map(containers).unwrap_or_default();
-        let containers = containers.into_iter().map(|(name, id)| {
-            let cgroup = of(Some(&id));
-            (name, cgroup)
-        });
+        let containers = containers
+            .into_iter()
+            .filter_map(|(name, id)| Some((name, of(Some(&id))?)));
         let (containers, whole) = (containers.collect(), of(None));
         (pod, whole, containers)
     };
     let places: Vec<Place> = pods.into_iter().map(place).collect();
     let read = |(pod, cgroup, containers): Place| {
-        let usage = meter::cgroup(&cgroup, Depth::Figures)?;
+        let usage = match &cgroup {
+            Some(cgroup) => meter::cgroup(cgroup, Depth::Figures)?,
+            None => {
+                let parts = containers.iter();
+                let parts = parts.filter_map(|(_, c)| meter::cgroup(c, Depth::Figures));
+                Usage::total(&parts.collect::<Vec<_>>())
+            }
+        };
         let containers = containers.into_iter().filter_map(|(name, cgroup)| {
             Some(ContainerFigures {
                 name,

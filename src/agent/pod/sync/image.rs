@@ -2,22 +2,47 @@
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
+use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Secret;
 use kube::ResourceExt as _;
 
+use super::prepare::node_config;
 use super::{Asset, Job, Result};
 use crate::agent::{Kind, image};
 use crate::core::pod;
 use crate::core::pod::actions::Start;
+use crate::core::pod::cri_config;
 use crate::core::pod::journal::Step;
 use crate::core::pod::worker::Outcome;
+
+#[async_trait]
+impl image::SandboxMessage for Job {
+    /// The pod is prepared before an image is pulled, as with the kubelet.
+    async fn sandbox_message(&self) -> std::result::Result<pb::PodSandboxConfig, String> {
+        let mut setup = self.tools.setup.subscribe();
+        let made = setup.wait_for(Option::is_some).await;
+        let setup = made.map_err(|e| e.to_string())?.clone();
+        let setup = setup.ok_or("the pod is not prepared")?;
+        let node = node_config(self.context(), &self.pod, &setup);
+        let newest = self.observed.sandboxes.first();
+        let attempt = newest.map_or(0, |sandbox| sandbox.attempt);
+        cri_config::sandbox(&self.pod, attempt, &node)
+    }
+}
 
 impl Job {
     pub(super) async fn pull(&self, start: &Start) -> Result<(Outcome, Option<Asset>)> {
         let name = &start.container.name;
         let secrets = self.pull_secrets().await;
         let (context, pod) = (self.context(), &self.pod);
-        let ensure = image::ensure_all(context, pod, start.role, &start.container, &secrets);
+        let whose = image::For {
+            pod,
+            role: start.role,
+            sandbox: self,
+            secrets: &secrets,
+        };
+        let ensure = image::ensure_all(context, whose, &start.container);
         let pulled = self
             .log()
             .step(Step::Image, name, ensure)

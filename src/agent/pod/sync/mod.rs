@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex};
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -96,6 +97,8 @@ pub struct Tools {
     pub messages: Mutex<BTreeMap<String, String>>,
     /// The runtime's calls that start containers; they outlive their operations.
     pub starts: TaskTracker,
+    /// The newest of what [`Op::Prepare`] has made: a pull is begun at the same time, and waits for it.
+    pub setup: watch::Sender<Option<Arc<Setup>>>,
     /// The pod ends: what has not been begun is not wanted any more.
     pub ending: CancellationToken,
     /// The ledger's answer, which was asked for when the worker was started; the first [`Op::Admit`] takes it.
@@ -182,6 +185,15 @@ impl Job {
             Op::Finalise => self.finalise().await.map(plain),
         };
         result.unwrap_or_else(plain)
+    }
+
+    /// Counts what is done with the pod's cgroup, where pods have one.
+    async fn count_cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
+        let context = self.context();
+        match context.config.enforcement.flat {
+            true => work.await,
+            false => context.metrics.cgroup(operation, work).await,
+        }
     }
 
     /// Step 4. The node's ledger answers when it has decided.

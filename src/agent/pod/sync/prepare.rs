@@ -15,7 +15,7 @@ use crate::core::pod::worker::Outcome;
 
 /// What sandboxes and containers of the pod are made with.
 pub struct Setup {
-    /// Its cgroup in the driver's spelling.
+    /// Its cgroup in the driver's spelling; empty where pods have none.
     cgroup_parent: String,
     /// The runtime's handler; empty for the default one.
     pub handler: String,
@@ -32,7 +32,7 @@ impl Job {
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
         let make_cgroup = context.host.ensure_cgroup(&sized, self.cpu_limit());
-        let make_cgroup = context.metrics.cgroup("create", make_cgroup);
+        let make_cgroup = self.count_cgroup("create", make_cgroup);
         let cgroup_parent = self
             .log()
             .step(Step::Cgroup, "", make_cgroup)
@@ -51,12 +51,13 @@ impl Job {
                 self.say(Kind::Warning, "Failed", message.clone());
                 failed(message)
             })?;
-        let setup = Setup {
+        let setup = Arc::new(Setup {
             cgroup_parent,
             handler,
             users,
-        };
-        Ok((Outcome::Done, Some(Asset::Setup(Arc::new(setup)))))
+        });
+        self.tools.setup.send_replace(Some(Arc::clone(&setup)));
+        Ok((Outcome::Done, Some(Asset::Setup(setup))))
     }
 
     /// Whether the pod's cgroup limits its CPU time: a container with processors for itself may use all of them.
@@ -120,7 +121,7 @@ fn memory_qos(context: &Context) -> Option<(MemoryQos, u64)> {
     Some((rules, u64::try_from(bytes).unwrap_or(0)))
 }
 
-fn node_config(
+pub(super) fn node_config(
     context: &Context,
     pod: &k8s_openapi::api::core::v1::Pod,
     setup: &Setup,

@@ -17,7 +17,7 @@ impl Job {
             }
             crate::agent::volume::tear_down(context, pod::uid(pod)).await?;
             let remove = context.host.remove_cgroup(pod);
-            context.metrics.cgroup("destroy", remove).await?;
+            self.count_cgroup("destroy", remove).await?;
             if content {
                 context.host.remove_directories(pod).await?;
             }

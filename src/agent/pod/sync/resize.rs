@@ -50,7 +50,7 @@ impl Job {
         }
         let larger = resize::with_larger(pod, &self.resizing.actuated, &resize::desired(pod));
         let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
-        context.metrics.cgroup("update", widen).await?;
+        self.count_cgroup("update", widen).await?;
         for (container, seen) in wanted {
             let resources = cri_config::resources(pod, container, &node);
             context
@@ -60,7 +60,7 @@ impl Job {
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
         let set = context.host.ensure_cgroup(pod, self.cpu_limit());
-        context.metrics.cgroup("update", set).await.map(drop)
+        self.count_cgroup("update", set).await.map(drop)
     }
 
     fn fits_pod(&self) -> std::result::Result<(), String> {

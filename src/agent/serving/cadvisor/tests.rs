@@ -56,7 +56,7 @@ fn pod(n: usize) -> PodFigures {
         rate: None,
         started: None,
         sandbox: SandboxFigures {
-            cgroup: below(&sandbox),
+            cgroup: Some(below(&sandbox)),
             id: sandbox,
             usage: usage(),
             processes: processes(),
@@ -74,7 +74,7 @@ fn pod(n: usize) -> PodFigures {
             rate: None,
             started: None,
         }],
-        cgroup,
+        cgroup: Some(cgroup),
     }
 }
 
@@ -120,6 +120,32 @@ fn series(page: &str) -> Vec<&str> {
     samples
         .map(|l| l.rsplit_once('}').map_or(l, |(series, _)| series))
         .collect()
+}
+
+/// Then the summary's figures of all pods are the machine's.
+#[test]
+fn without_cgroups_of_pods_their_containers_are_shown_and_the_machine_once() {
+    let mut snapshot = snapshot(1);
+    snapshot.systems[0].cgroup = "/".into();
+    // Both are where the system's processes are, for instance.
+    let agent = snapshot.systems[2].clone();
+    snapshot.systems.push(SystemFigures {
+        name: "misc",
+        ..agent
+    });
+    snapshot.pods[0].cgroup = None;
+    snapshot.pods[0].sandbox.cgroup = None;
+    let page = containers(&snapshot, true, "pause:3").into_text();
+    let all = series(&page);
+    assert_eq!(all.len(), all.iter().collect::<BTreeSet<_>>().len());
+    let of = |part: &str| all.iter().filter(|s| s.contains(part)).count();
+    let name = "container_cpu_usage_seconds_total";
+    assert_eq!(
+        of(&format!("{name}{{container=\"\"")),
+        3,
+        "machine, class, agent"
+    );
+    assert_eq!(of(&format!("{name}{{container=\"web\"")), 1);
 }
 
 #[test]

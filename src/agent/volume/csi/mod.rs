@@ -549,6 +549,7 @@ async fn tokens(
             pod,
             audience: &wanted.audience,
             seconds: wanted.expiration_seconds.unwrap_or(3600),
+            account_uid: None,
         };
         let token = context
             .api

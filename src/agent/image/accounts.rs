@@ -1,0 +1,130 @@
+//! Service accounts' tokens for credential provider plugins (KEP-4412): got from the API, and kept until they are renewed.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use crate::core::image::pulled::ByAccount;
+use crate::core::image::tokens::{Grant, Rules};
+use crate::core::lock::lock;
+use crate::core::{meta, pod};
+use crate::kubeapi::pods::{ApiFailure, Issued, PodApi, Token, TokenFor};
+use async_trait::async_trait;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
+
+/// For how long a token is asked for, in seconds: what the API gives to whom does not say.
+const LIFETIME: i64 = 3600;
+
+/// The part of the API that is needed here.
+#[async_trait]
+pub trait Accounts: Send + Sync {
+    /// A service account, as it is now.
+    async fn account(&self, namespace: &str, name: &str) -> Result<ServiceAccount, ApiFailure>;
+    /// A token bound to a pod.
+    async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
+}
+
+#[async_trait]
+impl Accounts for Arc<dyn PodApi> {
+    async fn account(&self, namespace: &str, name: &str) -> Result<ServiceAccount, ApiFailure> {
+        self.service_account(namespace, name).await
+    }
+
+    async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
+        PodApi::token(&**self, request).await
+    }
+}
+
+/// For whom plugins are asked.
+#[derive(Clone, Copy)]
+pub struct Caller<'a> {
+    /// Where accounts and tokens come from.
+    pub accounts: &'a dyn Accounts,
+    /// The pod that needs the image.
+    pub pod: &'a Pod,
+    /// The time.
+    pub now: Timestamp,
+}
+
+/// What a plugin is given.
+pub enum Granted {
+    /// Nothing, and it is not asked: the pod has no service account, or not what the plugin requires of it.
+    NotAsked,
+    /// Nothing: the pod has no service account, and the plugin can do without.
+    Nothing,
+    /// This.
+    Account(Grant),
+}
+
+/// The tokens that were issued, by the uids of the pod and of its account, and by audience.
+#[derive(Default)]
+pub struct Tokens(Mutex<BTreeMap<(String, String, String), Issued>>);
+
+impl Tokens {
+    /// What a plugin with these rules is given for a pod.
+    pub async fn grant(&self, rules: &Rules, caller: Caller<'_>) -> Result<Granted, String> {
+        let name = pod::spec(caller.pod).service_account_name.as_deref();
+        let Some(name) = name.filter(|name| !name.is_empty()) else {
+            return Ok(match rules.requires_account {
+                true => Granted::NotAsked,
+                false => Granted::Nothing,
+            });
+        };
+        let namespace = meta::namespace(caller.pod);
+        let account = caller.accounts.account(namespace, name).await;
+        let account = account.map_err(|e| {
+            format!("the service account {namespace}/{name} of the pod cannot be read: {e}")
+        })?;
+        let Some(annotations) = rules.annotations(&account) else {
+            tracing::debug!(
+                namespace,
+                name,
+                "the service account lacks an annotation that a credential provider requires"
+            );
+            return Ok(Granted::NotAsked);
+        };
+        let account = ByAccount {
+            uid: meta::uid(&account).to_owned(),
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        };
+        Ok(Granted::Account(Grant {
+            token: self.token(rules, &account, caller).await?,
+            account,
+            annotations,
+        }))
+    }
+
+    async fn token(
+        &self,
+        rules: &Rules,
+        account: &ByAccount,
+        caller: Caller<'_>,
+    ) -> Result<String, String> {
+        let key = (
+            pod::uid(caller.pod).to_owned(),
+            account.uid.clone(),
+            rules.audience.clone(),
+        );
+        let fresh = {
+            let mut issued = lock(&self.0);
+            issued.retain(|_, issued| issued.is_fresh(caller.now));
+            issued.get(&key).map(|known| known.token.text.clone())
+        };
+        if let Some(text) = fresh {
+            return Ok(text);
+        }
+        let request = TokenFor {
+            pod: caller.pod,
+            audience: &rules.audience,
+            seconds: LIFETIME,
+            account_uid: Some(&account.uid),
+        };
+        let token = caller.accounts.token(request).await;
+        let token = token.map_err(|e| format!("failed to fetch token: {e}"))?;
+        let text = token.text.clone();
+        let at = caller.now;
+        lock(&self.0).insert(key, Issued { token, at });
+        Ok(text)
+    }
+}

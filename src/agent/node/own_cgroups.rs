@@ -1,0 +1,68 @@
+//! The cgroups of the agent itself and of the system's processes (`kubeletCgroups`, `systemCgroups`; the kubelet's
+//! `container_manager_linux.go`).
+
+use std::time::Duration;
+
+use crate::agent::Context;
+use crate::config::OwnCgroups;
+use crate::host::blocking;
+use crate::sys::{cgroup, meter, process};
+
+/// How often it is looked whether all are where they should be, as in the kubelet.
+const PERIOD: Duration = Duration::from_secs(60);
+
+/// Moves the agent to its cgroup. One in a container stays where its runtime has put it.
+fn place_agent(to: &str) -> Result<(), String> {
+    let is_on_host = process::is_on_host();
+    let is_on_host = is_on_host.map_err(|e| format!("the process namespace is not known: {e}"))?;
+    let is_there = meter::own_cgroup().as_deref().unwrap_or("/") == to;
+    if !is_on_host || is_there {
+        return Ok(());
+    }
+    let pid = std::process::id().try_into();
+    let pid = pid.map_err(|_| "this process has no id that a cgroup takes".to_owned())?;
+    cgroup::join(to, pid).map_err(|e| e.to_string())
+}
+
+/// Moves everybody to where he should be; the answer is what could not be done.
+fn place(wanted: &OwnCgroups) -> Vec<String> {
+    let mut failed = vec![];
+    if let Some(to) = &wanted.system {
+        match cgroup::move_processes("/", to) {
+            Ok(0) => {}
+            Ok(moved) => tracing::info!(moved, to, "processes were moved out of the root cgroup"),
+            Err(error) => failed.push(error.to_string()),
+        }
+    }
+    // After the system: the agent may have been in the root, too.
+    if let Some(to) = &wanted.agent {
+        failed.extend(place_agent(to).err());
+    }
+    failed
+}
+
+/// Keeps them there. A failure is told when it is another one than before.
+pub(super) async fn keep(context: &Context) {
+    let wanted = &context.config.own_cgroups;
+    if *wanted == OwnCgroups::default() {
+        return;
+    }
+    let mut told: Vec<String> = vec![];
+    loop {
+        let wanted = wanted.clone();
+        match blocking(move || Ok(place(&wanted))).await {
+            Ok(failed) if failed == told => {}
+            Ok(failed) => {
+                for error in &failed {
+                    tracing::warn!(
+                        error,
+                        "a process could not be moved to its cgroup (kubeletCgroups, systemCgroups); it is tried every minute"
+                    );
+                }
+                told = failed;
+            }
+            Err(error) => tracing::warn!(error, "processes could not be moved to their cgroups"),
+        }
+        tokio::time::sleep(PERIOD).await;
+    }
+}
