@@ -174,7 +174,7 @@ pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
         context.unserved.settle();
         if !std::mem::replace(&mut said, true) {
             tracing::warn!(
-                "the agent's HTTP API has no serving certificate yet: it is asked for, and somebody has to approve it"
+                "the agent's HTTP API has no serving certificate yet: it is asked for once the node has an address, and somebody has to approve it"
             );
         }
         tokio::time::sleep(PAUSES.1).await;
