@@ -177,17 +177,7 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let image = ensure(context, pod, role, &wanted, secrets)
-            .await
-            .inspect_err(|waiting| {
-                context.events.pod(
-                    pod,
-                    Some(role.field_path(&container.name)),
-                    Kind::Warning,
-                    "Failed",
-                    format!("Error: {waiting}"),
-                );
-            })?;
+        let image = ensure(context, pod, role, &wanted, secrets).await?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
@@ -240,13 +230,15 @@ async fn ensure(
         path: role.field_path(&container.name),
     };
     let name = with_default_tag(&spec_image).map_err(|error| {
-        about.say(Kind::Warning, "InspectFailed", error.clone());
-        waiting("InvalidImageName", error)
+        let reason = "InvalidImageName";
+        about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);
+        waiting(reason, error)
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let message = format!("Failed to inspect image {name:?}: {error}");
-        about.say(Kind::Warning, "InspectFailed", message.clone());
-        waiting("ImageInspectError", message)
+        let reason = "ImageInspectError";
+        about.refuse((Kind::Warning, "InspectFailed", message.clone()), reason);
+        waiting(reason, message)
     })?;
     let policy = container
         .image_pull_policy
