@@ -31,6 +31,7 @@ use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
 use super::Context;
+use super::metrics::Answering;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::cri::{ImageFilesystem, RuntimeError};
@@ -152,12 +153,23 @@ impl Server {
         })
     }
 
-    async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
-        let needs = serving::needs(request.method().as_str(), request.uri().path());
+    /// Counts a request. It is being answered until what this gives has gone: the request and the body of the answer keep
+    /// it, and so does the session of a request that leaves HTTP.
+    fn count(&self, request: &mut Request<Incoming>, server: &'static str) -> Arc<Answering> {
         let path = serving::family(request.uri().path());
         let method = serving::known_method(request.method().as_str());
         let metrics = &self.context.metrics;
-        let _answering = metrics.http(method, path, serving::is_long(path));
+        let answering = metrics.http(method, path, server, serving::is_long(path));
+        let answering = Arc::new(answering);
+        request.extensions_mut().insert(Arc::clone(&answering));
+        answering
+    }
+
+    async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
+        let answering = self.count(&mut request, "readwrite");
+        let needs = serving::needs(request.method().as_str(), request.uri().path());
+        let path = serving::family(request.uri().path());
+        let method = serving::known_method(request.method().as_str());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
             match self.access.check(&peer, request.headers(), &needs).await {
@@ -165,7 +177,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        answer.instrument(span).await
+        https::held(answer.instrument(span).await, answering)
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -278,18 +290,20 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
             listener,
             None,
             SIDE,
-            move |_, request: Request<Incoming>| {
+            move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
+                    let answering = server.count(&mut request, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
                         Routed::Found(endpoint) => serving::without_debugging(&endpoint),
                         Routed::OtherMethod | Routed::Nothing => None,
                     };
-                    match closed.map(Refusal::of) {
+                    let answer = match closed.map(Refusal::of) {
                         Some(Refusal(code, why)) => text(code, why),
                         None => server.serve(request).await,
-                    }
+                    };
+                    https::held(answer, answering)
                 }
             },
         )
