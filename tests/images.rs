@@ -321,6 +321,23 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
     assert!(!images().contains(&second), "it was removed");
 }
 
+/// An image's name that is none: the kubelet's words in the status and in two events.
+fn a_wrong_name_is_told(cluster: &Cluster) {
+    cluster.apply(&pod("misnamed", "Busybox", ""));
+    let why = "Failed to apply default image tag \"Busybox\": couldn't parse image name \"Busybox\": invalid reference format: repository name (library/Busybox) must be lowercase";
+    cluster.wait("the container to wait", || {
+        let pod = cluster.pod("misnamed");
+        let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"];
+        waiting["reason"] == "InvalidImageName" && waiting["message"] == why
+    });
+    cluster.wait("the events", || {
+        let said = cluster.events("misnamed");
+        said.contains(&format!("Warning InspectFailed {why}"))
+            && said.contains("Warning Failed Error: InvalidImageName")
+    });
+    cluster.kubectl(&["delete", "pod", "misnamed"]);
+}
+
 #[test]
 fn images_that_nothing_uses_make_room() {
     let crowded =
@@ -333,6 +350,7 @@ fn images_that_nothing_uses_make_room() {
     cluster.wait("the pod", || {
         support::condition(&cluster.pod("user"), "Ready") == "True"
     });
+    a_wrong_name_is_told(&cluster);
     let unused = support::busybox_in(&cluster, "k8s.io", "test.local/unused:1", b"unused");
     // The first look after a start is at once, the next ones are minutes apart.
     nix::sys::signal::kill(

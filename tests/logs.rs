@@ -444,6 +444,15 @@ fn a_fast_log_is_followed_without_a_gap() {
     cluster.kubectl(&["delete", "pod", "writer"]);
 }
 
+/// How many logs the agent is sending right now, by its metrics.
+fn answered_now(cluster: &Cluster) -> Vec<String> {
+    let of = "kubelet_http_inflight_requests{method=\"GET\",path=\"containerLogs\"";
+    let page = cluster.ask_node("/metrics");
+    let lines = page.lines().filter(|line| line.starts_with(of));
+    let values = lines.filter_map(|line| line.rsplit(' ').next());
+    values.map(str::to_owned).collect()
+}
+
 /// By the times that the runtime noted: what stands between them and the reader is the agent, the control plane and kubectl.
 #[test]
 fn a_followed_log_shows_a_line_at_once() {
@@ -494,6 +503,8 @@ fn a_followed_log_shows_a_line_at_once() {
         rows.iter().any(|late| late[4] < 100),
         "a third of some row within a tenth of a second: {rows:?} ms"
     );
+    assert_eq!(answered_now(&cluster), ["1"], "while it is followed");
     drop(follow);
+    cluster.wait("the request's end", || answered_now(&cluster) == ["0"]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
 }

@@ -186,6 +186,7 @@ fn a_control_plane_that_dies_comes_back() {
     let (runs, text) = status();
     assert!(runs && !text.contains("without a supervisor"), "{text}");
     the_readiness_is_that_of_the_agent_that_runs(&cluster);
+    an_api_that_cannot_be_served_is_told(&cluster);
     the_networks_file_is_written_anew(&cluster);
 }
 
@@ -209,6 +210,38 @@ fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
 }
 
 /// By `up`, and by `down`, which needs it too: without it no pod ends.
+/// Status and message of the node's Ready condition.
+fn ready(cluster: &Cluster) -> (String, String) {
+    let node = cluster.node();
+    let conditions = node["status"]["conditions"].as_array().unwrap();
+    let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
+    let text = |key: &str| ready[key].as_str().unwrap().to_owned();
+    (text("status"), text("message"))
+}
+
+/// Somebody else has the agent's port when it starts.
+fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
+    let endpoint = cluster.node()["status"]["daemonEndpoints"]["kubeletEndpoint"].clone();
+    let port = u16::try_from(endpoint["Port"].as_u64().unwrap()).unwrap();
+    cluster.kill("agent");
+    let taken = std::net::TcpListener::bind(("0.0.0.0", port)).unwrap();
+    std::thread::scope(|scope| {
+        // It waits until the node is ready.
+        let up = scope.spawn(|| cluster.up());
+        cluster.wait("the node not to be ready", || ready(cluster).0 == "False");
+        let message = ready(cluster).1;
+        let begins = "the kubelet API cannot be served on ";
+        let names = message.starts_with(begins) && message.ends_with("listens there");
+        assert!(names, "{message}");
+        let get = "get events -A --field-selector reason=KubeletSetupFailed -o jsonpath={.items[*].message}";
+        let get: Vec<&str> = get.split(' ').collect();
+        cluster.wait("its event", || cluster.kubectl(&get).contains(&message));
+        drop(taken);
+        up.join().unwrap();
+    });
+    cluster.wait("the node to be ready", || ready(cluster).0 == "True");
+}
+
 fn the_networks_file_is_written_anew(cluster: &Cluster) {
     let image = support::busybox(cluster);
     cluster.kubectl(&[

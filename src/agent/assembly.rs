@@ -287,6 +287,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node: OwnNode::new(&config.node_name, nodes),
         pressures: watch::Sender::default(),
         shutting_down: watch::Sender::default(),
+        unserved: super::Unserved::default(),
         ledger,
         features: watch::channel(crate::cri::Features::default()).0,
         metrics,

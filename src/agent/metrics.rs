@@ -511,15 +511,17 @@ impl Metrics {
         });
     }
 
-    /// Counts a request over HTTP, and that it is being answered until what this gives is dropped.
+    /// Counts a request over HTTP, and that it is being answered until what this gives is dropped. `server` is `readwrite`
+    /// or `readonly`.
     pub fn http(
         self: &Arc<Self>,
         method: &'static str,
         path: &'static str,
+        server: &'static str,
         long: bool,
     ) -> Answering {
         let long = if long { "true" } else { "false" };
-        let labels = [method, path, "readwrite", long];
+        let labels = [method, path, server, long];
         self.with(|r| {
             r.count(HTTP, &labels, 1);
             r.add(HTTP_NOW, &labels, 1.0);
@@ -649,7 +651,7 @@ mod tests {
                 "kubelet_http_inflight_requests{{method=\"GET\",path=\"pods\",server_type=\"readwrite\",long_running=\"false\"}} {count}\n"
             )
         };
-        let answering = metrics.http("GET", "pods", false);
+        let answering = metrics.http("GET", "pods", "readwrite", false);
         assert!(written(&metrics).contains(&now(1)), "{}", written(&metrics));
         drop(answering);
         assert!(written(&metrics).contains(&now(0)));

@@ -43,7 +43,7 @@ pub use pod::pulse::Pulse;
 pub use pod::sandbox_slots::SandboxSlots;
 pub use pod::sources::Statics;
 pub use serving::local::SOCKET;
-pub use serving::{Known, KnownPods};
+pub use serving::{Known, KnownPods, Unserved};
 pub use volume::csi::Csi;
 
 use crate::config::Config;
@@ -90,6 +90,8 @@ pub struct Context {
     pub pressures: watch::Sender<Pressures>,
     /// Whether the machine is being shut down.
     pub shutting_down: watch::Sender<bool>,
+    /// Which parts of our own API cannot be served.
+    pub unserved: Unserved,
     /// What the runtime can do, as it last said.
     pub features: watch::Sender<Features>,
     /// The actor that owns what the node's pods share.

@@ -93,6 +93,12 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
     response
 }
 
+/// An answer with which something is kept until the last of its body has gone, or its connection.
+#[must_use]
+pub fn held(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
+    answer.map(|body| Held { body, _kept: kept }.boxed_unsync())
+}
+
 /// The connections of one listener.
 #[derive(Default)]
 struct Connections {
@@ -308,13 +314,13 @@ impl Drop for OnEnd {
     }
 }
 
-/// A body whose connection is busy as long as it lives.
-struct Held {
+/// A body with which something is kept as long as it lives.
+struct Held<T> {
     body: Body,
-    _busy: Option<Arc<()>>,
+    _kept: T,
 }
 
-impl hyper::body::Body for Held {
+impl<T: Unpin> hyper::body::Body for Held<T> {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -353,8 +359,8 @@ async fn converse<S, F>(
             let answer = answer.unwrap_or_else(|panicked| {
                 text(StatusCode::INTERNAL_SERVER_ERROR, panicked.to_string())
             });
-            // Until the last of the body has gone.
-            Ok::<_, Infallible>(answer.map(|body| Held { body, _busy: busy }))
+            // The connection is busy until the last of the body has gone.
+            Ok::<_, Infallible>(answer.map(|body| Held { body, _kept: busy }))
         }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -380,6 +386,18 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpStream;
+
+    #[tokio::test]
+    async fn what_is_kept_with_an_answer_goes_with_the_last_of_its_body() {
+        use hyper::body::Body as _;
+        let kept = Arc::new(());
+        let answer = held(text(StatusCode::OK, "abc"), Arc::clone(&kept));
+        assert_eq!(answer.body().size_hint().exact(), Some(3));
+        assert_eq!(Arc::strong_count(&kept), 2);
+        let body = answer.into_body().collect().await.expect("a body");
+        assert_eq!(body.to_bytes(), "abc");
+        assert_eq!(Arc::strong_count(&kept), 1);
+    }
 
     async fn ask(stream: &mut TcpStream, path: &str) -> String {
         stream

@@ -98,6 +98,10 @@ impl PodHost for World {
         Ok("/kubepods".into())
     }
 
+    fn memory_of_pod(&self, _: &Pod) -> Option<u64> {
+        Some(0)
+    }
+
     fn cgroup_of_all(&self) -> String {
         "/kubepods".into()
     }

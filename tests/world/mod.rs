@@ -283,6 +283,7 @@ impl World {
             node: OwnNode::new("node", None),
             pressures: watch::Sender::default(),
             shutting_down: watch::Sender::default(),
+            unserved: holdfast::agent::Unserved::default(),
             ledger,
             features: watch::channel(holdfast::cri::Features::default()).0,
             metrics: Arc::new(Metrics::default()),

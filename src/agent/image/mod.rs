@@ -203,11 +203,7 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-        let about = About::new(context, whose, container);
-        let image = ensure(context, whose, &wanted).await;
-        let image = image.inspect_err(|waiting| {
-            about.say(Kind::Warning, "Failed", format!("Error: {waiting}"));
-        })?;
+            let image = ensure(context, whose, &wanted).await?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
@@ -262,13 +258,15 @@ async fn ensure(
     let spec_image = container.image.clone().unwrap_or_default();
     let about = About::new(context, whose, container);
     let name = with_default_tag(&spec_image).map_err(|error| {
-        about.say(Kind::Warning, "InspectFailed", error.clone());
-        waiting("InvalidImageName", error)
+        let reason = "InvalidImageName";
+        about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);
+        waiting(reason, error)
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let message = format!("Failed to inspect image {name:?}: {error}");
-        about.say(Kind::Warning, "InspectFailed", message.clone());
-        waiting("ImageInspectError", message)
+        let reason = "ImageInspectError";
+        about.refuse((Kind::Warning, "InspectFailed", message.clone()), reason);
+        waiting(reason, message)
     })?;
     let policy = container
         .image_pull_policy

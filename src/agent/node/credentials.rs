@@ -316,6 +316,13 @@ impl Renewed {
         self.addresses.as_ref().map(of_node).unwrap_or_default()
     }
 
+    /// Whether there is something to ask for: a certificate to serve with is asked for once the node has an address, as
+    /// names alone are not enough (the gate `AllowDNSOnlyNodeCSR` is off).
+    fn can_be_asked_for(&self) -> bool {
+        let addresses = self.addresses.as_ref();
+        addresses.is_none_or(|known| !known.borrow().is_empty())
+    }
+
     /// Waits until it is time to look again.
     async fn idle(&mut self) {
         let changed = async {
@@ -382,7 +389,7 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
     loop {
         let (now, names) = (clock.now(), kept.names());
         let present = std::fs::read(kept.pair.current()).unwrap_or_default();
-        if !is_due(&present, &names, answered.as_ref(), now) {
+        if !kept.can_be_asked_for() || !is_due(&present, &names, answered.as_ref(), now) {
             kept.idle().await;
             continue;
         }
@@ -504,6 +511,21 @@ mod tests {
         assert!(!due(&kept, Some(asked)), "the signer gave what it gives");
         kept.idle().await;
         assert!(begun.elapsed() >= LOOK);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_serving_certificate_waits_for_the_nodes_address() {
+        let config = load(None, &Overrides::default(), "n1").expect("a configuration");
+        assert!(Renewed::client(&config).can_be_asked_for());
+        let addresses = watch::channel(vec![]).0;
+        let mut kept = Renewed::serving(&config, addresses.subscribe());
+        assert!(!kept.can_be_asked_for());
+        let begun = tokio::time::Instant::now();
+        addresses.send_replace(vec!["192.0.2.1".to_owned()]);
+        kept.idle().await;
+        assert!(begun.elapsed() < LOOK, "it is looked at at once");
+        assert!(kept.can_be_asked_for());
+        assert_eq!(kept.names(), ["n1", "192.0.2.1"]);
     }
 
     #[test]

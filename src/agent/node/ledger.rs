@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::{devices, manager_metrics};
 use crate::agent::Context;
 use crate::agent::pod::inbox::Inbox;
-use crate::core::node::admit::{Here, Refusal};
+use crate::core::node::admit::{self, Here, Refusal};
 use crate::core::node::devices::{Devices, Slot};
 use crate::core::node::eviction::Pressures;
 use crate::core::node::ledger::{Decision, Eviction, Ledger, asks_for_more};
@@ -373,10 +373,16 @@ impl Actor {
     }
 
     fn grow(&mut self, pod: &Pod) -> Result<(), Refusal> {
-        if let Some(now) = self.ledger.pod(pod::uid(pod)) {
-            self.managers.resize(&now, pod)?;
-        }
         let context = Arc::clone(&self.context);
+        if let Some(now) = self.ledger.pod(pod::uid(pod)) {
+            let possible = admit::check_swap(&now, pod, swaps(&context))
+                .and_then(|()| self.managers.resize(&now, pod));
+            if let Err(infeasible) = possible {
+                // It goes on with what it has, and waits for nothing.
+                self.ledger.withdraw(&now);
+                return Err(infeasible);
+            }
+        }
         with_resources(&context, pod::uid(pod), |here| self.ledger.grow(pod, here))
     }
 
@@ -500,6 +506,12 @@ fn with_node<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> 
         pressures: &context.pressures.borrow(),
         shutting_down: *context.shutting_down.borrow(),
     })
+}
+
+/// Whether the node lets containers swap: by its configuration, and as far as the kernel can limit it.
+fn swaps(context: &Context) -> bool {
+    let machine = &context.machine;
+    context.config.limited_swap && machine.cgroup_v2 && machine.swap.is_some()
 }
 
 /// For decisions about resources alone.

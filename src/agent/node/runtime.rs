@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::Network;
 use crate::agent::Context;
+use crate::core::node::conditions::joined;
 use crate::core::node::runtime_health::{Answer, RuntimeHealth};
 use crate::cri::{Features, Image, RuntimeErrorKind};
 
@@ -28,7 +29,7 @@ pub(super) struct RuntimeView {
     /// For instance `containerd://1.7.2`.
     pub version: String,
     /// Why the node is not ready on its account.
-    pub problem: Option<String>,
+    pub problems: Vec<String>,
     /// What it can do.
     pub features: Features,
 }
@@ -70,11 +71,11 @@ pub(super) async fn poll(
         }
         health.listed(context.pulse.since_listing());
         view.asked = true;
-        view.problem = health.problem(began.elapsed());
+        view.problems = health.problems(began.elapsed());
         let unasked = *network.borrow() == Network::Unknown;
         if let Some(why) = health
             .down(began.elapsed())
-            .or(view.problem.clone().filter(|_| unasked))
+            .or(joined(&view.problems).filter(|_| unasked))
         {
             publish(network, Network::NotReady(why));
         }

@@ -18,7 +18,9 @@ use crate::agent::{Context, Kind};
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
 use crate::core::node::capacity::{self, Extended};
-use crate::core::node::conditions::{conditions, is_ready, patch, report_after, transitions};
+use crate::core::node::conditions::{
+    conditions, is_ready, joined, patch, report_after, transitions,
+};
 use crate::core::node::shutdown;
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
@@ -32,6 +34,8 @@ const DECLARED: &[&str] = &[
 ];
 /// How long the first status waits for the runtime's first answer and its images.
 const FIRST: Duration = Duration::from_secs(1);
+/// How long it waits to know whether the agent's own API can be served.
+const TRIED: Duration = Duration::from_secs(2);
 /// The first pause after a round that failed; it doubles until the next round is due.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -77,13 +81,15 @@ fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
     }
 }
 
-/// Why the node is not ready, if it is not.
+/// Why the node is not ready, if it is not: all that is wrong, in the kubelet's order.
 fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
     let shutting_down = *context.shutting_down.borrow();
-    let known = shutting_down.then(|| shutdown::NOT_READY.to_owned());
-    known
-        .or_else(|| view.problem.clone())
-        .or_else(|| context.csi.problem())
+    let ending = shutting_down.then(|| shutdown::NOT_READY.to_owned());
+    let mut problems = view.problems.clone();
+    problems.extend(context.csi.problem());
+    problems.extend(ending);
+    problems.extend(context.unserved.problems());
+    joined(&problems)
 }
 
 /// The status as of now; `old` is what the Node object says.
@@ -227,7 +233,8 @@ fn tell_start(context: &Context, before: &NodeStatus) {
 }
 
 /// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state,
-/// the machine's addresses or what is short change, when the machine is shut down, and when a volume's use has to be told.
+/// the machine's addresses or what is short change, when our own API can be served or cannot, when the machine is shut down,
+/// and when a volume's use has to be told.
 pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
@@ -237,7 +244,9 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         let _ = inputs.view.wait_for(|view| view.asked).await;
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
-    let _ = tokio::time::timeout(FIRST, known).await;
+    // Nor is a node ready whose API is not served, and that takes a moment to be known.
+    let tried = tokio::time::timeout(TRIED, context.unserved.is_tried());
+    let _ = tokio::join!(tokio::time::timeout(FIRST, known), tried);
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
     let node = registration::register(context, &*api, first).await;
     let before = node.status.clone().unwrap_or_default();
@@ -249,6 +258,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut pressures = context.pressures.subscribe();
     let mut shutting_down = context.shutting_down.subscribe();
+    let mut unserved = context.unserved.changes();
     let mut devices = context.devices.changes();
     let mut rounds = Rounds {
         context,
@@ -270,6 +280,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
         ips.mark_unchanged();
         pressures.mark_unchanged();
         shutting_down.mark_unchanged();
+        unserved.mark_unchanged();
         devices.mark_unchanged();
         let wait = match rounds.round(&node).await {
             Ok(()) => {
@@ -296,6 +307,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
             Ok(()) = ips.changed() => {}
             Ok(()) = pressures.changed() => {}
             Ok(()) = shutting_down.changed() => {}
+            Ok(()) = unserved.changed() => {}
             Ok(()) = devices.changed() => {}
             // Pods wait for it to be said.
             () = context.csi.in_use_changed() => {}

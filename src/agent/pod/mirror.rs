@@ -69,3 +69,24 @@ pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
         Err(error) => Err(format!("the mirror pod cannot be removed: {error}")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_mirror_tells_the_pods_source_its_hash_and_when_it_was_seen() {
+        let own = json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file", "kubernetes.io/config.seen": "t", "own": "x"});
+        let pod = json!({"metadata": {"name": "p", "uid": "h", "annotations": own}, "spec": {"containers": []}});
+        let pod: Pod = serde_json::from_value(pod).expect("a pod");
+        let node: Node = serde_json::from_value(json!({"metadata": {"name": "n1", "uid": "u"}}))
+            .expect("a node");
+        let mirror = of(&pod, &node);
+        let mut expected = own;
+        expected["kubernetes.io/config.mirror"] = "h".into();
+        assert_eq!(json!(mirror.annotations()), expected);
+        assert_eq!(mirror.owner_references()[0].uid, "u");
+        assert_eq!(mirror.metadata.uid, None);
+    }
+}

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, Pod, Toleration};
 use tokio::sync::watch;
 
@@ -70,6 +71,22 @@ fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
     });
 }
 
+/// Pods with the time at which they were seen first: those of before keep theirs (kubelet's `recordFirstSeenTime`).
+fn seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc<Pod>> {
+    for pod in &mut pods {
+        let known = before.iter().find(|b| pod::uid(b) == pod::uid(pod));
+        let known = known.and_then(|known| pod::annotation(known, pod::SEEN));
+        let first = known.map_or_else(
+            || now.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string(),
+            str::to_owned,
+        );
+        let metadata = &mut Arc::make_mut(pod).metadata;
+        let annotations = metadata.annotations.get_or_insert_default();
+        annotations.insert(pod::SEEN.into(), first);
+    }
+    pods
+}
+
 /// The uids under which static pods run. Waits for the runtime, without which none could be started.
 async fn uids(context: &Context) -> KeptUids {
     let mut pauses = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
@@ -114,7 +131,11 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 for error in errors.iter().filter(|e| !reported.contains(*e)) {
                     tracing::error!(%error, "a static pod manifest is skipped");
                 }
-                tell(&found, |statics| statics.files = Some(pods));
+                let now = context.clock.now();
+                tell(&found, |statics| {
+                    let before = statics.files.take().unwrap_or_default();
+                    statics.files = Some(seen(pods, &before, now));
+                });
                 errors
             }
             // It does not say that there are no pods.
@@ -146,7 +167,11 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
         match fetched.and_then(|text| parse_url(&text, &url, &context.config.node_name)) {
             Ok(pods) => {
                 reported.clear();
-                tell(&found, |statics| statics.url = Some(pods));
+                let now = context.clock.now();
+                tell(&found, |statics| {
+                    let before = statics.url.take().unwrap_or_default();
+                    statics.url = Some(seen(pods, &before, now));
+                });
             }
             // The pods of before stay until there is an answer that can be read.
             Err(error) if error != reported => {
@@ -429,6 +454,24 @@ mod tests {
         assert_eq!(pods.len(), 1);
         let none = read_dir(&dir.path().join("none"), "n", &uids);
         assert_eq!(none, Ok((vec![], vec![])));
+    }
+
+    #[test]
+    fn a_pod_keeps_the_time_at_which_it_was_seen_first() {
+        let read = |image: &str| {
+            let text = format!(
+                "{{apiVersion: v1, kind: Pod, metadata: {{name: a}}, spec: {{containers: [{{name: c, image: {image}}}]}}}}"
+            );
+            parse_url(&text, "http://x/", "n1").expect("one")
+        };
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        let time = |pods: &[Arc<Pod>]| pods[0].annotations()[pod::SEEN].clone();
+        let first = seen(read("i"), &[], at(1));
+        assert_eq!(time(&first), "1970-01-01T00:00:01.000000000Z");
+        assert_eq!(seen(read("i"), &first, at(2)), first);
+        // Another manifest is another pod.
+        let other = seen(read("j"), &first, at(3));
+        assert_eq!(time(&other), "1970-01-01T00:00:03.000000000Z");
     }
 
     #[test]

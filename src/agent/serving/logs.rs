@@ -9,6 +9,7 @@ use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Bytes, Frame};
 use hyper::{Response, StatusCode};
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use kube::ResourceExt as _;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -40,6 +41,8 @@ struct Instance {
     attempt: u32,
     /// The runtime's id, while it runs.
     running: Option<String>,
+    /// Of one that the runtime has forgotten, what is said if its log has gone as well.
+    forgotten: Option<String>,
 }
 
 pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
@@ -72,72 +75,114 @@ fn last<'a>(
     named.or(newest.filter(|c| waits && c.state == ContainerState::Exited))
 }
 
-/// Why a container has not started yet.
-fn why_it_waits(told: Option<&ContainerStatus>) -> String {
-    let reason = told.and_then(|s| s.state.as_ref()?.waiting.as_ref()?.reason.clone());
-    match reason.as_deref() {
-        Some("ErrImagePull") => "image can't be pulled".to_owned(),
-        Some("ImagePullBackOff") => "trying and failing to pull image".to_owned(),
-        Some(reason) => reason.to_owned(),
-        None => "ContainerCreating".to_owned(),
+/// The id of the instance whose log is meant, by the status alone, in the kubelet's order and words
+/// (`validateContainerLogStatus`). None for one that has ended and whose id is not known.
+fn told_id(
+    told: Option<&ContainerStatus>,
+    name: &str,
+    container: &str,
+    previous: bool,
+) -> Result<Option<String>, String> {
+    let about = format!("container {container:?} in pod {name:?}");
+    let told = told.ok_or_else(|| format!("{about} is not available"))?;
+    let id = |id: Option<&String>| id.filter(|id| !id.is_empty()).cloned();
+    let of_last = told.last_state.as_ref().and_then(|s| s.terminated.as_ref());
+    let last = id(of_last.and_then(|t| t.container_id.as_ref()));
+    let state = told.state.as_ref();
+    let ended = state.and_then(|s| s.terminated.as_ref());
+    if previous {
+        let missing = || format!("previous terminated {about} not found");
+        return last.map(Some).ok_or_else(missing);
+    }
+    if state.is_some_and(|s| s.running.is_some()) {
+        return Ok(id(told.container_id.as_ref()));
+    }
+    if let Some(ended) = ended {
+        return Ok(id(ended.container_id.as_ref()).or(last));
+    }
+    if of_last.is_some() {
+        return Ok(last);
+    }
+    let Some(waiting) = state.and_then(|s| s.waiting.as_ref()) else {
+        return Err(format!("{about} is waiting to start - no logs yet"));
+    };
+    let why = match waiting.reason.as_deref().unwrap_or("ContainerCreating") {
+        "ErrImagePull" => "image can't be pulled",
+        "ImagePullBackOff" => "trying and failing to pull image",
+        reason => reason,
+    };
+    Err(format!("{about} is waiting to start: {why}"))
+}
+
+/// What is said of an instance, by its id in the status, whose log cannot be had.
+fn unavailable(id: Option<&str>, name: &str, container: &str) -> String {
+    match id {
+        Some(id) => format!("unable to retrieve container logs for {id}"),
+        None => format!("container {container:?} in pod {name:?} is terminated"),
     }
 }
 
-/// Chooses the instance. Pure.
+fn bad(why: String) -> Refusal {
+    Refusal(StatusCode::BAD_REQUEST, why)
+}
+
+/// Chooses the instance. Pure. Where the runtime has none, the log may still be here, as long as its pod is.
 fn instance(
     known: &Known,
     observed: &ObservedPod,
     container: &str,
     previous: bool,
 ) -> Result<Instance, Refusal> {
-    let name = known.pod.metadata.name.clone().unwrap_or_default();
-    if !pod::containers(&known.pod)
-        .iter()
-        .any(|(_, c)| c.name == container)
-    {
-        return Err(Refusal(
-            StatusCode::NOT_FOUND,
-            format!("container {container:?} not found in pod {name:?}"),
-        ));
-    }
     let (newest, before) = observed.latest_two(container);
-    if previous {
-        let missing = || {
-            Refusal(
-                StatusCode::BAD_REQUEST,
-                format!("previous terminated container {container:?} in pod {name:?} not found"),
-            )
-        };
-        return last(status(known.told(), container), observed, newest)
-            .or(before)
-            .map(|c| Instance {
-                attempt: c.attempt,
-                running: None,
-            })
-            .ok_or_else(missing);
-    }
-    let begun = newest
-        .filter(|c| c.state != ContainerState::Created)
-        .or(before);
+    let told = status(known.told(), container);
+    let begun = match previous {
+        true => last(told, observed, newest).or(before),
+        false => newest
+            .filter(|c| c.state != ContainerState::Created)
+            .or(before),
+    };
     if let Some(c) = begun {
+        let runs = !previous && c.state == ContainerState::Running;
         return Ok(Instance {
             attempt: c.attempt,
-            running: (c.state == ContainerState::Running).then(|| c.id.clone()),
+            running: runs.then(|| c.id.clone()),
+            forgotten: None,
         });
     }
-    let told = status(known.told(), container);
-    if let Some(told) = told.filter(|s| s.state.as_ref().is_some_and(|s| s.terminated.is_some())) {
-        // The runtime has forgotten it; its log is here as long as its pod is.
-        return Ok(Instance {
-            attempt: u32::try_from(told.restart_count).unwrap_or(0),
-            running: None,
-        });
+    let name = known.pod.name_any();
+    // The status comes after the runtime.
+    let nothing = ContainerStatus::default();
+    let told = told.or(newest.map(|_| &nothing));
+    let id = told_id(told, &name, container, previous).map_err(bad)?;
+    let why = unavailable(id.as_deref(), &name, container);
+    if previous {
+        return Err(bad(why));
     }
-    let why = why_it_waits(told);
-    Err(Refusal(
-        StatusCode::BAD_REQUEST,
-        format!("container {container:?} in pod {name:?} is waiting to start: {why}"),
-    ))
+    let count = told.map_or(0, |told| told.restart_count);
+    Ok(Instance {
+        attempt: u32::try_from(count).unwrap_or(0),
+        running: None,
+        forgotten: Some(why),
+    })
+}
+
+/// The pod whose container a request names, and who says what of it.
+fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
+    let known = server.find(place).ok_or_else(|| {
+        Refusal(
+            StatusCode::NOT_FOUND,
+            format!("pod {:?} does not exist", place.pod),
+        )
+    })?;
+    let mut containers = pod::containers(&known.pod).into_iter();
+    if containers.any(|(_, c)| c.name == place.container) {
+        return Ok(known);
+    }
+    let why = format!(
+        "container {:?} not found in pod {:?}",
+        place.container, place.pod
+    );
+    Err(Refusal(StatusCode::NOT_FOUND, why))
 }
 
 /// `GET /containerLogs/…`.
@@ -148,31 +193,26 @@ pub async fn of_container(
 ) -> Result<Response<Body>, Refusal> {
     let context = &server.context;
     let options = LogOptions::parse(query, context.clock.now()).map_err(Refusal::of)?;
-    let known = server.find(place).ok_or_else(|| {
-        Refusal(
-            StatusCode::NOT_FOUND,
-            format!("pod {:?} does not exist", place.pod),
-        )
-    })?;
-    let observed = context
-        .runtime
-        .observe(pod::uid(&known.pod))
-        .await
-        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))?;
-    let instance = instance(&known, &observed, &place.container, options.previous)?;
+    let known = find(server, place)?;
+    let container = &place.container;
+    let observed = match context.runtime.observe(pod::uid(&known.pod)).await {
+        Ok(observed) => observed,
+        Err(error) => {
+            tracing::debug!(%error, container, "a log cannot be read without the runtime");
+            let told = status(known.told(), container);
+            let id = told_id(told, &place.pod, container, options.previous).map_err(bad)?;
+            return Err(bad(unavailable(id.as_deref(), &place.pod, container)));
+        }
+    };
+    let instance = instance(&known, &observed, container, options.previous)?;
     let dir = context.host.log_directory(&known.pod);
-    let name = PathBuf::from(&place.container).join(format!("{}.log", instance.attempt));
-    let (whole, tail) = (dir.clone(), options.tail);
+    let name = PathBuf::from(container).join(format!("{}.log", instance.attempt));
+    let (whole, tail, path) = (dir.clone(), options.tail, dir.join(&name));
     let opened =
         blocking(move || LogFile::open(&whole, &name, tail).map_err(|e| e.to_string())).await;
     let log = opened.map_err(|e| {
-        Refusal(
-            StatusCode::BAD_REQUEST,
-            format!(
-                "failed to open the log of container {:?}: {e}",
-                place.container
-            ),
-        )
+        let open = || format!("failed to open log file {path:?}: {e}");
+        bad(instance.forgotten.unwrap_or_else(open))
     })?;
     let (sender, pieces) = mpsc::channel(AHEAD);
     let decoder = Decoder::new(&options);
@@ -459,28 +499,55 @@ mod tests {
         );
         assert_eq!(choose(&[(0, Exited)], false), Ok((0, false)));
         assert!(choose(&[(0, Running)], true).is_err_and(|r| r.1 == "previous terminated container \"c\" in pod \"p\" not found"));
-        assert!(
-            choose(&[], false)
-                .is_err_and(|r| r.1.ends_with("is waiting to start: ContainerCreating"))
-        );
-        let waiting = known(
-            json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 0, "image": "", "imageID": "", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]}),
-        );
-        assert!(
-            instance(&waiting, &observed(&[]), "c", false)
-                .is_err_and(|r| r.0 == StatusCode::BAD_REQUEST
-                    && r.1.ends_with("trying and failing to pull image"))
-        );
-        let over = known(
-            json!({"containerStatuses": [{"name": "c", "ready": false, "restartCount": 3, "image": "", "imageID": "", "state": {"terminated": {"exitCode": 0}}}]}),
-        );
-        assert_eq!(
-            instance(&over, &observed(&[]), "c", false).map(|i| i.attempt),
-            Ok(3)
-        );
-        assert!(
-            instance(&none, &observed(&[]), "d", false)
-                .is_err_and(|r| r.0 == StatusCode::NOT_FOUND)
-        );
+    }
+
+    /// A state of one word: a waiting container's reason, that it runs, or the id of one that has ended (`-` for none).
+    fn state(word: &str) -> Value {
+        match word {
+            "" => json!({}),
+            "runs" => json!({"running": {}}),
+            "-" => json!({"terminated": {"exitCode": 137}}),
+            id if id.starts_with("x:") => {
+                json!({"terminated": {"exitCode": 1, "containerID": id}})
+            }
+            reason => json!({"waiting": {"reason": reason}}),
+        }
+    }
+
+    /// The states now and before, which one is asked for, whether its log is looked for all the same, and what is said.
+    const WITHOUT_LOGS: &str = "
+/ now no # is waiting to start - no logs yet
+ErrImagePull/ now no # is waiting to start: image can't be pulled
+ImagePullBackOff/ now no # is waiting to start: trying and failing to pull image
+PodInitializing/ now no # is waiting to start: PodInitializing
+CrashLoopBackOff/x:1 now yes unable to retrieve container logs for x:1
+CrashLoopBackOff/- now yes # is terminated
+runs/x:1 now yes unable to retrieve container logs for x:own
+x:2/x:1 now yes unable to retrieve container logs for x:2
+-/x:1 now yes unable to retrieve container logs for x:1
+-/ now yes # is terminated
+runs/ previous no previous terminated # not found
+runs/- previous no previous terminated # not found
+runs/x:1 previous no unable to retrieve container logs for x:1";
+
+    #[test]
+    fn what_has_no_log_is_told_in_the_kubelets_words() {
+        let about = "container \"c\" in pod \"p\"";
+        for case in WITHOUT_LOGS.lines().skip(1) {
+            let words: Vec<&str> = case.splitn(4, ' ').collect();
+            let (now, last) = words[0].split_once('/').expect("two states");
+            let told = json!({"name": "c", "ready": false, "restartCount": 3, "image": "", "imageID": "", "containerID": "x:own", "state": state(now), "lastState": state(last)});
+            let pod = known(json!({"containerStatuses": [told]}));
+            let why = words[3].replace('#', about);
+            let expected = match words[2] {
+                "yes" => Ok((3, Some(why))),
+                _ => Err(bad(why)),
+            };
+            let chosen = instance(&pod, &observed(&[]), "c", words[1] == "previous");
+            let chosen = chosen.map(|i| (i.attempt, i.forgotten));
+            assert_eq!(chosen, expected, "{case}");
+        }
+        let unknown = instance(&known(Value::Null), &observed(&[]), "c", false);
+        assert_eq!(unknown, Err(bad(format!("{about} is not available"))));
     }
 }

@@ -6,7 +6,9 @@ mod access;
 mod cadvisor;
 mod checkpoint;
 mod figures;
+mod files;
 mod gzip;
+mod listen;
 pub mod local;
 mod logs;
 mod metrics;
@@ -18,7 +20,6 @@ mod streams;
 mod views;
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,20 +28,21 @@ use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
-use tokio::net::TcpListener;
 use tracing::Instrument as _;
 
 use super::Context;
-use super::node::credentials::Pair;
+use super::metrics::Answering;
 use crate::core::pod;
 use crate::core::serving::{self, Endpoint, Place, Routed};
 use crate::cri::{ImageFilesystem, RuntimeError};
-use crate::https::{self, Body, Limits, Peer, Protocol, Tls, TlsFiles, text};
+use crate::https::{self, Body, Limits, Peer, Protocol, text};
 use crate::kubeapi::reviews::Reviews;
 use crate::sys::service;
 use access::Access;
+use listen::Part;
 
 pub use figures::VolumeFigures;
+pub use listen::Unserved;
 pub use sessions::Sessions;
 
 /// What the main listener gives away.
@@ -55,8 +57,6 @@ const SIDE: Limits = Limits {
     connections: 32,
     idle: Some(Duration::from_secs(30)),
 };
-/// The pause before a port that is taken is tried again.
-const AGAIN: Duration = Duration::from_secs(5);
 
 /// A pod of this node, and the object in the API that tells its status.
 #[derive(Debug, Clone)]
@@ -153,12 +153,23 @@ impl Server {
         })
     }
 
-    async fn answer(self: Arc<Self>, peer: Peer, request: Request<Incoming>) -> Response<Body> {
-        let needs = serving::needs(request.method().as_str(), request.uri().path());
+    /// Counts a request. It is being answered until what this gives has gone: the request and the body of the answer keep
+    /// it, and so does the session of a request that leaves HTTP.
+    fn count(&self, request: &mut Request<Incoming>, server: &'static str) -> Arc<Answering> {
         let path = serving::family(request.uri().path());
         let method = serving::known_method(request.method().as_str());
         let metrics = &self.context.metrics;
-        let _answering = metrics.http(method, path, serving::is_long(path));
+        let answering = metrics.http(method, path, server, serving::is_long(path));
+        let answering = Arc::new(answering);
+        request.extensions_mut().insert(Arc::clone(&answering));
+        answering
+    }
+
+    async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
+        let answering = self.count(&mut request, "readwrite");
+        let needs = serving::needs(request.method().as_str(), request.uri().path());
+        let path = serving::family(request.uri().path());
+        let method = serving::known_method(request.method().as_str());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
             match self.access.check(&peer, request.headers(), &needs).await {
@@ -166,7 +177,7 @@ impl Server {
                 Err(refusal) => refusal,
             }
         };
-        answer.instrument(span).await
+        https::held(answer.instrument(span).await, answering)
     }
 
     async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
@@ -235,87 +246,11 @@ impl Server {
     }
 }
 
-/// The files that TLS is spoken with; a self-signed certificate is made where none is named.
-fn files(context: &Context) -> Result<TlsFiles, String> {
-    let config = &context.config;
-    let (certificate, key) = match &config.serving.certificate {
-        Some(pair) => pair.clone(),
-        None if config.serving.asks_for_certificate => {
-            let current = Pair::serving(&config.cert_dir).current();
-            if !current.exists() {
-                return Err("no serving certificate available for the kubelet: it is asked for, and somebody has to approve it".into());
-            }
-            (current.clone(), current)
-        }
-        None => self_signed(
-            &config.cert_dir,
-            &config.node_name,
-            &context.node_ips.borrow(),
-        )?,
-    };
-    Ok(TlsFiles {
-        certificate,
-        key,
-        client_ca: config.serving.client_ca.clone(),
-    })
-}
-
-/// `kubelet.crt` and `kubelet.key`: made once, for the node's names and addresses.
-fn self_signed(
-    dir: &std::path::Path,
-    node: &str,
-    addresses: &[String],
-) -> Result<(PathBuf, PathBuf), String> {
-    use std::os::unix::fs::OpenOptionsExt as _;
-    let (certificate, key) = (dir.join("kubelet.crt"), dir.join("kubelet.key"));
-    if certificate.exists() && key.exists() {
-        return Ok((certificate, key));
-    }
-    let names: Vec<String> = std::iter::once(node.to_owned())
-        .chain(addresses.iter().cloned())
-        .collect();
-    let made = rcgen::generate_simple_self_signed(names)
-        .map_err(|e| format!("no serving certificate can be made: {e}"))?;
-    let failed = |e: std::io::Error| {
-        format!(
-            "the serving certificate cannot be kept in {}: {e}",
-            dir.display()
-        )
-    };
-    std::fs::create_dir_all(dir).map_err(failed)?;
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&key)
-        .map_err(failed)?;
-    std::io::Write::write_all(&mut file, made.signing_key.serialize_pem().as_bytes())
-        .map_err(failed)?;
-    crate::sys::file::replace(&certificate, made.cert.pem().as_bytes()).map_err(failed)?;
-    Ok((certificate, key))
-}
-
-/// Listens, as long as it takes: what else the agent does goes on meanwhile.
-async fn listen(address: SocketAddr) -> TcpListener {
-    let mut said = false;
-    loop {
-        match TcpListener::bind(address).await {
-            Ok(listener) => return listener,
-            Err(error) => {
-                if !std::mem::replace(&mut said, true) {
-                    tracing::error!(%error, %address, "the agent cannot listen: is another agent or a kubelet running? it is tried until it can");
-                }
-                tokio::time::sleep(AGAIN).await;
-            }
-        }
-    }
-}
-
 /// Serves until the process ends.
 pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
     let serving = context.config.serving.clone();
     if !serving.enabled {
+        context.unserved.settle();
         service::ready();
         return std::future::pending().await;
     }
@@ -336,18 +271,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         groups: serving.tls.key_exchanges.clone(),
     };
     let main = async {
-        let tls = loop {
-            match files(&server.context)
-                .and_then(|files| Tls::follow(files, protocol.clone()).map_err(|e| e.to_string()))
-            {
-                Ok(tls) => break Arc::new(tls),
-                Err(error) => {
-                    tracing::error!(error, "the agent's HTTP API cannot be served yet");
-                    tokio::time::sleep(AGAIN).await;
-                }
-            }
-        };
-        let listener = listen(serving.main).await;
+        let tls = listen::tls(&server.context, &protocol).await;
+        let listener = listen::on(&server.context, Part::Main, serving.main).await;
         service::ready();
         let server = Arc::clone(&server);
         https::serve(listener, Some(tls), MAIN, move |peer, request| {
@@ -359,24 +284,26 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.read_only else {
             return std::future::pending().await;
         };
-        let listener = listen(address).await;
+        let listener = listen::on(&server.context, Part::ReadOnly, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,
             None,
             SIDE,
-            move |_, request: Request<Incoming>| {
+            move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
+                    let answering = server.count(&mut request, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
                         Routed::Found(endpoint) => serving::without_debugging(&endpoint),
                         Routed::OtherMethod | Routed::Nothing => None,
                     };
-                    match closed.map(Refusal::of) {
+                    let answer = match closed.map(Refusal::of) {
                         Some(Refusal(code, why)) => text(code, why),
                         None => server.serve(request).await,
-                    }
+                    };
+                    https::held(answer, answering)
                 }
             },
         )
@@ -386,7 +313,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         let Some(address) = serving.healthz else {
             return std::future::pending().await;
         };
-        let listener = listen(address).await;
+        let listener = listen::on(&server.context, Part::Healthz, address).await;
         let server = Arc::clone(&server);
         https::serve(
             listener,

@@ -9,6 +9,7 @@ use tokio::net::TcpStream;
 
 use super::Refusal;
 use super::Server;
+use crate::agent::metrics::Answering;
 use crate::core::pod::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
 use crate::core::{pod, serving::query};
@@ -142,7 +143,9 @@ pub async fn hand_on(
             "Upgrade request required".into(),
         ));
     }
-    let held = server.sessions.begin()?;
+    // The session counts as a request that is being answered until it ends.
+    let answering = request.extensions().get::<Arc<Answering>>().cloned();
+    let held = (server.sessions.begin()?, answering);
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
     let failed = |what: String| {
         Refusal(

@@ -18,7 +18,11 @@ pub fn tag_is_latest(image: &str) -> bool {
 /// The full reference the runtime is asked for: `:latest` is added where tag and digest are missing.
 /// The error says what is wrong with the name (waiting reason `InvalidImageName`).
 pub fn with_default_tag(image: &str) -> Result<String, String> {
-    let reference = Reference::parse(image).map_err(|e| {
+    let read = match reference::objection(image) {
+        Some(why) => Err(why),
+        None => Reference::parse(image).map_err(str::to_owned),
+    };
+    let reference = read.map_err(|e| {
         format!(
             "Failed to apply default image tag {image:?}: couldn't parse image name {image:?}: {e}"
         )
@@ -136,6 +140,52 @@ mod tests {
             canonical(&digest),
             Some(format!("docker.io/library/{digest}"))
         );
+    }
+
+    #[test]
+    fn a_wrong_name_is_refused_in_the_kubelets_words() {
+        let (hex, upper) = ("0a".repeat(32), "0A".repeat(32));
+        let lower_case = |name: &str| {
+            format!("invalid reference format: repository name ({name}) must be lowercase")
+        };
+        let invalid = "invalid reference format".to_owned();
+        for (image, expected) in [
+            ("", invalid.clone()),
+            ("a b", invalid.clone()),
+            ("a:", invalid),
+            ("Busybox", lower_case("library/Busybox")),
+            ("Not Valid!", lower_case("library/Not Valid!")),
+            ("team/One:1", lower_case("team/One")),
+            ("docker.io/One", lower_case("library/One")),
+            ("r.example:5000/One", lower_case("One")),
+            (
+                &hex,
+                format!(
+                    "invalid repository name ({hex}), cannot specify 64-byte hexadecimal strings"
+                ),
+            ),
+            (
+                &format!("a@sha256:{upper}"),
+                "invalid checksum digest format".into(),
+            ),
+            (
+                &format!("a@sha256:{}", &hex[2..]),
+                "invalid checksum digest length".into(),
+            ),
+            (
+                &format!("a@sha256:{}", &upper[2..]),
+                "invalid checksum digest length".into(),
+            ),
+        ] {
+            let said = format!(
+                "Failed to apply default image tag {image:?}: couldn't parse image name {image:?}: {expected}"
+            );
+            assert_eq!(with_default_tag(image), Err(said));
+        }
+        // A first component with capitals is taken for a host; so are tags free to have some.
+        for image in ["Host/one:1", "one:LATEST"] {
+            assert_eq!(with_default_tag(image).as_deref(), Ok(image));
+        }
     }
 
     #[test]

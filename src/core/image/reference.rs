@@ -61,6 +61,49 @@ impl<'a> Reference<'a> {
     }
 }
 
+/// What the kubelet's library (`ParseNormalizedNamed`) objects to that the grammar of references does not tell, or tells
+/// in other words.
+pub fn objection(text: &str) -> Option<String> {
+    let is_hex = |hex: &str| hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    if text.len() == 64 && is_hex(text) {
+        return Some(format!(
+            "invalid repository name ({text}), cannot specify 64-byte hexadecimal strings"
+        ));
+    }
+    // It has put a registry and a slash before nothing.
+    if text.is_empty() {
+        return Some(INVALID.into());
+    }
+    let repository = written_repository(text);
+    if repository.to_lowercase() != repository {
+        return Some(format!(
+            "{INVALID}: repository name ({repository}) must be lowercase"
+        ));
+    }
+    // The grammar allows capitals in a digest, the digest's own rules do not.
+    let reference = Reference::parse(text).ok()?;
+    let (_, hex) = reference.digest?.split_once(':')?;
+    (!is_hex(hex)).then(|| "invalid checksum digest format".into())
+}
+
+/// What of a name has to be in lower case: all between its registry and its first colon. A first component with
+/// capitals is a registry.
+fn written_repository(text: &str) -> Cow<'_, str> {
+    let is_registry = |first: &str| {
+        first.contains(['.', ':']) || first == "localhost" || first.to_lowercase() != first
+    };
+    let (registry, rest) = match text.split_once('/') {
+        Some((first, rest)) if is_registry(first) => (first, rest),
+        _ => (DEFAULT_REGISTRY, text),
+    };
+    let repository = rest.split(':').next().unwrap_or_default();
+    let is_default = matches!(registry, DEFAULT_REGISTRY | LEGACY_REGISTRY);
+    if is_default && !rest.contains('/') {
+        return format!("library/{repository}").into();
+    }
+    repository.into()
+}
+
 /// The registry and the repository of a name.
 fn split(name: &str) -> (&str, Cow<'_, str>) {
     let is_host = |first: &str| first.contains(['.', ':']) || first == "localhost";

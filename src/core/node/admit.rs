@@ -199,6 +199,15 @@ fn shown(resource: &str, amount: Quantity) -> i64 {
     }
 }
 
+/// Whether a pod that runs keeps its containers' shares of swap. `swaps` says that the node lets containers swap.
+pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
+    if swaps && resize::moves_swap(now, then) {
+        let message = "In-place resize of containers with swap is not supported.";
+        return Err(infeasible(Infeasible::Swap, message));
+    }
+    Ok(())
+}
+
 /// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
 pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     for (name, amount) in requests(pod) {
@@ -318,6 +327,30 @@ mod tests {
             pressures: &NONE,
             shutting_down: false,
         }
+    }
+
+    #[test]
+    fn where_containers_swap_their_memory_requests_stay() {
+        let with = |memory: &str| {
+            pod(
+                json!({"spec": {"containers": [{"name": "c", "resources": {"requests": {"memory": memory}}}]}}),
+            )
+        };
+        let (now, then) = (with("32Mi"), with("64Mi"));
+        assert_eq!(check_swap(&now, &then, false), Ok(()));
+        assert_eq!(check_swap(&now, &now, true), Ok(()));
+        let refusal = check_swap(&now, &then, true).expect_err("a refusal");
+        assert_eq!(
+            refusal.infeasible.map(Infeasible::detail),
+            Some("swap_limitation")
+        );
+        assert_eq!(
+            (refusal.reason.as_str(), refusal.message.as_str()),
+            (
+                INFEASIBLE,
+                "In-place resize of containers with swap is not supported."
+            )
+        );
     }
 
     #[test]

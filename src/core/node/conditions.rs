@@ -87,6 +87,23 @@ pub fn conditions(
     shortages.chain([ready]).collect()
 }
 
+/// Several reasons why a node is not ready as one message: each once, in brackets where there are more (apimachinery's
+/// `Aggregate`). None where there is no reason.
+#[must_use]
+pub fn joined(problems: &[String]) -> Option<String> {
+    let mut told: Vec<&str> = vec![];
+    for problem in problems {
+        if !told.contains(&problem.as_str()) {
+            told.push(problem);
+        }
+    }
+    match told.as_slice() {
+        [] => None,
+        [one] => Some((*one).to_owned()),
+        many => Some(format!("[{}]", many.join(", "))),
+    }
+}
+
 /// What has become of the node's conditions between two statuses, as reasons of events; in the kubelet's words.
 #[must_use]
 pub fn transitions(old: &NodeStatus, new: &NodeStatus) -> Vec<String> {
@@ -210,6 +227,19 @@ mod tests {
             patch(&first, &moved).expect("a patch")["status"]["addresses"][1],
             json!({"$patch": "replace"})
         );
+    }
+
+    #[test]
+    fn all_reasons_are_told_once() {
+        for (problems, expected) in [
+            (&[][..], None),
+            (&["a"], Some("a")),
+            (&["a", "a"], Some("a")),
+            (&["b", "a", "b"], Some("[b, a]")),
+        ] {
+            let problems: Vec<String> = problems.iter().map(|p| (*p).to_owned()).collect();
+            assert_eq!(joined(&problems).as_deref(), expected, "{problems:?}");
+        }
     }
 
     #[test]

@@ -137,7 +137,7 @@ pub const FEATURES: &[Feature] = &[
     beta("RestartAllContainersOnContainerExits", true),
     beta("RotateKubeletServerCertificate", true),
     beta("SELinuxMount", false),
-    alpha("AllowDNSOnlyNodeCSR", true),
+    alpha("AllowDNSOnlyNodeCSR", false),
     alpha(CPU_ALPHA_OPTIONS, false),
     alpha("CRIListStreaming", false),
     alpha("ChangeContainerStatusOnKubeletRestart", false),

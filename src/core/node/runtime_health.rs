@@ -73,57 +73,48 @@ impl RuntimeHealth {
             .then(|| format!("container runtime is down: {failure}"))
     }
 
-    /// Why the node is not ready on the runtime's account, in the kubelet's words; none if it is.
+    /// Why the node is not ready on the runtime's account, in the kubelet's words; nothing if it is.
     #[must_use]
-    pub fn problem(&self, at: Duration) -> Option<String> {
+    pub fn problems(&self, at: Duration) -> Vec<String> {
         let Some((_, answer)) = &self.last else {
             let text = "container runtime status check may not have completed yet";
-            return Some(match &self.failure {
+            return vec![match &self.failure {
                 None => text.to_owned(),
                 Some(why) => format!("{text}: {why}"),
-            });
+            }];
         };
         let runtime = answer.runtime.as_ref();
         let network = answer.network.as_ref();
-        let problems: Vec<String> = self
-            .down(at)
+        self.down(at)
             .into_iter()
             .chain(self.unfollowed())
             .chain(runtime.map(|why| format!("container runtime not ready: {why}")))
             .chain(network.map(|why| format!("container runtime network not ready: {why}")))
-            .collect();
-        match problems.as_slice() {
-            [] => None,
-            [one] => Some(one.clone()),
-            many => Some(format!("[{}]", many.join(", "))),
-        }
+            .collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::node::conditions::joined;
 
     fn at(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
+    fn problem(health: &RuntimeHealth, seconds: u64) -> Option<String> {
+        joined(&health.problems(at(seconds)))
+    }
+
     #[test]
     fn a_runtime_is_down_half_a_minute_after_its_last_answer() {
         let mut health = RuntimeHealth::default();
-        assert!(
-            health
-                .problem(at(0))
-                .is_some_and(|p| p.contains("may not have completed yet"))
-        );
+        assert!(problem(&health, 0).is_some_and(|p| p.contains("may not have completed yet")));
         health.failed("refused".into());
-        assert!(
-            health
-                .problem(at(60))
-                .is_some_and(|p| p.ends_with("yet: refused"))
-        );
+        assert!(problem(&health, 60).is_some_and(|p| p.ends_with("yet: refused")));
         health.answered(at(60), Answer::default());
-        assert_eq!(health.problem(at(61)), None);
+        assert_eq!(problem(&health, 61), None);
         assert!(health.is_settled());
         health.failed("refused".into());
         assert!(!health.is_settled());
@@ -132,14 +123,10 @@ mod tests {
             (89, None),
             (90, Some("container runtime is down: refused")),
         ] {
-            assert_eq!(
-                health.problem(at(seconds)).as_deref(),
-                expected,
-                "{seconds}"
-            );
+            assert_eq!(problem(&health, seconds).as_deref(), expected, "{seconds}");
         }
         health.answered(at(91), Answer::default());
-        assert_eq!(health.problem(at(91)), None);
+        assert_eq!(problem(&health, 91), None);
     }
 
     #[test]
@@ -148,7 +135,7 @@ mod tests {
         health.answered(at(1), Answer::default());
         for (ago, is_ready) in [(30, true), (180, true), (181, false), (0, true)] {
             health.listed(at(ago));
-            let problem = health.problem(at(1));
+            let problem = problem(&health, 1);
             assert_eq!(problem.is_none(), is_ready, "{ago}");
             let told = "PLEG is not healthy: the runtime's pods were not listed for 180s";
             assert!(problem.is_none_or(|p| p == told));
@@ -164,10 +151,10 @@ mod tests {
         };
         health.answered(at(1), answer);
         let network = "container runtime network not ready: no CNI config";
-        assert_eq!(health.problem(at(1)).as_deref(), Some(network));
+        assert_eq!(problem(&health, 1).as_deref(), Some(network));
         health.failed("refused".into());
         assert_eq!(
-            health.problem(at(31)),
+            problem(&health, 31),
             Some(format!("[container runtime is down: refused, {network}]"))
         );
     }

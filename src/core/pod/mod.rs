@@ -42,6 +42,8 @@ pub use container_hash::container_hash;
 pub const SOURCE: &str = "kubernetes.io/config.source";
 /// The identity of a static pod's manifest.
 pub const HASH: &str = "kubernetes.io/config.hash";
+/// When an agent that runs has seen a static pod first; the API's pods have it in the kubelet alone.
+pub const SEEN: &str = "kubernetes.io/config.seen";
 /// On mirror pods: the hash of the static pod they stand for.
 pub const MIRROR: &str = "kubernetes.io/config.mirror";
 

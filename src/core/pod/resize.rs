@@ -14,9 +14,11 @@ use serde_json::{Value, json};
 
 use super::Role;
 use super::qos;
+use crate::core::node::conditions::joined;
 use crate::core::pod;
 use crate::core::pod::cgroup::pod_bounds;
-use crate::core::pod::resources::{Amounts, Side, amounts, of_pod, of_pod_level};
+use crate::core::pod::cri_config::may_swap;
+use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
 use crate::core::quantity::Quantity;
 
 /// The reason of a resize that cannot be granted as long as the pod runs.
@@ -31,6 +33,8 @@ pub enum Infeasible {
     CpuManager,
     /// So does memory that containers have for themselves.
     MemoryManager,
+    /// A container's share of swap follows from its memory request, and stays as long as it runs.
+    Swap,
 }
 
 impl Infeasible {
@@ -41,6 +45,7 @@ impl Infeasible {
             Infeasible::Capacity => "insufficient_node_allocatable",
             Infeasible::CpuManager => "guaranteed_pod_cpu_manager_static_policy",
             Infeasible::MemoryManager => "guaranteed_pod_memory_manager_static_policy",
+            Infeasible::Swap => "swap_limitation",
         }
     }
 }
@@ -408,6 +413,29 @@ pub enum Change {
     Restart,
 }
 
+/// Whether a container is restarted to have another size of a resource.
+fn restarts_for(container: &Container, resource: &str) -> bool {
+    let mut policies = container.resize_policy.iter().flatten();
+    policies.any(|p| p.resource_name == resource && p.restart_policy == "RestartContainer")
+}
+
+/// Whether the memory request changes of a container that swaps, before or after, and is not restarted for it (kubelet's
+/// `disallowResizeForSwappableContainers`). On a node that lets containers swap.
+#[must_use]
+pub fn moves_swap(now: &Pod, then: &Pod) -> bool {
+    let (before, after) = (pod::containers(now), pod::containers(then));
+    let request = |c: &Container| of_container(c, Side::Requests).get("memory").copied();
+    let mut both = after.iter().filter_map(|(role, new)| {
+        let old = before.iter().find(|(_, old)| old.name == new.name)?;
+        (*role != Role::Ephemeral).then(|| (&*old.1, &**new))
+    });
+    both.any(|(old, new)| {
+        request(old) != request(new)
+            && !restarts_for(old, "memory")
+            && (may_swap(now, old) || may_swap(then, new))
+    })
+}
+
 /// What a running container needs to have what it is to have.
 #[must_use]
 pub fn change(container: &Container, wanted: &Sizes, actuated: &Sizes) -> Change {
@@ -419,14 +447,8 @@ pub fn change(container: &Container, wanted: &Sizes, actuated: &Sizes) -> Change
         .into_iter()
         .filter(|name| wanted.differs(&actual, name))
         .collect();
-    let restarts = |name: &&str| {
-        container
-            .resize_policy
-            .iter()
-            .flatten()
-            .any(|p| p.resource_name == **name && p.restart_policy == "RestartContainer")
-    };
-    match (changed.is_empty(), changed.iter().any(restarts)) {
+    let restarts = changed.iter().any(|name| restarts_for(container, name));
+    match (changed.is_empty(), restarts) {
         (true, _) => Change::None,
         (false, true) => Change::Restart,
         (false, false) => Change::Update,
@@ -440,6 +462,46 @@ pub fn lowers_memory(name: &str, wanted: &Sizes, actuated: &Sizes) -> Option<i64
     let new = limit(wanted)?;
     let lowers = limit(actuated).is_none_or(|before| new < before);
     lowers.then(|| new.units())
+}
+
+/// Whether the memory limit of the pod's cgroup becomes smaller, and to how many bytes.
+#[must_use]
+pub fn lowers_memory_of_pod(pod: &Pod, actuated: &Sizes) -> Option<i64> {
+    let limit = |pod: &Pod| pod_bounds(pod).get("memory").map(|q| q.units());
+    let new = limit(pod)?;
+    let lowers = limit(&with(pod, actuated)).is_none_or(|before| new < before);
+    lowers.then_some(new)
+}
+
+/// A memory limit that is to become smaller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lowered {
+    /// Whose: `pod`, or `container "…"`.
+    pub of: String,
+    /// The bytes that it is to be.
+    pub limit: i64,
+    /// The bytes that are used now; none where that is not known.
+    pub used: Option<u64>,
+}
+
+/// Refuses limits that are not above what is used: the kernel would kill for them (kubelet's
+/// `validateMemoryResizeAction`). The error names all of them.
+pub fn check_lowered(all: &[Lowered]) -> Result<(), String> {
+    let objection = |lowered: &Lowered| {
+        let Lowered { of, limit, used } = lowered;
+        match used {
+            None => Some(format!("missing {of} memory usage")),
+            Some(used) if i128::from(*used) >= i128::from(*limit) => Some(format!(
+                "attempting to set {of} memory limit ({limit}) below current usage ({used})"
+            )),
+            Some(_) => None,
+        }
+    };
+    let found: Vec<String> = all.iter().filter_map(objection).collect();
+    match joined(&found) {
+        None => Ok(()),
+        Some(why) => Err(format!("cannot decrease memory limits: {why}")),
+    }
 }
 
 /// A container's resources as its status tells them. The pod's limits stand beside those of its own; where it has none

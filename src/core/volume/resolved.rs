@@ -468,14 +468,14 @@ pub fn resolve(
     Err(unserved(&volume.name, flex.map(|f| &f.driver)).into())
 }
 
-/// Why a volume is not served; `flex` is the driver of a flexVolume.
+/// Why a volume is not served, with the kubelet's words (`ErrNoPluginMatched`); `flex` is the driver of a flexVolume.
 fn unserved(name: &str, flex: Option<&String>) -> String {
     match flex {
         Some(driver) => format!(
-            "volume {name:?} is a flexVolume of driver {driver:?}, and this version calls no driver in volumePluginDir: use a CSI driver for it"
+            "no volume plugin matched: volume {name:?} is a flexVolume of driver {driver:?}; FlexVolume is deprecated and not built here, no driver in volumePluginDir is called: use a CSI driver"
         ),
         None => format!(
-            "volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the types that CSI drivers have taken over"
+            "no volume plugin matched: volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the types that CSI drivers have taken over"
         ),
     }
 }

@@ -5,9 +5,9 @@ use super::{Job, Result, failed};
 use crate::agent::Kind;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
-use crate::core::pod::resize::Sizes;
+use crate::core::pod::resize::{Lowered, Sizes};
 use crate::core::pod::worker::Outcome;
-use crate::core::pod::{cgroup, cri_config, resize};
+use crate::core::pod::{cri_config, resize};
 use crate::cri::RuntimeErrorKind;
 
 impl Job {
@@ -39,15 +39,21 @@ impl Job {
             .filter_map(|(_, c)| Some((c, self.observed.newest(&c.name)?)))
             .collect();
         wanted.sort_by_key(|(c, _)| lowered(&c.name).is_none());
-        // Nothing is changed where one of the limits is below what is used: the kernel would kill for it.
-        self.fits_pod()?;
+        // Nothing is changed where one of the limits is below what is used.
+        let mut checked: Vec<Lowered> = self.lowered_of_pod().into_iter().collect();
         for (container, seen) in &wanted {
-            if let Some(limit) = lowered(&container.name) {
+            let name = &container.name;
+            if let Some(limit) = lowered(name) {
+                let unread = |e| format!("unable to read memory usage for container {name:?}: {e}");
                 let used = context.runtime.memory_in_use(&seen.id).await;
-                let used = used.map_err(|e| e.to_string())?;
-                fits(&format!("container \"{}\"", container.name), limit, used)?;
+                checked.push(Lowered {
+                    of: format!("container {name:?}"),
+                    limit,
+                    used: Some(used.map_err(unread)?),
+                });
             }
         }
+        resize::check_lowered(&checked)?;
         let larger = resize::with_larger(pod, &self.resizing.actuated, &resize::desired(pod));
         let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
         self.count_cgroup("update", widen).await?;
@@ -63,13 +69,13 @@ impl Job {
         self.count_cgroup("update", set).await.map(drop)
     }
 
-    fn fits_pod(&self) -> std::result::Result<(), String> {
-        let bounds = cgroup::pod_bounds(&self.pod);
-        let limit = bounds.get("memory").map(|q| q.units());
-        let used = limit.and(self.context().host.memory_of_pod(&self.pod));
-        limit
-            .zip(used)
-            .map_or(Ok(()), |(limit, used)| fits("pod", limit, used))
+    fn lowered_of_pod(&self) -> Option<Lowered> {
+        let limit = resize::lowers_memory_of_pod(&self.pod, &self.resizing.actuated)?;
+        Some(Lowered {
+            of: "pod".to_owned(),
+            limit,
+            used: self.context().host.memory_of_pod(&self.pod),
+        })
     }
 
     /// The containers have their sizes; this only informs runtimes that size sandboxes by them.
@@ -89,14 +95,4 @@ impl Job {
         }
         Ok(())
     }
-}
-
-/// Both in bytes.
-fn fits(what: &str, limit: i64, used: u64) -> std::result::Result<(), String> {
-    if i128::from(used) <= i128::from(limit) {
-        return Ok(());
-    }
-    let below =
-        format!("attempting to set {what} memory limit ({limit}) below current usage ({used})");
-    Err(format!("cannot decrease memory limits: {below}"))
 }

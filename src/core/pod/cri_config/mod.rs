@@ -15,7 +15,7 @@ use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
-pub use resources::{Swap, resources};
+pub use resources::{Swap, may_swap, resources};
 use resources::{overhead, whole_resources};
 pub use security::apparmor_refusal;
 use security::{groups_policy, security, selinux};

@@ -16,6 +16,7 @@ use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{
     Amounts, Side, amounts, huge_pages, of_container, of_containers, of_pod_level,
 };
+use crate::core::quantity::Quantity;
 
 /// How much of the machine's swap containers may use (KEP-2400).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,12 +118,25 @@ fn lift_quota(message: &mut pb::LinuxContainerResources) {
     }
 }
 
-/// A container's share of `swap` bytes: by its memory request, for Burstable pods that are not critical.
-fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory: u64) -> u64 {
+/// The memory request by which a container has a share of swap: of Burstable pods that are not critical.
+fn swapping_request(pod: &Pod, requests: &Amounts, limits: &Amounts) -> Option<Quantity> {
     let entitled = qos::of(pod::spec(pod)) == QosClass::Burstable
         && !is_critical(pod)
         && requests.get("memory") != limits.get("memory");
-    let Some(request) = requests.get("memory").filter(|q| entitled && !q.is_zero()) else {
+    let request = requests.get("memory").copied();
+    request.filter(|q| entitled && !q.is_zero())
+}
+
+/// Whether a container swaps on a node that lets containers do so (kubelet's `GetContainerSwapBehavior`).
+#[must_use]
+pub fn may_swap(pod: &Pod, container: &Container) -> bool {
+    let of = |side| of_container(container, side);
+    swapping_request(pod, &of(Side::Requests), &of(Side::Limits)).is_some()
+}
+
+/// A container's share of `swap` bytes: by its memory request.
+fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory: u64) -> u64 {
+    let Some(request) = swapping_request(pod, requests, limits) else {
         return 0;
     };
     let share =

@@ -252,3 +252,75 @@ fn what_containers_have_together_is_told_of_their_pod() {
     );
     assert_eq!(sums(json!([{"name": "c"}])), (Value::Null, Value::Null));
 }
+
+#[test]
+fn a_memory_limit_comes_down_only_above_what_is_used() {
+    let lowered = |of: &str, limit: i64, used: Option<u64>| Lowered {
+        of: of.to_owned(),
+        limit,
+        used,
+    };
+    let refused = |why: &str| Err(format!("cannot decrease memory limits: {why}"));
+    for (all, expected) in [
+        (vec![], Ok(())),
+        (vec![lowered("pod", 100, Some(99))], Ok(())),
+        (
+            vec![lowered("pod", 100, Some(100))],
+            refused("attempting to set pod memory limit (100) below current usage (100)"),
+        ),
+        (
+            vec![lowered("pod", 100, None)],
+            refused("missing pod memory usage"),
+        ),
+        (
+            vec![
+                lowered("pod", 100, Some(200)),
+                lowered("container \"a\"", 50, Some(60)),
+                lowered("container \"b\"", 50, Some(40)),
+            ],
+            refused(
+                "[attempting to set pod memory limit (100) below current usage (200), attempting to set container \"a\" memory limit (50) below current usage (60)]",
+            ),
+        ),
+    ] {
+        assert_eq!(check_lowered(&all), expected);
+    }
+    // The pod's own limit is looked at only where it comes down.
+    let before = wanted(&pod("1", "64Mi", json!([])));
+    let of_pod =
+        |cpu: &str, memory: &str| lowers_memory_of_pod(&pod(cpu, memory, json!([])), &before);
+    assert_eq!(of_pod("2", "64Mi"), None);
+    assert_eq!(of_pod("1", "65Mi"), None);
+    assert_eq!(of_pod("1", "32Mi"), Some(32 << 20));
+}
+
+#[test]
+fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
+    let sized = |request: &str, limit: &str, policy: &str| -> Pod {
+        let policy = json!([{"resourceName": "memory", "restartPolicy": policy}]);
+        let resources =
+            json!({"requests": {"cpu": "1", "memory": request}, "limits": {"memory": limit}});
+        serde_json::from_value(json!({"metadata": {}, "spec": {"containers": [
+            {"name": "a", "resizePolicy": policy, "resources": resources},
+        ]}}))
+        .expect("a pod")
+    };
+    for (policy, from, to, moves) in [
+        ("NotRequired", ("32Mi", "64Mi"), ("48Mi", "64Mi"), true),
+        ("NotRequired", ("32Mi", "64Mi"), ("32Mi", "96Mi"), false),
+        ("NotRequired", ("32Mi", "64Mi"), ("32768Ki", "64Mi"), false),
+        (
+            "RestartContainer",
+            ("32Mi", "64Mi"),
+            ("48Mi", "64Mi"),
+            false,
+        ),
+        // A request as large as the limit keeps a container out of swap: before, after, or both.
+        ("NotRequired", ("64Mi", "64Mi"), ("32Mi", "64Mi"), true),
+        ("NotRequired", ("32Mi", "64Mi"), ("64Mi", "64Mi"), true),
+        ("NotRequired", ("32Mi", "32Mi"), ("64Mi", "64Mi"), false),
+    ] {
+        let (now, then) = (sized(from.0, from.1, policy), sized(to.0, to.1, policy));
+        assert_eq!(moves_swap(&now, &then), moves, "{policy} {from:?} {to:?}");
+    }
+}

@@ -1,0 +1,73 @@
+//! The files that the agent's API speaks TLS with.
+
+use std::path::PathBuf;
+
+use crate::agent::Context;
+use crate::agent::node::credentials::Pair;
+use crate::config::Config;
+use crate::https::TlsFiles;
+
+/// Whether the serving certificate is one that is asked for and has not been had yet.
+pub(super) fn is_awaited(config: &Config) -> bool {
+    let serving = &config.serving;
+    let asked = serving.certificate.is_none() && serving.asks_for_certificate;
+    asked && !Pair::serving(&config.cert_dir).current().exists()
+}
+
+/// The files that TLS is spoken with; a self-signed certificate is made where none is named.
+pub(super) fn of(context: &Context) -> Result<TlsFiles, String> {
+    let config = &context.config;
+    let (certificate, key) = match &config.serving.certificate {
+        Some(pair) => pair.clone(),
+        None if config.serving.asks_for_certificate => {
+            let current = Pair::serving(&config.cert_dir).current();
+            (current.clone(), current)
+        }
+        None => self_signed(
+            &config.cert_dir,
+            &config.node_name,
+            &context.node_ips.borrow(),
+        )?,
+    };
+    Ok(TlsFiles {
+        certificate,
+        key,
+        client_ca: config.serving.client_ca.clone(),
+    })
+}
+
+/// `kubelet.crt` and `kubelet.key`: made once, for the node's names and addresses.
+fn self_signed(
+    dir: &std::path::Path,
+    node: &str,
+    addresses: &[String],
+) -> Result<(PathBuf, PathBuf), String> {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    let (certificate, key) = (dir.join("kubelet.crt"), dir.join("kubelet.key"));
+    if certificate.exists() && key.exists() {
+        return Ok((certificate, key));
+    }
+    let names: Vec<String> = std::iter::once(node.to_owned())
+        .chain(addresses.iter().cloned())
+        .collect();
+    let made = rcgen::generate_simple_self_signed(names)
+        .map_err(|e| format!("no serving certificate can be made: {e}"))?;
+    let failed = |e: std::io::Error| {
+        format!(
+            "the serving certificate cannot be kept in {}: {e}",
+            dir.display()
+        )
+    };
+    std::fs::create_dir_all(dir).map_err(failed)?;
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&key)
+        .map_err(failed)?;
+    std::io::Write::write_all(&mut file, made.signing_key.serialize_pem().as_bytes())
+        .map_err(failed)?;
+    crate::sys::file::replace(&certificate, made.cert.pem().as_bytes()).map_err(failed)?;
+    Ok((certificate, key))
+}

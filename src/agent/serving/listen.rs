@@ -1,0 +1,270 @@
+//! The ports of the agent's API, and what the Node says while one of them cannot be served.
+//!
+//! A kubelet that cannot listen exits, and its node is not ready. This agent keeps its pods going, and the node is not
+//! ready either, as nobody can read logs, run commands or measure there.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::files;
+use crate::agent::{Context, Kind};
+use crate::https::{Protocol, Tls};
+use crate::sys::ports;
+
+/// How long what cannot be served at once is nobody's concern: another agent may be about to end.
+const GRACE: Duration = Duration::from_secs(1);
+/// The pause before it is tried again within that time, and after it.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// A server of the agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The one with TLS, which the control plane uses.
+    Main,
+    /// `readOnlyPort`.
+    ReadOnly,
+    /// `healthzPort`. The node is ready without it, as a kubelet's is.
+    Healthz,
+}
+
+impl Part {
+    fn name(self) -> &'static str {
+        match self {
+            Part::Main => "the kubelet API",
+            Part::ReadOnly => "the read-only kubelet API",
+            Part::Healthz => "the health check",
+        }
+    }
+}
+
+/// What is known of the agent's API.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tried {
+    /// Whether it is known of the main part if it can be served.
+    main: bool,
+    /// Why parts are not served.
+    problems: BTreeMap<Part, String>,
+}
+
+/// Why parts of the agent's API are not served.
+#[derive(Debug, Default)]
+pub struct Unserved(watch::Sender<Tried>);
+
+impl Unserved {
+    /// Why the node is not ready on their account, in the order of the parts.
+    #[must_use]
+    pub fn problems(&self) -> Vec<String> {
+        let known = self.0.borrow();
+        let problems = known.problems.iter();
+        let counted = problems.filter(|(part, _)| **part != Part::Healthz);
+        counted.map(|(_, why)| why.clone()).collect()
+    }
+
+    /// Changes when one of them can be served, or cannot, or for another reason.
+    #[must_use]
+    pub fn changes(&self) -> watch::Receiver<Tried> {
+        self.0.subscribe()
+    }
+
+    /// Returns when it is known whether the main part can be served, or when nobody wants it to be yet.
+    pub async fn is_tried(&self) {
+        let mut known = self.0.subscribe();
+        // The sender is ours: it is not dropped.
+        let _ = known.wait_for(|known| known.main).await;
+    }
+
+    /// The main part is served, or nobody wants it to be yet.
+    pub(super) fn settle(&self) {
+        self.0
+            .send_if_modified(|known| !std::mem::replace(&mut known.main, true));
+    }
+
+    /// Notes why a part is not served; whether that is news.
+    fn set(&self, part: Part, why: &str) -> bool {
+        self.0.send_if_modified(|known| {
+            known.main |= part == Part::Main;
+            let before = known.problems.insert(part, why.to_owned());
+            before.as_deref() != Some(why)
+        })
+    }
+
+    /// Notes that a part is served; whether that is news.
+    fn clear(&self, part: Part) -> bool {
+        self.0
+            .send_if_modified(|known| known.problems.remove(&part).is_some())
+    }
+}
+
+/// Tries until it works, as long as that takes. After [`GRACE`] what hinders it is noted, and `tell` is told of it once.
+async fn until<T, A: Future<Output = Result<T, String>>>(
+    unserved: &Unserved,
+    part: Part,
+    tell: impl Fn(&str),
+    mut attempt: impl FnMut() -> A,
+) -> T {
+    let began = Instant::now();
+    loop {
+        let pause = match attempt().await {
+            Ok(served) => {
+                if unserved.clear(part) {
+                    tracing::info!("{} can be served now", part.name());
+                }
+                return served;
+            }
+            Err(_) if began.elapsed() < GRACE => PAUSES.0,
+            Err(why) => {
+                if unserved.set(part, &why) {
+                    tell(&why);
+                }
+                PAUSES.1
+            }
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+fn tell(context: &Context, part: Part, why: &str) {
+    tracing::error!("{why}; it is tried until it works");
+    if part != Part::Healthz {
+        let node = &context.config.node_name;
+        let events = &context.events;
+        events.node(node, Kind::Warning, "KubeletSetupFailed", why);
+    }
+}
+
+/// Listens for a part; the error names who has the port, as far as that can be seen.
+async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
+    let error = match TcpListener::bind(address).await {
+        Ok(listener) => return Ok(listener),
+        Err(error) => error,
+    };
+    let why = format!("{} cannot be served on {address}: {error}", part.name());
+    if error.kind() != std::io::ErrorKind::AddrInUse {
+        return Err(why);
+    }
+    let holder = tokio::task::spawn_blocking(move || ports::holder(address));
+    Err(match holder.await {
+        Ok(Some(Some((name, pid)))) => format!("{why}; {name} (pid {pid}) listens there"),
+        _ => why,
+    })
+}
+
+/// Listens for a part, as long as it takes: what else the agent does goes on meanwhile.
+pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> TcpListener {
+    let unserved = &context.unserved;
+    let told = |why: &str| tell(context, part, why);
+    let listener = until(unserved, part, told, || bind(part, address)).await;
+    if part == Part::Main {
+        unserved.settle();
+    }
+    listener
+}
+
+/// What TLS is spoken with, once it is there. A node whose serving certificate somebody still has to approve is ready, as
+/// a kubelet's is: who approves may run in a pod that is to start here.
+pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
+    let mut said = false;
+    while files::is_awaited(&context.config) {
+        context.unserved.settle();
+        if !std::mem::replace(&mut said, true) {
+            tracing::warn!(
+                "the agent's HTTP API has no serving certificate yet: it is asked for once the node has an address, and somebody has to approve it"
+            );
+        }
+        tokio::time::sleep(PAUSES.1).await;
+    }
+    let part = Part::Main;
+    let attempt = || {
+        let tls = files::of(context).and_then(|files| {
+            let tls = Tls::follow(files, protocol.clone());
+            tls.map(Arc::new).map_err(|e| e.to_string())
+        });
+        let refused = |e| format!("{} cannot be served: {e}", part.name());
+        std::future::ready(tls.map_err(refused))
+    };
+    until(
+        &context.unserved,
+        part,
+        |why| tell(context, part, why),
+        attempt,
+    )
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_cannot_be_served_for_a_second_is_told_once_and_taken_back() {
+        let unserved = Unserved::default();
+        let (began, told) = (Instant::now(), RefCell::new(vec![]));
+        // Taken for twelve seconds.
+        let attempt = || {
+            let is_free = began.elapsed() >= Duration::from_secs(12);
+            std::future::ready(if is_free { Ok(()) } else { Err("taken".into()) })
+        };
+        let tell = |why: &str| told.borrow_mut().push((began.elapsed(), why.to_owned()));
+        let looks = async {
+            let mut seen = vec![];
+            for millis in [900_u64, 1500, 11_000] {
+                let at = began + Duration::from_millis(millis);
+                tokio::time::sleep_until(at).await;
+                seen.push(unserved.problems());
+            }
+            seen
+        };
+        let ((), seen) = tokio::join!(until(&unserved, Part::Main, tell, attempt), looks);
+        assert_eq!(seen, [vec![], vec!["taken"], vec!["taken"]]);
+        unserved.is_tried().await;
+        let told = told.into_inner();
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert!(told[0].0 >= GRACE && told[0].0 < GRACE * 2, "{told:?}");
+        assert_eq!(unserved.problems(), Vec::<String>::new());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_port_that_is_free_within_a_second_is_nobodys_concern() {
+        let unserved = Unserved::default();
+        let began = Instant::now();
+        let attempt = || {
+            let is_free = began.elapsed() >= Duration::from_millis(900);
+            std::future::ready(if is_free { Ok(()) } else { Err("taken".into()) })
+        };
+        let told = |why: &str| panic!("{why}");
+        until(&unserved, Part::Main, told, attempt).await;
+        assert!(began.elapsed() < GRACE);
+        assert!(!unserved.changes().has_changed().unwrap_or(true));
+    }
+
+    #[tokio::test]
+    async fn who_has_the_port_is_named() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = taken.local_addr().expect("an address");
+        let why = bind(Part::Main, address).await.expect_err("it is taken");
+        let begins = format!("the kubelet API cannot be served on {address}: Address already in");
+        assert!(
+            why.starts_with(&begins) && why.ends_with("listens there"),
+            "{why}"
+        );
+        drop(taken);
+    }
+
+    #[test]
+    fn a_node_is_ready_without_its_health_check() {
+        let unserved = Unserved::default();
+        unserved.set(Part::Healthz, "taken");
+        assert_eq!(unserved.problems(), Vec::<String>::new());
+        assert!(!unserved.0.borrow().main, "nothing of the main part");
+        unserved.set(Part::ReadOnly, "this one too");
+        unserved.set(Part::Main, "this one");
+        assert_eq!(unserved.problems(), ["this one", "this one too"]);
+    }
+}
