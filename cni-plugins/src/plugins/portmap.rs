@@ -288,14 +288,20 @@ impl Plugin for Portmap {
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
+        let (network, owner) = (call.network()?, call.owner()?);
+        let failed = || doing("forwarded ports cannot be read");
         for plan in config.plans(call, &call.chained("portmap")?) {
-            let found = hostport::count(plan.container.is_ipv4(), &call.owner()?)
-                .map_err(doing("forwarded ports cannot be read"))?;
-            if found < plan.size() {
+            let v4 = plan.container.is_ipv4();
+            let found = hostport::count(&plan, &owner, &call.container).map_err(failed())?;
+            if found < plan.size()
+                && !iptables::forwards(v4, plan.size_in_iptables(), network, &call.container)
+                    .map_err(failed())?
+            {
                 return Err(Error::other(format!(
-                    "{found} of {} rules are there that forward ports to {}",
+                    "{found} of {} rules are there that forward ports to {}{}",
                     plan.size(),
-                    plan.container
+                    plan.container,
+                    iptables::unseen()
                 )));
             }
         }
