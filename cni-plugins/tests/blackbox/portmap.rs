@@ -253,6 +253,35 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
     );
 }
 
+/// As the reference leaves its table where nothing was to be masqueraded yet.
+#[test]
+fn a_table_of_the_reference_without_masquerading_is_completed() {
+    let (world, _, result) = bridged("1.0.0", json!({"hairpinMode": true}));
+    say(&world.container, "0.0.0.0:80", "container");
+    world.on_host(&[
+        "nft",
+        "add table ip cni_hostport; add chain ip cni_hostport hostports
+        add chain ip cni_hostport prerouting { type nat hook prerouting priority dstnat; }
+        add rule ip cni_hostport prerouting fib daddr type local jump hostports
+        add chain ip cni_hostport output { type nat hook output priority -100; }
+        add rule ip cni_hostport output fib daddr type local jump hostports",
+    ]);
+    let own = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
+    world.ok("portmap", "ADD", &own);
+    world.ok("portmap", "CHECK", &own);
+    assert_eq!(
+        heard(&world.host, "127.0.0.1:8080").as_deref(),
+        Some("container"),
+        "{}",
+        world.ruleset()
+    );
+}
+
 #[test]
 fn udp_goes_to_the_container_that_has_the_port_now() {
     let (world, config, result) = bridged("1.0.0", json!({}));

@@ -81,14 +81,21 @@ fn table(v4: bool) -> Table {
     TABLES[usize::from(!v4)]
 }
 
-fn scaffold(table: Table) -> Vec<Message> {
-    let mut local = for_this_host();
-    local.push(verdict(Verdict::Jump(ALL)));
-    let nat = |hook, priority| Hook {
+fn nat(hook: u32, priority: i32) -> Hook {
+    Hook {
         kind: "nat",
         hook,
         priority,
-    };
+    }
+}
+
+fn masquerading(table: Table) -> Message {
+    table.hooked(MASQUERADING, nat(4, 100))
+}
+
+fn scaffold(table: Table) -> Vec<Message> {
+    let mut local = for_this_host();
+    local.push(verdict(Verdict::Jump(ALL)));
     vec![
         table.create(),
         table.chain(PORTS),
@@ -96,7 +103,7 @@ fn scaffold(table: Table) -> Vec<Message> {
         table.chain(ALL),
         table.hooked(PREROUTING, nat(0, -100)),
         table.hooked("output", nat(3, -100)),
-        table.hooked(MASQUERADING, nat(4, 100)),
+        masquerading(table),
         table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], Mark::None),
         table.append(ALL, &[verdict(Verdict::Jump(PORTS))], Mark::None),
         table.append(PREROUTING, &local, Mark::None),
@@ -179,7 +186,14 @@ impl Plan {
 /// Forwards.
 pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
     let table = table(plan.container.is_ipv4());
-    Nft::open()?.add(table, PREROUTING, || scaffold(table), &plan.rules(owner))
+    let rules = plan.rules(owner);
+    match Nft::open()?.add(table, PREROUTING, || scaffold(table), &rules) {
+        // The reference makes this chain only for the first container that has something to be masqueraded.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Nft::open()?.add(table, MASQUERADING, || vec![masquerading(table)], &rules)
+        }
+        other => other,
+    }
 }
 
 fn chains() -> Vec<(Table, &'static str)> {
