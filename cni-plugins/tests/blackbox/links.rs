@@ -453,6 +453,14 @@ fn a_kernel_without_nftables_holds_no_del_up() {
 }
 
 #[test]
+    let env = [("CNI_ARGS", "IgnoreUnknown=1;MAC=c2:11:22:33:44:88")];
+    world.ok_with("tap", "ADD", &config, &env);
+    assert!(
+        link(&world).contains("c2:11:22:33:44:88"),
+        "{}",
+        link(&world)
+    );
+    world.ok("tap", "DEL", &config);
 #[ignore = "runs in a virtual machine"]
 fn bare_kernel_inside() {
     assert!(vm::is_inside(), "this is for a virtual machine");
