@@ -100,7 +100,10 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
     let mut version = "0.1.0".to_owned();
     let (output, code) = match call(plugin, &env, &mut version) {
         Ok(output) => (output, ExitCode::SUCCESS),
-        Err(error) => (Some(error.json(&version)), ExitCode::FAILURE),
+        Err(error) => {
+            let error = error.of(&env("CNI_COMMAND"));
+            (Some(error.json(&version)), ExitCode::FAILURE)
+        }
     };
     if let Some(output) = output
         && writeln!(std::io::stdout(), "{output}").is_err()

@@ -26,7 +26,9 @@ impl Error {
     pub const CONFIG: u32 = 7;
     /// The network namespace is missing or the plugin's own.
     pub const NAMESPACE: u32 = 8;
-    /// STATUS: ADD cannot be served.
+    /// Something that the plugin needs is not there yet.
+    pub const TRY_AGAIN: u32 = 11;
+    /// ADD cannot be served. Only STATUS says so; to other verbs it is [`Error::TRY_AGAIN`].
     pub const UNAVAILABLE: u32 = 50;
     /// Anything else.
     pub const OTHER: u32 = 999;
@@ -53,6 +55,16 @@ impl Error {
     /// What was being done when `error` came.
     pub fn doing(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
         Error::other(format!("{what}: {error}"))
+    }
+
+    /// As the answer to a verb: the protocol has the code of what is unavailable for STATUS only.
+    #[must_use]
+    pub fn of(self, verb: &str) -> Error {
+        let code = match self.code {
+            Error::UNAVAILABLE if verb != "STATUS" => Error::TRY_AGAIN,
+            code => code,
+        };
+        Error { code, ..self }
     }
 
     /// As it is printed.
@@ -83,3 +95,18 @@ impl std::fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_status_says_that_add_cannot_be_served() {
+        let code = |code, verb| Error::new(code, "").of(verb).code;
+        assert_eq!(code(Error::UNAVAILABLE, "STATUS"), 50);
+        for verb in ["ADD", "DEL", "CHECK", "GC"] {
+            assert_eq!(code(Error::UNAVAILABLE, verb), 11, "{verb}");
+            assert_eq!(code(Error::CONFIG, verb), Error::CONFIG, "{verb}");
+        }
+    }
+}

@@ -1,11 +1,13 @@
 //! The protocol: errors, network configurations, results and their versions.
 
+mod address;
 mod config;
 mod error;
 mod owner;
 mod result;
 mod unique;
 
+pub use address::{address, network};
 pub use config::{Args, Json, cni_args};
 pub use error::Error;
 pub use owner::{Owner, digest, is_left_over};

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde_json::{Map, Value, json};
 
-use super::{Error, Json, at_least};
+use super::{Error, Json, address, at_least, network};
 
 /// A link that a plugin made or uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -86,16 +86,19 @@ fn bad(what: &str, value: &Value) -> Error {
 fn parse_route(value: &Value) -> Result<Route, Error> {
     let config = Json(value);
     let gateway = config.text("gw")?;
+    let wrong = |key: &str, what: &str| {
+        Error::new(
+            Error::DECODE,
+            format!("invalid route {value}: {key:?} must be {what}"),
+        )
+    };
     let keys = ["mtu", "advmss", "priority", "table", "scope"];
     Ok(Route {
-        destination: config
-            .text("dst")?
-            .parse()
-            .map_err(|_| bad("route", value))?,
+        destination: network(config.text("dst")?).ok_or_else(|| wrong("dst", "a network"))?,
         gateway: if gateway.is_empty() {
             None
         } else {
-            Some(gateway.parse().map_err(|_| bad("route", value))?)
+            Some(address(gateway).ok_or_else(|| wrong("gw", "an address"))?)
         },
         extra: keys
             .iter()
@@ -125,15 +128,8 @@ impl Success {
                 }
                 let gateway = family.text("gateway")?;
                 success.ips.push(Address {
-                    address: family
-                        .text("ip")?
-                        .parse()
-                        .map_err(|_| bad("address", family.0))?,
-                    gateway: if gateway.is_empty() {
-                        None
-                    } else {
-                        gateway.parse().ok()
-                    },
+                    address: network(family.text("ip")?).ok_or_else(|| bad("address", family.0))?,
+                    gateway: address(gateway),
                     interface: None,
                 });
                 success.routes.extend(parse_routes(family.list("routes")?)?);
@@ -153,18 +149,15 @@ impl Success {
             });
         }
         for item in config.list("ips")? {
-            let address = Json(item);
-            let gateway = address.text("gateway")?;
-            let interface = address.number("interface", -1, 0..=1024)?;
+            let ip = Json(item);
+            let gateway = ip.text("gateway")?;
+            let interface = ip.number("interface", -1, 0..=1024)?;
             success.ips.push(Address {
-                address: address
-                    .text("address")?
-                    .parse()
-                    .map_err(|_| bad("address", item))?,
+                address: network(ip.text("address")?).ok_or_else(|| bad("address", item))?,
                 gateway: if gateway.is_empty() {
                     None
                 } else {
-                    Some(gateway.parse().map_err(|_| bad("gateway", item))?)
+                    Some(address(gateway).ok_or_else(|| bad("gateway", item))?)
                 },
                 interface: usize::try_from(interface).ok(),
             });

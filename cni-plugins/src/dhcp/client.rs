@@ -74,10 +74,13 @@ impl Asking {
             }
             wait = (wait * 2).min(self.longest_wait);
         }
-        Err(Error::other(format!(
-            "no DHCP server has answered within {} s: no more tries",
-            self.patience.as_secs()
-        )))
+        Err(Error::new(
+            Error::TRY_AGAIN,
+            format!(
+                "no DHCP server has answered within {} s: no more tries",
+                self.patience.as_secs()
+            ),
+        ))
     }
 
     /// A lease from whoever offers one first. `again` is the address that the client had.

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use crate::cni::{Error, Json};
+use crate::cni::{self, Error, Json};
 
 /// Addresses of one subnet from which containers get theirs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,9 +43,13 @@ impl Range {
         if text.is_empty() {
             return Err(Error::config("a range needs a \"subnet\""));
         }
-        let subnet: IpNet = text
-            .parse()
-            .map_err(|_| Error::config(format!("invalid subnet {text:?}: expected an address and a prefix length such as 10.22.0.0/24")))?;
+        let subnet = cni::network(text)
+            .ok_or_else(|| Error::config(format!("invalid subnet {text:?}: expected an address and a prefix length such as 10.22.0.0/24, without leading zeros")))?;
+        if subnet.addr().is_ipv4() && text.contains(':') {
+            return Err(Error::config(format!(
+                "invalid subnet {text:?}: a network of IPv4 in the notation of IPv6; write {subnet}"
+            )));
+        }
         if subnet.addr() != subnet.network() {
             return Err(Error::config(format!(
                 "Network has host bits set. For a subnet mask of length {} the network address is {}",
@@ -65,7 +69,7 @@ impl Range {
             if text.is_empty() {
                 return Ok(address(absent, v4));
             }
-            let parsed: IpAddr = text.parse().map_err(|_| {
+            let parsed = cni::address(text).ok_or_else(|| {
                 Error::config(format!("invalid {key} {text:?}: expected an IP address"))
             })?;
             if key != "gateway" && !subnet.contains(&parsed) {
@@ -211,6 +215,8 @@ mod tests {
             ),
             ("10.1.2.1".into(), "10.1.2.254".into(), "10.1.2.1".into())
         );
+        let noted = parsed(&json!({"subnet": "10.1.2.0/24", "rangeStart": "::ffff:10.1.2.9"}));
+        assert_eq!(noted.expect("fine")[0][0].start.to_string(), "10.1.2.9");
         let v6 = parsed(&json!({"ranges": [[{"subnet": "fd00::/64"}]]})).expect("fine");
         assert_eq!(v6[0][0].end.to_string(), "fd00::ffff:ffff:ffff:ffff");
         let refused = [
@@ -218,6 +224,9 @@ mod tests {
             json!({"subnet": "10.1.2.1/24"}),
             json!({"subnet": "10.1.2.0/31"}),
             json!({"subnet": "nonsense"}),
+            json!({"subnet": "010.1.002.0/24"}),
+            json!({"subnet": "::ffff:10.1.2.0/120"}),
+            json!({"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.09"}),
             json!({"subnet": "10.1.2.0/24", "rangeStart": "10.1.3.1"}),
             json!({"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.9", "rangeEnd": "10.1.2.8"}),
             json!({"ranges": [[]]}),

@@ -513,7 +513,7 @@ impl Plugin for Bridge {
             ));
         }
         if config.masquerade {
-            pair::check_masquerade(call)?;
+            pair::check_masquerade(call, &expected)?;
         }
         Ok(())
     }

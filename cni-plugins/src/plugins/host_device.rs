@@ -1,11 +1,11 @@
 //! `host-device`: one of the host's own links moves into a container, and back (CNI reference spec, chapter 12).
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::interface::{self, doing};
 use super::sublink::{self, Addresses, beside};
-use crate::cni::{Error, Success};
+use crate::cni::{Error, Interface, Success};
 use crate::net::link::{Change, Link, parse_mac};
 use crate::net::netlink::Socket;
 use crate::net::netns;
@@ -20,6 +20,24 @@ enum Device<'a> {
     Mac(&'a str),
     Path(&'a str),
     Pci(&'a str),
+    Auxiliary(&'a str),
+}
+
+const PCI: &str = "/sys/bus/pci/devices";
+/// Where parts of a PCI device are devices, such as the functions that one was cut into.
+const AUXILIARY: &str = "/sys/bus/auxiliary/devices";
+/// Drivers that hand a device over to a program: the kernel has no link of it.
+const HANDED_OVER: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
+
+/// A device's name below a directory of sysfs; it leads nowhere else.
+fn on_bus(bus: &str, id: &str) -> Result<PathBuf, Error> {
+    let known = |c: char| c.is_ascii_alphanumeric() || ":._-".contains(c);
+    if id.starts_with('.') || !id.chars().all(known) {
+        return Err(Error::config(format!(
+            "{id:?} is no device on the PCI or the auxiliary bus, such as 0000:00:1f.6 or mlx5_core.sf.4"
+        )));
+    }
+    Ok(Path::new(bus).join(id))
 }
 
 impl<'a> Device<'a> {
@@ -28,6 +46,8 @@ impl<'a> Device<'a> {
         let injected = c.object("runtimeConfig")?.text("deviceID")?;
         let pci = if injected.is_empty() {
             c.text("pciBusID")?
+        } else if !on_bus(PCI, injected)?.exists() && on_bus(AUXILIARY, injected)?.exists() {
+            return Ok(Device::Auxiliary(injected));
         } else {
             injected
         };
@@ -48,20 +68,35 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// The interface's name below a directory of sysfs.
+    /// The interface's name below a directory of sysfs, in that of a virtio device also one further down.
     fn below(dir: &Path) -> Result<String, Error> {
-        let net = dir.join("net");
-        let first = std::fs::read_dir(&net)
-            .ok()
-            .and_then(|mut entries| entries.next())
-            .and_then(Result::ok);
-        let name = first.and_then(|entry| entry.file_name().into_string().ok());
-        name.ok_or_else(|| {
+        let names = |dir: &Path| {
+            let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            let mut names: Vec<String> = entries
+                .filter_map(|e| e.file_name().into_string().ok())
+                .collect();
+            names.sort();
+            names
+        };
+        let virtio = names(dir).into_iter().filter(|n| n.starts_with("virtio"));
+        let first = std::iter::once(dir.to_owned())
+            .chain(virtio.map(|n| dir.join(n)))
+            .find_map(|d| names(&d.join("net")).into_iter().next());
+        first.ok_or_else(|| {
             Error::config(format!(
                 "there is no network interface below {}",
-                net.display()
+                dir.join("net").display()
             ))
         })
+    }
+
+    /// Whether a program drives the device, such as a virtual machine or one that uses DPDK.
+    fn is_handed_over(&self) -> Result<bool, Error> {
+        let Device::Pci(id) = self else {
+            return Ok(false);
+        };
+        let driver = std::fs::read_link(on_bus(PCI, id)?.join("driver"));
+        Ok(driver.is_ok_and(|path| HANDED_OVER.iter().any(|d| path.ends_with(d))))
     }
 
     fn find(&self, socket: &mut Socket) -> Result<Link, Error> {
@@ -94,20 +129,8 @@ impl<'a> Device<'a> {
                 }
                 named(socket, &Self::below(&real)?)
             }
-            Device::Pci(id) => {
-                if id
-                    .chars()
-                    .any(|c| !c.is_ascii_hexdigit() && !":.".contains(c))
-                {
-                    return Err(Error::config(format!(
-                        "pciBusID {id:?} is no address on the PCI bus, such as 0000:00:1f.6"
-                    )));
-                }
-                named(
-                    socket,
-                    &Self::below(&Path::new("/sys/bus/pci/devices").join(id))?,
-                )
-            }
+            Device::Pci(id) => named(socket, &Self::below(&on_bus(PCI, id)?)?),
+            Device::Auxiliary(id) => named(socket, &Self::below(&on_bus(AUXILIARY, id)?)?),
         }
     }
 }
@@ -216,6 +239,32 @@ fn give_back(call: &Call<'_>) -> Result<(), Error> {
     })
 }
 
+/// ADD of a device that a program drives: there is no link to move, only addresses for the program.
+fn announce(call: &Call<'_>) -> Result<Success, Error> {
+    netns::require(&call.netns)?;
+    let finish = |mut success: Success| {
+        success.ips.iter_mut().for_each(|ip| ip.interface = Some(0));
+        success.interfaces = vec![Interface {
+            name: call.ifname.clone(),
+            sandbox: call.netns.clone(),
+            ..Interface::default()
+        }];
+        success.dns = interface::dns(call)?;
+        Ok(success)
+    };
+    match interface::ipam(call)? {
+        "" => finish(Success::default()),
+        ipam => interface::with_addresses(call, ipam, finish),
+    }
+}
+
+/// Whether the device that the configuration names has no link. On DEL it may have gone, or may not be named any more.
+fn has_no_link(call: &Call<'_>) -> bool {
+    Device::parse(call)
+        .and_then(|d| d.is_handed_over())
+        .unwrap_or(false)
+}
+
 impl Plugin for HostDevice {
     fn name(&self) -> &'static str {
         "host-device"
@@ -223,6 +272,9 @@ impl Plugin for HostDevice {
 
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let device = Device::parse(call)?;
+        if device.is_handed_over()? {
+            return announce(call);
+        }
         let make = || {
             beside(call, false, |socket, namespace| {
                 let link = device.find(socket)?;
@@ -238,11 +290,21 @@ impl Plugin for HostDevice {
 
     /// Addresses go back also when the namespace is gone, with which the kernel has given the link back.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        interface::together([interface::ask_ipam(call, "DEL"), give_back(call)])
+        let link = || {
+            if has_no_link(call) {
+                Ok(())
+            } else {
+                give_back(call)
+            }
+        };
+        interface::together([interface::ask_ipam(call, "DEL"), link()])
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         interface::ask_ipam(call, "CHECK")?;
+        if has_no_link(call) {
+            return Ok(());
+        }
         interface::check(call, &call.previous()?.unwrap_or_default())?;
         let up = interface::inside(call, |socket| {
             Ok(socket
@@ -265,7 +327,10 @@ impl Plugin for HostDevice {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        Device::parse(call)?;
+        // What the runtime names for each container is not known yet.
+        if !call.config.object("capabilities")?.flag("deviceID")? {
+            Device::parse(call)?;
+        }
         interface::ask_ipam(call, "STATUS")
     }
 }

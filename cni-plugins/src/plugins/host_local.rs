@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use ipnet::IpNet;
 use serde_json::{Map, Value};
 
-use crate::cni::{Address, Dns, Error, Success, at_least, cni_args, parse_routes};
+use crate::cni::{self, Address, Dns, Error, Success, at_least, cni_args, parse_routes};
 use crate::ipam::owners::{Life, Record};
 use crate::ipam::range::{self, RangeSet};
 use crate::ipam::store::{Reservation, Store};
@@ -55,9 +55,9 @@ fn parse(call: &Call<'_>) -> Result<Config, Error> {
     let requested = texts
         .iter()
         .map(|t| {
-            t.parse::<IpAddr>()
-                .or_else(|_| t.parse::<IpNet>().map(|n| n.addr()))
-                .map_err(|_| {
+            cni::address(t)
+                .or_else(|| cni::network(t).map(|n| n.addr()))
+                .ok_or_else(|| {
                     Error::config(format!("invalid requested IP {t:?}: expected an address"))
                 })
         })

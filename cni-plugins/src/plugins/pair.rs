@@ -137,13 +137,19 @@ pub(super) fn masquerade(call: &Call<'_>, success: &Success) -> Result<(), Error
         .map_err(doing("masquerading cannot be set up in nftables"))
 }
 
-/// Whether that is so.
-pub(super) fn check_masquerade(call: &Call<'_>) -> Result<(), Error> {
-    let there = table::has(&call.owner()?).map_err(doing("masquerading cannot be read"))?;
-    if there {
+/// Whether that is so, whoever has done it.
+pub(super) fn check_masquerade(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
+    let failed = || doing("masquerading cannot be read");
+    let addresses: Vec<IpAddr> = expected.ips.iter().map(|i| i.address.addr()).collect();
+    if table::has(&call.owner()?).map_err(failed())?
+        || iptables::masquerades(&addresses, call.network()?, &call.container).map_err(failed())?
+    {
         Ok(())
     } else {
-        Err(Error::other("the masquerading rule is missing"))
+        Err(Error::other(format!(
+            "the masquerading rule is missing{}",
+            iptables::unseen()
+        )))
     }
 }
 

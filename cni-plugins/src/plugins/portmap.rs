@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::interface::doing;
-use crate::cni::{Error, Json, Success};
+use crate::cni::{self, Error, Json, Success};
 use crate::net::netlink::Socket;
 use crate::net::nft::hostport::{self, Condition, Forward, Plan};
 use crate::net::nft::{Nft, iptables};
@@ -47,7 +47,7 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
     };
     let host = match config.text("hostIP")? {
         "" => None,
-        text => Some(text.parse::<IpAddr>().map_err(|_| {
+        text => Some(cni::address(text).ok_or_else(|| {
             Error::config(format!("portMappings: hostIP {text:?} is no IP address"))
         })?),
     };
@@ -62,11 +62,7 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
 
 /// One condition in the words of iptables or nft, and how many of the words it took.
 fn condition(words: &[&str]) -> Option<(Condition, usize)> {
-    let net = |text: &str| {
-        text.parse::<IpNet>()
-            .ok()
-            .or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
-    };
+    let net = |text: &str| cni::network(text).or_else(|| cni::address(text).map(IpNet::from));
     let name = |text: &str| {
         Some(text.trim_matches('"').to_owned()).filter(|n| !n.is_empty() && n.len() < 16)
     };
@@ -288,14 +284,20 @@ impl Plugin for Portmap {
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
+        let (network, owner) = (call.network()?, call.owner()?);
+        let failed = || doing("forwarded ports cannot be read");
         for plan in config.plans(call, &call.chained("portmap")?) {
-            let found = hostport::count(plan.container.is_ipv4(), &call.owner()?)
-                .map_err(doing("forwarded ports cannot be read"))?;
-            if found < plan.size() {
+            let v4 = plan.container.is_ipv4();
+            let found = hostport::count(&plan, &owner, &call.container).map_err(failed())?;
+            if found < plan.size()
+                && !iptables::forwards(v4, plan.size_in_iptables(), network, &call.container)
+                    .map_err(failed())?
+            {
                 return Err(Error::other(format!(
-                    "{found} of {} rules are there that forward ports to {}",
+                    "{found} of {} rules are there that forward ports to {}{}",
                     plan.size(),
-                    plan.container
+                    plan.container,
+                    iptables::unseen()
                 )));
             }
         }

@@ -200,7 +200,7 @@ impl Plugin for Ptp {
             }
         }
         if config.masquerade {
-            pair::check_masquerade(call)
+            pair::check_masquerade(call, &expected)
         } else {
             Ok(())
         }

@@ -33,8 +33,8 @@ impl Config {
             .map(|_| c.number("table", 0, 1..=i64::from(u32::MAX)))
             .transpose()?;
         let gateway = |text: &String| {
-            text.parse()
-                .map_err(|_| Error::config(format!("gateways: {text:?} is no IP address")))
+            crate::cni::address(text)
+                .ok_or_else(|| Error::config(format!("gateways: {text:?} is no IP address")))
         };
         Ok(Config {
             table: table.and_then(|t| u32::try_from(t).ok()),

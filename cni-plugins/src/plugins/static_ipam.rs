@@ -2,9 +2,7 @@
 
 use std::net::IpAddr;
 
-use ipnet::IpNet;
-
-use crate::cni::{Address, Dns, Error, Success, at_least, cni_args, parse_routes};
+use crate::cni::{self, Address, Dns, Error, Success, at_least, cni_args, parse_routes};
 use crate::skel::{Call, Plugin};
 
 /// The plugin.
@@ -12,8 +10,7 @@ pub struct Static;
 
 /// An address in CIDR notation, as it stands at `place`.
 fn cidr(text: &str, place: &str) -> Result<Address, Error> {
-    let address = text.trim().parse::<IpNet>();
-    let address = address.map_err(|_| {
+    let address = cni::network(text.trim()).ok_or_else(|| {
         Error::config(format!(
             "{place}: the address {text:?} is invalid: use CIDR notation, such as 192.0.2.5/24"
         ))
@@ -26,7 +23,7 @@ fn cidr(text: &str, place: &str) -> Result<Address, Error> {
 }
 
 fn gateway(text: &str, place: &str) -> Result<IpAddr, Error> {
-    text.trim().parse().map_err(|_| {
+    cni::address(text.trim()).ok_or_else(|| {
         Error::config(format!(
             "{place}: the gateway {text:?} is invalid: use an IP address"
         ))

@@ -3,7 +3,7 @@
 
 use super::interface::{self, doing};
 use super::sublink::{self, Addresses};
-use crate::cni::{Error, Success};
+use crate::cni::{Error, Success, cni_args};
 use crate::net::link::{Change, parse_mac};
 use crate::net::tap;
 use crate::skel::{Call, Plugin};
@@ -30,9 +30,14 @@ impl<'a> Config<'a> {
                 .transpose()
                 .map(|n| n.and_then(|n| u32::try_from(n).ok()))
         };
-        let mac = [c.object("runtimeConfig")?.text("mac")?, c.text("mac")?]
-            .into_iter()
-            .find(|t| !t.is_empty());
+        let args = cni_args(&call.args, &["MAC"])?;
+        let mac = [
+            c.object("runtimeConfig")?.text("mac")?,
+            args.get("MAC").map_or("", String::as_str),
+            c.text("mac")?,
+        ]
+        .into_iter()
+        .find(|t| !t.is_empty());
         let parse = |text| {
             parse_mac(text).ok_or_else(|| {
                 Error::config(format!(

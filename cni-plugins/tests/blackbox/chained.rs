@@ -18,6 +18,29 @@ pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {
     (world, config, result)
 }
 
+/// A burst that means none, as containerd sends it: the reference takes it at its word.
+#[test]
+fn a_burst_of_the_reference_passes_check() {
+    let (world, _, result) = bridged("1.1.0", json!({}));
+    let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
+    requested["runtimeConfig"] =
+        json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX}});
+    let passed = world.ok("bandwidth", "ADD", &requested);
+    let checked = World::with_previous(&requested, &passed);
+    world.ok("bandwidth", "CHECK", &checked);
+    let veth = result["interfaces"][1]["name"].as_str().unwrap();
+    let change = |limit: &str| {
+        let words =
+            format!("tc qdisc change dev {veth} root tbf rate 8mbit burst 100000 limit {limit}");
+        world.on_host(&words.split_whitespace().collect::<Vec<_>>());
+    };
+    // 25 ms of the rate and all of the burst may wait there.
+    change("536895911");
+    world.ok("bandwidth", "CHECK", &checked);
+    change("536895912");
+    world.refused("bandwidth", "CHECK", &checked, &[]);
+}
+
 #[test]
 fn bandwidth_limits_what_a_container_receives_and_sends() {
     let tc = |world: &World, args: &[&str]| world.on_host(&[&["tc"], args].concat());

@@ -240,6 +240,7 @@ fn leases_are_got_and_given_back() {
             .contains("no DHCP server has answered within 8 s"),
         "{refusal}"
     );
+    assert_eq!(refusal["code"], 11, "{refusal}");
     assert!(!ip(&["-n", &other.container, "link"]).contains("eth0"));
     gc["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "eth0"}]);
     world.ok("macvlan", "GC", &gc);
@@ -258,13 +259,13 @@ fn leases_are_got_and_given_back() {
             .contains("colour")
     );
     config["ipam"]["daemonSocketPath"] = "/nonexistent".into();
-    assert!(
-        world.refused("macvlan", "ADD", &config, &[])["msg"]
-            .as_str()
-            .unwrap()
-            .contains("start it (dhcp daemon)")
-    );
-    assert_eq!(world.refused("macvlan", "STATUS", &config, &[])["code"], 50);
+    // Only STATUS says that ADD cannot be served; everything else is to be tried again.
+    for (verb, code) in [("ADD", 11), ("DEL", 11), ("STATUS", 50)] {
+        let refusal = world.refused("macvlan", verb, &config, &[]);
+        assert_eq!(refusal["code"], code, "{verb}: {refusal}");
+        let text = refusal["msg"].as_str().unwrap();
+        assert!(text.contains("start it (dhcp daemon)"), "{verb}: {text}");
+    }
 }
 
 #[test]

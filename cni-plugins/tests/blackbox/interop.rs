@@ -71,6 +71,46 @@ fn del(world: &World, bin: &Path, chain: &[Value], result: &Value) {
 }
 
 #[test]
+fn what_the_reference_made_passes_check_until_it_is_damaged() {
+    let world = World::new();
+    let chain = chain(&world);
+    let result = add(&world, &reference(), &chain);
+    let check = |config: &Value| {
+        let plugin = config["type"].as_str().unwrap();
+        world.call(plugin, "CHECK", &World::with_previous(config, &result), &[])
+    };
+    for config in &chain {
+        let output = check(config);
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{}: {said}", config["type"]);
+    }
+    // A port of the two; then the way to both, and that to the masquerading.
+    let rules = world.on_host(&["iptables-save", "-t", "nat"]);
+    let leading = |l: &&str| l.starts_with("-A CNI-DN-") && l.contains("-j DNAT");
+    let rule = rules.lines().find(leading).unwrap().replacen("-A", "-D", 1);
+    let change = |what: &str| {
+        let words: Vec<&str> = what.split_whitespace().collect();
+        world.on_host(&[&["iptables", "-t", "nat"], &words[..]].concat());
+    };
+    let refused = |config: &Value| !check(config).status.success();
+    change(&rule);
+    assert!(refused(&chain[1]), "without {rule}");
+    change(&rule.replacen("-D", "-A", 1));
+    assert!(!refused(&chain[1]), "with {rule} again");
+    change("-F CNI-HOSTPORT-DNAT");
+    assert!(refused(&chain[1]), "nothing leads to its chain");
+    change("-F POSTROUTING");
+    assert!(refused(&chain[0]), "nothing is masqueraded");
+    // What is left goes.
+    del(&world, &plugins(), &chain, &result);
+    let rules = world.on_host(&["iptables-save"]);
+    assert!(
+        !rules.contains("10.198.1.2") && !rules.contains("CNI-DN-"),
+        "{rules}"
+    );
+}
+
+#[test]
 fn what_the_reference_made_is_removed() {
     let world = World::new();
     let chain = chain(&world);

@@ -373,6 +373,59 @@ fn a_device_of_the_host_moves_in_and_back() {
     world.ok("host-device", "DEL", &lost);
 }
 
+/// With buses of the test's own: `ip netns exec` gives each call mounts of its own, so that nobody else sees them.
+#[test]
+fn devices_are_found_on_their_buses() {
+    let (world, _far) = with_wire();
+    let script = world.data.path().join("host-device");
+    let buses = "mount -t tmpfs none /sys/bus && cd /sys/bus
+mkdir -p pci/devices/0000:00:05.0/virtio3/net/phys0 auxiliary/devices/mlx5_core.sf.4/net/phys0 pci/devices/0000:00:06.0 pci/drivers/vfio-pci
+ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
+    let text = format!(
+        "#!/bin/sh\nset -e\n{buses}\nexec {} \"$@\"\n",
+        super::world::plugins().join("host-device").display()
+    );
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let plugin = script.to_str().unwrap();
+    let named = |id: &str| {
+        config(
+            &world,
+            "1.1.0",
+            "host-device",
+            json!({"capabilities": {"deviceID": true}, "runtimeConfig": {"deviceID": id}}),
+        )
+    };
+    // Virtio's links are one further down; a function that a device was cut into is on a bus of its own.
+    for id in ["0000:00:05.0", "mlx5_core.sf.4"] {
+        let result = world.ok(plugin, "ADD", &named(id));
+        assert!(!world.taken().is_empty(), "{id}: {result}");
+        assert!(!ip(&["-n", &world.host, "link"]).contains("phys0"), "{id}");
+        world.ok(plugin, "CHECK", &World::with_previous(&named(id), &result));
+        world.ok(plugin, "DEL", &named(id));
+        assert!(ip(&["-n", &world.host, "link"]).contains("phys0"), "{id}");
+    }
+    // A device that a program drives has no link: the container gets its addresses.
+    let driven = named("0000:00:06.0");
+    let result = world.ok(plugin, "ADD", &driven);
+    let interface = json!({"name": "eth0", "sandbox": world.netns()});
+    assert_eq!(result["interfaces"], json!([interface]), "{result}");
+    assert_eq!(result["ips"][0]["interface"], 0, "{result}");
+    world.ok(plugin, "CHECK", &World::with_previous(&driven, &result));
+    world.ok(plugin, "DEL", &driven);
+    assert!(world.taken().is_empty());
+    let error = world.refused(plugin, "ADD", &named("0000:00:07.0"), &[]);
+    assert!(
+        error["msg"].as_str().unwrap().contains("0000:00:07.0"),
+        "{error}"
+    );
+    // STATUS comes before any container.
+    let mut unnamed = named("");
+    world.ok(plugin, "STATUS", &unnamed);
+    unnamed["capabilities"] = json!({});
+    world.refused(plugin, "STATUS", &unnamed, &[]);
+}
+
 #[test]
 fn taps_are_made_as_asked() {
     let world = World::new();
@@ -400,6 +453,14 @@ fn taps_are_made_as_asked() {
         world.ok("tap", "DEL", &config);
     }
     assert!(!ip(&["-n", &world.container, "link"]).contains("eth0") && world.taken().is_empty());
+    let env = [("CNI_ARGS", "IgnoreUnknown=1;MAC=c2:11:22:33:44:88")];
+    world.ok_with("tap", "ADD", &config, &env);
+    assert!(
+        link(&world).contains("c2:11:22:33:44:88"),
+        "{}",
+        link(&world)
+    );
+    world.ok("tap", "DEL", &config);
     let error = world.refused(
         "tap",
         "ADD",

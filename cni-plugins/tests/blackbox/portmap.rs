@@ -211,6 +211,77 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
     assert_eq!(world.ruleset(), before);
 }
 
+/// The reference's newer versions mark their rules in nftables with nothing but the container's id.
+#[test]
+fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
+    let (world, _, result) = bridged("1.0.0", json!({}));
+    let nft = |commands: &str| world.on_host(&["nft", commands]);
+    nft("add table ip cni_hostport; add chain ip cni_hostport hostports; add chain ip cni_hostport hostip_hostports
+         add chain ip cni_hostport prerouting { type nat hook prerouting priority dstnat; }
+         add rule ip cni_hostport prerouting fib daddr type local jump hostports
+         add chain ip cni_hostport masquerading { type nat hook postrouting priority srcnat; }");
+    let own = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
+    let add = |chain: &str, rule: &str| {
+        nft(&format!(
+            "add rule ip cni_hostport {chain} {rule} comment \"c1\""
+        ))
+    };
+    // Another network's of the same container.
+    add("hostports", "tcp dport 8080 dnat to 10.198.2.9:80");
+    for from in ["10.198.1.2", "127.0.0.1"] {
+        add(
+            "masquerading",
+            &format!("ip saddr {from} ip daddr 10.198.1.2 masquerade"),
+        );
+    }
+    world.refused("portmap", "CHECK", &own, &[]);
+    add("hostports", "tcp dport 8080 dnat to 10.198.1.2:80");
+    world.ok("portmap", "CHECK", &own);
+    let other = World::new();
+    let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
+    world.refused("portmap", "CHECK", &own, &env);
+    world.ok("portmap", "DEL", &own);
+    assert!(
+        !world.ruleset().contains("10.198.1.2"),
+        "{}",
+        world.ruleset()
+    );
+}
+
+/// As the reference leaves its table where nothing was to be masqueraded yet.
+#[test]
+fn a_table_of_the_reference_without_masquerading_is_completed() {
+    let (world, _, result) = bridged("1.0.0", json!({"hairpinMode": true}));
+    say(&world.container, "0.0.0.0:80", "container");
+    world.on_host(&[
+        "nft",
+        "add table ip cni_hostport; add chain ip cni_hostport hostports
+        add chain ip cni_hostport prerouting { type nat hook prerouting priority dstnat; }
+        add rule ip cni_hostport prerouting fib daddr type local jump hostports
+        add chain ip cni_hostport output { type nat hook output priority -100; }
+        add rule ip cni_hostport output fib daddr type local jump hostports",
+    ]);
+    let own = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
+    world.ok("portmap", "ADD", &own);
+    world.ok("portmap", "CHECK", &own);
+    assert_eq!(
+        heard(&world.host, "127.0.0.1:8080").as_deref(),
+        Some("container"),
+        "{}",
+        world.ruleset()
+    );
+}
+
 #[test]
 fn udp_goes_to_the_container_that_has_the_port_now() {
     let (world, config, result) = bridged("1.0.0", json!({}));

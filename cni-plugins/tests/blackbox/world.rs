@@ -17,10 +17,15 @@ pub fn plugins() -> PathBuf {
     let dir = binary.with_file_name("cni-links");
     std::fs::create_dir_all(&dir).unwrap();
     for name in holdfast_cni::plugins::names() {
-        match std::os::unix::fs::symlink(&binary, dir.join(name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => panic!("{error}"),
-            _ => {}
+        let link = dir.join(name);
+        // A target directory that was copied has links to the build that it was copied from.
+        if std::fs::read_link(&link).is_ok_and(|to| to == binary) {
+            continue;
         }
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let new = dir.join(format!(".{name}-{}-{number}", std::process::id()));
+        std::os::unix::fs::symlink(&binary, &new).unwrap();
+        std::fs::rename(&new, &link).unwrap();
     }
     dir
 }

@@ -1,16 +1,17 @@
 //! Ports of the host that lead to containers, in the tables of the reference (CNI reference spec, 7.3). Conditions stand
 //! in the rules of the container that they are for, not in the chains that all share.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
 use super::expression::{
-    Verdict, address_is, for_this_host, interface_is, masquerade, port_is, protocol_is, redirect,
-    verdict,
+    Verdict, address_is, for_this_host, interface_is, masquerade, octets, port_is, protocol_is,
+    redirect, verdict,
 };
-use super::{Family, Hook, Mark, Nft, Table};
+use super::{Family, Hook, Mark, Nft, Rule, Table};
 use crate::cni::{Owner, is_left_over};
 use crate::net::netlink::{Attributes, Message};
 
@@ -80,14 +81,21 @@ fn table(v4: bool) -> Table {
     TABLES[usize::from(!v4)]
 }
 
-fn scaffold(table: Table) -> Vec<Message> {
-    let mut local = for_this_host();
-    local.push(verdict(Verdict::Jump(ALL)));
-    let nat = |hook, priority| Hook {
+fn nat(hook: u32, priority: i32) -> Hook {
+    Hook {
         kind: "nat",
         hook,
         priority,
-    };
+    }
+}
+
+fn masquerading(table: Table) -> Message {
+    table.hooked(MASQUERADING, nat(4, 100))
+}
+
+fn scaffold(table: Table) -> Vec<Message> {
+    let mut local = for_this_host();
+    local.push(verdict(Verdict::Jump(ALL)));
     vec![
         table.create(),
         table.chain(PORTS),
@@ -95,7 +103,7 @@ fn scaffold(table: Table) -> Vec<Message> {
         table.chain(ALL),
         table.hooked(PREROUTING, nat(0, -100)),
         table.hooked("output", nat(3, -100)),
-        table.hooked(MASQUERADING, nat(4, 100)),
+        masquerading(table),
         table.append(ALL, &[verdict(Verdict::Jump(BY_ADDRESS))], Mark::None),
         table.append(ALL, &[verdict(Verdict::Jump(PORTS))], Mark::None),
         table.append(PREROUTING, &local, Mark::None),
@@ -128,6 +136,16 @@ impl Plan {
     #[must_use]
     pub fn size(&self) -> usize {
         self.forwards.len() + self.masqueraded().len()
+    }
+
+    /// How many rules the reference makes of it in the tables of iptables, where it makes none twice: those that lead to the
+    /// container, and those that mark what is to be masqueraded.
+    #[must_use]
+    pub fn size_in_iptables(&self) -> (usize, usize) {
+        let ports = |f: &Forward| (f.protocol, f.host, f.port);
+        let leading: BTreeSet<_> = self.forwards.iter().map(|f| (ports(f), f.target)).collect();
+        let marking: BTreeSet<_> = self.forwards.iter().map(ports).collect();
+        (leading.len(), marking.len() * self.masqueraded().len())
     }
 
     fn rules(&self, owner: &Owner) -> Vec<Message> {
@@ -168,7 +186,14 @@ impl Plan {
 /// Forwards.
 pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
     let table = table(plan.container.is_ipv4());
-    Nft::open()?.add(table, PREROUTING, || scaffold(table), &plan.rules(owner))
+    let rules = plan.rules(owner);
+    match Nft::open()?.add(table, PREROUTING, || scaffold(table), &rules) {
+        // The reference makes this chain only for the first container that has something to be masqueraded.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Nft::open()?.add(table, MASQUERADING, || vec![masquerading(table)], &rules)
+        }
+        other => other,
+    }
 }
 
 fn chains() -> Vec<(Table, &'static str)> {
@@ -178,15 +203,21 @@ fn chains() -> Vec<(Table, &'static str)> {
         .collect()
 }
 
-/// How many of the owner's rules there are for a family.
-pub fn count(v4: bool, owner: &Owner) -> io::Result<usize> {
+/// How many rules of a plan there are: the owner's, and those that the reference marked with nothing but the container's id. As its
+/// rules of all networks of a container are marked alike, only those about the plan's address count.
+pub fn count(plan: &Plan, owner: &Owner, container: &str) -> io::Result<usize> {
+    let address = octets(plan.container);
+    // nft compares two addresses that lie side by side as one value.
+    let is_about = |rule: &Rule| {
+        rule.loads.contains(&address) || rule.values.iter().any(|v| v.ends_with(&address))
+    };
     let mut nft = Nft::open()?;
     let mut found = 0;
     for chain in [PORTS, MASQUERADING] {
         found += nft
-            .rules(table(v4), chain)?
+            .rules(table(plan.container.is_ipv4()), chain)?
             .iter()
-            .filter(|r| owner.has(&r.mark))
+            .filter(|r| owner.has(&r.mark) || (r.mark == container && is_about(r)))
             .count();
     }
     Ok(found)

@@ -37,6 +37,19 @@ const FORWARD: &str = "FORWARD";
 const OURS: &str = "CNI-FORWARD";
 const STAGES: [&str; 2] = ["CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
 
+/// The chain in which the reference masquerades a container.
+fn masquerade_chain(network: &str, container: &str) -> String {
+    format!("CNI-{}", digest(&format!("{network}{container}"), 24))
+}
+
+/// The chain in which the reference forwards ports to a container, or with `SN` that in which early versions masqueraded them.
+fn hostport_chain(kind: &str, network: &str, container: &str) -> String {
+    format!(
+        "CNI-{kind}-{}",
+        digest(&format!("{network}{container}"), 21)
+    )
+}
+
 /// Whether the kernel has such a table of the old iptables, which netlink does not reach.
 #[must_use]
 pub fn is_legacy(table: &str) -> bool {
@@ -45,6 +58,16 @@ pub fn is_legacy(table: &str) -> bool {
         .any(|path| {
             std::fs::read_to_string(path).is_ok_and(|names| names.lines().any(|name| name == table))
         })
+}
+
+/// What is to be said where rules are missing that the reference may have made with the old iptables; empty if it cannot be so.
+#[must_use]
+pub fn unseen() -> &'static str {
+    if is_legacy("nat") {
+        "; this host has rules of the old iptables, too (iptables-legacy -t nat -S), which are not looked at"
+    } else {
+        ""
+    }
 }
 
 /// Removes a chain and the rules of `entries` that jump to it.
@@ -76,18 +99,52 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
 
 /// Removes how the reference masqueraded a container.
 pub fn remove_masquerade(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
-    drop_chain(
-        nft,
-        &["POSTROUTING"],
-        &format!("CNI-{}", digest(&format!("{network}{container}"), 24)),
-    )
+    drop_chain(nft, &["POSTROUTING"], &masquerade_chain(network, container))
+}
+
+/// Whether the reference masquerades a container in every family that it has addresses of.
+pub fn masquerades(addresses: &[IpAddr], network: &str, container: &str) -> io::Result<bool> {
+    let chain = masquerade_chain(network, container);
+    let mut nft = Nft::open()?;
+    for table in families(NAT, addresses) {
+        // What goes to its own network is let pass before.
+        if !leads_to(&mut nft, table, "POSTROUTING", &chain)? || nft.rules(table, &chain)?.len() < 2
+        {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Whether a rule of `entry` jumps to a chain.
+fn leads_to(nft: &mut Nft, table: Table, entry: &str, chain: &str) -> io::Result<bool> {
+    let rules = nft.rules(table, entry)?;
+    Ok(rules.iter().any(|r| r.target.as_deref() == Some(chain)))
 }
 
 /// Removes how the reference forwarded ports to a container.
 pub fn remove_hostports(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
-    let hash = digest(&format!("{network}{container}"), 21);
-    drop_chain(nft, &["CNI-HOSTPORT-DNAT"], &format!("CNI-DN-{hash}"))?;
-    drop_chain(nft, &["CNI-HOSTPORT-SNAT"], &format!("CNI-SN-{hash}"))
+    let chain = |kind| hostport_chain(kind, network, container);
+    drop_chain(nft, &["CNI-HOSTPORT-DNAT"], &chain("DN"))?;
+    drop_chain(nft, &["CNI-HOSTPORT-SNAT"], &chain("SN"))
+}
+
+/// Whether the reference forwards ports to a container in a family: there are as many rules as are `wanted` that lead to it, and that
+/// mark what is to be masqueraded.
+pub fn forwards(
+    v4: bool,
+    wanted: (usize, usize),
+    network: &str,
+    container: &str,
+) -> io::Result<bool> {
+    let table = NAT[usize::from(!v4)];
+    let chain = hostport_chain("DN", network, container);
+    let mut nft = Nft::open()?;
+    let rules = nft.rules(table, &chain)?;
+    let marking = rules.iter().filter(|r| r.target.is_some()).count();
+    Ok(rules.len() - marking >= wanted.0
+        && marking >= wanted.1
+        && leads_to(&mut nft, table, "CNI-HOSTPORT-DNAT", &chain)?)
 }
 
 fn comment(text: &str) -> Attributes {
@@ -114,10 +171,11 @@ fn end(mut expressions: Vec<Attributes>, last: Verdict<'_>) -> Vec<Attributes> {
     expressions
 }
 
-fn families(addresses: &[IpAddr]) -> Vec<Table> {
+/// Those of two tables, of which the first is for IPv4, that addresses belong to.
+fn families(tables: [Table; 2], addresses: &[IpAddr]) -> Vec<Table> {
     [true, false]
         .into_iter()
-        .zip(FILTER)
+        .zip(tables)
         .filter(|(v4, _)| addresses.iter().any(|a| a.is_ipv4() == *v4))
         .map(|(_, t)| t)
         .collect()
@@ -161,10 +219,7 @@ fn jump(
     to: &str,
     text: &str,
 ) -> io::Result<Option<Message>> {
-    let there = nft
-        .rules(table, from)?
-        .iter()
-        .any(|r| r.target.as_deref() == Some(to));
+    let there = leads_to(nft, table, from, to)?;
     Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::Jump(to)))))
 }
 
@@ -172,7 +227,7 @@ fn jump(
 pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()> {
     Nft::open()?.agree(|nft| {
         let mut messages = vec![];
-        for table in families(addresses) {
+        for table in families(FILTER, addresses) {
             messages.extend(missing_chains(nft, table, &[OURS, admin])?);
             messages.extend(jump(
                 nft,
@@ -215,11 +270,8 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
 /// Whether all of that is there.
 pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
     let mut nft = Nft::open()?;
-    for table in families(addresses) {
-        let entered = nft
-            .rules(table, FORWARD)?
-            .iter()
-            .any(|r| r.target.as_deref() == Some(OURS));
+    for table in families(FILTER, addresses) {
+        let entered = leads_to(&mut nft, table, FORWARD, OURS)?;
         let rules = nft.rules(table, OURS)?;
         let complete = |a: &IpAddr| rules.iter().filter(|r| is_about(r, *a)).count() >= 2;
         if !entered
@@ -263,7 +315,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
     );
     Nft::open()?.agree(|nft| {
         let mut messages = vec![];
-        for table in families(addresses) {
+        for table in families(FILTER, addresses) {
             messages.extend(missing_chains(nft, table, &STAGES)?);
             messages.extend(jump(nft, table, FORWARD, STAGES[0], &text)?);
             let [first, second] = [nft.rules(table, STAGES[0])?, nft.rules(table, STAGES[1])?];
@@ -302,7 +354,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
 /// Whether a bridge is kept apart.
 pub fn is_isolated(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<bool> {
     let mut nft = Nft::open()?;
-    for table in families(addresses) {
+    for table in families(FILTER, addresses) {
         let first = nft.rules(table, STAGES[0])?;
         let here: Vec<&Rule> = first
             .iter()

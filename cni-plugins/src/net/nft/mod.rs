@@ -178,6 +178,8 @@ pub struct Rule {
     pub target: Option<String>,
     /// What it compares, in order: each value as bytes.
     pub values: Vec<Vec<u8>>,
+    /// What it loads to do something with, such as where it leads to, in order: each value as bytes.
+    pub loads: Vec<Vec<u8>>,
 }
 
 fn parse(body: &[u8]) -> Rule {
@@ -216,7 +218,10 @@ fn read_expression(bytes: &[u8], rule: &mut Rule) {
                 .map(<[u8]>::to_vec),
         ),
         Some("immediate") => {
-            let verdict = nested(data, 2).and_then(|d| nested(d, 2));
+            let loaded = nested(data, 2);
+            rule.loads
+                .extend(loaded.and_then(|d| nested(d, 1)).map(<[u8]>::to_vec));
+            let verdict = loaded.and_then(|d| nested(d, 2));
             rule.target = verdict
                 .and_then(|v| nested(v, 2))
                 .map(text)
