@@ -21,6 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "pluginregistration/v1/api.proto",
             "deviceplugin/v1beta1/api.proto",
             "podresources/v1/api.proto",
+            "podresources/v1alpha1/api.proto",
             "dra/v1/api.proto",
             "dra/v1beta1/api.proto",
             "drahealth/v1alpha1/api.proto",

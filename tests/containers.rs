@@ -309,7 +309,7 @@ fn wants(cluster: &Cluster, name: &str, image: &str, amount: u32, on: Option<&st
 
 /// The podresources API's answer, while the agent is there: pod, resource and device, and what is allocatable.
 fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
-    pod_resources::ask(cluster, async |mut client| {
+    let found = pod_resources::ask(cluster, async |mut client| {
         let request = resources::ListPodResourcesRequest {};
         let listed = client.list(request).await.ok()?.into_inner();
         let mut rows = vec![];
@@ -335,7 +335,9 @@ fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
         let all = client.get_allocatable_resources(request).await.unwrap();
         rows.sort();
         Some((rows, all.into_inner().devices.len()))
-    })
+    })?;
+    // The API's first version says the same of devices.
+    (pod_resources::v1alpha1(cluster)? == found.0).then_some(found)
 }
 
 fn running(cluster: &Cluster, name: &str) {

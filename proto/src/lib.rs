@@ -72,8 +72,24 @@ pub mod dra_v1beta1 {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
 }
 
-/// How drivers of dynamic resource allocation say how their devices are (`v1alpha1`, KEP-4680).
+/// Two protocols whose package has the version as its name.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
-pub mod dra_health {
+mod v1alpha1 {
     tonic::include_proto!("v1alpha1");
+}
+
+/// How drivers of dynamic resource allocation say how their devices are (`v1alpha1`, KEP-4680).
+pub mod dra_health {
+    pub use super::v1alpha1::{
+        DeviceHealth, DeviceIdentifier, HealthStatus, NodeWatchResourcesRequest,
+        NodeWatchResourcesResponse, dra_resource_health_client, dra_resource_health_server,
+    };
+}
+
+/// The pod resources API in its first version (`v1alpha1`): which devices the containers of each pod have.
+pub mod podresources_v1alpha1 {
+    pub use super::v1alpha1::{
+        ContainerDevices, ContainerResources, ListPodResourcesRequest, ListPodResourcesResponse,
+        PodResources, pod_resources_lister_client, pod_resources_lister_server,
+    };
 }

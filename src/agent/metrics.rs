@@ -275,6 +275,12 @@ impl Metrics {
         self.with(|r| r.count(of, &[], by));
     }
 
+    /// The podresources API was asked in its version `v1alpha1`, of which the kubelet counts requests of any kind only.
+    pub fn pod_resources_v1alpha1(&self) {
+        let [all, ..] = POD_RESOURCES;
+        self.with(|r| r.count(all, &["v1alpha1"], 1));
+    }
+
     /// The podresources API was asked: `list`, `get` or `get_allocatable`.
     pub fn pod_resources(&self, verb: &str, found: bool) {
         self.with(|r| {

@@ -2,17 +2,21 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
+use alpha::pod_resources_lister_server::{
+    PodResourcesLister as Alpha, PodResourcesListerServer as AlphaServer,
+};
 use async_trait::async_trait;
 use holdfast_proto::deviceplugin as pb;
-use holdfast_proto::podresources as pods;
+use holdfast_proto::{podresources as pods, podresources_v1alpha1 as alpha};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::service::TowerToHyperService;
 use pb::registration_server::RegistrationServer;
 use pods::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 use tokio::net::UnixListener;
-use tonic::codegen::{Service, http};
+use tonic::codegen::{BoxFuture, Service, http};
 use tonic::{Request, Response, Status};
 
 use crate::sys::link;
@@ -45,6 +49,8 @@ pub trait PodResources: Send + Sync + 'static {
     fn admits(&self) -> bool;
     /// All pods.
     async fn list(&self) -> Vec<pods::PodResources>;
+    /// All pods, as the API's version `v1alpha1` has them.
+    async fn list_v1alpha1(&self) -> Vec<alpha::PodResources>;
     /// One pod, by namespace and name.
     async fn get(&self, namespace: &str, name: &str) -> Option<pods::PodResources>;
     /// What there is for pods.
@@ -56,9 +62,39 @@ pub async fn serve_registration(listener: UnixListener, register: Arc<dyn Regist
     serve(listener, RegistrationServer::new(Registrar(register))).await;
 }
 
-/// Serves the podresources API until the process ends.
+/// Serves the podresources API, in both of its versions, until the process ends.
 pub async fn serve_pod_resources(listener: UnixListener, resources: Arc<dyn PodResources>) {
-    serve(listener, PodResourcesListerServer::new(Lister(resources))).await;
+    let versions = Versions {
+        alpha: AlphaServer::new(Lister(Arc::clone(&resources))),
+        v1: PodResourcesListerServer::new(Lister(resources)),
+    };
+    serve(listener, versions).await;
+}
+
+/// The podresources API's versions. A path begins with the package of its service.
+#[derive(Clone)]
+struct Versions {
+    alpha: AlphaServer<Lister>,
+    v1: PodResourcesListerServer<Lister>,
+}
+
+impl Service<http::Request<Incoming>> for Versions {
+    type Response = http::Response<tonic::body::Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        // Generated services are always ready.
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<Incoming>) -> Self::Future {
+        if request.uri().path().starts_with("/v1alpha1.") {
+            self.alpha.call(request)
+        } else {
+            self.v1.call(request)
+        }
+    }
 }
 
 async fn serve<S>(listener: UnixListener, service: S)
@@ -114,6 +150,20 @@ impl Lister {
             return Ok(());
         }
         Err(Status::resource_exhausted("rejected by rate limit"))
+    }
+}
+
+#[async_trait]
+impl Alpha for Lister {
+    async fn list(
+        &self,
+        _: Request<alpha::ListPodResourcesRequest>,
+    ) -> Result<Response<alpha::ListPodResourcesResponse>, Status> {
+        self.admit()?;
+        let pod_resources = self.0.list_v1alpha1().await;
+        Ok(Response::new(alpha::ListPodResourcesResponse {
+            pod_resources,
+        }))
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the kernel at hand may lack, in virtual machines.
 #![allow(clippy::unwrap_used)]
 
+mod apparmor;
 mod power;
 mod resources;
 #[path = "../support/mod.rs"]
@@ -511,6 +512,7 @@ fn systemd_inside() {
         cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"],
         0
     );
+    apparmor::profiles_are_enforced(&cluster, &image);
     cluster.delete_finished();
     cluster.kubectl(&["delete", "pod", "one", "two", "again"]);
     let slices = || {

@@ -106,7 +106,7 @@ fn apply(cluster: &Cluster, pods: &[Value]) {
 }
 
 /// Waits in one process, which does nothing meanwhile: starting kubectl takes seconds of an emulated processor.
-fn wait_for(cluster: &Cluster, condition: &str, names: &[&str]) {
+pub fn wait_for(cluster: &Cluster, condition: &str, names: &[&str]) {
     let condition = format!("--for={condition}");
     let timeout = format!("--timeout={}s", support::patience().as_secs());
     let pods = names.iter().map(|name| format!("pod/{name}"));

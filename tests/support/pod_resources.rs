@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use holdfast_proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use holdfast_proto::podresources::{AllocatableResourcesRequest, ListPodResourcesRequest};
+use holdfast_proto::podresources_v1alpha1 as alpha;
 use holdfast_proto::socket::channel;
 use tonic::transport::Channel;
 
@@ -15,6 +16,29 @@ pub fn ask<T>(
     cluster: &Cluster,
     work: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> T,
 ) -> T {
+    connect(cluster, async |channel| {
+        work(PodResourcesListerClient::new(channel)).await
+    })
+}
+
+/// Which pod has which device of which resource, as the version `v1alpha1` has it. None while the agent does not answer.
+pub fn v1alpha1(cluster: &Cluster) -> Option<Vec<String>> {
+    connect(cluster, async |channel| {
+        let mut client = alpha::pod_resources_lister_client::PodResourcesListerClient::new(channel);
+        let listed = client.list(alpha::ListPodResourcesRequest {}).await.ok()?;
+        let mut rows = vec![];
+        for pod in listed.into_inner().pod_resources {
+            for device in pod.containers.iter().flat_map(|c| &c.devices) {
+                let ids = device.device_ids.join(",");
+                rows.push(format!("{} {} {ids}", pod.name, device.resource_name));
+            }
+        }
+        rows.sort();
+        Some(rows)
+    })
+}
+
+fn connect<T>(cluster: &Cluster, work: impl AsyncFnOnce(Channel) -> T) -> T {
     let socket = cluster.data().join("agent/pod-resources/kubelet.sock");
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -22,7 +46,7 @@ pub fn ask<T>(
         .unwrap();
     runtime.block_on(async {
         let channel = channel(socket.to_str().unwrap(), Duration::from_secs(10)).unwrap();
-        work(PodResourcesListerClient::new(channel)).await
+        work(channel).await
     })
 }
 

@@ -1,4 +1,4 @@
-//! The podresources API (v1): which container has which of the node's devices, and which processors and memory for itself,
+//! The podresources API (v1, and v1alpha1 for those who still ask so): which container has which of the node's devices, and which processors and memory for itself,
 //! for monitoring agents, on `pod-resources/kubelet.sock` in the root directory (kubelet spec, 14.7).
 
 use std::collections::BTreeSet;
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use holdfast_proto::podresources as pb;
+use holdfast_proto::{podresources as pb, podresources_v1alpha1 as alpha};
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::net::UnixListener;
 
@@ -162,6 +162,27 @@ fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
     }
 }
 
+/// A pod as the version `v1alpha1` has it: the devices of the containers that are no init containers.
+fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
+    let containers = pod::containers(pod);
+    let regular = containers.iter().filter(|(role, _)| *role == Role::Regular);
+    let resources = |container: &Container| alpha::ContainerResources {
+        name: container.name.clone(),
+        devices: devices(held.held(pod::uid(pod), &container.name))
+            .into_iter()
+            .map(|d| alpha::ContainerDevices {
+                resource_name: d.resource_name,
+                device_ids: d.device_ids,
+            })
+            .collect(),
+    };
+    alpha::PodResources {
+        name: meta::name(pod).to_owned(),
+        namespace: meta::namespace(pod).to_owned(),
+        containers: regular.map(|(_, container)| resources(container)).collect(),
+    }
+}
+
 impl Answers {
     /// Looks at who has what. The managers are the ledger's, and asked for before.
     fn look<T>(&self, managers: &Managers, look: impl FnOnce(&Held<'_>) -> T) -> T {
@@ -197,6 +218,14 @@ impl PodResources for Answers {
         self.look(&managers, |held| {
             pods.iter().map(|p| of_pod(p, held)).collect()
         })
+    }
+
+    async fn list_v1alpha1(&self) -> Vec<alpha::PodResources> {
+        self.context.metrics.pod_resources_v1alpha1();
+        // As in the kubelet, those that have ended as well.
+        let pods = self.context.ledger.pods().await;
+        let list = |held: &Devices| pods.iter().map(|p| of_pod_v1alpha1(p, held)).collect();
+        self.context.devices.look(list)
     }
 
     async fn get(&self, namespace: &str, name: &str) -> Option<pb::PodResources> {
