@@ -148,7 +148,9 @@ impl Volumes {
                 if !known_before {
                     warn_of_others(context, pod, &resolved).await;
                 }
-                let outcome = one(context, volume, &resolved, &around, &fetched, held).await;
+                let is_new = !known_before;
+                let outcome =
+                    one(context, volume, &resolved, &around, &fetched, held, is_new).await;
                 // Looking once more at what is set up is no operation.
                 if outcome.is_err() || !known_before {
                     let failed = outcome.as_ref().err();
@@ -275,7 +277,9 @@ async fn again(
     memory: u64,
 ) -> ResolvedVolume {
     let may_grow = match &known.source {
-        Source::Csi(served) => served.claim.is_some() && context.csi.grows(&served.driver),
+        Source::Csi(served) => {
+            served.claim.is_some() && (served.grown.is_some() || context.csi.grows(&served.driver))
+        }
         Source::Local { .. } => !known.read_only,
         _ => false,
     };
@@ -368,7 +372,8 @@ async fn passwords(
     }))
 }
 
-/// One volume; the answer is whether its files have their SELinux label from the mount.
+/// One volume; the answer is whether its files have their SELinux label from the mount. `is_new` says that the pod had it not
+/// yet.
 async fn one(
     context: &Context,
     volume: &Volume,
@@ -376,9 +381,10 @@ async fn one(
     around: &Surroundings<'_>,
     fetched: &Fetched,
     held: &Held,
+    is_new: bool,
 ) -> Result<bool, Problem> {
     if let Source::Csi(served) = &resolved.source {
-        return Box::pin(csi::publish(context, around.pod, served)).await;
+        return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
@@ -393,6 +399,6 @@ async fn one(
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
-    growth::of_local(context, around.pod, resolved).await;
+    growth::of_local(context, around.pod, resolved, is_new).await;
     Ok(resolved.labelled)
 }

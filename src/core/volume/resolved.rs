@@ -583,7 +583,8 @@ fn persistent(
             Source::Local {
                 path: local.path.clone(),
                 filesystem,
-                grown: claims::growth(&claimed.volume, &claimed.claim).filter(|_| !read_only),
+                grown: claims::growth(&claimed.volume, &claimed.claim)
+                    .filter(|grown| !grown.is_told),
             },
             read_only,
             !block,

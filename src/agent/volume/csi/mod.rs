@@ -1,6 +1,7 @@
 //! Volumes of CSI drivers: staged and published for pods, and undone after them (kubelet spec, 9.5).
 
 mod attachment;
+mod expansion;
 mod registry;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,10 +21,10 @@ pub use registry::run;
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
-use crate::agent::volume::growth;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
+use crate::core::volume::expansion::Expansions;
 use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
@@ -61,6 +62,8 @@ pub struct Csi {
     reported: watch::Sender<BTreeSet<String>>,
     /// Which volumes are in use has changed, or why the node is not ready.
     changed: Notify,
+    /// The volumes that have grown here, or could not.
+    expansions: Mutex<Expansions>,
     /// Drivers that have to say anew how many volumes they serve here.
     outdated: Mutex<BTreeSet<String>>,
     asked: Notify,
@@ -88,6 +91,7 @@ impl Csi {
             locks: Mutex::default(),
             reported: watch::Sender::default(),
             changed: Notify::new(),
+            expansions: Mutex::default(),
             outdated: Mutex::default(),
             asked: Notify::new(),
             problem: watch::Sender::new(None),
@@ -138,6 +142,7 @@ impl Csi {
             self.reported.send_modify(|reported| {
                 reported.remove(&name);
             });
+            lock(&self.expansions).forget(&name);
         }
         drop(published);
         self.changed.notify_one();
@@ -289,13 +294,19 @@ async fn to_its_end<T: Send + 'static>(
             text: error.to_string(),
             certain: false,
             infeasible: false,
+            unready: false,
         })
     })
 }
 
-/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. The answer is whether its
-/// files have their SELinux label from the mount.
-pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, Problem> {
+/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
+/// had it not yet. The answer is whether its files have their SELinux label from the mount.
+pub async fn publish(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    is_new: bool,
+) -> Result<bool, Problem> {
     let registered = context.csi.driver(&volume.driver)?;
     let described = context
         .api
@@ -364,9 +375,7 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
         HashMap::new()
     };
     let staging = mount(context, pod, &wanted, told).await?;
-    if volume.grown.is_some() && wanted.registered.capabilities.expand && !volume.read_only {
-        grow(context, pod, &wanted, staging).await;
-    }
+    expansion::grow(context, pod, &wanted, staging, is_new).await;
     Ok(volume.label.is_some())
 }
 
@@ -500,38 +509,6 @@ async fn stage(
         .await?;
     }
     Err(failed("MountVolume.MountDevice failed")(error))
-}
-
-/// Makes a filesystem as large as its volume has become, and says so.
-async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String) {
-    let Wanted {
-        volume,
-        registered,
-        place,
-        turn,
-        ..
-    } = wanted;
-    let Some(grown) = &volume.grown else {
-        return;
-    };
-    let outcome = async {
-        growth::begin(context, grown).await?;
-        let request = pb::NodeExpandVolumeRequest {
-            volume_id: place.data.volume_handle.clone(),
-            volume_path: place.target.display().to_string(),
-            capacity_range: Some(pb::CapacityRange {
-                required_bytes: grown.bytes,
-                limit_bytes: 0,
-            }),
-            staging_target_path: staging,
-            volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
-            secrets: secret(context, volume.expand_secret.as_ref()).await?,
-        };
-        let driver = registered.driver.clone();
-        let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;
-        expanded.map_err(growth::NotGrown::from)
-    };
-    growth::tell(context, pod, &volume.name, grown, outcome.await).await;
 }
 
 /// The tokens that a driver wants of the pod's service account.
