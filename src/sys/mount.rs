@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
@@ -17,6 +18,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
 
 use super::beneath::Found;
+use crate::core::lock::lock;
 
 /// One mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -175,12 +177,46 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
             Some(options),
         )
     };
-    // What is in memory may be secret: it is not swapped out where the kernel can keep it (6.4 and later).
-    match with(&format!("noswap,{options}")) {
-        Err(nix::errno::Errno::EINVAL) => with(&options)?,
-        result => result?,
+    Ok(NOSWAP.tried(&options, with)?)
+}
+
+/// Whether the kernel takes the option `noswap` of a tmpfs: 6.4 and later do, outside user namespaces.
+static NOSWAP: NoSwap = NoSwap(Mutex::new(None));
+
+/// The same, once it is known: each try of a kernel that does not take it is a complaint in its log.
+struct NoSwap(Mutex<Option<bool>>);
+
+impl NoSwap {
+    /// Mounts with the option, as what is in memory may be secret and is not to be swapped out; without it where the kernel
+    /// does not take it.
+    fn tried(&self, options: &str, mount: impl Fn(&str) -> Result<(), Errno>) -> Result<(), Errno> {
+        let with = || mount(&format!("noswap,{options}"));
+        // Whoever comes while it is tried waits for the outcome.
+        let mut known = lock(&self.0);
+        match *known {
+            Some(true) => {
+                drop(known);
+                return with();
+            }
+            Some(false) => {
+                drop(known);
+                return mount(options);
+            }
+            None => {}
+        }
+        match with() {
+            Err(Errno::EINVAL) => {
+                // Unless another option is what is wrong.
+                mount(options)?;
+                *known = Some(false);
+            }
+            outcome => {
+                outcome?;
+                *known = Some(true);
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Mounts huge pages of so many bytes each at `dir`, unless they are there. Pages of another size there are an
@@ -324,6 +360,42 @@ mod tests {
             ("98:0", "ext3")
         );
         assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn a_kernel_is_asked_once_whether_it_keeps_memory_from_swap() {
+        let mount = |takes: bool, known: &NoSwap, options: &str| {
+            let tried = std::cell::RefCell::new(vec![]);
+            let outcome = known.tried(options, |options| {
+                tried.borrow_mut().push(options.to_owned());
+                match options {
+                    _ if options.ends_with("size=x") => Err(Errno::EINVAL),
+                    "noswap,size=1" if !takes => Err(Errno::EINVAL),
+                    _ => Ok(()),
+                }
+            });
+            (outcome, tried.into_inner().join(" "))
+        };
+        let known = NoSwap(Mutex::new(None));
+        let (outcome, tried) = mount(false, &known, "size=x");
+        assert_eq!(
+            (outcome, tried.as_str()),
+            (Err(Errno::EINVAL), "noswap,size=x size=x")
+        );
+        assert_eq!(
+            mount(false, &known, "size=1"),
+            (Ok(()), "noswap,size=1 size=1".into())
+        );
+        for _ in 0..2 {
+            assert_eq!(mount(false, &known, "size=1"), (Ok(()), "size=1".into()));
+        }
+        let known = NoSwap(Mutex::new(None));
+        for _ in 0..2 {
+            assert_eq!(
+                mount(true, &known, "size=1"),
+                (Ok(()), "noswap,size=1".into())
+            );
+        }
     }
 
     #[test]
