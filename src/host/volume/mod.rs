@@ -297,28 +297,22 @@ impl LinuxHost {
             .join(segment(&container)?);
         let key = format!("{uid}/{volume}/{container}/{index}");
         let work = move |call: &Call| {
+            let of = format!("for volumeMount {volume:?} of container {container:?}");
+            // Whoever owns the pod reads the answer, and may not learn from it what is on the machine: the log has why.
+            let hidden = |what: &str, error: &dyn std::fmt::Display| {
+                let message = format!("failed to {what} {of}");
+                tracing::warn!(%error, volume, container, "{message}");
+                message
+            };
+            let unprepared = |error: std::io::Error| hidden("prepare subPath", &error);
+            let base = beneath::Dir::open(&base).map_err(unprepared)?;
             let sub = Path::new(&sub);
-            if sub.is_absolute() {
-                return Err(format!(
-                    "error SubPath `{}` must not be an absolute path",
-                    sub.display()
-                ));
-            }
-            if sub
-                .components()
-                .any(|c| matches!(c, std::path::Component::ParentDir))
-            {
-                return Err(format!(
-                    "unable to provision SubPath `{}`: must not contain '..'",
-                    sub.display()
-                ));
-            }
-            let base = beneath::Dir::open(&base).map_err(doing(format!(
-                "failed to prepare subPath for volumeMount {volume:?} of container {container:?}"
-            )))?;
-            let found = base
-                .find_or_make(sub)
-                .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
+            let found = match base.find(sub).map_err(unprepared)? {
+                Some(found) => found,
+                None => base
+                    .find_or_make(sub)
+                    .map_err(|error| hidden("create subPath directory", &error))?,
+            };
             if call.is_cancelled() {
                 return Err(format!(
                     "volume {volume:?} is not mounted: its pod has ended"
@@ -326,10 +320,8 @@ impl LinuxHost {
             }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());
-            let failed = format!(
-                "failed to prepare subPath for volumeMount {volume:?} of container {container:?}"
-            );
-            device::bind_if_wanted(&found, &target, call, failed)?;
+            device::bind_if_wanted(&found, &target, call, target.display().to_string())
+                .map_err(|error| hidden("prepare subPath", &error))?;
             Ok(target)
         };
         self.patient.call_with(&key, KERNEL_TIMEOUT, work).await

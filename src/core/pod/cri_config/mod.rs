@@ -16,7 +16,7 @@ use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
-pub use mounts::{recursive_read_only, volume_mount};
+pub use mounts::{recursive_read_only, sub_path, volume_mount};
 pub use resources::{Swap, resources};
 use resources::{overhead, whole_resources};
 pub use security::apparmor_refusal;

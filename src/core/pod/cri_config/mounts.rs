@@ -4,6 +4,7 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::VolumeMount;
 
 use super::Node;
+use crate::core::pod::env;
 use crate::core::pod::quoted::quoted;
 
 /// Whether a mount is read-only with all that is mounted below it (KEP-3857, upstream's `resolveRecursiveReadOnly`). What only
@@ -50,6 +51,26 @@ fn propagation(mount: &VolumeMount) -> Result<pb::MountPropagation, String> {
         Some("Bidirectional") => Ok(pb::MountPropagation::PropagationBidirectional),
         Some(other) => Err(format!("invalid MountPropagation mode: {}", quoted(other))),
     }
+}
+
+/// The path in a volume that is mounted; none for all of it. The error is a `CreateContainerConfigError` with the kubelet's
+/// words: what a name expands to is not known before, so that no validation has seen it.
+pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option<String>, String> {
+    let path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
+        Some(expression) => env::expand_all(expression, |name| env::text_of(env, name))?,
+        None => mount.sub_path.clone().unwrap_or_default(),
+    };
+    if path.starts_with('/') {
+        return Err(format!(
+            "error SubPath `{path}` must not be an absolute path"
+        ));
+    }
+    if path.split('/').any(|part| part == "..") {
+        return Err(format!(
+            "unable to provision SubPath `{path}`: must not contain '..'"
+        ));
+    }
+    Ok(Some(path).filter(|path| !path.is_empty()))
 }
 
 /// A volumeMount as far as it can be told without the machine. The error is a `CreateContainerConfigError`.
@@ -137,6 +158,56 @@ mod tests {
                 of(json!(unknown)),
                 Err(format!("invalid MountPropagation mode: {unknown:?}"))
             );
+        }
+    }
+
+    #[test]
+    fn a_sub_path_is_below_its_volume_whatever_it_expands_to() {
+        let of = |expression: &str, plain: &str| {
+            let mount = json!({"name": "v", "mountPath": "/v", "subPathExpr": expression, "subPath": plain});
+            let env = [
+                ("POD", "p"),
+                ("UP", "../x"),
+                ("ROOT", "/etc"),
+                ("EMPTY", ""),
+            ]
+            .map(|(name, value)| (name.to_owned(), value.as_bytes().to_vec()));
+            sub_path(&serde_json::from_value(mount).expect("a mount"), &env)
+        };
+        let some = |path: &str| Ok(Some(path.to_owned()));
+        assert_eq!(of("", ""), Ok(None));
+        assert_eq!(of("", "a/..b"), some("a/..b"));
+        assert_eq!(of("logs/$(POD)", "other"), some("logs/p"));
+        assert_eq!(of("$$(POD)/$(", ""), some("$(POD)/$("));
+        for (expression, plain, refused) in [
+            (
+                "",
+                "/etc",
+                "error SubPath `/etc` must not be an absolute path",
+            ),
+            (
+                "$(ROOT)/x",
+                "",
+                "error SubPath `/etc/x` must not be an absolute path",
+            ),
+            (
+                "",
+                "a/..",
+                "unable to provision SubPath `a/..`: must not contain '..'",
+            ),
+            (
+                "$(POD)/$(UP)",
+                "",
+                "unable to provision SubPath `p/../x`: must not contain '..'",
+            ),
+            ("$(EMPTY)", "", "missing value for EMPTY"),
+            (
+                "$(Z)/$(POD)/$(A)/$(Z)$(EMPTY)",
+                "",
+                "missing value for A, EMPTY, Z",
+            ),
+        ] {
+            assert_eq!(of(expression, plain), Err(refused.to_owned()));
         }
     }
 }
