@@ -73,13 +73,21 @@ pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option
     Ok(Some(path).filter(|path| !path.is_empty()))
 }
 
+/// Where a volume is mounted in the container: the API takes a path that is not absolute as well.
+fn absolute(path: &str) -> String {
+    match path.starts_with('/') {
+        true => path.to_owned(),
+        false => format!("/{path}"),
+    }
+}
+
 /// A volumeMount as far as it can be told without the machine. The error is a `CreateContainerConfigError`.
 pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
     let propagation = propagation(mount)? as i32;
     let recursive_read_only = recursive_read_only(mount, node.recursive_read_only)
         .map_err(|why| format!("failed to resolve recursive read-only mode: {why}"))?;
     Ok(pb::Mount {
-        container_path: mount.mount_path.clone(),
+        container_path: absolute(&mount.mount_path),
         readonly: mount.read_only == Some(true),
         recursive_read_only,
         propagation,
@@ -158,6 +166,16 @@ mod tests {
                 of(json!(unknown)),
                 Err(format!("invalid MountPropagation mode: {unknown:?}"))
             );
+        }
+    }
+
+    #[test]
+    fn a_volume_is_mounted_at_an_absolute_path() {
+        for (asked, at) in [("/data", "/data"), ("data/x", "/data/x")] {
+            let mount = json!({"name": "v", "mountPath": asked});
+            let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
+            let made = volume_mount(&mount, &Node::new(Arc::default())).expect("made");
+            assert_eq!(made.container_path, at);
         }
     }
 
