@@ -3,7 +3,9 @@
 //! fail again.
 
 use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
 
+use crate::agent::metrics::VolumeOperation;
 use crate::agent::{Context, Kind};
 use crate::core::volume::claims::Grown;
 use crate::core::volume::expansion::Tried;
@@ -95,11 +97,15 @@ pub(super) async fn of_local(
         }
         return;
     }
+    let begun = Instant::now();
     let outcome = match begin(context, grown).await {
         Ok(()) => context.host.grow_volume(pod, resolved).await,
         Err(why) => Err(why),
     };
     let outcome = outcome.map_err(NotGrown::from);
+    if !is_new {
+        count(context, &resolved.qualified_plugin(), &outcome, begun);
+    }
     tell(context, pod, &resolved.name, grown, outcome).await;
 }
 
@@ -128,6 +134,22 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     if let Err(error) = context.api.claim_resize(namespace, claim, step).await {
         tracing::warn!(%error, namespace, claim, "a claim was not told that its volume cannot be grown");
     }
+}
+
+/// Counts a try to grow a volume that its pod has already: one that comes with its mount is a part of that.
+pub(super) fn count(
+    context: &Context,
+    plugin: &str,
+    outcome: &Result<(), NotGrown>,
+    begun: Instant,
+) {
+    context.metrics.volume(VolumeOperation {
+        name: "volume_fs_resize",
+        plugin,
+        is_migrated: false,
+        has_failed: outcome.as_ref().is_err_and(|failed| !failed.in_use),
+        took: begun.elapsed(),
+    });
 }
 
 /// Tells pod and claim that a volume which nobody may write to here stays as small as it is here.

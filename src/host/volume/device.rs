@@ -6,8 +6,8 @@ use std::path::Path;
 
 use nix::mount::MntFlags;
 
-use super::disks;
 use super::staging_lock::Turn;
+use super::{Giver, disks};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -15,7 +15,7 @@ use crate::host::linux::{doing, make};
 use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::sys::beneath::Found;
 use crate::sys::patient::Call;
-use crate::sys::{beneath, mount, ownership};
+use crate::sys::{beneath, mount};
 
 /// Where a volume is mounted, and for whom.
 pub(super) struct Target<'a> {
@@ -24,6 +24,7 @@ pub(super) struct Target<'a> {
     /// For this pod.
     pub(super) dir: &'a Path,
     pub(super) owner: Ownership,
+    pub(super) giver: &'a Giver,
     pub(super) call: &'a Call,
 }
 
@@ -101,9 +102,8 @@ pub(super) fn local(
 fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), String> {
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.owned) {
-        let stop = || to.call.is_cancelled();
-        let given =
-            ownership::set_group(source, group, owner.on_mismatch, resolved.read_only, &stop);
+        let read_only = resolved.read_only;
+        let given = to.giver.give(source, (group, owner), read_only, to.call);
         given.map_err(doing(format!(
             "the group of volume {} cannot be set",
             resolved.volume

@@ -15,7 +15,8 @@ pub(in crate::host) use tear_down::FORCE_AFTER;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::SubPath;
 use super::blocking;
@@ -29,7 +30,42 @@ use crate::sys::{beneath, ownership};
 /// How long the kernel is waited for.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Is told of each volume whose files were given to a group, one by one: its plugin, of a driver's volume with the driver,
+/// how long it took, and whether it failed.
+pub type Given = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
+
+/// Who gives the files of a volume to a group.
+struct Giver {
+    plugin: String,
+    given: Option<Given>,
+}
+
+impl Giver {
+    /// As [`ownership::set_group`] does, and tells of it.
+    fn give(
+        &self,
+        root: &Path,
+        (group, owner): (u32, Ownership),
+        read_only: bool,
+        call: &Call,
+    ) -> std::io::Result<()> {
+        let (begun, stop) = (Instant::now(), || call.is_cancelled());
+        let outcome = ownership::set_group(root, group, owner.on_mismatch, read_only, &stop);
+        if let (Some(given), Ok(true) | Err(_)) = (&self.given, &outcome) {
+            given(&self.plugin, begun.elapsed(), outcome.is_err());
+        }
+        outcome.map(drop)
+    }
+}
+
 impl LinuxHost {
+    fn giver(&self, plugin: String) -> Giver {
+        Giver {
+            plugin,
+            given: self.given.clone(),
+        }
+    }
+
     fn staged(&self, name: &str) -> Result<PathBuf, String> {
         Ok(self
             .root
@@ -179,7 +215,7 @@ impl LinuxHost {
             }
             Source::Disk { disk, filesystem } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
-                let given = staged.clone();
+                let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
@@ -187,6 +223,7 @@ impl LinuxHost {
                             staged: &staged,
                             dir: &dir,
                             owner,
+                            giver: &giver,
                             call,
                         };
                         Ok(device::remote(&disk, &filesystem, &resolved, &to))
@@ -203,6 +240,7 @@ impl LinuxHost {
                 path, filesystem, ..
             } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
+                let giver = self.giver(resolved.qualified_plugin());
                 let given = [staged.clone(), PathBuf::from(&path)];
                 let result: Result<(), Problem> = self
                     .patient
@@ -211,6 +249,7 @@ impl LinuxHost {
                             staged: &staged,
                             dir: &dir,
                             owner,
+                            giver: &giver,
                             call,
                         };
                         Ok(device::local(Path::new(&path), &filesystem, &resolved, &to))

@@ -2,6 +2,7 @@
 
 use holdfast_proto::csi as pb;
 use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
 
 use super::{Wanted, secret, to_its_end};
 use crate::agent::Context;
@@ -45,11 +46,16 @@ pub(super) async fn grow(
     if !is_due {
         return;
     }
+    let begun = Instant::now();
     let outcome = match can {
         true => expand(context, wanted, grown, staging).await,
         false => Err(NotGrown::unsupported(&data.driver_name)),
     };
     let outcome = outcome.map_err(|failed| failed.or_superseded(grown, has_failed));
+    if !is_new {
+        let plugin = format!("kubernetes.io/csi:{}", data.driver_name);
+        growth::count(context, &plugin, &outcome, begun);
+    }
     let tried = match &outcome {
         Ok(()) => Tried::Done,
         Err(failed) => failed.tried(),
