@@ -58,6 +58,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         owned: false,
         labelled: false,
         group: None,
+        access_mode: "inline",
     };
     let pod: k8s_openapi::api::core::v1::Pod =
         serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();

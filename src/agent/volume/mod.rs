@@ -3,6 +3,7 @@
 
 pub mod csi;
 mod growth;
+mod labels;
 pub mod objects;
 pub mod projected;
 pub mod storage_limits;
@@ -146,6 +147,7 @@ impl Volumes {
                 let (begun, known_before) =
                     (Instant::now(), self.resolved.contains_key(&volume.name));
                 if !known_before {
+                    labels::admit(context, pod, volume, &resolved).await?;
                     warn_of_others(context, pod, &resolved).await;
                 }
                 let is_new = !known_before;

@@ -253,13 +253,16 @@ pub fn gives_group(
     }
 }
 
+/// Whether a driver mounts volumes with an SELinux label.
+#[must_use]
+pub fn mounts_with_label(driver: Option<&CSIDriver>) -> bool {
+    driver.is_some_and(|d| d.spec.se_linux_mount == Some(true))
+}
+
 /// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
 #[must_use]
 pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
-    let label = volume
-        .label
-        .clone()
-        .filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
+    let label = volume.label.clone().filter(|_| mounts_with_label(driver));
     let options = volume
         .options
         .iter()

@@ -92,6 +92,8 @@ pub struct ResolvedVolume {
     pub labelled: bool,
     /// The group that may use its files, of a persistent volume that names one.
     pub group: Option<i64>,
+    /// Its access mode as metrics name it: `RWO`, for instance, or `inline`.
+    pub access_mode: &'static str,
 }
 
 /// What volumes are made with on this node.
@@ -116,6 +118,7 @@ impl ResolvedVolume {
             owned: false,
             labelled: false,
             group: None,
+            access_mode: selinux::INLINE,
         }
     }
 
@@ -538,6 +541,7 @@ fn persistent(
         options: spec.mount_options.clone().unwrap_or_default(),
         owned,
         group: group_of(&claimed.volume),
+        access_mode: selinux::access_mode(spec.access_modes.as_deref().unwrap_or_default()),
         ..ResolvedVolume::plain(volume, source)
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
