@@ -190,14 +190,12 @@ impl Claimed {
         })
     }
 
-    /// Whether only one pod at a time may use it.
+    /// Whether only one pod at a time may use it: if its volume has no other access mode.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
-        self.claim
-            .spec
-            .as_ref()
-            .and_then(|s| s.access_modes.as_ref())
-            .is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
+        let spec = self.volume.spec.as_ref();
+        let modes = spec.and_then(|s| s.access_modes.as_deref());
+        modes.is_some_and(|modes| modes == ["ReadWriteOncePod"])
     }
 }
 

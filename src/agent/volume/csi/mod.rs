@@ -314,38 +314,10 @@ pub async fn publish(
         .await
         .map_err(|e| e.to_string())?;
     let volume = &csi::labelled(volume, described.as_ref());
-    if volume.inline && !csi::serves_inline(described.as_ref()) {
-        return Err(format!(
-            "volume mode \"Ephemeral\" not supported by driver {} (no CSIDriver object)",
-            volume.driver
-        )
-        .into());
-    }
+    csi::serves(volume, described.as_ref())?;
     let uid = pod::uid(pod);
-    let handle = if volume.inline {
-        csi::inline_handle(uid, &volume.name)
-    } else {
-        volume.handle.clone()
-    };
-    let node = &context.config.node_name;
     let attaches = csi::wants_attachment(volume, described.as_ref());
-    let data = VolumeData {
-        spec_vol_id: volume.name.clone(),
-        driver_name: volume.driver.clone(),
-        node_name: node.clone(),
-        attachment_id: if attaches {
-            csi::attachment_name(&volume.driver, &handle, node)
-        } else {
-            String::new()
-        },
-        volume_lifecycle_mode: if volume.inline {
-            "Ephemeral"
-        } else {
-            "Persistent"
-        }
-        .into(),
-        volume_handle: handle,
-    };
+    let data = csi::noted(volume, uid, &context.config.node_name, attaches);
     let place = context
         .csi
         .dirs
@@ -427,7 +399,9 @@ async fn mount(
     if !there || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
         let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
-        if let Some(tokens) = tokens(context, pod, described).await? {
+        // With a block volume the kubelet sends no tokens.
+        let asks = described.filter(|_| !volume.block);
+        if let Some(tokens) = tokens(context, pod, asks).await? {
             // Drivers log their context, but not what is in secrets: they may want the tokens there.
             let place = if described
                 .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
