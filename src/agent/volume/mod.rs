@@ -9,6 +9,7 @@ pub mod projected;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
@@ -139,11 +140,13 @@ impl Volumes {
             .unwrap_or(0);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
+            let named = OnceLock::new();
             let set_up = async {
                 let resolved = match resolved.get(&volume.name) {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
+                named.get_or_init(|| resolved.name.clone());
                 let (begun, known_before) =
                     (Instant::now(), self.resolved.contains_key(&volume.name));
                 if !known_before {
@@ -173,7 +176,9 @@ impl Volumes {
             let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
                 .await
                 .map_err(|problem: Problem| {
-                    let message = problem.told(&volume.name);
+                    let of_claim = matches!(problem, Problem::Claim(_));
+                    let name = named.get().filter(|_| !of_claim);
+                    let message = problem.told(name.unwrap_or(&volume.name));
                     // Upstream warns of slow walks too.
                     say(Kind::Warning, problem.reason(), &message);
                     message
@@ -324,10 +329,7 @@ async fn resolve(
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
     if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
-        return Err(Problem::SetUp(
-            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
-                .into(),
-        ));
+        return Err(resolved::taken(&claimed));
     }
     resolved::reached(&claimed, context.node.borrow().as_deref())?;
     resolved::resolve(pod, volume, Some(&claimed), here)

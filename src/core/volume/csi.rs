@@ -192,6 +192,23 @@ pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
     }
 }
 
+/// The kubelet's names of what is done with a volume: waiting for its attachment, staging and publishing it.
+#[must_use]
+pub fn steps(volume: &Volume) -> [&'static str; 3] {
+    match volume.block {
+        true => [
+            "MapVolume.WaitForAttach",
+            "MapVolume.SetUpDevice",
+            "MapVolume.MapPodDevice",
+        ],
+        false => [
+            "MountVolume.WaitForAttach",
+            "MountVolume.MountDevice",
+            "MountVolume.SetUp",
+        ],
+    }
+}
+
 /// The message that says so.
 #[must_use]
 pub fn capability(
@@ -303,6 +320,10 @@ impl Drivers {
         (!ids.is_empty()).then(|| serde_json::json!(ids).to_string())
     }
 }
+
+/// Why a pod does not get a volume that another one has.
+pub const TAKEN: &str =
+    "volume uses the ReadWriteOncePod access mode and is already in use by another pod";
 
 /// Whether only one pod at a time may have a volume (KEP-2485): with more than one mode, which of them a pod means is not
 /// known.

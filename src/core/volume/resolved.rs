@@ -190,6 +190,13 @@ impl Claimed {
         })
     }
 
+    /// Whether its volume is a device.
+    #[must_use]
+    pub fn is_block(&self) -> bool {
+        let spec = self.volume.spec.as_ref();
+        spec.and_then(|s| s.volume_mode.as_deref()) == Some("Block")
+    }
+
     /// Whether only one pod at a time may use it: if its volume has no other access mode.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
@@ -217,6 +224,16 @@ pub enum Problem {
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
+    /// One of several steps has failed.
+    #[error("{step} failed: {why}")]
+    Step {
+        /// The kubelet's name of it, `MountVolume.MountDevice` for instance.
+        step: &'static str,
+        /// The name of the persistent volume, where it is not known otherwise.
+        of: Option<String>,
+        /// Why.
+        why: String,
+    },
 }
 
 impl From<String> for Problem {
@@ -232,11 +249,25 @@ impl Problem {
         match self {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => "VolumePermissionChangeInProgress",
-            Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => "FailedMount",
+            Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
+            Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
+                "FailedMount"
+            }
         }
     }
 
-    /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
+    /// A step that has failed.
+    #[must_use]
+    pub fn at(step: &'static str, why: impl Into<String>) -> Problem {
+        Problem::Step {
+            step,
+            of: None,
+            why: why.into(),
+        }
+    }
+
+    /// The message of the pod's event (kubelet spec, 9.1 and 9.4). `volume` is the pod's name for it where its claim is in the
+    /// way, else the persistent volume's, if there is one.
     #[must_use]
     pub fn told(&self, volume: &str) -> String {
         match self {
@@ -251,6 +282,10 @@ impl Problem {
             Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
+            Problem::Step { step, of, why } => {
+                let volume = of.as_deref().unwrap_or(volume);
+                format!("{step} failed for volume {volume:?} : {why}")
             }
         }
     }
@@ -629,12 +664,27 @@ fn persistent(
 pub fn reached(
     claimed: &Claimed,
     node: Option<&k8s_openapi::api::core::v1::Node>,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     match node {
-        Some(node) if !claims::reaches(&claimed.volume, node) => {
-            Err("MountVolume.NodeAffinity check failed: the volume's node affinity does not match this node".into())
-        }
+        Some(node) if !claims::reaches(&claimed.volume, node) => Err(Problem::Step {
+            step: match claimed.is_block() {
+                true => "MapVolume.NodeAffinity check",
+                false => "MountVolume.NodeAffinity check",
+            },
+            of: Some(meta::name(&claimed.volume).to_owned()),
+            why: "no matching NodeSelectorTerms".into(),
+        }),
         _ => Ok(()),
+    }
+}
+
+/// Why the volume of a claim cannot be had: another pod has it.
+#[must_use]
+pub fn taken(claimed: &Claimed) -> Problem {
+    Problem::Step {
+        step: "MountVolume.SetUp",
+        of: Some(meta::name(&claimed.volume).to_owned()),
+        why: csi::TAKEN.into(),
     }
 }
 

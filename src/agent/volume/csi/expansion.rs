@@ -87,7 +87,12 @@ async fn expand(
         }),
         staging_target_path: staging,
         volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
-        secrets: secret(context, volume.expand_secret.as_ref()).await?,
+        secrets: secret(
+            context,
+            "NodeExpandSecretRef",
+            volume.expand_secret.as_ref(),
+        )
+        .await?,
     };
     let driver = registered.driver.clone();
     let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;

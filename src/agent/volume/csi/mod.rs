@@ -243,15 +243,19 @@ fn is_same(one: &Published, other: &Published) -> bool {
         && one.data.volume_handle == other.data.volume_handle
 }
 
+/// What is in a secret; nothing where there is none. `field` is the one that refers to it.
 async fn secret(
     context: &Context,
+    field: &str,
     reference: Option<&(String, String)>,
 ) -> Result<HashMap<String, String>, String> {
     let Some((namespace, name)) = reference else {
         return Ok(HashMap::new());
     };
     let found = context.api.secret(namespace, name).await.map_err(|e| {
-        format!("failed to find the secret {name} in the namespace {namespace}: {e}")
+        format!(
+            "fetching {field} {namespace}/{name} failed: kubernetes.io/csi: failed to find the secret {name} in the namespace {namespace} with error: {e}"
+        )
     })?;
     Ok(found
         .data
@@ -332,17 +336,14 @@ pub async fn publish(
     };
     // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
-        return Err(
-            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
-                .to_owned()
-                .into(),
-        );
+        return Err(csi::TAKEN.to_owned().into());
     }
     context.csi.note(&wanted.place);
     // What is mounted was attached before: only a driver that publishes anew has to know how.
     let is_needed = attaches && (republishes(wanted.described.as_ref()) || !there(&wanted).await?);
     let told = if is_needed {
-        attachment::wait(context, &wanted.place.data).await?
+        let attached = attachment::wait(context, &wanted.place.data).await;
+        attached.map_err(|why| Problem::at(csi::steps(volume)[0], why))?
     } else {
         HashMap::new()
     };
@@ -398,7 +399,12 @@ async fn mount(
     }
     if !there || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
-        let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
+        let mut secrets = secret(
+            context,
+            "NodePublishSecretRef",
+            volume.publish_secret.as_ref(),
+        )
+        .await?;
         // With a block volume the kubelet sends no tokens.
         let asks = described.filter(|_| !volume.block);
         if let Some(tokens) = tokens(context, pod, asks).await? {
@@ -428,7 +434,7 @@ async fn mount(
         let driver = registered.driver.clone();
         to_its_end(turn, async move { driver.publish(request).await })
             .await
-            .map_err(failed("MountVolume.SetUp failed"))?;
+            .map_err(|error| Problem::at(csi::steps(volume)[2], error.to_string()))?;
     }
     if csi::gives_group(volume, described, registered.capabilities) {
         // An agent that was killed may have left the group half given: its root is given last.
@@ -450,8 +456,9 @@ async fn stage(
     staging: &str,
     capability: pb::VolumeCapability,
     before: bool,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     let Wanted { volume, place, .. } = wanted;
+    let failed = |why: String| Problem::at(csi::steps(volume)[1], why);
     let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
     if before && lock(&context.csi.staged).contains(&name) {
         return Ok(());
@@ -461,7 +468,9 @@ async fn stage(
         publish_context: told.clone(),
         staging_target_path: staging.to_owned(),
         volume_capability: Some(capability),
-        secrets: secret(context, volume.stage_secret.as_ref()).await?,
+        secrets: secret(context, "NodeStageSecretRef", volume.stage_secret.as_ref())
+            .await
+            .map_err(failed)?,
         volume_context: volume.attributes.clone().into_iter().collect(),
     };
     let driver = wanted.registered.driver.clone();
@@ -482,7 +491,7 @@ async fn stage(
         })
         .await?;
     }
-    Err(failed("MountVolume.MountDevice failed")(error))
+    Err(failed(error.to_string()))
 }
 
 /// The tokens that a driver wants of the pod's service account.

@@ -195,3 +195,29 @@ fn claims_that_cannot_be_used_say_why() {
             .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
     );
 }
+
+#[test]
+fn a_failed_step_is_told_with_the_persistent_volumes_name() {
+    let source = json!({"local": {"path": "/x"}, "nodeAffinity": {"required": {"nodeSelectorTerms": [
+        {"matchExpressions": [{"key": "host", "operator": "In", "values": ["a"]}]}]}}});
+    let node = |name: &str| {
+        serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
+            .expect("a node")
+    };
+    let mut claimed = claimed(source, "Bound");
+    assert_eq!(reached(&claimed, Some(&node("a"))), Ok(()));
+    assert_eq!(reached(&claimed, None), Ok(()));
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    assert_eq!(
+        problem.told("v"),
+        "MountVolume.NodeAffinity check failed for volume \"pv\" : no matching NodeSelectorTerms"
+    );
+    assert_eq!(problem.reason(), "FailedMount");
+    claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    assert_eq!(problem.reason(), "FailedMapVolume");
+    assert_eq!(
+        Problem::at("MountVolume.MountDevice", "no").told("pv"),
+        "MountVolume.MountDevice failed for volume \"pv\" : no"
+    );
+}
