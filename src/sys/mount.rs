@@ -16,6 +16,7 @@ use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
+use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::beneath::Found;
 use crate::core::lock::lock;
@@ -283,6 +284,37 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     Err(io::Error::other("what was mounted is not what was found"))
 }
 
+/// The options of a mount that a bind mount has of its own.
+const OWN: [(&str, MsFlags, FsFlags); 6] = [
+    ("ro", MsFlags::MS_RDONLY, FsFlags::ST_RDONLY),
+    ("nosuid", MsFlags::MS_NOSUID, FsFlags::ST_NOSUID),
+    ("nodev", MsFlags::MS_NODEV, FsFlags::ST_NODEV),
+    ("noexec", MsFlags::MS_NOEXEC, FsFlags::ST_NOEXEC),
+    ("noatime", MsFlags::MS_NOATIME, FsFlags::ST_NOATIME),
+    ("nodiratime", MsFlags::MS_NODIRATIME, FsFlags::ST_NODIRATIME),
+];
+
+/// Gives a bind mount at `dir` those of these options that are not its filesystem's; the others the kernel leaves out, as for
+/// `mount -o bind`. What it has already stays.
+pub fn restrict(dir: &Path, options: &[String]) -> io::Result<()> {
+    if options.is_empty() {
+        return Ok(());
+    }
+    let asked = |name: &str| options.iter().flat_map(|o| o.split(',')).any(|o| o == name);
+    let there = statvfs(dir)?.flags();
+    let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND;
+    let mut is_new = false;
+    for (name, flag, has) in OWN {
+        let has = there.contains(has);
+        is_new |= asked(name) && !has;
+        flags.set(flag, asked(name) || has);
+    }
+    if is_new {
+        mount(None::<&str>, dir, None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(())
+}
+
 /// How a directory's mount passes on what is mounted below it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
@@ -396,6 +428,35 @@ mod tests {
                 (Ok(()), "noswap,size=1".into())
             );
         }
+    }
+
+    #[test]
+    fn a_bind_mount_gets_the_options_that_are_its_own() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (volume, bound) = (dir.path().join("volume"), dir.path().join("bound"));
+        std::fs::create_dir(&volume).expect("mkdir");
+        let found = super::super::beneath::Dir::open(&volume).expect("open");
+        bind(&found.itself().expect("itself"), &bound).expect("bound");
+        let has = |path: &Path| statvfs(path).expect("statvfs").flags();
+        let before = has(&volume);
+        for options in [
+            vec!["data=ordered"],
+            vec!["noexec,nosuid", "ro"],
+            vec!["noatime"],
+        ] {
+            let options: Vec<String> = options.into_iter().map(str::to_owned).collect();
+            for _ in 0..2 {
+                restrict(&bound, &options).expect("restricted");
+            }
+        }
+        let wanted =
+            FsFlags::ST_NOEXEC | FsFlags::ST_NOSUID | FsFlags::ST_RDONLY | FsFlags::ST_NOATIME;
+        assert!(has(&bound).contains(wanted), "{:?}", has(&bound));
+        assert_eq!(has(&volume), before, "what is behind it stays as it is");
+        unmount_all(&bound).expect("unmounted");
     }
 
     #[test]

@@ -411,6 +411,18 @@ fn group_of(volume: &PersistentVolume) -> Option<i64> {
     named.parse().ok()
 }
 
+/// The options of a persistent volume's mount: an annotation, from before there was a field, goes before that
+/// (`util.MountOptionFromSpec`). Those of drivers' volumes are the field's alone.
+fn mount_options(volume: &PersistentVolume) -> Vec<String> {
+    if let Some(named) = meta::annotations(volume).get("volume.beta.kubernetes.io/mount-options") {
+        let named = named.split(',').filter(|option| !option.is_empty());
+        return named.map(str::to_owned).collect();
+    }
+    let spec = volume.spec.as_ref();
+    spec.and_then(|s| s.mount_options.clone())
+        .unwrap_or_default()
+}
+
 /// Resolves a volume. `claimed` is its claim if it has one.
 pub fn resolve(
     pod: &Pod,
@@ -571,7 +583,7 @@ fn persistent(
         name: name.clone(),
         read_only,
         block,
-        options: spec.mount_options.clone().unwrap_or_default(),
+        options: mount_options(&claimed.volume),
         owned,
         group: group_of(&claimed.volume),
         access_mode: selinux::access_mode(spec.access_modes.as_deref().unwrap_or_default()),
@@ -605,6 +617,13 @@ fn persistent(
         }
     };
     if let Some(host) = &spec.host_path {
+        if !block && !mount_options(&claimed.volume).is_empty() {
+            return Err(Problem::Step {
+                step: "MountVolume.MountOptionSupport check",
+                of: Some(name.clone()),
+                why: "mount options are not supported for this volume type".into(),
+            });
+        }
         return Ok(made(
             Source::HostPath {
                 path: host.path.clone(),

@@ -80,8 +80,14 @@ pub(super) fn local(
             Err(format!("{shown} is not a block device, as volumeMode Block asks for").into())
         };
     }
+    let restrict = || {
+        // A device is mounted with them.
+        let options: &[String] = if device { &[] } else { &resolved.options };
+        let restricted = mount::restrict(to.dir, options);
+        restricted.map_err(doing(format!("{} cannot be restricted", to.dir.display())))
+    };
     if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
-        return Ok(());
+        return Ok(restrict()?);
     }
     let _turn = Turn::of_pod(to.staged)?;
     let mut source = path;
@@ -95,7 +101,8 @@ pub(super) fn local(
         )
         .into());
     }
-    Ok(bind_staged(source, resolved, to)?)
+    bind_staged(source, resolved, to)?;
+    Ok(restrict()?)
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.

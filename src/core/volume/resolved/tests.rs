@@ -221,3 +221,34 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
         "MountVolume.MountDevice failed for volume \"pv\" : no"
     );
 }
+
+#[test]
+fn options_of_a_mount_are_where_its_volume_has_them() {
+    let of = |source: Value, annotations: Value| {
+        let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
+        let pod = pod(volume, json!({}));
+        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+        let mut claimed = claimed(source, "Bound");
+        claimed.volume.metadata.annotations = serde_json::from_value(annotations).expect("a map");
+        resolve(&pod, &volume, Some(&claimed), Here::default())
+    };
+    let named = json!({"volume.beta.kubernetes.io/mount-options": "soft,,noatime"});
+    let nfs = json!({"nfs": {"server": "s", "path": "/x"}, "mountOptions": ["hard"]});
+    let options = |annotations: Value| of(nfs.clone(), annotations).map(|made| made.options);
+    assert_eq!(options(json!({})), Ok(vec!["hard".to_owned()]));
+    assert_eq!(
+        options(named.clone()),
+        Ok(vec!["soft".to_owned(), "noatime".to_owned()])
+    );
+    let host = |options: Value| json!({"hostPath": {"path": "/x"}, "mountOptions": options});
+    assert!(of(host(json!([])), json!({})).is_ok());
+    for refused in [
+        of(host(json!(["ro"])), json!({})),
+        of(host(json!([])), named),
+    ] {
+        assert_eq!(
+            refused.expect_err("it is refused").told("v"),
+            "MountVolume.MountOptionSupport check failed for volume \"pv\" : mount options are not supported for this volume type"
+        );
+    }
+}
