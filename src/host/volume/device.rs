@@ -101,8 +101,35 @@ pub(super) fn local(
         )
         .into());
     }
-    bind_staged(source, resolved, to)?;
+    let owner = match is_shared(to.dir)? {
+        // The pod that has it would lose its files; AlreadyMountedVolume tells this one.
+        true => Ownership {
+            group: None,
+            ..to.owner
+        },
+        false => to.owner,
+    };
+    bind_staged(source, resolved, &Target { owner, ..*to })?;
     Ok(restrict()?)
+}
+
+/// Whether another pod has the volume that is to be mounted in the directory `dir` of a pod.
+fn is_shared(dir: &Path) -> Result<bool, String> {
+    // pods/<uid>/volumes/<plugin>/<name>
+    let above: Vec<&Path> = dir.ancestors().take(5).collect();
+    let [_, _, _, pod, pods] = above.as_slice() else {
+        return Ok(false);
+    };
+    let below = dir.strip_prefix(pod).map_err(|e| e.to_string())?;
+    let all = fs::read_dir(pods).map_err(doing(format!("{} cannot be read", pods.display())))?;
+    for other in all {
+        let other = other.map_err(|e| e.to_string())?.path();
+        let is_pod = other != **pod && other.is_dir();
+        if is_pod && mount::is_mounted(&other.join(below)).map_err(|e| e.to_string())? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.
@@ -355,6 +382,82 @@ mod tests {
     use crate::sys::patient::Patient;
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
+
+    #[tokio::test]
+    async fn a_local_volume_is_given_to_the_group_of_its_first_pod() {
+        use crate::core::volume::resolved::Source;
+        use std::os::unix::fs::MetadataExt as _;
+
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let root = fs::canonicalize(dir.path()).expect("resolved");
+        let volume = root.join("volume");
+        fs::create_dir(&volume).expect("mkdir");
+        let of = |uid: &str| root.join("pods").join(uid).join("volumes/local/pv");
+        let set_up = async |uid: &str, group: u32| {
+            let (path, dir) = (volume.clone(), of(uid));
+            let staged = root.join("staged/pv");
+            let resolved = ResolvedVolume {
+                volume: "v".into(),
+                name: "pv".into(),
+                source: Source::Local {
+                    path: path.display().to_string(),
+                    filesystem: "ext4".into(),
+                    grown: None,
+                },
+                read_only: false,
+                block: false,
+                options: vec!["noexec".into()],
+                owned: true,
+                labelled: false,
+                group: None,
+                access_mode: "RWO",
+            };
+            let work = move |call: &Call| {
+                fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+                let giver = Giver {
+                    plugin: "local".into(),
+                    given: None,
+                };
+                let owner = Ownership {
+                    group: Some(group),
+                    ..Ownership::default()
+                };
+                let to = Target {
+                    staged: &staged,
+                    dir: &dir,
+                    owner,
+                    giver: &giver,
+                    call,
+                };
+                local(&path, "ext4", &resolved, &to).map_err(|e| e.to_string())
+            };
+            let patient = Patient::default();
+            let outcome = patient.call_with(uid, Duration::from_secs(60), work).await;
+            assert_eq!(outcome, Ok(()));
+            let stat = fs::metadata(&volume).expect("stat");
+            stat.gid()
+        };
+        assert_eq!(set_up("one", 4242).await, 4242);
+        assert_eq!(
+            set_up("two", 4343).await,
+            4242,
+            "the first pod has it still"
+        );
+        for uid in ["one", "two"] {
+            let flags = nix::sys::statvfs::statvfs(&of(uid)).expect("statvfs");
+            assert!(
+                flags
+                    .flags()
+                    .contains(nix::sys::statvfs::FsFlags::ST_NOEXEC)
+            );
+            mount::unmount_all(&of(uid)).expect("unmounted");
+        }
+        assert_eq!(set_up("three", 4343).await, 4343);
+        mount::unmount_all(&of("three")).expect("unmounted");
+    }
 
     #[test]
     fn volumes_are_read_only_by_themselves_or_by_an_option() {
