@@ -423,6 +423,18 @@ fn mount_options(volume: &PersistentVolume) -> Vec<String> {
         .unwrap_or_default()
 }
 
+/// Options of a mount are refused where nothing is mounted.
+fn has_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
+    if mount_options(volume).is_empty() {
+        return Ok(());
+    }
+    Err(Problem::Step {
+        step: "MountVolume.MountOptionSupport check",
+        of: Some(meta::name(volume).to_owned()),
+        why: "mount options are not supported for this volume type".into(),
+    })
+}
+
 /// Resolves a volume. `claimed` is its claim if it has one.
 pub fn resolve(
     pod: &Pod,
@@ -560,7 +572,7 @@ fn persistent(
             "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
         )));
     }
-    let block = spec.volume_mode.as_deref() == Some("Block");
+    let block = claimed.is_block();
     let everyone = pod::containers(pod);
     if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
         return Err(Problem::Claim(format!(
@@ -574,11 +586,8 @@ fn persistent(
             volume.name
         )));
     }
-    let read_only = volume
-        .persistent_volume_claim
-        .as_ref()
-        .and_then(|c| c.read_only)
-        == Some(true);
+    let used = volume.persistent_volume_claim.as_ref();
+    let read_only = used.is_some_and(|c| c.read_only == Some(true));
     let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
         name: name.clone(),
         read_only,
@@ -617,13 +626,7 @@ fn persistent(
         }
     };
     if let Some(host) = &spec.host_path {
-        if !block && !mount_options(&claimed.volume).is_empty() {
-            return Err(Problem::Step {
-                step: "MountVolume.MountOptionSupport check",
-                of: Some(name.clone()),
-                why: "mount options are not supported for this volume type".into(),
-            });
-        }
+        has_no_options(&claimed.volume)?;
         return Ok(made(
             Source::HostPath {
                 path: host.path.clone(),

@@ -455,6 +455,19 @@ mod tests {
         }
     }
 
+    /// The volumes that were given, and whether it failed.
+    type Told = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
+
+    fn told_by(host: &mut LinuxHost) -> Told {
+        let told = Told::default();
+        let telling = std::sync::Arc::clone(&told);
+        host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
+            let mut told = telling.lock().expect("told");
+            told.push((plugin.to_owned(), has_failed));
+        }));
+        told
+    }
+
     #[tokio::test(start_paused = true)]
     async fn giving_a_large_volume_is_told_and_ends_with_its_pod() {
         use crate::host::volume::tear_down::tests::{host, of_a_program};
@@ -464,18 +477,10 @@ mod tests {
         }
         let root = tempfile::tempdir().expect("a directory");
         let mut host = host(root.path());
-        let told = std::sync::Arc::new(std::sync::Mutex::new(vec![]));
-        let telling = std::sync::Arc::clone(&told);
-        host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
-            telling
-                .lock()
-                .expect("told")
-                .push((plugin.to_owned(), has_failed));
-        }));
+        let told = told_by(&mut host);
         let dirs = CsiDirs(host.root.clone());
         let data = VolumeData {
             spec_vol_id: "pv".into(),
-            driver_name: "d.test".into(),
             ..VolumeData::default()
         };
         let volume = dirs.place("u", data, false, None).expect("a place");
@@ -519,7 +524,7 @@ mod tests {
             .await;
         assert_eq!(ended, Ok(()));
         let told = told.lock().expect("told").clone();
-        assert_eq!(told, [("kubernetes.io/csi:d.test".to_owned(), true)]);
+        assert_eq!(told, [("kubernetes.io/csi:".to_owned(), true)]);
         use std::os::unix::fs::MetadataExt as _;
         let root = fs::metadata(&volume.target).expect("stat");
         assert_ne!(root.gid(), 4242, "the root is given last");

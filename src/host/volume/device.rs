@@ -28,6 +28,24 @@ pub(super) struct Target<'a> {
     pub(super) call: &'a Call,
 }
 
+impl<'a> Target<'a> {
+    /// The places for all pods and for this one.
+    pub(super) fn new(
+        [staged, dir]: [&'a Path; 2],
+        owner: Ownership,
+        giver: &'a Giver,
+        call: &'a Call,
+    ) -> Target<'a> {
+        Target {
+            staged,
+            dir,
+            owner,
+            giver,
+            call,
+        }
+    }
+}
+
 /// Mounts an export of a server in a pod's directory.
 pub(super) fn nfs(
     device: &str,
@@ -383,9 +401,27 @@ mod tests {
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
 
+    fn a_local_volume(path: &Path) -> ResolvedVolume {
+        ResolvedVolume {
+            volume: "v".into(),
+            name: "pv".into(),
+            source: crate::core::volume::resolved::Source::Local {
+                path: path.display().to_string(),
+                filesystem: "ext4".into(),
+                grown: None,
+            },
+            read_only: false,
+            block: false,
+            options: vec!["noexec".into()],
+            owned: true,
+            labelled: false,
+            group: None,
+            access_mode: "RWO",
+        }
+    }
+
     #[tokio::test]
     async fn a_local_volume_is_given_to_the_group_of_its_first_pod() {
-        use crate::core::volume::resolved::Source;
         use std::os::unix::fs::MetadataExt as _;
 
         if !nix::unistd::geteuid().is_root() {
@@ -399,22 +435,7 @@ mod tests {
         let set_up = async |uid: &str, group: u32| {
             let (path, dir) = (volume.clone(), of(uid));
             let staged = root.join("staged/pv");
-            let resolved = ResolvedVolume {
-                volume: "v".into(),
-                name: "pv".into(),
-                source: Source::Local {
-                    path: path.display().to_string(),
-                    filesystem: "ext4".into(),
-                    grown: None,
-                },
-                read_only: false,
-                block: false,
-                options: vec!["noexec".into()],
-                owned: true,
-                labelled: false,
-                group: None,
-                access_mode: "RWO",
-            };
+            let resolved = a_local_volume(&path);
             let work = move |call: &Call| {
                 fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
                 let giver = Giver {
@@ -425,13 +446,7 @@ mod tests {
                     group: Some(group),
                     ..Ownership::default()
                 };
-                let to = Target {
-                    staged: &staged,
-                    dir: &dir,
-                    owner,
-                    giver: &giver,
-                    call,
-                };
+                let to = Target::new([&staged, &dir], owner, &giver, call);
                 local(&path, "ext4", &resolved, &to).map_err(|e| e.to_string())
             };
             let patient = Patient::default();

@@ -219,13 +219,7 @@ impl LinuxHost {
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target {
-                            staged: &staged,
-                            dir: &dir,
-                            owner,
-                            giver: &giver,
-                            call,
-                        };
+                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
                         Ok(device::remote(&disk, &filesystem, &resolved, &to))
                     })
                     .await
@@ -245,13 +239,7 @@ impl LinuxHost {
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target {
-                            staged: &staged,
-                            dir: &dir,
-                            owner,
-                            giver: &giver,
-                            call,
-                        };
+                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
                         Ok(device::local(Path::new(&path), &filesystem, &resolved, &to))
                     })
                     .await
