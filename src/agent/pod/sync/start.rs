@@ -445,7 +445,7 @@ async fn volume_mount(
     };
     let volume = volume.ok_or_else(missing)?;
     let sub_path = cri_config::sub_path(mount, env)?;
-    let mut message = cri_config::volume_mount(mount, s.node)?;
+    let mut message = cri_config::volume_mount(mount, &start.container, s.node)?;
     if volume.image.is_some() {
         let image = images.get(&volume.name).cloned().unwrap_or_default();
         message.image = Some(pb::ImageSpec {

@@ -1,9 +1,9 @@
 //! The mounts of volumes as far as they can be told without the machine (upstream's `makeMounts`). Pure.
 
 use holdfast_proto::cri as pb;
-use k8s_openapi::api::core::v1::VolumeMount;
+use k8s_openapi::api::core::v1::{Container, VolumeMount};
 
-use super::Node;
+use super::{Node, privileged};
 use crate::core::pod::env;
 use crate::core::pod::quoted::quoted;
 
@@ -81,9 +81,20 @@ fn absolute(path: &str) -> String {
     }
 }
 
-/// A volumeMount as far as it can be told without the machine. The error is a `CreateContainerConfigError`.
-pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
-    let propagation = propagation(mount)? as i32;
+/// A volumeMount of a container as far as it can be told without the machine. The error is a `CreateContainerConfigError`.
+pub fn volume_mount(
+    mount: &VolumeMount,
+    container: &Container,
+    node: &Node,
+) -> Result<pb::Mount, String> {
+    let propagation = propagation(mount)?;
+    if propagation == pb::MountPropagation::PropagationBidirectional && !privileged(container) {
+        // An apiserver says so; of a static pod nobody has said it yet.
+        return Err(
+            "Bidirectional mount propagation is available only to privileged containers".into(),
+        );
+    }
+    let propagation = propagation as i32;
     let recursive_read_only = recursive_read_only(mount, node.recursive_read_only)
         .map_err(|why| format!("failed to resolve recursive read-only mode: {why}"))?;
     Ok(pb::Mount {
@@ -101,6 +112,12 @@ mod tests {
     use serde_json::{Value, json};
     use std::sync::Arc;
 
+    fn container(is_privileged: bool) -> Container {
+        let context = json!({"privileged": is_privileged});
+        serde_json::from_value(json!({"name": "c", "securityContext": context}))
+            .expect("a container")
+    }
+
     fn made(mut mount: Value, is_supported: bool) -> Result<(bool, i32), String> {
         mount["name"] = json!("v");
         mount["mountPath"] = json!("/v");
@@ -109,7 +126,8 @@ mod tests {
             recursive_read_only: is_supported,
             ..Node::new(Arc::default())
         };
-        volume_mount(&mount, &node).map(|made| (made.recursive_read_only, made.propagation))
+        volume_mount(&mount, &container(true), &node)
+            .map(|made| (made.recursive_read_only, made.propagation))
     }
 
     #[test]
@@ -161,6 +179,10 @@ mod tests {
         assert_eq!(of(json!("None")), Ok(0));
         assert_eq!(of(json!("HostToContainer")), Ok(1));
         assert_eq!(of(json!("Bidirectional")), Ok(2));
+        let mount = json!({"name": "v", "mountPath": "/v", "mountPropagation": "Bidirectional"});
+        let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
+        let plain = volume_mount(&mount, &container(false), &Node::new(Arc::default()));
+        assert!(plain.is_err_and(|e| e.contains("only to privileged containers")));
         for unknown in ["", "Private", "hosttocontainer"] {
             assert_eq!(
                 of(json!(unknown)),
@@ -174,7 +196,8 @@ mod tests {
         for (asked, at) in [("/data", "/data"), ("data/x", "/data/x")] {
             let mount = json!({"name": "v", "mountPath": asked});
             let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
-            let made = volume_mount(&mount, &Node::new(Arc::default())).expect("made");
+            let made = volume_mount(&mount, &container(false), &Node::new(Arc::default()));
+            let made = made.expect("made");
             assert_eq!(made.container_path, at);
         }
     }
