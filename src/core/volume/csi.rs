@@ -236,6 +236,18 @@ pub fn capability(
     }
 }
 
+/// The same for making its filesystem larger: without a group, and without the label of its mount, which is there already.
+#[must_use]
+pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb::VolumeCapability {
+    let label = volume.label.as_deref().map(selinux::option);
+    let options = volume.options.iter().filter(|o| Some(*o) != label.as_ref());
+    let plain = Volume {
+        options: options.cloned().collect(),
+        ..volume.clone()
+    };
+    capability(&plain, capabilities, None)
+}
+
 /// Whether we give a volume to its pod's group ourselves.
 #[must_use]
 pub fn gives_group(
@@ -496,12 +508,14 @@ mod tests {
         };
         let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
         assert_eq!(
-            (told.options.join(","), told.label),
+            (told.options.join(","), told.label.clone()),
             (
                 "noatime,context=\"u:r:t:s0:c1,c2\"".into(),
                 own.label.clone()
             )
         );
+        let grown = capability_to_grow(&told, NodeCapabilities::default()).access_type;
+        assert!(matches!(grown, Some(AccessType::Mount(m)) if m.mount_flags == ["noatime"]));
         for none in [None, Some(driver(json!({})))] {
             let told = labelled(&own, none.as_ref());
             assert_eq!((told.options.len(), told.label), (1, None));

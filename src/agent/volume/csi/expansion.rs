@@ -86,7 +86,7 @@ async fn expand(
             limit_bytes: 0,
         }),
         staging_target_path: staging,
-        volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
+        volume_capability: Some(csi::capability_to_grow(volume, registered.capabilities)),
         secrets: secret(
             context,
             "NodeExpandSecretRef",
