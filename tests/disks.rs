@@ -251,7 +251,8 @@ fn a_local_disk_grows_under_its_pod() {
     for who in ["p", "disk"] {
         cluster.wait("the event", || {
             let told = cluster.events(who);
-            told.contains("FileSystemResizeSuccessful") && told.contains("it has 640Mi now")
+            told.contains("FileSystemResizeSuccessful")
+                && told.contains("MountVolume.NodeExpandVolume succeeded for volume \"disk\"")
         });
     }
     cluster.kubectl(&["delete", "pod", "p"]);

@@ -38,13 +38,8 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     std::fs::create_dir_all(base.join("a/x/deep")).unwrap();
     std::os::unix::fs::symlink(outside.path(), base.join("link")).unwrap();
     let (swaps, over) = (AtomicU64::new(0), AtomicBool::new(false));
-    let host = LinuxHost::new(
-        root.path(),
-        root.path().join("logs"),
-        Cgroups::new("/", Driver::Cgroupfs),
-        None,
-        None,
-    );
+    let cgroups = Cgroups::new("/", Driver::Cgroupfs);
+    let host = LinuxHost::new(root.path(), root.path().join("logs"), cgroups, None, None);
     let resolved = ResolvedVolume {
         volume: "v".into(),
         name: "v".into(),
@@ -58,6 +53,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         owned: false,
         labelled: false,
         group: None,
+        access_mode: "inline",
     };
     let pod: k8s_openapi::api::core::v1::Pod =
         serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "uid": "u"}})).unwrap();

@@ -20,6 +20,7 @@ use super::KubeNodes;
 use super::Network;
 use super::NodeApi;
 use super::OwnNode;
+use super::metrics::VolumeOperation;
 use super::node::{credentials, firewall, network};
 use crate::config::Config;
 use crate::core::node::cgroup_tree::Group;
@@ -138,7 +139,11 @@ fn metrics() -> Arc<super::Metrics> {
 }
 
 /// The machine as the configuration has it.
-fn host(config: &Config, driver: Driver) -> anyhow::Result<LinuxHost> {
+fn host(
+    config: &Config,
+    driver: Driver,
+    metrics: &Arc<super::Metrics>,
+) -> anyhow::Result<LinuxHost> {
     let mut host = LinuxHost::new(
         &config.root_dir,
         config.pod_logs_dir.clone(),
@@ -148,6 +153,16 @@ fn host(config: &Config, driver: Driver) -> anyhow::Result<LinuxHost> {
     );
     host.users = users::pool(config.ids_per_pod, config.max_pods).map_err(anyhow::Error::msg)?;
     host.reserves_memory = config.enforcement.memory.is_some_and(|m| m.reserves);
+    let counted = Arc::clone(metrics);
+    host.given = Some(Arc::new(move |plugin, took, has_failed| {
+        counted.volume(VolumeOperation {
+            name: "volume_apply_access_control",
+            plugin,
+            is_migrated: false,
+            has_failed,
+            took,
+        });
+    }));
     Ok(host)
 }
 
@@ -237,7 +252,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     }
     let driver = driver(&*runtime, &config).await;
     share_mounts(&config);
-    let host = host(&config, driver)?;
+    let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());
     let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {

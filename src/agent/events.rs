@@ -13,6 +13,7 @@ use crate::core::bucket::Bucket;
 use crate::core::correlate::{self, Correlator};
 use crate::core::lock::lock;
 use crate::core::time::seconds;
+use crate::core::volume::claims::Grown;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
@@ -112,18 +113,13 @@ impl Events {
         self.say(about, kind, reason, message);
     }
 
-    /// About a claim.
-    pub fn claim(
-        &self,
-        namespace: &str,
-        name: &str,
-        kind: Kind,
-        reason: &str,
-        message: impl Into<String>,
-    ) {
+    /// About the claim of a volume that grows.
+    pub fn claim(&self, of: &Grown, kind: Kind, reason: &str, message: impl Into<String>) {
         let about = ObjectReference {
-            namespace: Some(namespace.into()),
-            ..object("PersistentVolumeClaim", name)
+            namespace: Some(of.namespace.clone()),
+            // `kubectl describe` finds events by it.
+            uid: of.uid.clone(),
+            ..object("PersistentVolumeClaim", &of.claim)
         };
         self.say(about, kind, reason, message);
     }

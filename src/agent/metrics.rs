@@ -14,6 +14,7 @@ use crate::core::node::shutdown::Times;
 use crate::core::pod;
 use crate::core::pod::resize::{Asked, Infeasible};
 use crate::core::serving::exposition::{Family, Page, Registry};
+use crate::core::volume::selinux::{self, Admission, Admissions};
 
 mod families;
 
@@ -104,6 +105,8 @@ fn seconds(at: Timestamp) -> f64 {
 pub struct Metrics {
     /// The volumes of pods, by uid.
     volumes: Mutex<BTreeMap<String, PodVolumes>>,
+    /// The labels that volumes are wanted with.
+    labels: Mutex<Admissions>,
     /// Pods that are gone and have left something, and those of them of which it could not be removed.
     orphans: Mutex<(usize, usize)>,
     /// When the node was to be registered first, and when it was, in seconds since 1970.
@@ -427,6 +430,33 @@ impl Metrics {
     /// A pod's volumes are given back.
     pub fn pod_has_no_volumes(&self, uid: &str) {
         lock(&self.volumes).remove(uid);
+        lock(&self.labels).forget(uid);
+    }
+
+    /// A pod's containers need several labels for one volume, of this access mode.
+    pub fn several_labels(&self, access_mode: &str, is_error: bool) {
+        let family = SELINUX_POD[usize::from(!is_error)];
+        self.with(|r| r.add(family, &[access_mode], 1.0));
+    }
+
+    /// A pod wants a volume of this plugin and access mode with a label, or without one. Where the label has to be the one
+    /// that other pods have it with, it is an error if it is not.
+    pub fn labelled(
+        &self,
+        uid: &str,
+        volume: &str,
+        label: Option<&str>,
+        [plugin, access_mode]: [&str; 2],
+    ) -> Admission {
+        let is_strict = access_mode == selinux::ALONE;
+        let admission = lock(&self.labels).admit(volume, uid, label, is_strict);
+        let family = match &admission {
+            Admission::New if label.is_some() => SELINUX_ADMITTED,
+            Admission::Conflict(_) => SELINUX_VOLUME[usize::from(!is_strict)],
+            Admission::New | Admission::Same => return admission,
+        };
+        self.with(|r| r.add(family, &[plugin, access_mode], 1.0));
+        admission
     }
 
     /// How many volumes there are, by state and plugin.

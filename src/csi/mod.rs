@@ -37,6 +37,8 @@ pub struct CsiError {
     pub certain: bool,
     /// Whether the same call would fail again, whatever happens: what it asks for cannot be had.
     pub infeasible: bool,
+    /// Whether it would fail again while the volume is as it is now: of a volume that grows, in use.
+    pub unready: bool,
 }
 
 impl From<Failure> for CsiError {
@@ -56,6 +58,7 @@ impl From<Failure> for CsiError {
                 failure.code,
                 Code::InvalidArgument | Code::OutOfRange | Code::NotFound
             ),
+            unready: failure.code == Code::FailedPrecondition,
         }
     }
 }
@@ -95,6 +98,7 @@ fn channel(path: &str) -> Result<Channel, CsiError> {
         text: format!("the socket {path:?} of a driver cannot be used: {e}"),
         certain: true,
         infeasible: false,
+        unready: false,
     })
 }
 
@@ -297,5 +301,28 @@ impl Driver {
         )
         .await?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_code_says_what_may_have_been_done_and_whether_a_call_is_repeated() {
+        for (code, certain, infeasible, unready) in [
+            (Code::DeadlineExceeded, false, false, false),
+            (Code::Unavailable, false, false, false),
+            (Code::Internal, true, false, false),
+            (Code::OutOfRange, true, true, false),
+            (Code::FailedPrecondition, true, false, true),
+        ] {
+            let error = CsiError::from(Status::new(code, "no"));
+            assert_eq!(
+                (error.certain, error.infeasible, error.unready),
+                (certain, infeasible, unready),
+                "{code:?}"
+            );
+        }
     }
 }

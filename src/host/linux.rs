@@ -21,6 +21,7 @@ use super::cgroups::Cgroups;
 use super::serving::rotate::LogPlace;
 use super::volume::Content;
 use super::volume::FORCE_AFTER;
+use super::volume::Given;
 use super::volume::csi::Published;
 use crate::core::image::gc::Filesystem;
 use crate::core::lock::lock;
@@ -73,6 +74,8 @@ pub struct LinuxHost {
     pub reserves_memory: bool,
     /// The ids that pods with user namespaces get.
     pub users: Pool,
+    /// Is told of volumes that are given to groups.
+    pub given: Option<Given>,
     /// Calls that the kernel may never answer.
     pub(in crate::host) patient: Patient,
     /// Mounts of servers that seem to be gone, as unmounting them has no answer, and since when.
@@ -148,6 +151,7 @@ impl LinuxHost {
             cpu_period,
             reserves_memory: false,
             users: Pool::all(LENGTH),
+            given: None,
             patient: Patient::default(),
             silent: Mutex::default(),
             force_after: FORCE_AFTER,

@@ -218,6 +218,9 @@ pub trait PodApi: Send + Sync + 'static {
     fn services(&self) -> Option<Vec<Arc<Service>>>;
 }
 
+/// How often a claim is read and written when others write it at the same time.
+const CLAIM_TRIES: u32 = 5;
+
 /// The API over kube.
 pub struct KubePods {
     client: Client,
@@ -399,10 +402,19 @@ impl PodApi for KubePods {
         step: Resize<'_>,
     ) -> Result<(), ApiFailure> {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
-        let patch = resize::patch(&api.get(name).await?, step);
-        api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
-            .await?;
-        Ok(())
+        let mut tries = 0;
+        loop {
+            let patch = resize::patch(&api.get(name).await?, step);
+            let patched = api
+                .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
+                .await;
+            tries += 1;
+            match patched.map_err(ApiFailure::from) {
+                // Who resizes the volume writes there as well.
+                Err(ApiFailure::Conflict(_)) if tries < CLAIM_TRIES => {}
+                outcome => return outcome.map(drop),
+            }
+        }
     }
 
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure> {

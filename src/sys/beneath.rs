@@ -93,13 +93,19 @@ impl Dir {
         }
     }
 
-    /// Opens what is at a relative path, a file or a directory. What is missing is made as directories with
-    /// the mode and owner of this one.
-    pub fn find_or_make(&self, path: &Path) -> io::Result<Found> {
+    /// Opens what is at a relative path, a file or a directory; none where nothing is.
+    pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
         match openat2(self.0.as_fd(), path, how(OFlag::O_PATH)) {
-            Ok(fd) => return Found::of(fd),
-            Err(nix::errno::Errno::ENOENT) => {}
-            Err(error) => return Err(error.into()),
+            Ok(fd) => Found::of(fd).map(Some),
+            Err(nix::errno::Errno::ENOENT) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The same. What is missing is made as directories with the mode and owner of this one.
+    pub fn find_or_make(&self, path: &Path) -> io::Result<Found> {
+        if let Some(found) = self.find(path)? {
+            return Ok(found);
         }
         let like = nix::sys::stat::fstat(self.0.as_fd())?;
         let mut here = Dir(self.0.try_clone()?);

@@ -10,13 +10,16 @@ use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, OpenHow, ResolveFlag, openat, openat2};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::Mode;
+use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::beneath::Found;
+use crate::core::lock::lock;
 
 /// One mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -175,12 +178,46 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
             Some(options),
         )
     };
-    // What is in memory may be secret: it is not swapped out where the kernel can keep it (6.4 and later).
-    match with(&format!("noswap,{options}")) {
-        Err(nix::errno::Errno::EINVAL) => with(&options)?,
-        result => result?,
+    Ok(NOSWAP.tried(&options, with)?)
+}
+
+/// Whether the kernel takes the option `noswap` of a tmpfs: 6.4 and later do, outside user namespaces.
+static NOSWAP: NoSwap = NoSwap(Mutex::new(None));
+
+/// The same, once it is known: each try of a kernel that does not take it is a complaint in its log.
+struct NoSwap(Mutex<Option<bool>>);
+
+impl NoSwap {
+    /// Mounts with the option, as what is in memory may be secret and is not to be swapped out; without it where the kernel
+    /// does not take it.
+    fn tried(&self, options: &str, mount: impl Fn(&str) -> Result<(), Errno>) -> Result<(), Errno> {
+        let with = || mount(&format!("noswap,{options}"));
+        // Whoever comes while it is tried waits for the outcome.
+        let mut known = lock(&self.0);
+        match *known {
+            Some(true) => {
+                drop(known);
+                return with();
+            }
+            Some(false) => {
+                drop(known);
+                return mount(options);
+            }
+            None => {}
+        }
+        match with() {
+            Err(Errno::EINVAL) => {
+                // Unless another option is what is wrong.
+                mount(options)?;
+                *known = Some(false);
+            }
+            outcome => {
+                outcome?;
+                *known = Some(true);
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Mounts huge pages of so many bytes each at `dir`, unless they are there. Pages of another size there are an
@@ -245,6 +282,37 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     }
     umount2(target, MntFlags::UMOUNT_NOFOLLOW)?;
     Err(io::Error::other("what was mounted is not what was found"))
+}
+
+/// The options of a mount that a bind mount has of its own.
+const OWN: [(&str, MsFlags, FsFlags); 6] = [
+    ("ro", MsFlags::MS_RDONLY, FsFlags::ST_RDONLY),
+    ("nosuid", MsFlags::MS_NOSUID, FsFlags::ST_NOSUID),
+    ("nodev", MsFlags::MS_NODEV, FsFlags::ST_NODEV),
+    ("noexec", MsFlags::MS_NOEXEC, FsFlags::ST_NOEXEC),
+    ("noatime", MsFlags::MS_NOATIME, FsFlags::ST_NOATIME),
+    ("nodiratime", MsFlags::MS_NODIRATIME, FsFlags::ST_NODIRATIME),
+];
+
+/// Gives a bind mount at `dir` those of these options that are not its filesystem's; the others the kernel leaves out, as for
+/// `mount -o bind`. What it has already stays.
+pub fn restrict(dir: &Path, options: &[String]) -> io::Result<()> {
+    if options.is_empty() {
+        return Ok(());
+    }
+    let asked = |name: &str| options.iter().flat_map(|o| o.split(',')).any(|o| o == name);
+    let there = statvfs(dir)?.flags();
+    let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND;
+    let mut is_new = false;
+    for (name, flag, has) in OWN {
+        let has = there.contains(has);
+        is_new |= asked(name) && !has;
+        flags.set(flag, asked(name) || has);
+    }
+    if is_new {
+        mount(None::<&str>, dir, None::<&str>, flags, None::<&str>)?;
+    }
+    Ok(())
 }
 
 /// How a directory's mount passes on what is mounted below it.
@@ -324,6 +392,71 @@ mod tests {
             ("98:0", "ext3")
         );
         assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn a_kernel_is_asked_once_whether_it_keeps_memory_from_swap() {
+        let mount = |takes: bool, known: &NoSwap, options: &str| {
+            let tried = std::cell::RefCell::new(vec![]);
+            let outcome = known.tried(options, |options| {
+                tried.borrow_mut().push(options.to_owned());
+                match options {
+                    _ if options.ends_with("size=x") => Err(Errno::EINVAL),
+                    "noswap,size=1" if !takes => Err(Errno::EINVAL),
+                    _ => Ok(()),
+                }
+            });
+            (outcome, tried.into_inner().join(" "))
+        };
+        let known = NoSwap(Mutex::new(None));
+        let (outcome, tried) = mount(false, &known, "size=x");
+        assert_eq!(
+            (outcome, tried.as_str()),
+            (Err(Errno::EINVAL), "noswap,size=x size=x")
+        );
+        assert_eq!(
+            mount(false, &known, "size=1"),
+            (Ok(()), "noswap,size=1 size=1".into())
+        );
+        for _ in 0..2 {
+            assert_eq!(mount(false, &known, "size=1"), (Ok(()), "size=1".into()));
+        }
+        let known = NoSwap(Mutex::new(None));
+        for _ in 0..2 {
+            assert_eq!(
+                mount(true, &known, "size=1"),
+                (Ok(()), "noswap,size=1".into())
+            );
+        }
+    }
+
+    #[test]
+    fn a_bind_mount_gets_the_options_that_are_its_own() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (volume, bound) = (dir.path().join("volume"), dir.path().join("bound"));
+        std::fs::create_dir(&volume).expect("mkdir");
+        let found = super::super::beneath::Dir::open(&volume).expect("open");
+        bind(&found.itself().expect("itself"), &bound).expect("bound");
+        let has = |path: &Path| statvfs(path).expect("statvfs").flags();
+        let before = has(&volume);
+        for options in [
+            vec!["data=ordered"],
+            vec!["noexec,nosuid", "ro"],
+            vec!["noatime"],
+        ] {
+            let options: Vec<String> = options.into_iter().map(str::to_owned).collect();
+            for _ in 0..2 {
+                restrict(&bound, &options).expect("restricted");
+            }
+        }
+        let wanted =
+            FsFlags::ST_NOEXEC | FsFlags::ST_NOSUID | FsFlags::ST_RDONLY | FsFlags::ST_NOATIME;
+        assert!(has(&bound).contains(wanted), "{:?}", has(&bound));
+        assert_eq!(has(&volume), before, "what is behind it stays as it is");
+        unmount_all(&bound).expect("unmounted");
     }
 
     #[test]

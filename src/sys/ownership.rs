@@ -183,7 +183,8 @@ fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> i
 }
 
 /// Gives a volume to a group. With `on_mismatch` only if its root is not the group's yet: the root is changed
-/// last, so that a change that was cut off is done again. `stop` is asked after each file.
+/// last, so that a change that was cut off is done again. `stop` is asked after each file. The answer is whether there was
+/// anything to do.
 ///
 /// # Errors
 /// Of the kind `Interrupted` if it was stopped, or if a directory was moved meanwhile.
@@ -193,13 +194,13 @@ pub fn set_group(
     on_mismatch: bool,
     read_only: bool,
     stop: &dyn Fn() -> bool,
-) -> io::Result<()> {
+) -> io::Result<bool> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let dir = nix::fcntl::open(root, flags, Mode::empty())?;
     let stat = fstat(&dir)?;
     let bits = wanted(&stat, read_only);
     if on_mismatch && stat.st_gid == group && stat.st_mode & bits == bits {
-        return Ok(());
+        return Ok(false);
     }
     under_way_now().insert(root.into(), 0);
     walk(
@@ -212,7 +213,8 @@ pub fn set_group(
             stop,
         },
     )?;
-    give(dir.as_fd(), group, read_only)
+    give(dir.as_fd(), group, read_only)?;
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -241,7 +243,7 @@ mod tests {
         symlink(&victim, root.join("a/link")).expect("link");
         symlink(outside.path(), root.join("dir")).expect("link");
         let before = std::fs::metadata(&victim).expect("stat");
-        set_group(root, 4242, false, false, &|| false).expect("given");
+        assert!(set_group(root, 4242, false, false, &|| false).expect("given"));
         let stat = |path: &str| std::fs::symlink_metadata(root.join(path)).expect("stat");
         assert_eq!((stat("").gid(), stat("").mode() & 0o2770), (4242, 0o2770));
         assert_eq!(
@@ -257,7 +259,7 @@ mod tests {
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
         // On a mismatch only: what was changed below a root that is right stays.
         std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
-        set_group(root, 4242, true, false, &|| false).expect("looked at");
+        assert!(!set_group(root, 4242, true, false, &|| false).expect("looked at"));
         assert_eq!(stat("a/b/f").gid(), 0);
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);

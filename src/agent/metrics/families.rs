@@ -196,6 +196,35 @@ pub(super) const FORCE_CLEANED_ERRORS: Family = family(
     "The number of volumes that failed force cleanup after their reconstruction failed.",
     &[],
 );
+pub(super) const SELINUX_POD: [Family; 2] = [
+    family(
+        "volume_manager_selinux_pod_context_mismatch_errors_total",
+        "Number of times that a pod could not be started because its containers have different SELinux contexts for one volume.",
+        &["access_mode"],
+    ),
+    family(
+        "volume_manager_selinux_pod_context_mismatch_warnings_total",
+        "Number of times that the containers of a pod had different SELinux contexts for one volume, of an access mode with which that is no error.",
+        &["access_mode"],
+    ),
+];
+pub(super) const SELINUX_VOLUME: [Family; 2] = [
+    family(
+        "volume_manager_selinux_volume_context_mismatch_errors_total",
+        "Number of times that a pod could not be started because other pods have its volume with another SELinux context.",
+        &["volume_plugin", "access_mode"],
+    ),
+    family(
+        "volume_manager_selinux_volume_context_mismatch_warnings_total",
+        "Number of pods whose volume other pods have with another SELinux context, of an access mode with which that is no error.",
+        &["volume_plugin", "access_mode"],
+    ),
+];
+pub(super) const SELINUX_ADMITTED: Family = family(
+    "volume_manager_selinux_volumes_admitted_total",
+    "Number of volumes whose SELinux context is clear, so that they can be mounted with it.",
+    &["volume_plugin", "access_mode"],
+);
 pub(super) const CSI: Family = family(
     "csi_operations_seconds",
     "Container Storage Interface operation duration with gRPC error code status total",

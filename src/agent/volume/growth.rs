@@ -1,11 +1,14 @@
 //! Volumes that become larger while pods have them (kubelet spec, 9.5). A volume that stays as small as it was can be used all
-//! the same, so a failure is told and holds nothing up; the next refresh tries again, unless the driver has said that it would
-//! fail again and whoever resizes the volume knows.
+//! the same, so a failure is told and holds nothing up; a refresh tries again, unless the driver has said that it would
+//! fail again.
 
 use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
 
+use crate::agent::metrics::VolumeOperation;
 use crate::agent::{Context, Kind};
 use crate::core::volume::claims::Grown;
+use crate::core::volume::expansion::Tried;
 use crate::core::volume::resize::Resize;
 use crate::core::volume::resolved::{ResolvedVolume, Source};
 use crate::csi::CsiError;
@@ -17,38 +20,92 @@ pub(super) struct NotGrown {
     is_final: bool,
     /// It would fail again.
     infeasible: bool,
+    /// It would fail again while a pod of this node has the volume.
+    in_use: bool,
+}
+
+impl NotGrown {
+    fn new(why: String, is_final: bool) -> NotGrown {
+        NotGrown {
+            why,
+            is_final,
+            infeasible: false,
+            in_use: false,
+        }
+    }
+
+    /// Its driver has no call for that.
+    pub(super) fn unsupported(driver: &str) -> NotGrown {
+        let why = format!("NodeExpand is not supported by the CSI driver {driver}");
+        NotGrown::new(why, true)
+    }
+
+    /// Where this failure follows on another and the claim asks for another size by now, whoever resizes the volume is to go
+    /// on with that one, and the node has to give this one up.
+    pub(super) fn or_superseded(self, grown: &Grown, has_failed: bool) -> NotGrown {
+        let given_up = self.is_final && has_failed && grown.is_superseded;
+        NotGrown {
+            infeasible: self.infeasible || given_up,
+            ..self
+        }
+    }
+
+    pub(super) fn tried(&self) -> Tried {
+        match (self.in_use, self.is_final) {
+            (true, _) => Tried::InUse,
+            (false, true) => Tried::Failed,
+            (false, false) => Tried::Unknown,
+        }
+    }
 }
 
 impl From<String> for NotGrown {
     fn from(why: String) -> NotGrown {
-        NotGrown {
-            why,
-            is_final: false,
-            infeasible: false,
-        }
+        NotGrown::new(why, false)
     }
 }
 
 impl From<CsiError> for NotGrown {
     fn from(error: CsiError) -> NotGrown {
         NotGrown {
-            why: format!("NodeExpandVolume: {error}"),
+            // As the kubelet writes it, but for one colon.
+            why: format!("Expander.NodeExpand failed to expand the volume : {error}"),
             is_final: error.certain,
             infeasible: error.infeasible,
+            in_use: error.unready,
         }
     }
 }
 
-/// Makes the filesystem of a local volume as large as its device has become, where the claim does not know of it.
-pub(super) async fn of_local(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
+/// Makes the filesystem of a local volume as large as its device has become, where the claim does not know of it. `is_new`
+/// says that the pod had it not yet.
+pub(super) async fn of_local(
+    context: &Context,
+    pod: &Pod,
+    resolved: &ResolvedVolume,
+    is_new: bool,
+) {
     let Source::Local {
         grown: Some(grown), ..
     } = &resolved.source
     else {
         return;
     };
-    let outcome = context.host.grow_volume(pod, resolved).await;
+    if resolved.read_only {
+        if is_new {
+            tell_read_only(context, pod, &resolved.name, grown);
+        }
+        return;
+    }
+    let begun = Instant::now();
+    let outcome = match begin(context, grown).await {
+        Ok(()) => context.host.grow_volume(pod, resolved).await,
+        Err(why) => Err(why),
+    };
     let outcome = outcome.map_err(NotGrown::from);
+    if !is_new {
+        count(context, &resolved.qualified_plugin(), &outcome, begun);
+    }
     tell(context, pod, &resolved.name, grown, outcome).await;
 }
 
@@ -79,7 +136,34 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     }
 }
 
-/// Tells the claim what its volume has now, and pod and claim how it went.
+/// Counts a try to grow a volume that its pod has already: one that comes with its mount is a part of that.
+pub(super) fn count(
+    context: &Context,
+    plugin: &str,
+    outcome: &Result<(), NotGrown>,
+    begun: Instant,
+) {
+    context.metrics.volume(VolumeOperation {
+        name: "volume_fs_resize",
+        plugin,
+        is_migrated: false,
+        has_failed: outcome.as_ref().is_err_and(|failed| !failed.in_use),
+        took: begun.elapsed(),
+    });
+}
+
+/// Tells pod and claim that a volume which nobody may write to here stays as small as it is here.
+pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: &Grown) {
+    let message = format!(
+        "MountVolume.NodeExpandVolume failed for volume {volume:?} requested read-only file system"
+    );
+    let (events, reason) = (&context.events, "FileSystemResizeFailed");
+    events.pod(pod, None, Kind::Warning, reason, message.clone());
+    events.claim(grown, Kind::Warning, reason, message);
+}
+
+/// Tells the claim what its volume has now, and pod and claim how it went: of a failure the pod alone, as its claim has it in
+/// its status.
 pub(super) async fn tell(
     context: &Context,
     pod: &Pod,
@@ -87,32 +171,100 @@ pub(super) async fn tell(
     grown: &Grown,
     outcome: Result<(), NotGrown>,
 ) {
-    let (namespace, claim) = (&grown.namespace, &grown.claim);
-    let told = async {
-        if let Err(failed) = outcome {
-            tell_failure(context, grown, &failed).await;
-            return Err(failed.why);
-        }
-        let has = Resize::Has(&grown.text);
-        let told = context.api.claim_resize(namespace, claim, has).await;
-        told.map_err(|e| format!("the claim could not be told: {e}"))
-    };
-    let (kind, reason, message) = match told.await {
-        Ok(()) => (
-            Kind::Normal,
-            "FileSystemResizeSuccessful",
-            format!(
-                "MountVolume.NodeExpandVolume succeeded for volume {volume:?}: it has {} now",
-                grown.text
-            ),
-        ),
-        Err(error) => (
-            Kind::Warning,
-            "VolumeResizeFailed",
-            format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {error}"),
-        ),
-    };
     let events = &context.events;
-    events.pod(pod, None, kind, reason, message.clone());
-    events.claim(namespace, claim, kind, reason, message);
+    let failed = match outcome {
+        Ok(()) => {
+            let node = &context.config.node_name;
+            let message =
+                format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
+            let reason = "FileSystemResizeSuccessful";
+            events.pod(pod, None, Kind::Normal, reason, message.clone());
+            events.claim(grown, Kind::Normal, reason, message);
+            tell_size(context, grown).await
+        }
+        Err(failed) => {
+            tell_failure(context, grown, &failed).await;
+            Err(failed.why)
+        }
+    };
+    if let Err(why) = failed {
+        let message =
+            format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
+        events.pod(pod, None, Kind::Warning, "VolumeResizeFailed", message);
+    }
+}
+
+/// Tells the claim what its volume has now, unless it says so already.
+async fn tell_size(context: &Context, grown: &Grown) -> Result<(), String> {
+    if grown.is_told {
+        return Ok(());
+    }
+    let (namespace, claim) = (&grown.namespace, &grown.claim);
+    let has = Resize::Has(&grown.text);
+    let told = context.api.claim_resize(namespace, claim, has).await;
+    told.map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(certain: bool, infeasible: bool, unready: bool) -> CsiError {
+        CsiError {
+            text: "rpc error: code = Internal desc = no".into(),
+            certain,
+            infeasible,
+            unready,
+        }
+    }
+
+    #[test]
+    fn a_second_failure_gives_up_a_size_that_nobody_asks_for_any_more() {
+        let grown = |is_superseded: bool| Grown {
+            namespace: "n".into(),
+            claim: "c".into(),
+            uid: None,
+            had: 1,
+            bytes: 2,
+            text: "2".into(),
+            is_followed: true,
+            is_told: false,
+            is_superseded,
+        };
+        for (certain, has_failed, is_superseded, expected) in [
+            (true, true, true, true),
+            (true, true, false, false),
+            (true, false, true, false),
+            // It may be under way: what it comes to is not known.
+            (false, true, true, false),
+        ] {
+            let failed = NotGrown::from(error(certain, false, false));
+            let failed = failed.or_superseded(&grown(is_superseded), has_failed);
+            assert_eq!(failed.infeasible, expected);
+        }
+        let infeasible = NotGrown::from(error(true, true, false));
+        assert!(infeasible.or_superseded(&grown(false), false).infeasible);
+    }
+
+    #[test]
+    fn what_a_driver_says_decides_about_the_next_try() {
+        for (certain, unready, expected) in [
+            (false, false, Tried::Unknown),
+            (true, false, Tried::Failed),
+            (true, true, Tried::InUse),
+        ] {
+            let failed = NotGrown::from(error(certain, false, unready));
+            assert_eq!(failed.tried(), expected);
+            assert_eq!(
+                failed.why,
+                "Expander.NodeExpand failed to expand the volume : rpc error: code = Internal desc = no"
+            );
+        }
+        let failed = NotGrown::unsupported("d");
+        assert_eq!(
+            failed.why,
+            "NodeExpand is not supported by the CSI driver d"
+        );
+        assert_eq!(failed.tried(), Tried::Failed);
+    }
 }

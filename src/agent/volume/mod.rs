@@ -3,11 +3,13 @@
 
 pub mod csi;
 mod growth;
+mod labels;
 pub mod objects;
 pub mod projected;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
@@ -138,17 +140,22 @@ impl Volumes {
             .unwrap_or(0);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let work = volumes.map(|volume| async {
+            let named = OnceLock::new();
             let set_up = async {
                 let resolved = match resolved.get(&volume.name) {
                     Some(known) => again(context, pod, volume, known, memory).await,
                     None => resolve(context, pod, volume, memory).await?,
                 };
+                named.get_or_init(|| resolved.name.clone());
                 let (begun, known_before) =
                     (Instant::now(), self.resolved.contains_key(&volume.name));
                 if !known_before {
+                    labels::admit(context, pod, volume, &resolved).await?;
                     warn_of_others(context, pod, &resolved).await;
                 }
-                let outcome = one(context, volume, &resolved, &around, &fetched, held).await;
+                let is_new = !known_before;
+                let outcome =
+                    one(context, volume, &resolved, &around, &fetched, held, is_new).await;
                 // Looking once more at what is set up is no operation.
                 if outcome.is_err() || !known_before {
                     let failed = outcome.as_ref().err();
@@ -169,7 +176,9 @@ impl Volumes {
             let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
                 .await
                 .map_err(|problem: Problem| {
-                    let message = problem.told(&volume.name);
+                    let of_claim = matches!(problem, Problem::Claim(_));
+                    let name = named.get().filter(|_| !of_claim);
+                    let message = problem.told(name.unwrap_or(&volume.name));
                     // Upstream warns of slow walks too.
                     say(Kind::Warning, problem.reason(), &message);
                     message
@@ -275,7 +284,9 @@ async fn again(
     memory: u64,
 ) -> ResolvedVolume {
     let may_grow = match &known.source {
-        Source::Csi(served) => served.claim.is_some() && context.csi.grows(&served.driver),
+        Source::Csi(served) => {
+            served.claim.is_some() && (served.grown.is_some() || context.csi.grows(&served.driver))
+        }
         Source::Local { .. } => !known.read_only,
         _ => false,
     };
@@ -318,10 +329,7 @@ async fn resolve(
         .ok_or_else(|| refused(format!("persistentVolume {wanted:?} not found")))?;
     let claimed = resolved::Claimed::new(found.claim, bound)?;
     if claimed.is_for_one_pod() && !context.ledger.hold_alone(pod, &namespace, &name).await {
-        return Err(Problem::SetUp(
-            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
-                .into(),
-        ));
+        return Err(resolved::taken(&claimed));
     }
     resolved::reached(&claimed, context.node.borrow().as_deref())?;
     resolved::resolve(pod, volume, Some(&claimed), here)
@@ -368,7 +376,8 @@ async fn passwords(
     }))
 }
 
-/// One volume; the answer is whether its files have their SELinux label from the mount.
+/// One volume; the answer is whether its files have their SELinux label from the mount. `is_new` says that the pod had it not
+/// yet.
 async fn one(
     context: &Context,
     volume: &Volume,
@@ -376,9 +385,10 @@ async fn one(
     around: &Surroundings<'_>,
     fetched: &Fetched,
     held: &Held,
+    is_new: bool,
 ) -> Result<bool, Problem> {
     if let Source::Csi(served) = &resolved.source {
-        return Box::pin(csi::publish(context, around.pod, served)).await;
+        return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
@@ -393,6 +403,6 @@ async fn one(
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
-    growth::of_local(context, around.pod, resolved).await;
+    growth::of_local(context, around.pod, resolved, is_new).await;
     Ok(resolved.labelled)
 }

@@ -1,7 +1,7 @@
 //! The environment of a container: order, references and `$(VAR)` (upstream's `makeEnvironmentVariables`). Pure: what
 //! objects hold is passed in.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{
     ConfigMap, Container, Pod, ResourceFieldSelector, Secret, Service,
@@ -280,19 +280,20 @@ pub fn file_references(container: &Container) -> impl Iterator<Item = (String, S
     sources.map(|reference| (reference.volume_name.clone(), reference.path.clone()))
 }
 
-/// Replaces `$(NAME)` everywhere; a name that is not known is an error.
+/// Replaces `$(NAME)` everywhere; names that are not known or empty are an error (upstream's `ExpandContainerVolumeMounts`).
 pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
-    let missing = std::cell::RefCell::new(None);
+    let missing = std::cell::RefCell::new(BTreeSet::new());
     let expanded = expand(text, |name| {
-        let value = lookup(name);
+        let value = lookup(name).filter(|value| !value.is_empty());
         if value.is_none() {
-            missing.borrow_mut().get_or_insert_with(|| name.to_owned());
+            missing.borrow_mut().insert(name.to_owned());
         }
         value
     });
-    match missing.into_inner() {
-        None => Ok(expanded),
-        Some(name) => Err(format!("missing value for {name}")),
+    let missing: Vec<String> = missing.into_inner().into_iter().collect();
+    match missing.as_slice() {
+        [] => Ok(expanded),
+        names => Err(format!("missing value for {}", names.join(", "))),
     }
 }
 

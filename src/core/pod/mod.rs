@@ -17,7 +17,7 @@ pub mod observed;
 pub mod pinning;
 pub mod probe;
 pub mod qos;
-mod quoted;
+pub(in crate::core) mod quoted;
 pub mod record;
 pub mod references;
 pub mod resize;

@@ -2,7 +2,7 @@
 //! variable expects that. Pure.
 
 /// The text between double quotes.
-pub(super) fn quoted(text: &str) -> String {
+pub(in crate::core) fn quoted(text: &str) -> String {
     let mut out = String::from('"');
     for c in text.chars() {
         match c {

@@ -133,11 +133,9 @@ fn waiting(reason: &str, message: &str) -> ApiState {
 
 /// The mounts as they are made, or will be. `recursive` says that the runtime can make a mount read-only with all below.
 fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMountStatus>> {
-    let is_recursive = |mount: &VolumeMount| match mount.recursive_read_only.as_deref() {
-        Some("Enabled") => true,
-        Some("IfPossible") => cri_config::recursive_if_possible(mount, recursive),
-        _ => false,
-    };
+    // What is refused is told by the container's waiting state.
+    let is_recursive =
+        |mount: &VolumeMount| cri_config::recursive_read_only(mount, recursive).unwrap_or(false);
     let of = |mount: &VolumeMount| VolumeMountStatus {
         name: mount.name.clone(),
         mount_path: mount.mount_path.clone(),

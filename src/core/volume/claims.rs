@@ -157,37 +157,67 @@ pub struct Grown {
     pub namespace: String,
     /// Its claim.
     pub claim: String,
+    /// The claim's uid.
+    pub uid: Option<String>,
+    /// What the claim says that it has, in bytes.
+    pub had: i64,
     /// What it is to have, in bytes.
     pub bytes: i64,
     /// The same as the API writes it.
     pub text: String,
     /// Whether whoever resizes it follows at the claim what is done here.
     pub is_followed: bool,
+    /// Whether the claim says that it has this size: another node has done its part.
+    pub is_told: bool,
+    /// Whether the claim asks for another size by now.
+    pub is_superseded: bool,
+}
+
+/// Set on a claim whose volume needs nothing of the nodes that have it to become larger.
+const NOTHING_ON_NODES: &str = "volume.kubernetes.io/node-expansion-not-required";
+
+/// Whether each node that has a claim's volume has to do its part when it grows.
+fn grows_everywhere(claim: &PersistentVolumeClaim) -> bool {
+    let modes = claim.spec.as_ref().and_then(|s| s.access_modes.as_ref());
+    modes.is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteMany"))
+        && !meta::annotations(claim).contains_key(NOTHING_ON_NODES)
 }
 
 /// What a volume has, where its claim says that its filesystem has less: somebody has to grow that. Where the claim says how
-/// far a resize has come (KEP-1790), it is the size that was given then, and nothing is done unless it is the node's turn.
+/// far a resize has come (KEP-1790), it is the size that was given then, and nothing is done unless it is the node's turn. A
+/// volume that several nodes have is told of also when the claim has that size: this node may have less.
 #[must_use]
 pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
+    let parsed = |text: &str| text.parse::<Quantity>().ok();
     let status = claim.status.as_ref()?;
-    let has = status.capacity.as_ref()?.get("storage")?;
-    let has = has.0.parse::<Quantity>().ok()?;
+    let had = parsed(&status.capacity.as_ref()?.get("storage")?.0)?;
     let given = status.allocated_resources.as_ref();
     let given = given.and_then(|given| given.get("storage"));
     let state = status.allocated_resource_statuses.as_ref();
     let state = state.and_then(|state| state.get("storage"));
     let text = match (given, state.map(String::as_str)) {
         (None, None) => &volume.spec.as_ref()?.capacity.as_ref()?.get("storage")?.0,
-        (Some(given), Some(resize::PENDING | resize::IN_PROGRESS)) => &given.0,
+        (Some(given), None | Some(resize::PENDING | resize::IN_PROGRESS)) => &given.0,
         _ => return None,
     };
-    let now = text.parse::<Quantity>().ok().filter(|now| *now > has)?;
-    Some(Grown {
+    let now = parsed(text)?;
+    let is_told = now <= had;
+    let is_wanted = match is_told {
+        true => state.is_none() && grows_everywhere(claim),
+        false => given.is_none() || state.is_some(),
+    };
+    let asked = claim.spec.as_ref().and_then(|s| s.resources.as_ref());
+    let asked = asked.and_then(|r| r.requests.as_ref()?.get("storage"));
+    is_wanted.then(|| Grown {
         namespace: meta::namespace(claim).to_owned(),
         claim: meta::name(claim).to_owned(),
+        uid: claim.metadata.uid.clone(),
+        had: had.units(),
         bytes: now.units(),
         text: text.clone(),
         is_followed: state.is_some(),
+        is_told,
+        is_superseded: asked.and_then(|q| parsed(&q.0)).is_some_and(|q| q != now),
     })
 }
 
@@ -316,9 +346,13 @@ mod tests {
             Some(Grown {
                 namespace: "n".into(),
                 claim: "c".into(),
+                uid: None,
+                had: 1 << 20,
                 bytes: 2 << 20,
                 text: "2Mi".into(),
                 is_followed: false,
+                is_told: false,
+                is_superseded: false,
             })
         );
         assert_eq!(
@@ -352,5 +386,33 @@ mod tests {
                 "{state}"
             );
         }
+    }
+    #[test]
+    fn what_several_nodes_have_grows_on_each_of_them() {
+        let volume = serde_json::from_value(
+            json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": "2Mi"}}}),
+        )
+        .expect("a volume");
+        let grown = |modes: Value, annotations: Value, status: Value| {
+            let claim = serde_json::from_value(json!({"metadata": {"name": "c", "annotations": annotations},
+                "spec": {"accessModes": modes, "resources": {"requests": {"storage": "2Mi"}}}, "status": status}))
+            .expect("a claim");
+            growth(&volume, &claim).map(|g| (g.bytes, g.is_told, g.is_superseded))
+        };
+        let (many, one) = (json!(["ReadWriteMany"]), json!(["ReadWriteOnce"]));
+        let done = json!({"capacity": {"storage": "2Mi"}});
+        let told = Some((2 << 20, true, false));
+        assert_eq!(grown(many.clone(), json!({}), done.clone()), told);
+        assert_eq!(grown(one, json!({}), done.clone()), None);
+        let nothing = json!({NOTHING_ON_NODES: ""});
+        assert_eq!(grown(many.clone(), nothing, done), None);
+        let followed = |state: Value| json!({"capacity": {"storage": "3Mi"}, "allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": state});
+        assert_eq!(
+            grown(many.clone(), json!({}), followed(json!(null))),
+            Some((3 << 20, true, true)),
+            "the claim asks for 2Mi"
+        );
+        let state = json!({"storage": "NodeResizePending"});
+        assert_eq!(grown(many, json!({}), followed(state)), None);
     }
 }

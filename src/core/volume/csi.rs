@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::claims::{self, Grown};
 use super::{migrated, selinux};
 use crate::core::digest::sha256;
+use crate::core::pod::quoted::quoted;
 use crate::core::{meta, pod};
 
 /// A volume that a driver serves.
@@ -131,7 +132,8 @@ fn of_source(
         fs_type: source.fs_type.clone().unwrap_or_default(),
         modes: spec.access_modes.unwrap_or_default(),
         options: spec.mount_options.unwrap_or_default(),
-        read_only: read_only || source.read_only == Some(true),
+        // The source's own is for whoever attaches the volume, and nobody else.
+        read_only,
         block: spec.volume_mode.as_deref() == Some("Block"),
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
         publish_secret: secret(source.node_publish_secret_ref.as_ref()),
@@ -176,27 +178,34 @@ pub struct NodeCapabilities {
     pub stats: bool,
 }
 
-/// How a volume is accessed (kubelet spec, 9.5).
+/// How a volume is accessed (kubelet spec, 9.5): the first of its modes counts, as the kubelet has it.
 #[must_use]
 pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
-    let has = |mode: &str| modes.iter().any(|m| m == mode);
     let many = capabilities.single_node_multi_writer;
-    if has("ReadWriteMany") {
-        Mode::MultiNodeMultiWriter
-    } else if has("ReadWriteOncePod") {
-        if many {
-            Mode::SingleNodeSingleWriter
-        } else {
-            Mode::SingleNodeWriter
-        }
-    } else if has("ReadWriteOnce") {
-        if many {
-            Mode::SingleNodeMultiWriter
-        } else {
-            Mode::SingleNodeWriter
-        }
-    } else {
-        Mode::MultiNodeReaderOnly
+    match modes.first().map(String::as_str) {
+        None | Some("ReadWriteOnce") if many => Mode::SingleNodeMultiWriter,
+        Some("ReadWriteOncePod") if many => Mode::SingleNodeSingleWriter,
+        None | Some("ReadWriteOnce" | "ReadWriteOncePod") => Mode::SingleNodeWriter,
+        Some("ReadOnlyMany") => Mode::MultiNodeReaderOnly,
+        Some("ReadWriteMany") => Mode::MultiNodeMultiWriter,
+        Some(_) => Mode::Unknown,
+    }
+}
+
+/// The kubelet's names of what is done with a volume: waiting for its attachment, staging and publishing it.
+#[must_use]
+pub fn steps(volume: &Volume) -> [&'static str; 3] {
+    match volume.block {
+        true => [
+            "MapVolume.WaitForAttach",
+            "MapVolume.SetUpDevice",
+            "MapVolume.MapPodDevice",
+        ],
+        false => [
+            "MountVolume.WaitForAttach",
+            "MountVolume.MountDevice",
+            "MountVolume.SetUp",
+        ],
     }
 }
 
@@ -227,6 +236,18 @@ pub fn capability(
     }
 }
 
+/// The same for making its filesystem larger: without a group, and without the label of its mount, which is there already.
+#[must_use]
+pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb::VolumeCapability {
+    let label = volume.label.as_deref().map(selinux::option);
+    let options = volume.options.iter().filter(|o| Some(*o) != label.as_ref());
+    let plain = Volume {
+        options: options.cloned().collect(),
+        ..volume.clone()
+    };
+    capability(&plain, capabilities, None)
+}
+
 /// Whether we give a volume to its pod's group ourselves.
 #[must_use]
 pub fn gives_group(
@@ -253,13 +274,16 @@ pub fn gives_group(
     }
 }
 
+/// Whether a driver mounts volumes with an SELinux label.
+#[must_use]
+pub fn mounts_with_label(driver: Option<&CSIDriver>) -> bool {
+    driver.is_some_and(|d| d.spec.se_linux_mount == Some(true))
+}
+
 /// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
 #[must_use]
 pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
-    let label = volume
-        .label
-        .clone()
-        .filter(|_| driver.is_some_and(|d| d.spec.se_linux_mount == Some(true)));
+    let label = volume.label.clone().filter(|_| mounts_with_label(driver));
     let options = volume
         .options
         .iter()
@@ -309,10 +333,15 @@ impl Drivers {
     }
 }
 
-/// Whether only one pod at a time may have a volume (KEP-2485).
+/// Why a pod does not get a volume that another one has.
+pub const TAKEN: &str =
+    "volume uses the ReadWriteOncePod access mode and is already in use by another pod";
+
+/// Whether only one pod at a time may have a volume (KEP-2485): with more than one mode, which of them a pod means is not
+/// known.
 #[must_use]
 pub fn is_for_one_pod(volume: &Volume) -> bool {
-    volume.modes.iter().any(|mode| mode == "ReadWriteOncePod")
+    volume.modes == ["ReadWriteOncePod"]
 }
 
 /// How often a driver is asked anew how many volumes it serves here (KEP-4876); none for once.
@@ -325,12 +354,36 @@ pub fn refresh_period(driver: Option<&CSIDriver>) -> Option<Duration> {
         .map(Duration::from_secs)
 }
 
-/// Whether a driver serves inline volumes.
-#[must_use]
-pub fn serves_inline(driver: Option<&CSIDriver>) -> bool {
-    driver
-        .and_then(|d| d.spec.volume_lifecycle_modes.as_ref())
-        .is_some_and(|modes| modes.iter().any(|m| m == "Ephemeral"))
+/// Whether a volume lives and dies with its pod, as a CSIDriver names it.
+fn lifecycle(volume: &Volume) -> &'static str {
+    match volume.inline {
+        true => "Ephemeral",
+        false => "Persistent",
+    }
+}
+
+/// Whether a driver serves volumes that live as long as this one does. The error is the kubelet's: a driver that the cluster
+/// has no CSIDriver of serves persistent ones alone.
+pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), String> {
+    let mode = lifecycle(volume);
+    let modes = driver.map(|d| d.spec.volume_lifecycle_modes.as_deref().unwrap_or_default());
+    let why = match modes {
+        None | Some([]) if mode == "Persistent" => return Ok(()),
+        Some(modes) if modes.iter().any(|m| m == mode) => return Ok(()),
+        None => "no CSIDriver object".to_owned(),
+        Some(modes) => format!(
+            "only supports [{}]",
+            modes
+                .iter()
+                .map(|m| quoted(m))
+                .collect::<Vec<_>>()
+                .join(" ")
+        ),
+    };
+    Err(format!(
+        "kubernetes.io/csi: mounter.SetupAt failed to check volume lifecycle mode: volume mode {mode:?} not supported by driver {} ({why})",
+        volume.driver
+    ))
 }
 
 /// Whether a volume has to be attached before it can be staged.
@@ -379,6 +432,34 @@ pub struct VolumeData {
     pub attachment_id: String,
     /// `Persistent` or `Ephemeral`.
     pub volume_lifecycle_mode: String,
+    /// The SELinux label that it is mounted with, if it is.
+    #[serde(
+        rename = "seLinuxMountContext",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub label: String,
+}
+
+/// What is noted of a volume of the pod `uid` on the node `node`; `attaches` says that it has to be attached.
+#[must_use]
+pub fn noted(volume: &Volume, uid: &str, node: &str, attaches: bool) -> VolumeData {
+    let volume_handle = match volume.inline {
+        true => inline_handle(uid, &volume.name),
+        false => volume.handle.clone(),
+    };
+    let attachment_id = match attaches {
+        true => attachment_name(&volume.driver, &volume_handle, node),
+        false => String::new(),
+    };
+    VolumeData {
+        spec_vol_id: volume.name.clone(),
+        volume_handle,
+        driver_name: volume.driver.clone(),
+        node_name: node.to_owned(),
+        attachment_id,
+        volume_lifecycle_mode: lifecycle(volume).to_owned(),
+        label: volume.label.clone().unwrap_or_default(),
+    }
 }
 
 #[cfg(test)]
@@ -427,12 +508,14 @@ mod tests {
         };
         let told = labelled(&own, Some(&driver(json!({"seLinuxMount": true}))));
         assert_eq!(
-            (told.options.join(","), told.label),
+            (told.options.join(","), told.label.clone()),
             (
                 "noatime,context=\"u:r:t:s0:c1,c2\"".into(),
                 own.label.clone()
             )
         );
+        let grown = capability_to_grow(&told, NodeCapabilities::default()).access_type;
+        assert!(matches!(grown, Some(AccessType::Mount(m)) if m.mount_flags == ["noatime"]));
         for none in [None, Some(driver(json!({})))] {
             let told = labelled(&own, none.as_ref());
             assert_eq!((told.options.len(), told.label), (1, None));
@@ -457,8 +540,15 @@ mod tests {
             (
                 vec!["ReadOnlyMany", "ReadWriteMany"],
                 plain,
+                Mode::MultiNodeReaderOnly,
+            ),
+            (
+                vec!["ReadWriteMany", "ReadWriteOnce"],
+                fine,
                 Mode::MultiNodeMultiWriter,
             ),
+            (vec![], plain, Mode::SingleNodeWriter),
+            (vec![], fine, Mode::SingleNodeMultiWriter),
         ] {
             let modes: Vec<String> = modes.into_iter().map(Into::into).collect();
             assert_eq!(mode(&modes, capabilities), expected, "{modes:?}");
@@ -521,14 +611,64 @@ mod tests {
             ),
             ("u", "true", 6)
         );
-        assert!(!wants_attachment(&inline, None) && !serves_inline(None));
-        assert!(serves_inline(Some(&driver(
-            json!({"volumeLifecycleModes": ["Ephemeral"]})
-        ))));
+        assert!(!wants_attachment(&inline, None));
         assert!(!wants_attachment(
             &volume(&[], ""),
             Some(&driver(json!({"attachRequired": false})))
         ));
+    }
+
+    #[test]
+    fn a_driver_serves_the_kinds_of_volumes_that_it_says() {
+        let (inline, persistent) = (
+            Volume {
+                driver: "d".into(),
+                inline: true,
+                ..Volume::default()
+            },
+            Volume {
+                driver: "d".into(),
+                ..Volume::default()
+            },
+        );
+        let refused = |mode: &str, why: &str| {
+            Err(format!(
+                "kubernetes.io/csi: mounter.SetupAt failed to check volume lifecycle mode: volume mode {mode:?} not supported by driver d ({why})"
+            ))
+        };
+        let of = |modes: Value| Some(driver(json!({"volumeLifecycleModes": modes})));
+        for (driver, alone, with_pod) in [
+            (None, Ok(()), refused("Ephemeral", "no CSIDriver object")),
+            (
+                of(json!(["Ephemeral"])),
+                refused("Persistent", "only supports [\"Ephemeral\"]"),
+                Ok(()),
+            ),
+            (of(json!(["Persistent", "Ephemeral"])), Ok(()), Ok(())),
+            (
+                of(json!(["Persistent"])),
+                Ok(()),
+                refused("Ephemeral", "only supports [\"Persistent\"]"),
+            ),
+        ] {
+            assert_eq!(serves(&persistent, driver.as_ref()), alone);
+            assert_eq!(serves(&inline, driver.as_ref()), with_pod);
+        }
+    }
+
+    #[test]
+    fn whether_a_source_is_read_only_is_for_its_attacher() {
+        let volume = serde_json::from_value(
+            json!({"metadata": {"name": "pv"}, "spec": {"csi": {"driver": "d", "volumeHandle": "h", "readOnly": true}}}),
+        )
+        .expect("a volume");
+        let claim = PersistentVolumeClaim::default();
+        let PersistentVolume { spec, .. } = &volume;
+        let source = spec.as_ref().and_then(|s| s.csi.as_ref()).expect("csi");
+        for claimed in [false, true] {
+            let made = of_persistent(&volume, &claim, source, claimed);
+            assert_eq!(made.read_only, claimed, "as its claim is used");
+        }
     }
 
     #[test]
@@ -560,5 +700,19 @@ mod tests {
             serde_json::from_str::<VolumeData>(&text).expect("read"),
             data
         );
+        let volume = Volume {
+            driver: "d".into(),
+            handle: "h".into(),
+            name: "pv".into(),
+            label: Some("u:r:t:s0".into()),
+            ..Volume::default()
+        };
+        let noted = noted(&volume, "uid", "n", true);
+        let text = serde_json::to_string(&noted).expect("json");
+        assert!(
+            text.contains(r#""seLinuxMountContext":"u:r:t:s0""#),
+            "{text}"
+        );
+        assert_eq!(noted.attachment_id, attachment_name("d", "h", "n"));
     }
 }

@@ -5,6 +5,7 @@ pub mod claims;
 pub mod counting;
 pub mod csi;
 pub mod disks;
+pub mod expansion;
 pub mod local_storage;
 pub mod migrated;
 pub mod nested;

@@ -51,7 +51,16 @@ pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
     let status = match step {
         Resize::Begun => json!({"allocatedResourceStatuses": {"storage": IN_PROGRESS}}),
         Resize::Has(size) => {
-            json!({"capacity": {"storage": size}, "conditions": without(&CONDITIONS), "allocatedResourceStatuses": null})
+            let states = claim.status.as_ref();
+            let states = states.and_then(|s| s.allocated_resource_statuses.as_ref());
+            // Those of other resources stay; an empty map would stay, too.
+            let others = states.is_some_and(|states| states.keys().any(|of| of != "storage"));
+            let states = if others {
+                json!({"storage": null})
+            } else {
+                json!(null)
+            };
+            json!({"capacity": {"storage": size}, "conditions": without(&CONDITIONS), "allocatedResourceStatuses": states})
         }
         Resize::Failed {
             why,
@@ -121,6 +130,20 @@ mod tests {
         assert_eq!(
             patch(&plain, failed(true))["status"],
             json!({"conditions": [other, told], "allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}})
+        );
+        let mut several = claim(json!([]));
+        several
+            .status
+            .as_mut()
+            .expect("a status")
+            .allocated_resource_statuses = Some(
+            ["storage", "other"]
+                .map(|of| (of.into(), PENDING.into()))
+                .into(),
+        );
+        assert_eq!(
+            patch(&several, Resize::Has("2Mi"))["status"]["allocatedResourceStatuses"],
+            json!({"storage": null})
         );
         // One that has failed before has done so since then.
         let before = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": "2026-11-19T00:00:00Z"});

@@ -92,6 +92,8 @@ pub struct ResolvedVolume {
     pub labelled: bool,
     /// The group that may use its files, of a persistent volume that names one.
     pub group: Option<i64>,
+    /// Its access mode as metrics name it: `RWO`, for instance, or `inline`.
+    pub access_mode: &'static str,
 }
 
 /// What volumes are made with on this node.
@@ -116,6 +118,7 @@ impl ResolvedVolume {
             owned: false,
             labelled: false,
             group: None,
+            access_mode: selinux::INLINE,
         }
     }
 
@@ -187,14 +190,19 @@ impl Claimed {
         })
     }
 
-    /// Whether only one pod at a time may use it.
+    /// Whether its volume is a device.
+    #[must_use]
+    pub fn is_block(&self) -> bool {
+        let spec = self.volume.spec.as_ref();
+        spec.and_then(|s| s.volume_mode.as_deref()) == Some("Block")
+    }
+
+    /// Whether only one pod at a time may use it: if its volume has no other access mode.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
-        self.claim
-            .spec
-            .as_ref()
-            .and_then(|s| s.access_modes.as_ref())
-            .is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteOncePod"))
+        let spec = self.volume.spec.as_ref();
+        let modes = spec.and_then(|s| s.access_modes.as_deref());
+        modes.is_some_and(|modes| modes == ["ReadWriteOncePod"])
     }
 }
 
@@ -216,6 +224,16 @@ pub enum Problem {
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
+    /// One of several steps has failed.
+    #[error("{step} failed: {why}")]
+    Step {
+        /// The kubelet's name of it, `MountVolume.MountDevice` for instance.
+        step: &'static str,
+        /// The name of the persistent volume, where it is not known otherwise.
+        of: Option<String>,
+        /// Why.
+        why: String,
+    },
 }
 
 impl From<String> for Problem {
@@ -231,11 +249,25 @@ impl Problem {
         match self {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => "VolumePermissionChangeInProgress",
-            Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => "FailedMount",
+            Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
+            Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
+                "FailedMount"
+            }
         }
     }
 
-    /// The message of the pod's event (kubelet spec, 9.1 and 9.4).
+    /// A step that has failed.
+    #[must_use]
+    pub fn at(step: &'static str, why: impl Into<String>) -> Problem {
+        Problem::Step {
+            step,
+            of: None,
+            why: why.into(),
+        }
+    }
+
+    /// The message of the pod's event (kubelet spec, 9.1 and 9.4). `volume` is the pod's name for it where its claim is in the
+    /// way, else the persistent volume's, if there is one.
     #[must_use]
     pub fn told(&self, volume: &str) -> String {
         match self {
@@ -250,6 +282,10 @@ impl Problem {
             Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
+            Problem::Step { step, of, why } => {
+                let volume = of.as_deref().unwrap_or(volume);
+                format!("{step} failed for volume {volume:?} : {why}")
             }
         }
     }
@@ -373,6 +409,30 @@ fn empty_dir(
 fn group_of(volume: &PersistentVolume) -> Option<i64> {
     let named = meta::annotations(volume).get("pv.beta.kubernetes.io/gid")?;
     named.parse().ok()
+}
+
+/// The options of a persistent volume's mount: an annotation, from before there was a field, goes before that
+/// (`util.MountOptionFromSpec`). Those of drivers' volumes are the field's alone.
+fn mount_options(volume: &PersistentVolume) -> Vec<String> {
+    if let Some(named) = meta::annotations(volume).get("volume.beta.kubernetes.io/mount-options") {
+        let named = named.split(',').filter(|option| !option.is_empty());
+        return named.map(str::to_owned).collect();
+    }
+    let spec = volume.spec.as_ref();
+    spec.and_then(|s| s.mount_options.clone())
+        .unwrap_or_default()
+}
+
+/// Options of a mount are refused where nothing is mounted.
+fn has_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
+    if mount_options(volume).is_empty() {
+        return Ok(());
+    }
+    Err(Problem::Step {
+        step: "MountVolume.MountOptionSupport check",
+        of: Some(meta::name(volume).to_owned()),
+        why: "mount options are not supported for this volume type".into(),
+    })
 }
 
 /// Resolves a volume. `claimed` is its claim if it has one.
@@ -512,7 +572,7 @@ fn persistent(
             "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
         )));
     }
-    let block = spec.volume_mode.as_deref() == Some("Block");
+    let block = claimed.is_block();
     let everyone = pod::containers(pod);
     if block && everyone.iter().any(|(_, c)| mounts(c, &volume.name)) {
         return Err(Problem::Claim(format!(
@@ -526,18 +586,16 @@ fn persistent(
             volume.name
         )));
     }
-    let read_only = volume
-        .persistent_volume_claim
-        .as_ref()
-        .and_then(|c| c.read_only)
-        == Some(true);
+    let used = volume.persistent_volume_claim.as_ref();
+    let read_only = used.is_some_and(|c| c.read_only == Some(true));
     let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
         name: name.clone(),
         read_only,
         block,
-        options: spec.mount_options.clone().unwrap_or_default(),
+        options: mount_options(&claimed.volume),
         owned,
         group: group_of(&claimed.volume),
+        access_mode: selinux::access_mode(spec.access_modes.as_deref().unwrap_or_default()),
         ..ResolvedVolume::plain(volume, source)
     };
     let modes = spec.access_modes.clone().unwrap_or_default();
@@ -568,6 +626,7 @@ fn persistent(
         }
     };
     if let Some(host) = &spec.host_path {
+        has_no_options(&claimed.volume)?;
         return Ok(made(
             Source::HostPath {
                 path: host.path.clone(),
@@ -583,7 +642,8 @@ fn persistent(
             Source::Local {
                 path: local.path.clone(),
                 filesystem,
-                grown: claims::growth(&claimed.volume, &claimed.claim).filter(|_| !read_only),
+                grown: claims::growth(&claimed.volume, &claimed.claim)
+                    .filter(|grown| !grown.is_told),
             },
             read_only,
             !block,
@@ -626,12 +686,27 @@ fn persistent(
 pub fn reached(
     claimed: &Claimed,
     node: Option<&k8s_openapi::api::core::v1::Node>,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     match node {
-        Some(node) if !claims::reaches(&claimed.volume, node) => {
-            Err("MountVolume.NodeAffinity check failed: the volume's node affinity does not match this node".into())
-        }
+        Some(node) if !claims::reaches(&claimed.volume, node) => Err(Problem::Step {
+            step: match claimed.is_block() {
+                true => "MapVolume.NodeAffinity check",
+                false => "MountVolume.NodeAffinity check",
+            },
+            of: Some(meta::name(&claimed.volume).to_owned()),
+            why: "no matching NodeSelectorTerms".into(),
+        }),
         _ => Ok(()),
+    }
+}
+
+/// Why the volume of a claim cannot be had: another pod has it.
+#[must_use]
+pub fn taken(claimed: &Claimed) -> Problem {
+    Problem::Step {
+        step: "MountVolume.SetUp",
+        of: Some(meta::name(&claimed.volume).to_owned()),
+        why: csi::TAKEN.into(),
     }
 }
 

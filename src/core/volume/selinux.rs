@@ -1,7 +1,7 @@
 //! The SELinux label that a volume is mounted with, so that nobody has to relabel it file by file (KEP-1710; kubelet
 //! spec, 9.7). Pure.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Pod, SELinuxOptions};
 
@@ -60,24 +60,17 @@ fn label(options: &SELinuxOptions, files: &str) -> Option<String> {
     is_plain(user).then(|| format!("{user}:{role}:{kind}:{level}"))
 }
 
-/// The label that a volume is mounted with: if one pod alone may use it, and all its containers that do have the same
-/// one. `files` is the policy's label of containers' files.
-#[must_use]
-pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Option<String> {
-    let spec = pod::spec(pod);
-    let of_pod = spec.security_context.as_ref();
-    if modes != ["ReadWriteOncePod"]
-        || of_pod.and_then(|c| c.se_linux_change_policy.as_deref()) == Some("Recursive")
-    {
-        return None;
-    }
+/// The labels that a pod's containers need for a volume; none of one whose label the runtime chooses. `files` is the
+/// policy's label of containers' files.
+fn labels(pod: &Pod, volume: &str, files: &str) -> BTreeSet<Option<String>> {
+    let of_pod = pod::spec(pod).security_context.as_ref();
     let containers = pod::containers(pod);
     let using = containers
         .iter()
         .filter(|(_, c)| c.volume_mounts.iter().flatten().any(|m| m.name == volume));
     let confined =
         using.filter(|(_, c)| c.security_context.as_ref().and_then(|s| s.privileged) != Some(true));
-    let labels: BTreeSet<Option<String>> = confined
+    confined
         .map(|(_, c)| {
             let own = c
                 .security_context
@@ -86,11 +79,122 @@ pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Opti
             effective(own, of_pod.and_then(|s| s.se_linux_options.as_ref()))
                 .and_then(|options| label(options, files))
         })
-        .collect();
-    if labels.len() == 1 {
-        labels.into_iter().next().flatten()
-    } else {
-        None
+        .collect()
+}
+
+/// Whether a pod wants its volumes to be labelled file by file.
+fn is_recursive(pod: &Pod) -> bool {
+    let of_pod = pod::spec(pod).security_context.as_ref();
+    of_pod.and_then(|c| c.se_linux_change_policy.as_deref()) == Some("Recursive")
+}
+
+/// The label that a volume could be mounted with: the one that all its containers need which use it. The error is that they
+/// need several.
+pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, String> {
+    let labels = labels(pod, volume, files);
+    let known: Vec<&str> = labels.iter().flatten().map(String::as_str).collect();
+    if known.len() > 1 {
+        return Err(format!(
+            "multiple SELinux labels found: {}",
+            known.join(",")
+        ));
+    }
+    if labels.len() != 1 || is_recursive(pod) {
+        return Ok(None);
+    }
+    Ok(labels.into_iter().next().flatten())
+}
+
+/// The label that a volume is mounted with: if one pod alone may use it, and all its containers that do have the same
+/// one. `files` is the policy's label of containers' files.
+#[must_use]
+pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Option<String> {
+    if modes != ["ReadWriteOncePod"] {
+        return None;
+    }
+    wanted(pod, volume, files).ok().flatten()
+}
+
+/// The access modes of a persistent volume as metrics name them: the widest of them.
+#[must_use]
+pub fn access_mode(modes: &[String]) -> &'static str {
+    let known = [
+        ("ReadWriteMany", "RWX"),
+        ("ReadOnlyMany", "ROX"),
+        ("ReadWriteOnce", "RWO"),
+        ("ReadWriteOncePod", ALONE),
+    ];
+    let mut known = known.into_iter();
+    let found = known.find(|(mode, _)| modes.iter().any(|m| m == mode));
+    found.map_or("", |(_, short)| short)
+}
+
+/// The access mode of volumes that are mounted with their label.
+pub const ALONE: &str = "RWOP";
+/// The access mode of a pod's own volumes.
+pub const INLINE: &str = "inline";
+
+/// A volume that pods have.
+#[derive(Debug)]
+struct Admitted {
+    /// The label that its first pod wants; none if it needs none.
+    label: Option<String>,
+    pods: BTreeSet<String>,
+}
+
+/// What comes of a pod's volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Admission {
+    /// No pod had it before.
+    New,
+    /// It is as other pods have it, or this pod has it already.
+    Same,
+    /// Other pods have it with another label.
+    Conflict(String),
+}
+
+/// The labels that volumes are wanted with which the pods of this node have.
+#[derive(Debug, Default)]
+pub struct Admissions(BTreeMap<String, Admitted>);
+
+impl Admissions {
+    /// A pod wants a volume with a label, or without. Where it is `strict`, a pod with another label does not get it.
+    pub fn admit(
+        &mut self,
+        volume: &str,
+        uid: &str,
+        label: Option<&str>,
+        strict: bool,
+    ) -> Admission {
+        let Some(known) = self.0.get_mut(volume) else {
+            let admitted = Admitted {
+                label: label.map(Into::into),
+                pods: [uid.to_owned()].into(),
+            };
+            self.0.insert(volume.to_owned(), admitted);
+            return Admission::New;
+        };
+        if known.pods.contains(uid) || known.label.as_deref() == label {
+            known.pods.insert(uid.to_owned());
+            return Admission::Same;
+        }
+        if !strict {
+            known.pods.insert(uid.to_owned());
+        }
+        let (has, wants) = (known.label.as_deref(), label);
+        Admission::Conflict(format!(
+            "conflicting SELinux labels of volume {volume}: {:?} and {:?}",
+            has.unwrap_or_default(),
+            wants.unwrap_or_default()
+        ))
+    }
+
+    /// A pod has no volumes any more.
+    pub fn forget(&mut self, uid: &str) {
+        self.0.retain(|_, admitted| {
+            admitted.pods.remove(uid);
+            !admitted.pods.is_empty()
+        });
     }
 }
 
@@ -170,5 +274,57 @@ mod tests {
             files("process = \"a:b:c:s0\"\nfile = \"u:r:t:s0\"\n"),
             "u:r:t:s0"
         );
+    }
+
+    #[test]
+    fn several_labels_for_one_volume_are_named() {
+        let context = |l: &str| json!({"seLinuxOptions": {"level": l}});
+        let mounts = json!([{"name": "v", "mountPath": "/v"}]);
+        let own =
+            json!({"name": "c", "volumeMounts": mounts, "securityContext": context("s0:c3,c4")});
+        let pods = json!({"name": "d", "volumeMounts": mounts});
+        let spec = json!({"securityContext": context("s0:c1,c2"), "containers": [own, pods]});
+        let pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
+        assert_eq!(
+            wanted(&pod, "v", "u:r:t:s0"),
+            Err("multiple SELinux labels found: u:r:t:s0:c1,c2,u:r:t:s0:c3,c4".into())
+        );
+        assert_eq!(wanted(&pod, "other", "u:r:t:s0"), Ok(None));
+    }
+
+    #[test]
+    fn access_modes_have_short_names_the_widest_first() {
+        for (modes, expected) in [
+            (vec!["ReadWriteOnce", "ReadWriteMany"], "RWX"),
+            (vec!["ReadWriteOnce", "ReadOnlyMany"], "ROX"),
+            (vec!["ReadWriteOnce"], "RWO"),
+            (vec!["ReadWriteOncePod"], "RWOP"),
+            (vec![], ""),
+        ] {
+            let modes: Vec<String> = modes.into_iter().map(Into::into).collect();
+            assert_eq!(access_mode(&modes), expected);
+        }
+    }
+
+    #[test]
+    fn a_pod_with_another_label_than_those_that_have_a_volume_is_noticed_once() {
+        let mut known = Admissions::default();
+        assert_eq!(known.admit("v", "a", Some("x"), false), Admission::New);
+        assert_eq!(known.admit("v", "a", Some("x"), false), Admission::Same);
+        assert_eq!(known.admit("v", "b", Some("x"), false), Admission::Same);
+        let conflict =
+            Admission::Conflict("conflicting SELinux labels of volume v: \"x\" and \"\"".into());
+        assert_eq!(known.admit("v", "c", None, false), conflict);
+        assert_eq!(known.admit("v", "c", None, false), Admission::Same);
+        assert_eq!(known.admit("v", "d", None, true), conflict);
+        assert_eq!(
+            known.admit("v", "d", None, true),
+            conflict,
+            "it has not got it"
+        );
+        for uid in ["a", "b", "c"] {
+            known.forget(uid);
+        }
+        assert_eq!(known.admit("v", "d", None, true), Admission::New);
     }
 }

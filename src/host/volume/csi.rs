@@ -12,7 +12,7 @@ use crate::core::volume::csi::VolumeData;
 use crate::core::volume::resolved::Problem;
 use crate::host::linux::{LinuxHost, doing, make, segment};
 use crate::sys::patient::Call;
-use crate::sys::{file, mount, ownership};
+use crate::sys::{file, mount};
 
 const PLUGIN: &str = "kubernetes.io~csi";
 const NOTE: &str = "vol_data.json";
@@ -355,9 +355,10 @@ impl LinuxHost {
         };
         let key = format!("{}/{}/published", segment(&volume.uid)?, volume.name);
         let target = volume.target.clone();
+        let giver = self.giver(format!("kubernetes.io/csi:{}", volume.data.driver_name));
         let give = move |call: &Call| {
-            let stop = || call.is_cancelled();
-            ownership::set_group(&target, group, owner.on_mismatch, false, &stop)
+            giver
+                .give(&target, (group, owner), false, call)
                 .map_err(doing("the volume's group cannot be set"))
         };
         let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
@@ -371,6 +372,7 @@ impl LinuxHost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::ownership;
 
     #[test]
     fn what_was_noted_is_found_again_and_leaves_nothing() {
@@ -453,6 +455,19 @@ mod tests {
         }
     }
 
+    /// The volumes that were given, and whether it failed.
+    type Told = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
+
+    fn told_by(host: &mut LinuxHost) -> Told {
+        let told = Told::default();
+        let telling = std::sync::Arc::clone(&told);
+        host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
+            let mut told = telling.lock().expect("told");
+            told.push((plugin.to_owned(), has_failed));
+        }));
+        told
+    }
+
     #[tokio::test(start_paused = true)]
     async fn giving_a_large_volume_is_told_and_ends_with_its_pod() {
         use crate::host::volume::tear_down::tests::{host, of_a_program};
@@ -461,7 +476,8 @@ mod tests {
             return;
         }
         let root = tempfile::tempdir().expect("a directory");
-        let host = host(root.path());
+        let mut host = host(root.path());
+        let told = told_by(&mut host);
         let dirs = CsiDirs(host.root.clone());
         let data = VolumeData {
             spec_vol_id: "pv".into(),
@@ -507,6 +523,8 @@ mod tests {
             .cancel("u/", std::time::Duration::from_secs(60))
             .await;
         assert_eq!(ended, Ok(()));
+        let told = told.lock().expect("told").clone();
+        assert_eq!(told, [("kubernetes.io/csi:".to_owned(), true)]);
         use std::os::unix::fs::MetadataExt as _;
         let root = fs::metadata(&volume.target).expect("stat");
         assert_ne!(root.gid(), 4242, "the root is given last");

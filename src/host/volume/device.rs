@@ -6,8 +6,8 @@ use std::path::Path;
 
 use nix::mount::MntFlags;
 
-use super::disks;
 use super::staging_lock::Turn;
+use super::{Giver, disks};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -15,7 +15,7 @@ use crate::host::linux::{doing, make};
 use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::sys::beneath::Found;
 use crate::sys::patient::Call;
-use crate::sys::{beneath, mount, ownership};
+use crate::sys::{beneath, mount};
 
 /// Where a volume is mounted, and for whom.
 pub(super) struct Target<'a> {
@@ -24,7 +24,26 @@ pub(super) struct Target<'a> {
     /// For this pod.
     pub(super) dir: &'a Path,
     pub(super) owner: Ownership,
+    pub(super) giver: &'a Giver,
     pub(super) call: &'a Call,
+}
+
+impl<'a> Target<'a> {
+    /// The places for all pods and for this one.
+    pub(super) fn new(
+        [staged, dir]: [&'a Path; 2],
+        owner: Ownership,
+        giver: &'a Giver,
+        call: &'a Call,
+    ) -> Target<'a> {
+        Target {
+            staged,
+            dir,
+            owner,
+            giver,
+            call,
+        }
+    }
 }
 
 /// Mounts an export of a server in a pod's directory.
@@ -79,8 +98,14 @@ pub(super) fn local(
             Err(format!("{shown} is not a block device, as volumeMode Block asks for").into())
         };
     }
+    let restrict = || {
+        // A device is mounted with them.
+        let options: &[String] = if device { &[] } else { &resolved.options };
+        let restricted = mount::restrict(to.dir, options);
+        restricted.map_err(doing(format!("{} cannot be restricted", to.dir.display())))
+    };
     if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
-        return Ok(());
+        return Ok(restrict()?);
     }
     let _turn = Turn::of_pod(to.staged)?;
     let mut source = path;
@@ -94,16 +119,43 @@ pub(super) fn local(
         )
         .into());
     }
-    Ok(bind_staged(source, resolved, to)?)
+    let owner = match is_shared(to.dir)? {
+        // The pod that has it would lose its files; AlreadyMountedVolume tells this one.
+        true => Ownership {
+            group: None,
+            ..to.owner
+        },
+        false => to.owner,
+    };
+    bind_staged(source, resolved, &Target { owner, ..*to })?;
+    Ok(restrict()?)
+}
+
+/// Whether another pod has the volume that is to be mounted in the directory `dir` of a pod.
+fn is_shared(dir: &Path) -> Result<bool, String> {
+    // pods/<uid>/volumes/<plugin>/<name>
+    let above: Vec<&Path> = dir.ancestors().take(5).collect();
+    let [_, _, _, pod, pods] = above.as_slice() else {
+        return Ok(false);
+    };
+    let below = dir.strip_prefix(pod).map_err(|e| e.to_string())?;
+    let all = fs::read_dir(pods).map_err(doing(format!("{} cannot be read", pods.display())))?;
+    for other in all {
+        let other = other.map_err(|e| e.to_string())?.path();
+        let is_pod = other != **pod && other.is_dir();
+        if is_pod && mount::is_mounted(&other.join(below)).map_err(|e| e.to_string())? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.
 fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), String> {
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.owned) {
-        let stop = || to.call.is_cancelled();
-        let given =
-            ownership::set_group(source, group, owner.on_mismatch, resolved.read_only, &stop);
+        let read_only = resolved.read_only;
+        let given = to.giver.give(source, (group, owner), read_only, to.call);
         given.map_err(doing(format!(
             "the group of volume {} cannot be set",
             resolved.volume
@@ -348,6 +400,79 @@ mod tests {
     use crate::sys::patient::Patient;
     use std::os::unix::fs::FileExt as _;
     use std::time::Duration;
+
+    fn a_local_volume(path: &Path) -> ResolvedVolume {
+        ResolvedVolume {
+            volume: "v".into(),
+            name: "pv".into(),
+            source: crate::core::volume::resolved::Source::Local {
+                path: path.display().to_string(),
+                filesystem: "ext4".into(),
+                grown: None,
+            },
+            read_only: false,
+            block: false,
+            options: vec!["noexec".into()],
+            owned: true,
+            labelled: false,
+            group: None,
+            access_mode: "RWO",
+        }
+    }
+
+    #[tokio::test]
+    async fn a_local_volume_is_given_to_the_group_of_its_first_pod() {
+        use std::os::unix::fs::MetadataExt as _;
+
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let root = fs::canonicalize(dir.path()).expect("resolved");
+        let volume = root.join("volume");
+        fs::create_dir(&volume).expect("mkdir");
+        let of = |uid: &str| root.join("pods").join(uid).join("volumes/local/pv");
+        let set_up = async |uid: &str, group: u32| {
+            let (path, dir) = (volume.clone(), of(uid));
+            let staged = root.join("staged/pv");
+            let resolved = a_local_volume(&path);
+            let work = move |call: &Call| {
+                fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+                let giver = Giver {
+                    plugin: "local".into(),
+                    given: None,
+                };
+                let owner = Ownership {
+                    group: Some(group),
+                    ..Ownership::default()
+                };
+                let to = Target::new([&staged, &dir], owner, &giver, call);
+                local(&path, "ext4", &resolved, &to).map_err(|e| e.to_string())
+            };
+            let patient = Patient::default();
+            let outcome = patient.call_with(uid, Duration::from_secs(60), work).await;
+            assert_eq!(outcome, Ok(()));
+            let stat = fs::metadata(&volume).expect("stat");
+            stat.gid()
+        };
+        assert_eq!(set_up("one", 4242).await, 4242);
+        assert_eq!(
+            set_up("two", 4343).await,
+            4242,
+            "the first pod has it still"
+        );
+        for uid in ["one", "two"] {
+            let flags = nix::sys::statvfs::statvfs(&of(uid)).expect("statvfs");
+            assert!(
+                flags
+                    .flags()
+                    .contains(nix::sys::statvfs::FsFlags::ST_NOEXEC)
+            );
+            mount::unmount_all(&of(uid)).expect("unmounted");
+        }
+        assert_eq!(set_up("three", 4343).await, 4343);
+        mount::unmount_all(&of("three")).expect("unmounted");
+    }
 
     #[test]
     fn volumes_are_read_only_by_themselves_or_by_an_option() {

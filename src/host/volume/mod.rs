@@ -15,7 +15,8 @@ pub(in crate::host) use tear_down::FORCE_AFTER;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::SubPath;
 use super::blocking;
@@ -29,7 +30,42 @@ use crate::sys::{beneath, ownership};
 /// How long the kernel is waited for.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Is told of each volume whose files were given to a group, one by one: its plugin, of a driver's volume with the driver,
+/// how long it took, and whether it failed.
+pub type Given = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
+
+/// Who gives the files of a volume to a group.
+struct Giver {
+    plugin: String,
+    given: Option<Given>,
+}
+
+impl Giver {
+    /// As [`ownership::set_group`] does, and tells of it.
+    fn give(
+        &self,
+        root: &Path,
+        (group, owner): (u32, Ownership),
+        read_only: bool,
+        call: &Call,
+    ) -> std::io::Result<()> {
+        let (begun, stop) = (Instant::now(), || call.is_cancelled());
+        let outcome = ownership::set_group(root, group, owner.on_mismatch, read_only, &stop);
+        if let (Some(given), Ok(true) | Err(_)) = (&self.given, &outcome) {
+            given(&self.plugin, begun.elapsed(), outcome.is_err());
+        }
+        outcome.map(drop)
+    }
+}
+
 impl LinuxHost {
+    fn giver(&self, plugin: String) -> Giver {
+        Giver {
+            plugin,
+            given: self.given.clone(),
+        }
+    }
+
     fn staged(&self, name: &str) -> Result<PathBuf, String> {
         Ok(self
             .root
@@ -179,16 +215,11 @@ impl LinuxHost {
             }
             Source::Disk { disk, filesystem } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
-                let given = staged.clone();
+                let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target {
-                            staged: &staged,
-                            dir: &dir,
-                            owner,
-                            call,
-                        };
+                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
                         Ok(device::remote(&disk, &filesystem, &resolved, &to))
                     })
                     .await
@@ -203,16 +234,12 @@ impl LinuxHost {
                 path, filesystem, ..
             } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
+                let giver = self.giver(resolved.qualified_plugin());
                 let given = [staged.clone(), PathBuf::from(&path)];
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
-                        let to = device::Target {
-                            staged: &staged,
-                            dir: &dir,
-                            owner,
-                            call,
-                        };
+                        let to = device::Target::new([&staged, &dir], owner, &giver, call);
                         Ok(device::local(Path::new(&path), &filesystem, &resolved, &to))
                     })
                     .await
@@ -297,28 +324,22 @@ impl LinuxHost {
             .join(segment(&container)?);
         let key = format!("{uid}/{volume}/{container}/{index}");
         let work = move |call: &Call| {
+            let of = format!("for volumeMount {volume:?} of container {container:?}");
+            // Whoever owns the pod reads the answer, and may not learn from it what is on the machine: the log has why.
+            let hidden = |what: &str, error: &dyn std::fmt::Display| {
+                let message = format!("failed to {what} {of}");
+                tracing::warn!(%error, volume, container, "{message}");
+                message
+            };
+            let unprepared = |error: std::io::Error| hidden("prepare subPath", &error);
+            let base = beneath::Dir::open(&base).map_err(unprepared)?;
             let sub = Path::new(&sub);
-            if sub.is_absolute() {
-                return Err(format!(
-                    "error SubPath `{}` must not be an absolute path",
-                    sub.display()
-                ));
-            }
-            if sub
-                .components()
-                .any(|c| matches!(c, std::path::Component::ParentDir))
-            {
-                return Err(format!(
-                    "unable to provision SubPath `{}`: must not contain '..'",
-                    sub.display()
-                ));
-            }
-            let base = beneath::Dir::open(&base).map_err(doing(format!(
-                "failed to prepare subPath for volumeMount {volume:?} of container {container:?}"
-            )))?;
-            let found = base
-                .find_or_make(sub)
-                .map_err(doing(format!("failed to create subPath directory for volumeMount {volume:?} of container {container:?}")))?;
+            let found = match base.find(sub).map_err(unprepared)? {
+                Some(found) => found,
+                None => base
+                    .find_or_make(sub)
+                    .map_err(|error| hidden("create subPath directory", &error))?,
+            };
             if call.is_cancelled() {
                 return Err(format!(
                     "volume {volume:?} is not mounted: its pod has ended"
@@ -326,10 +347,8 @@ impl LinuxHost {
             }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());
-            let failed = format!(
-                "failed to prepare subPath for volumeMount {volume:?} of container {container:?}"
-            );
-            device::bind_if_wanted(&found, &target, call, failed)?;
+            device::bind_if_wanted(&found, &target, call, target.display().to_string())
+                .map_err(|error| hidden("prepare subPath", &error))?;
             Ok(target)
         };
         self.patient.call_with(&key, KERNEL_TIMEOUT, work).await

@@ -428,13 +428,16 @@ async fn volume_mount(
         .iter()
         .flatten()
         .find(|v| v.name == mount.name);
-    let volume =
-        volume.ok_or_else(|| format!("volume {:?} of a volumeMount does not exist", mount.name))?;
-    let sub_path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
-        Some(expression) => Some(env::expand_all(expression, |name| env::text_of(env, name))?),
-        None => mount.sub_path.clone().filter(|p| !p.is_empty()),
+    let missing = || {
+        let container = &start.container.name;
+        format!(
+            "cannot find volume {:?} to mount into container {container:?}",
+            mount.name
+        )
     };
-    let mut message = cri_config::volume_mount(mount, s.node)?;
+    let volume = volume.ok_or_else(missing)?;
+    let sub_path = cri_config::sub_path(mount, env)?;
+    let mut message = cri_config::volume_mount(mount, &start.container, s.node)?;
     if volume.image.is_some() {
         let image = images.get(&volume.name).cloned().unwrap_or_default();
         message.image = Some(pb::ImageSpec {
@@ -445,11 +448,7 @@ async fn volume_mount(
         message.readonly = true;
         return Ok(message);
     }
-    let resolved = s
-        .fetched
-        .resolved
-        .get(&volume.name)
-        .ok_or_else(|| format!("volume {:?} has not been set up", volume.name))?;
+    let resolved = s.fetched.resolved.get(&volume.name).ok_or_else(missing)?;
     message.readonly |= resolved.read_only;
     message.selinux_relabel = s.context.machine.selinux.is_some() && resolved.is_relabelled();
     let place = SubPath {
@@ -474,11 +473,10 @@ async fn devices(
 ) -> std::result::Result<Vec<pb::Device>, String> {
     let mut devices = vec![];
     for (index, device) in container.volume_devices.iter().flatten().enumerate() {
-        let resolved = s
-            .fetched
-            .resolved
-            .get(&device.name)
-            .ok_or_else(|| format!("volume {:?} has not been set up", device.name))?;
+        let resolved = s.fetched.resolved.get(&device.name).ok_or_else(|| {
+            let (volume, container) = (&device.name, &container.name);
+            format!("cannot find volume {volume:?} to pass into container {container:?}")
+        })?;
         if !resolved.block {
             return Err(format!(
                 "volume {:?} is not a block volume, but is specified in volumeDevices",

@@ -1,6 +1,7 @@
 //! Volumes of CSI drivers: staged and published for pods, and undone after them (kubelet spec, 9.5).
 
 mod attachment;
+mod expansion;
 mod registry;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,10 +21,10 @@ pub use registry::run;
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
-use crate::agent::volume::growth;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
+use crate::core::volume::expansion::Expansions;
 use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
@@ -61,6 +62,8 @@ pub struct Csi {
     reported: watch::Sender<BTreeSet<String>>,
     /// Which volumes are in use has changed, or why the node is not ready.
     changed: Notify,
+    /// The volumes that have grown here, or could not.
+    expansions: Mutex<Expansions>,
     /// Drivers that have to say anew how many volumes they serve here.
     outdated: Mutex<BTreeSet<String>>,
     asked: Notify,
@@ -88,6 +91,7 @@ impl Csi {
             locks: Mutex::default(),
             reported: watch::Sender::default(),
             changed: Notify::new(),
+            expansions: Mutex::default(),
             outdated: Mutex::default(),
             asked: Notify::new(),
             problem: watch::Sender::new(None),
@@ -138,6 +142,7 @@ impl Csi {
             self.reported.send_modify(|reported| {
                 reported.remove(&name);
             });
+            lock(&self.expansions).forget(&name);
         }
         drop(published);
         self.changed.notify_one();
@@ -238,15 +243,19 @@ fn is_same(one: &Published, other: &Published) -> bool {
         && one.data.volume_handle == other.data.volume_handle
 }
 
+/// What is in a secret; nothing where there is none. `field` is the one that refers to it.
 async fn secret(
     context: &Context,
+    field: &str,
     reference: Option<&(String, String)>,
 ) -> Result<HashMap<String, String>, String> {
     let Some((namespace, name)) = reference else {
         return Ok(HashMap::new());
     };
     let found = context.api.secret(namespace, name).await.map_err(|e| {
-        format!("failed to find the secret {name} in the namespace {namespace}: {e}")
+        format!(
+            "fetching {field} {namespace}/{name} failed: kubernetes.io/csi: failed to find the secret {name} in the namespace {namespace} with error: {e}"
+        )
     })?;
     Ok(found
         .data
@@ -289,13 +298,19 @@ async fn to_its_end<T: Send + 'static>(
             text: error.to_string(),
             certain: false,
             infeasible: false,
+            unready: false,
         })
     })
 }
 
-/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. The answer is whether its
-/// files have their SELinux label from the mount.
-pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bool, Problem> {
+/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
+/// had it not yet. The answer is whether its files have their SELinux label from the mount.
+pub async fn publish(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    is_new: bool,
+) -> Result<bool, Problem> {
     let registered = context.csi.driver(&volume.driver)?;
     let described = context
         .api
@@ -303,38 +318,10 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
         .await
         .map_err(|e| e.to_string())?;
     let volume = &csi::labelled(volume, described.as_ref());
-    if volume.inline && !csi::serves_inline(described.as_ref()) {
-        return Err(format!(
-            "volume mode \"Ephemeral\" not supported by driver {} (no CSIDriver object)",
-            volume.driver
-        )
-        .into());
-    }
+    csi::serves(volume, described.as_ref())?;
     let uid = pod::uid(pod);
-    let handle = if volume.inline {
-        csi::inline_handle(uid, &volume.name)
-    } else {
-        volume.handle.clone()
-    };
-    let node = &context.config.node_name;
     let attaches = csi::wants_attachment(volume, described.as_ref());
-    let data = VolumeData {
-        spec_vol_id: volume.name.clone(),
-        driver_name: volume.driver.clone(),
-        node_name: node.clone(),
-        attachment_id: if attaches {
-            csi::attachment_name(&volume.driver, &handle, node)
-        } else {
-            String::new()
-        },
-        volume_lifecycle_mode: if volume.inline {
-            "Ephemeral"
-        } else {
-            "Persistent"
-        }
-        .into(),
-        volume_handle: handle,
-    };
+    let data = csi::noted(volume, uid, &context.config.node_name, attaches);
     let place = context
         .csi
         .dirs
@@ -349,24 +336,19 @@ pub async fn publish(context: &Context, pod: &Pod, volume: &Volume) -> Result<bo
     };
     // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
-        return Err(
-            "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
-                .to_owned()
-                .into(),
-        );
+        return Err(csi::TAKEN.to_owned().into());
     }
     context.csi.note(&wanted.place);
     // What is mounted was attached before: only a driver that publishes anew has to know how.
     let is_needed = attaches && (republishes(wanted.described.as_ref()) || !there(&wanted).await?);
     let told = if is_needed {
-        attachment::wait(context, &wanted.place.data).await?
+        let attached = attachment::wait(context, &wanted.place.data).await;
+        attached.map_err(|why| Problem::at(csi::steps(volume)[0], why))?
     } else {
         HashMap::new()
     };
     let staging = mount(context, pod, &wanted, told).await?;
-    if volume.grown.is_some() && wanted.registered.capabilities.expand && !volume.read_only {
-        grow(context, pod, &wanted, staging).await;
-    }
+    expansion::grow(context, pod, &wanted, staging, is_new).await;
     Ok(volume.label.is_some())
 }
 
@@ -417,8 +399,15 @@ async fn mount(
     }
     if !there || republishes(described) {
         let mut volume_context = csi::context(volume, pod, described);
-        let mut secrets = secret(context, volume.publish_secret.as_ref()).await?;
-        if let Some(tokens) = tokens(context, pod, described).await? {
+        let mut secrets = secret(
+            context,
+            "NodePublishSecretRef",
+            volume.publish_secret.as_ref(),
+        )
+        .await?;
+        // With a block volume the kubelet sends no tokens.
+        let asks = described.filter(|_| !volume.block);
+        if let Some(tokens) = tokens(context, pod, asks).await? {
             // Drivers log their context, but not what is in secrets: they may want the tokens there.
             let place = if described
                 .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
@@ -445,7 +434,7 @@ async fn mount(
         let driver = registered.driver.clone();
         to_its_end(turn, async move { driver.publish(request).await })
             .await
-            .map_err(failed("MountVolume.SetUp failed"))?;
+            .map_err(|error| Problem::at(csi::steps(volume)[2], error.to_string()))?;
     }
     if csi::gives_group(volume, described, registered.capabilities) {
         // An agent that was killed may have left the group half given: its root is given last.
@@ -467,8 +456,9 @@ async fn stage(
     staging: &str,
     capability: pb::VolumeCapability,
     before: bool,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     let Wanted { volume, place, .. } = wanted;
+    let failed = |why: String| Problem::at(csi::steps(volume)[1], why);
     let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
     if before && lock(&context.csi.staged).contains(&name) {
         return Ok(());
@@ -478,7 +468,9 @@ async fn stage(
         publish_context: told.clone(),
         staging_target_path: staging.to_owned(),
         volume_capability: Some(capability),
-        secrets: secret(context, volume.stage_secret.as_ref()).await?,
+        secrets: secret(context, "NodeStageSecretRef", volume.stage_secret.as_ref())
+            .await
+            .map_err(failed)?,
         volume_context: volume.attributes.clone().into_iter().collect(),
     };
     let driver = wanted.registered.driver.clone();
@@ -499,39 +491,7 @@ async fn stage(
         })
         .await?;
     }
-    Err(failed("MountVolume.MountDevice failed")(error))
-}
-
-/// Makes a filesystem as large as its volume has become, and says so.
-async fn grow(context: &Context, pod: &Pod, wanted: &Wanted<'_>, staging: String) {
-    let Wanted {
-        volume,
-        registered,
-        place,
-        turn,
-        ..
-    } = wanted;
-    let Some(grown) = &volume.grown else {
-        return;
-    };
-    let outcome = async {
-        growth::begin(context, grown).await?;
-        let request = pb::NodeExpandVolumeRequest {
-            volume_id: place.data.volume_handle.clone(),
-            volume_path: place.target.display().to_string(),
-            capacity_range: Some(pb::CapacityRange {
-                required_bytes: grown.bytes,
-                limit_bytes: 0,
-            }),
-            staging_target_path: staging,
-            volume_capability: Some(csi::capability(volume, registered.capabilities, None)),
-            secrets: secret(context, volume.expand_secret.as_ref()).await?,
-        };
-        let driver = registered.driver.clone();
-        let expanded = to_its_end(turn, async move { driver.expand(request).await }).await;
-        expanded.map_err(growth::NotGrown::from)
-    };
-    growth::tell(context, pod, &volume.name, grown, outcome.await).await;
+    Err(failed(error.to_string()))
 }
 
 /// The tokens that a driver wants of the pod's service account.

@@ -1,5 +1,6 @@
 //! Pods as runtime configuration: sandbox and container messages (upstream's `kuberuntime_sandbox.go`). Pure.
 
+mod mounts;
 mod resources;
 mod security;
 
@@ -7,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use holdfast_proto::cri as pb;
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, VolumeMount};
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
 use super::cgroup;
 use super::dns::{self, Resolver};
@@ -15,6 +16,7 @@ use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
 use crate::core::{meta, pod};
+pub use mounts::{recursive_read_only, sub_path, volume_mount};
 pub use resources::{Swap, may_swap, resources};
 use resources::{overhead, whole_resources};
 pub use security::apparmor_refusal;
@@ -298,60 +300,6 @@ pub struct Prepared<'a> {
     pub target: Option<String>,
     /// Groups that the pod's persistent volumes ask for.
     pub groups: Vec<i64>,
-}
-
-/// What `recursiveReadOnly: IfPossible` comes to where the runtime supports it or not: where it cannot be had it is left out,
-/// as that is what was asked for.
-#[must_use]
-pub fn recursive_if_possible(mount: &VolumeMount, is_supported: bool) -> bool {
-    let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
-    is_supported && mount.read_only == Some(true) && propagation == "None"
-}
-
-/// A volumeMount as far as it can be told without the machine (KEP-3857).
-pub fn volume_mount(mount: &VolumeMount, node: &Node) -> Result<pb::Mount, String> {
-    let propagation = mount.mount_propagation.as_deref().unwrap_or("None");
-    let readonly = mount.read_only.unwrap_or(false);
-    let recursive = match mount.recursive_read_only.as_deref().unwrap_or("Disabled") {
-        "Disabled" => false,
-        "IfPossible" => recursive_if_possible(mount, node.recursive_read_only),
-        "Enabled" if !readonly => {
-            return Err(format!(
-                "volume {:?} requested recursive read-only mode, but it is not read-only",
-                mount.name
-            ));
-        }
-        "Enabled" if propagation != "None" => {
-            return Err(format!(
-                "volume {:?} requested recursive read-only mode, but it is not compatible with propagation {propagation:?}",
-                mount.name
-            ));
-        }
-        "Enabled" if !node.recursive_read_only => {
-            return Err(format!(
-                "volume {:?} requested recursive read-only mode, but it is not supported by the runtime",
-                mount.name
-            ));
-        }
-        "Enabled" => true,
-        other => {
-            return Err(format!(
-                "recursiveReadOnly {other:?} of volume {:?} is not known: use Disabled, IfPossible or Enabled",
-                mount.name
-            ));
-        }
-    };
-    Ok(pb::Mount {
-        container_path: mount.mount_path.clone(),
-        readonly,
-        recursive_read_only: recursive,
-        propagation: match propagation {
-            "HostToContainer" => pb::MountPropagation::PropagationHostToContainer,
-            "Bidirectional" => pb::MountPropagation::PropagationBidirectional,
-            _ => pb::MountPropagation::PropagationPrivate,
-        } as i32,
-        ..pb::Mount::default()
-    })
 }
 
 /// The signal that asks a container to end: its own setting, else the image's (KEP-4960). The runtime's enum

@@ -198,3 +198,60 @@ fn claims_that_cannot_be_used_say_why() {
             .is_err_and(|e| e.told("v").contains("(pod is not owner)"))
     );
 }
+
+#[test]
+fn a_failed_step_is_told_with_the_persistent_volumes_name() {
+    let source = json!({"local": {"path": "/x"}, "nodeAffinity": {"required": {"nodeSelectorTerms": [
+        {"matchExpressions": [{"key": "host", "operator": "In", "values": ["a"]}]}]}}});
+    let node = |name: &str| {
+        serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
+            .expect("a node")
+    };
+    let mut claimed = claimed(source, "Bound");
+    assert_eq!(reached(&claimed, Some(&node("a"))), Ok(()));
+    assert_eq!(reached(&claimed, None), Ok(()));
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    assert_eq!(
+        problem.told("v"),
+        "MountVolume.NodeAffinity check failed for volume \"pv\" : no matching NodeSelectorTerms"
+    );
+    assert_eq!(problem.reason(), "FailedMount");
+    claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    assert_eq!(problem.reason(), "FailedMapVolume");
+    assert_eq!(
+        Problem::at("MountVolume.MountDevice", "no").told("pv"),
+        "MountVolume.MountDevice failed for volume \"pv\" : no"
+    );
+}
+
+#[test]
+fn options_of_a_mount_are_where_its_volume_has_them() {
+    let of = |source: Value, annotations: Value| {
+        let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
+        let pod = pod(volume, json!({}));
+        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+        let mut claimed = claimed(source, "Bound");
+        claimed.volume.metadata.annotations = serde_json::from_value(annotations).expect("a map");
+        resolve(&pod, &volume, Some(&claimed), Here::default())
+    };
+    let named = json!({"volume.beta.kubernetes.io/mount-options": "soft,,noatime"});
+    let nfs = json!({"nfs": {"server": "s", "path": "/x"}, "mountOptions": ["hard"]});
+    let options = |annotations: Value| of(nfs.clone(), annotations).map(|made| made.options);
+    assert_eq!(options(json!({})), Ok(vec!["hard".to_owned()]));
+    assert_eq!(
+        options(named.clone()),
+        Ok(vec!["soft".to_owned(), "noatime".to_owned()])
+    );
+    let host = |options: Value| json!({"hostPath": {"path": "/x"}, "mountOptions": options});
+    assert!(of(host(json!([])), json!({})).is_ok());
+    for refused in [
+        of(host(json!(["ro"])), json!({})),
+        of(host(json!([])), named),
+    ] {
+        assert_eq!(
+            refused.expect_err("it is refused").told("v"),
+            "MountVolume.MountOptionSupport check failed for volume \"pv\" : mount options are not supported for this volume type"
+        );
+    }
+}

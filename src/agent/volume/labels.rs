@@ -1,0 +1,69 @@
+//! The SELinux labels that pods want their volumes with: what is counted of them, and what cannot be had (KEP-1710).
+
+use k8s_openapi::api::core::v1::{Pod, Volume};
+
+use crate::agent::Context;
+use crate::core::pod;
+use crate::core::volume::csi;
+use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
+use crate::core::volume::selinux::{self, Admission};
+
+/// Counts the label of a volume that a pod is to have, and refuses one whose label is not clear: of those that one pod alone
+/// may use, as only these are mounted with their label. Where there is no SELinux there are no labels.
+pub(super) async fn admit(
+    context: &Context,
+    pod: &Pod,
+    volume: &Volume,
+    resolved: &ResolvedVolume,
+) -> Result<(), Problem> {
+    let Some(files) = context.machine.selinux.as_deref() else {
+        return Ok(());
+    };
+    let mode = resolved.access_mode;
+    let label = match selinux::wanted(pod, &volume.name, files) {
+        Ok(label) => label,
+        Err(several) => {
+            let is_error = mode == selinux::ALONE;
+            context.metrics.several_labels(mode, is_error);
+            return match is_error {
+                true => Err(Problem::Claim(several)),
+                false => Ok(()),
+            };
+        }
+    };
+    if !mounts_with_label(context, resolved).await? {
+        return Ok(());
+    }
+    // As these families write it, unlike others.
+    let plugin = resolved.qualified_plugin().replacen(':', "/", 1);
+    let (uid, mut name) = (pod::uid(pod), resolved.name.clone());
+    if mode == selinux::INLINE {
+        // The pod's own: another pod's of this name is another volume.
+        name = format!("{uid}/{name}");
+    }
+    let labels = [plugin.as_str(), mode];
+    let admission = context
+        .metrics
+        .labelled(uid, &name, label.as_deref(), labels);
+    match admission {
+        Admission::Conflict(why) if mode == selinux::ALONE => Err(Problem::Claim(why)),
+        Admission::Conflict(_) | Admission::New | Admission::Same => Ok(()),
+    }
+}
+
+/// Whether volumes of this kind can be mounted with a label.
+async fn mounts_with_label(context: &Context, resolved: &ResolvedVolume) -> Result<bool, String> {
+    Ok(match &resolved.source {
+        Source::Csi(served) => {
+            let driver = context.api.csi_driver(&served.driver).await;
+            csi::mounts_with_label(driver.map_err(|e| e.to_string())?.as_ref())
+        }
+        Source::Disk { .. } => true,
+        Source::EmptyDir(_)
+        | Source::Files { .. }
+        | Source::HostPath { .. }
+        | Source::Image
+        | Source::Local { .. }
+        | Source::Nfs { .. } => false,
+    })
+}

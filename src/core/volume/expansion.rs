@@ -1,0 +1,167 @@
+//! What a node remembers of its drivers' volumes that become larger (upstream's node expander, and its actual state of the
+//! world): which of them are tried, and when again. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::claims::Grown;
+use crate::core::backoff::Doubling;
+
+/// The pauses between tries of one volume (upstream's `goroutinemap/exponentialbackoff`).
+const PAUSES: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
+/// Of how many volumes it is remembered that they could not be grown, at most.
+const FAILED: usize = 4096;
+
+/// How a try went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tried {
+    /// The filesystem has what it should.
+    Done,
+    /// It may still be under way, or was not begun.
+    Unknown,
+    /// Nothing was done, and nothing is under way.
+    Failed,
+    /// The same, as the driver does not grow what is in use.
+    InUse,
+}
+
+/// One volume that the node has.
+#[derive(Debug)]
+struct Known {
+    /// How many bytes its filesystem has here.
+    has: i64,
+    /// Its driver does not grow it before it has left the node.
+    in_use: bool,
+    pauses: Doubling,
+    not_before: Option<Timestamp>,
+}
+
+/// The volumes that grow, by the names that nodes have for them.
+#[derive(Debug, Default)]
+pub struct Expansions {
+    here: BTreeMap<String, Known>,
+    /// Those of which a try has failed for good, also when they have left the node since.
+    failed: BTreeSet<String>,
+}
+
+impl Expansions {
+    /// Whether a volume is to be grown now. A size that its claim has already is news only for a node that had less.
+    pub fn is_due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> bool {
+        let known = self.here.entry(volume.to_owned()).or_insert(Known {
+            has: grown.had,
+            in_use: false,
+            pauses: PAUSES,
+            not_before: None,
+        });
+        let is_known = grown.is_told && grown.bytes <= known.has;
+        !is_known && !known.in_use && known.not_before.is_none_or(|at| at <= now)
+    }
+
+    /// Whether a try of this volume has failed for good before.
+    #[must_use]
+    pub fn has_failed(&self, volume: &str) -> bool {
+        self.failed.contains(volume)
+    }
+
+    /// A volume was tried.
+    pub fn tried(&mut self, volume: &str, grown: &Grown, outcome: Tried, now: Timestamp) {
+        let Some(known) = self.here.get_mut(volume) else {
+            // It has left the node meanwhile.
+            return;
+        };
+        if outcome == Tried::Done {
+            (known.has, known.not_before) = (grown.bytes, None);
+            known.pauses.reset();
+            self.failed.remove(volume);
+            return;
+        }
+        let pause = SignedDuration::try_from(known.pauses.pause()).unwrap_or(SignedDuration::MAX);
+        known.not_before = now.checked_add(pause).ok();
+        known.in_use = outcome == Tried::InUse;
+        if outcome != Tried::Unknown && self.failed.len() < FAILED {
+            self.failed.insert(volume.to_owned());
+        }
+    }
+
+    /// No pod of the node has the volume any more: what stood in the way may be gone with it.
+    pub fn forget(&mut self, volume: &str) {
+        self.here.remove(volume);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grown(bytes: i64, is_told: bool) -> Grown {
+        Grown {
+            namespace: "n".into(),
+            claim: "c".into(),
+            uid: None,
+            had: if is_told { bytes } else { 1 },
+            bytes,
+            text: bytes.to_string(),
+            is_followed: false,
+            is_told,
+            is_superseded: false,
+        }
+    }
+
+    fn at(milliseconds: i64) -> Timestamp {
+        Timestamp::from_millisecond(milliseconds).expect("a time")
+    }
+
+    #[test]
+    fn what_fails_is_tried_after_a_pause_that_doubles() {
+        let mut known = Expansions::default();
+        let two = grown(2, false);
+        let mut now = 0;
+        for pause in [500, 1000, 2000] {
+            assert!(known.is_due("v", &two, at(now)), "{now}");
+            known.tried("v", &two, Tried::Unknown, at(now));
+            assert!(!known.is_due("v", &two, at(now + pause - 1)), "{now}");
+            now += pause;
+        }
+        assert!(!known.has_failed("v"), "it may have had success");
+        for _ in 0..20 {
+            known.tried("v", &two, Tried::Failed, at(now));
+        }
+        assert!(known.has_failed("v"));
+        assert!(!known.is_due("v", &two, at(now + 121_999)));
+        assert!(
+            known.is_due("v", &two, at(now + 122_000)),
+            "no longer than that"
+        );
+        known.tried("v", &two, Tried::Done, at(now));
+        assert!(!known.has_failed("v"));
+        assert!(known.is_due("v", &two, at(now)), "its claim was not told");
+    }
+
+    #[test]
+    fn what_its_driver_does_not_grow_in_use_is_not_tried_before_it_has_left_the_node() {
+        let mut known = Expansions::default();
+        let two = grown(2, false);
+        assert!(known.is_due("v", &two, at(0)));
+        known.tried("v", &two, Tried::InUse, at(0));
+        assert!(!known.is_due("v", &two, at(1 << 40)));
+        assert!(!known.is_due("v", &grown(3, false), at(1 << 40)));
+        assert!(known.is_due("w", &two, at(0)), "another volume");
+        known.forget("v");
+        assert!(known.is_due("v", &two, at(0)));
+        assert!(known.has_failed("v"), "that is remembered");
+    }
+
+    #[test]
+    fn what_another_node_has_grown_is_grown_here_if_it_was_here_before() {
+        let mut known = Expansions::default();
+        assert!(
+            !known.is_due("v", &grown(2, true), at(0)),
+            "it came with that"
+        );
+        assert!(known.is_due("v", &grown(3, true), at(0)));
+        known.tried("v", &grown(3, true), Tried::Done, at(0));
+        assert!(!known.is_due("v", &grown(3, true), at(0)));
+    }
+}
