@@ -203,7 +203,7 @@ pub async fn ensure_all(
             image_pull_policy: source.pull_policy.clone(),
             ..container.clone()
         };
-            let image = ensure(context, whose, &wanted).await?;
+        let image = ensure(context, whose, &wanted).await?;
         volumes.insert(volume.name.clone(), image.id);
     }
     Ok(Pulled {
