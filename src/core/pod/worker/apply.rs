@@ -182,9 +182,8 @@ impl Worker {
                     self.resizing.error = Some(error);
                 }
                 if op.changes_runtime() {
-                    // Timeout or refusal: what came of it is seen before anything else is done.
-                    self.acted += 1;
-                    (self.look, self.unsure) = (true, true);
+                    // Timeout or refusal.
+                    self.look_before_more();
                 }
                 match op {
                     Op::Observe { .. } => self.look = true,
@@ -242,14 +241,10 @@ impl Worker {
                 self.note_failed_hook(facts.now, start, sandbox, (id, message));
             }
             (Op::Stop { kill, .. }, _) => {
-                self.acted += 1;
-                (self.look, self.unsure) = (true, true);
+                self.look_before_more();
                 self.stop_done.insert(kill.id);
             }
-            (Op::RestartAll(_), _) => {
-                self.acted += 1;
-                (self.look, self.unsure) = (true, true);
-            }
+            (Op::RestartAll(_), _) => self.look_before_more(),
             (Op::Collect { .. }, _) => {
                 self.acted += 1;
                 self.look = true;
@@ -271,6 +266,12 @@ impl Worker {
             (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
             (Op::Withdraw, _) => {}
         }
+    }
+
+    /// What came of something that was done is seen before anything else is done.
+    fn look_before_more(&mut self) {
+        self.acted += 1;
+        (self.look, self.unsure) = (true, true);
     }
 
     fn gives_back_content(&self) -> bool {
@@ -300,8 +301,7 @@ impl Worker {
             until,
         });
         if matches!(op, Op::Start { .. }) {
-            self.acted += 1;
-            (self.look, self.unsure) = (true, true);
+            self.look_before_more();
         }
     }
 
