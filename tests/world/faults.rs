@@ -77,38 +77,13 @@ impl State {
         let Some(pod) = self.pods.remove(uid) else {
             return;
         };
-        if let Some(grace) = pod["spec"]["terminationGracePeriodSeconds"].as_i64() {
-            self.graces.insert(uid.to_owned(), grace);
-        }
-        self.unseen.insert(uid.to_owned());
-        if self.hears() {
-            self.all_is_seen();
-        }
         if let (Some(writer), true) = (&self.watcher, self.hears()) {
             writer.delete(&object(&pod));
         }
     }
 
-    /// The watch has told of all objects that are gone.
-    fn all_is_seen(&mut self) {
-        let now = Instant::now();
-        let gone = std::mem::take(&mut self.unseen);
-        self.gone_at.extend(gone.into_iter().map(|uid| (uid, now)));
-    }
-
-    /// Whether a container of a pod may be started: the pod is wanted, or it is not known yet that it is not.
-    pub(super) fn may_start(&self, uid: &str) -> bool {
-        let gone = self.gone_at.get(uid);
-        self.is_known(uid)
-            || self.unseen.contains(uid)
-            || gone.is_some_and(|at| at.elapsed() < Duration::from_secs(1))
-    }
-
     /// The watch begins anew, after what it has missed was compacted away.
     pub(super) fn list_anew(&mut self) {
-        if self.hears() {
-            self.all_is_seen();
-        }
         if let Some(writer) = self.watcher.clone().filter(|_| self.hears()) {
             writer.replace(self.pods.values().map(object).collect());
         }
@@ -229,16 +204,31 @@ impl World {
         self.1.set_by(SignedDuration::from_mins(minutes));
     }
 
+    /// Content of a ConfigMap that pods may use.
+    pub fn change_some_map(&self) {
+        let told: Vec<OnChange> = {
+            let mut state = self.state();
+            let name = format!("m{}", state.pick(4));
+            *state.maps.entry(name.clone()).or_insert(1) += 1;
+            let users = state.followers.values();
+            users
+                .filter(|(names, _)| names.contains(&name))
+                .map(|(_, news)| Arc::clone(news))
+                .collect()
+        };
+        told.iter().for_each(|news| news());
+    }
+
     /// Another version of a static pod's manifest, or a first one.
     pub fn change_some_manifest(&self) {
         let mut state = self.state();
         let name = format!("s{}", state.pick(2));
         state.next += 1;
         let (uid, grace) = (format!("{name}-v{}", state.next), 1 + state.pick(8));
-        let (sidecar, policy) = (state.pick(2) == 0, state.some_policy());
+        let sidecar = state.pick(2) == 0;
         let mut pod = json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": format!("{name}-node"), "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
-            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": grace,
+            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": grace,
                      "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
         if sidecar {
             pod["spec"]["initContainers"] =
@@ -249,17 +239,10 @@ impl World {
         state.publish_statics();
     }
 
-    /// A manifest is removed, or one that was is put back as it was.
-    pub fn move_some_manifest(&self) {
+    /// A manifest is removed.
+    pub fn remove_some_manifest(&self) {
         let mut state = self.state();
-        if state.pick(2) == 0 {
-            // One whose containers may have ended for good would have to tell that in a mirror that says otherwise.
-            let removed = state.statics.pop_first();
-            let comes_back = |(_, pod): &(String, Value)| pod["spec"]["restartPolicy"] == "Always";
-            state.parked.extend(removed.filter(comes_back));
-        } else if let Some((name, pod)) = state.parked.pop_first() {
-            state.statics.entry(name).or_insert(pod);
-        }
+        state.statics.pop_first();
         state.publish_statics();
     }
 
@@ -290,17 +273,6 @@ impl World {
         let mut state = self.state();
         state.statics.clear();
         state.publish_statics();
-    }
-}
-
-impl World {
-    /// Counts a call about a container or a sandbox for its pod.
-    pub(super) fn spend_on(&self, what: &'static str, id: &str) {
-        let mut state = self.state();
-        let of_box = state.boxes.get(id).map(|b| b.uid.clone());
-        if let Some(uid) = of_box.or_else(|| state.owners.get(id).cloned()) {
-            state.spend(what, &uid);
-        }
     }
 }
 

@@ -259,8 +259,6 @@ impl PodHost for World {
             s.dirs.remove(&uid(pod));
             // Nothing of it is left: a static pod that starts anew counts from nought.
             s.started.retain(|(of, ..)| *of != uid(pod));
-            s.ran.remove(&uid(pod));
-            s.ended.remove(&uid(pod));
         })
         .await
     }

@@ -38,6 +38,7 @@ use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
 use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
+use crate::core::node::shutdown;
 use crate::core::pod;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
@@ -542,7 +543,7 @@ impl Worker {
         let starting = self.starting();
         let mut previous = Cow::Borrowed(&self.status);
         let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
-        if starts_anew && was_ended_by_node(&previous) {
+        if starts_anew && shutdown::has_ended(&previous) {
             let anew = previous.to_mut();
             (anew.phase, anew.reason, anew.message) = (None, None, None);
             if observed.containers.is_empty() {
@@ -635,12 +636,6 @@ impl Worker {
             turn.wake_at = Some(turn.wake_at.map_or(at, |wake| wake.min(at)));
         }
     }
-}
-
-/// Whether a status is the last one of a pod that the node has refused or ended. A static pod starts anew from there with
-/// the next agent; one whose containers ended by themselves has ended.
-fn was_ended_by_node(status: &PodStatus) -> bool {
-    status.phase.as_deref() == Some("Failed") && status.reason.is_some()
 }
 
 /// Whether a container runs, or is an init container that has done its work: then whatever kept it from

@@ -155,7 +155,8 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
         until: at(7_000),
     };
     assert_eq!(run.waiting, [stop], "and b is not started");
-    let told = &run.worker.status.container_statuses.as_ref().unwrap()[0];
+    let all = run.worker.status.container_statuses.as_ref();
+    let told = &all.expect("statuses")[0];
     assert!(!told.ready && told.started != Some(true), "{told:?}");
     run.settle();
     assert!(run.count(&start("b")) == 1 && run.count(&start("a")) > 1);
@@ -166,7 +167,7 @@ fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_o
     let mut run = with_failed_hook();
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
     let metadata = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "resourceVersion": "2"});
-    let spec = serde_json::to_value(&run.worker.update().pod.spec).unwrap();
+    let spec = serde_json::to_value(&run.worker.update().pod.spec).expect("a spec");
     let turn = run.input(Input::Update(a_pod(spec, metadata)));
     let again = turn
         .begin
