@@ -18,15 +18,6 @@ use pod_resources::who_has_what;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
-/// Status and message of the Ready condition.
-fn ready(cluster: &Cluster) -> (String, String) {
-    let node = cluster.node();
-    let conditions = node["status"]["conditions"].as_array().unwrap();
-    let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
-    let text = |key: &str| ready[key].as_str().unwrap().to_owned();
-    (text("status"), text("message"))
-}
-
 /// When the Ready condition was reported last.
 fn heartbeat(cluster: &Cluster) -> Value {
     let node = cluster.node();
@@ -141,17 +132,17 @@ fn a_short_absence_of_the_runtime_is_no_news(cluster: &Cluster) {
     let before = transition(&cluster.node());
     signal(containerd, nix::sys::signal::SIGSTOP);
     std::thread::sleep(Duration::from_secs(18));
-    assert_eq!(ready(cluster).0, "True", "18 s without the runtime");
+    assert_eq!(cluster.ready().0, "True", "18 s without the runtime");
     assert_eq!(transition(&cluster.node()), before);
-    cluster.wait("the node to be not ready", || ready(cluster).0 == "False");
-    let message = ready(cluster).1;
+    cluster.wait("the node to be not ready", || cluster.ready().0 == "False");
+    let message = cluster.ready().1;
     assert!(
         message.starts_with("container runtime is down: "),
         "{message}"
     );
     signal(containerd, nix::sys::signal::SIGCONT);
     let since = Instant::now();
-    cluster.wait("the node to be ready again", || ready(cluster).0 == "True");
+    cluster.wait("the node to be ready again", || cluster.ready().0 == "True");
     // One second is what is promised; the machine that tests may be busy.
     assert!(
         since.elapsed() < Duration::from_secs(10),
@@ -344,7 +335,7 @@ fn processors_and_memory_are_a_guaranteed_pods_own() {
     a_second_one_is_refused(&cluster, &image, &whole);
     stop_agent(&cluster);
     cluster.up();
-    cluster.wait("the agent to answer", || ready(&cluster).0 == "True");
+    cluster.wait("the agent to answer", || cluster.ready().0 == "True");
     cluster.wait("the processors to be as they were", || {
         allowed(&cluster, "own") == last && allowed(&cluster, "shares") == rest
     });

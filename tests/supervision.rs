@@ -209,16 +209,6 @@ fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
     );
 }
 
-/// By `up`, and by `down`, which needs it too: without it no pod ends.
-/// Status and message of the node's Ready condition.
-fn ready(cluster: &Cluster) -> (String, String) {
-    let node = cluster.node();
-    let conditions = node["status"]["conditions"].as_array().unwrap();
-    let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
-    let text = |key: &str| ready[key].as_str().unwrap().to_owned();
-    (text("status"), text("message"))
-}
-
 /// Somebody else has the agent's port when it starts.
 fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
     let endpoint = cluster.node()["status"]["daemonEndpoints"]["kubeletEndpoint"].clone();
@@ -228,8 +218,8 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
     std::thread::scope(|scope| {
         // It waits until the node is ready.
         let up = scope.spawn(|| cluster.up());
-        cluster.wait("the node not to be ready", || ready(cluster).0 == "False");
-        let message = ready(cluster).1;
+        cluster.wait("the node not to be ready", || cluster.ready().0 == "False");
+        let message = cluster.ready().1;
         let begins = "the kubelet API cannot be served on ";
         let names = message.starts_with(begins) && message.ends_with("listens there");
         assert!(names, "{message}");
@@ -239,9 +229,10 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
         drop(taken);
         up.join().unwrap();
     });
-    cluster.wait("the node to be ready", || ready(cluster).0 == "True");
+    cluster.wait("the node to be ready", || cluster.ready().0 == "True");
 }
 
+/// By `up`, and by `down`, which needs it too: without it no pod ends.
 fn the_networks_file_is_written_anew(cluster: &Cluster) {
     let image = support::busybox(cluster);
     cluster.kubectl(&[

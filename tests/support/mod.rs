@@ -345,6 +345,15 @@ impl Cluster {
             .unwrap()
     }
 
+    /// Status and message of the Node's Ready condition.
+    pub fn ready(&self) -> (String, String) {
+        let node = self.node();
+        let conditions = node["status"]["conditions"].as_array().unwrap();
+        let ready = conditions.iter().find(|c| c["type"] == "Ready").unwrap();
+        let text = |key: &str| ready[key].as_str().unwrap().to_owned();
+        (text("status"), text("message"))
+    }
+
     /// The name of the cluster's Node.
     pub fn node_name(&self) -> String {
         match self.control {
