@@ -482,9 +482,7 @@ impl Worker {
             self.restart_count(name)
         });
         if !actions.kill_pod {
-            let known: Vec<&str> = actions.kill.iter().map(|k| k.id.as_str()).collect();
-            let failed = self.stops_of_failed_hooks(&known);
-            actions.kill.extend(failed);
+            self.stop_failed_hooks(&mut actions.kill);
         }
         actions
     }
@@ -536,9 +534,10 @@ impl Worker {
             self.completed = pod::is_final(&self.status);
             return;
         }
-        let failed: BTreeSet<&String> = self.failed_hooks.values().collect();
+        let failed = &self.failed_hooks;
         self.problems.retain(|name, (reason, _)| {
-            failed.contains(name) || !is_settled(&self.effective, observed, name, reason)
+            failed.values().any(|of| of == name)
+                || !is_settled(&self.effective, observed, name, reason)
         });
         let starting = self.starting();
         let mut previous = Cow::Borrowed(&self.status);

@@ -54,17 +54,18 @@ impl Worker {
         self.in_flight.iter().any(hook)
     }
 
-    /// The containers whose postStart hook failed, as what is to be stopped, but those that are stopped anyway.
-    pub(super) fn stops_of_failed_hooks(&self, others: &[&str]) -> Vec<Kill> {
-        let failed = self.failed_hooks.iter();
-        let failed = failed.filter(|(id, _)| !others.contains(&id.as_str()));
-        let kill = |(id, name): (&String, &String)| Kill {
-            id: id.clone(),
-            name: name.clone(),
-            message: "FailedPostStartHook".into(),
-            grace: None,
-        };
-        failed.map(kill).collect()
+    /// Adds the containers whose postStart hook failed to those that are to be stopped.
+    pub(super) fn stop_failed_hooks(&self, kills: &mut Vec<Kill>) {
+        for (id, name) in &self.failed_hooks {
+            if !kills.iter().any(|kill| kill.id == *id) {
+                kills.push(Kill {
+                    id: id.clone(),
+                    name: name.clone(),
+                    message: "FailedPostStartHook".into(),
+                    grace: None,
+                });
+            }
+        }
     }
 
     /// Whether a container may have a process.
