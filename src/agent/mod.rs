@@ -124,6 +124,12 @@ impl Context {
     pub fn allocatable(&self) -> Amounts {
         node::allocatable(&self.machine, &self.config)
     }
+
+    /// Whether containers may swap: by the configuration, and as far as the kernel can limit it.
+    #[must_use]
+    pub fn swaps(&self) -> bool {
+        self.config.limited_swap && self.machine.cgroup_v2 && self.machine.swap.is_some()
+    }
 }
 
 /// The agent with everything it is made of.

@@ -375,7 +375,7 @@ impl Actor {
     fn grow(&mut self, pod: &Pod) -> Result<(), Refusal> {
         let context = Arc::clone(&self.context);
         if let Some(now) = self.ledger.pod(pod::uid(pod)) {
-            let possible = admit::check_swap(&now, pod, swaps(&context))
+            let possible = admit::check_swap(&now, pod, context.swaps())
                 .and_then(|()| self.managers.resize(&now, pod));
             if let Err(infeasible) = possible {
                 // It goes on with what it has, and waits for nothing.
@@ -506,12 +506,6 @@ fn with_node<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> 
         pressures: &context.pressures.borrow(),
         shutting_down: *context.shutting_down.borrow(),
     })
-}
-
-/// Whether the node lets containers swap: by its configuration, and as far as the kernel can limit it.
-fn swaps(context: &Context) -> bool {
-    let machine = &context.machine;
-    context.config.limited_swap && machine.cgroup_v2 && machine.swap.is_some()
 }
 
 /// For decisions about resources alone.

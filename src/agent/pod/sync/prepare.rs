@@ -127,13 +127,6 @@ pub(super) fn node_config(
     setup: &Setup,
 ) -> cri_config::Node {
     let (config, machine) = (&context.config, &context.machine);
-    let swap_bytes = |bytes| {
-        if config.limited_swap && machine.cgroup_v2 {
-            bytes
-        } else {
-            0
-        }
-    };
     cri_config::Node {
         resolver: context.resolver.borrow().clone(),
         cgroup_parent: setup.cgroup_parent.clone(),
@@ -146,7 +139,7 @@ pub(super) fn node_config(
         page_sizes: machine.huge_pages.iter().map(|(size, _)| *size).collect(),
         group_oom: machine.cgroup_v2 && !config.single_process_oom_kill,
         swap: machine.swap.map(|bytes| cri_config::Swap {
-            bytes: swap_bytes(bytes),
+            bytes: if context.swaps() { bytes } else { 0 },
             unified: machine.cgroup_v2,
         }),
         masked: machine.thermal.clone(),
