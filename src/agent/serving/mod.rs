@@ -117,6 +117,12 @@ pub struct Server {
     images: tokio::sync::OnceCell<(PathBuf, String)>,
 }
 
+/// The method and the family of the path of a request, as metrics and traces name them.
+fn named(request: &Request<Incoming>) -> (&'static str, &'static str) {
+    let method = serving::known_method(request.method().as_str());
+    (method, serving::family(request.uri().path()))
+}
+
 impl Server {
     /// The pod that a path names.
     fn find(&self, place: &Place) -> Option<Known> {
@@ -155,9 +161,12 @@ impl Server {
 
     /// Counts a request. It is being answered until what this gives has gone: the request and the body of the answer keep
     /// it, and so does the session of a request that leaves HTTP.
-    fn count(&self, request: &mut Request<Incoming>, server: &'static str) -> Arc<Answering> {
-        let path = serving::family(request.uri().path());
-        let method = serving::known_method(request.method().as_str());
+    fn count(
+        &self,
+        request: &mut Request<Incoming>,
+        (method, path): (&'static str, &'static str),
+        server: &'static str,
+    ) -> Arc<Answering> {
         let metrics = &self.context.metrics;
         let answering = metrics.http(method, path, server, serving::is_long(path));
         let answering = Arc::new(answering);
@@ -166,10 +175,9 @@ impl Server {
     }
 
     async fn answer(self: Arc<Self>, peer: Peer, mut request: Request<Incoming>) -> Response<Body> {
-        let answering = self.count(&mut request, "readwrite");
+        let (method, path) = named(&request);
+        let answering = self.count(&mut request, (method, path), "readwrite");
         let needs = serving::needs(request.method().as_str(), request.uri().path());
-        let path = serving::family(request.uri().path());
-        let method = serving::known_method(request.method().as_str());
         let span = tracing::info_span!(target: "trace::http", "http", otel.name = format!("{method} /{path}"), otel.kind = "server");
         let answer = async {
             match self.access.check(&peer, request.headers(), &needs).await {
@@ -293,7 +301,8 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
             move |_, mut request: Request<Incoming>| {
                 let server = Arc::clone(&server);
                 async move {
-                    let answering = server.count(&mut request, "readonly");
+                    let names = named(&request);
+                    let answering = server.count(&mut request, names, "readonly");
                     let (method, path) = (request.method().as_str(), request.uri().path());
                     let closed = match serving::route(method, path) {
                         Routed::Found(endpoint) => serving::without_debugging(&endpoint),

@@ -1,5 +1,5 @@
-//! The podresources API (v1, and v1alpha1 for those who still ask so): which container has which of the node's devices, and which processors and memory for itself,
-//! for monitoring agents, on `pod-resources/kubelet.sock` in the root directory (kubelet spec, 14.7).
+//! The podresources API (v1, and v1alpha1 for those who still ask so): which container has which of the node's devices, and
+//! which processors and memory for itself, for monitoring agents, on `pod-resources/kubelet.sock` in the root directory (kubelet spec, 14.7).
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::DirBuilderExt as _;
