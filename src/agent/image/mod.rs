@@ -220,15 +220,7 @@ struct About<'a> {
     path: String,
 }
 
-impl<'a> About<'a> {
-    fn new(context: &'a Context, whose: For<'a>, container: &Container) -> About<'a> {
-        About {
-            context,
-            whose,
-            path: whose.role.field_path(&container.name),
-        }
-    }
-
+impl About<'_> {
     fn say(&self, kind: Kind, reason: &str, message: impl Into<String>) {
         let path = Some(self.path.clone());
         self.context
@@ -256,7 +248,11 @@ async fn ensure(
         again: None,
     };
     let spec_image = container.image.clone().unwrap_or_default();
-    let about = About::new(context, whose, container);
+    let about = About {
+        context,
+        whose,
+        path: whose.role.field_path(&container.name),
+    };
     let name = with_default_tag(&spec_image).map_err(|error| {
         let reason = "InvalidImageName";
         about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);

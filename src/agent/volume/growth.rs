@@ -157,9 +157,26 @@ pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: 
     let message = format!(
         "MountVolume.NodeExpandVolume failed for volume {volume:?} requested read-only file system"
     );
-    let (events, reason) = (&context.events, "FileSystemResizeFailed");
-    events.pod(pod, None, Kind::Warning, reason, message.clone());
-    events.claim(grown, Kind::Warning, reason, message);
+    let kind = Kind::Warning;
+    tell_both(
+        context,
+        pod,
+        grown,
+        (kind, "FileSystemResizeFailed"),
+        &message,
+    );
+}
+
+/// An event of the pod, and the same of its claim.
+fn tell_both(
+    context: &Context,
+    pod: &Pod,
+    grown: &Grown,
+    (kind, reason): (Kind, &str),
+    message: &str,
+) {
+    context.events.pod(pod, None, kind, reason, message);
+    context.events.claim(grown, kind, reason, message);
 }
 
 /// Tells the claim what its volume has now, and pod and claim how it went: of a failure the pod alone, as its claim has it in
@@ -171,15 +188,13 @@ pub(super) async fn tell(
     grown: &Grown,
     outcome: Result<(), NotGrown>,
 ) {
-    let events = &context.events;
     let failed = match outcome {
         Ok(()) => {
             let node = &context.config.node_name;
             let message =
                 format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
-            let reason = "FileSystemResizeSuccessful";
-            events.pod(pod, None, Kind::Normal, reason, message.clone());
-            events.claim(grown, Kind::Normal, reason, message);
+            let what = (Kind::Normal, "FileSystemResizeSuccessful");
+            tell_both(context, pod, grown, what, &message);
             tell_size(context, grown).await
         }
         Err(failed) => {
@@ -190,6 +205,7 @@ pub(super) async fn tell(
     if let Err(why) = failed {
         let message =
             format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
+        let events = &context.events;
         events.pod(pod, None, Kind::Warning, "VolumeResizeFailed", message);
     }
 }
