@@ -60,8 +60,10 @@ impl PodApi for World {
         for broken in invariants::of_status(&earlier, &pod, &live, &state.probed) {
             state.deny(format!("{uid}: {broken}"));
         }
-        let at = self.1.now();
-        state.trace.push(format!("{at} status {uid} {phase}"));
+        let (at, status) = (self.1.now(), &pod["status"]);
+        state
+            .trace
+            .push(format!("{at} status {uid} {phase} {status}"));
         // A static pod that ended with the machine starts anew.
         let anew = pod["metadata"]["annotations"][pod::MIRROR].is_string() && ended_with_machine;
         if anew {

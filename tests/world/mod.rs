@@ -163,6 +163,7 @@ impl State {
     }
 
     fn deny(&mut self, what: String) {
+        self.trace.push(format!("BROKEN {what}"));
         self.broken.push(what);
     }
 
@@ -557,6 +558,7 @@ impl World {
 
     /// The present agent is dead.
     pub fn kill_agent(&self) {
+        self.note("the agent is killed", true);
         self.state().life += 1;
     }
 
@@ -675,6 +677,8 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         c.container.exit_code = code;
         c.container.finished_at = Some(now);
         let uid = c.uid.clone();
+        let line = format!("{now} ended {uid}/{} {id} {code}", c.container.name);
+        state.trace.push(line);
         state.hint(&uid, id, EventKind::Stopped);
     }
 }

@@ -300,6 +300,9 @@ impl Runtime for World {
             let c = state.containers.get_mut(id).unwrap();
             c.container.state = ContainerState::Running;
             c.container.started_at = Some(now);
+            state
+                .trace
+                .push(format!("{now} started {uid}/{name} {id} {attempt}"));
             state.hint(&uid, id, EventKind::Started);
             if state.final_phase.contains_key(&uid) {
                 state.deny(format!("{uid}/{name}: started after the pod's final phase"));

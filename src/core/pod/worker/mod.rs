@@ -571,7 +571,7 @@ impl Worker {
         if !ended
             && pod::is_final(&status)
             && !pod::is_final(&self.status)
-            && observed.live().next().is_some()
+            && (observed.live().next().is_some() || self.may_begin())
         {
             // A final phase says that nothing runs any more, sidecars included.
             status.phase = Some("Running".into());

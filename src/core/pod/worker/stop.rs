@@ -116,6 +116,13 @@ impl Worker {
         has_claims(self.update.with_status()) && !self.claims_returned
     }
 
+    /// Whether a container may begin to run that was not seen to do so: its start is under way, or was cancelled, and the
+    /// runtime, which may have begun with it, has not been looked at since.
+    pub(super) fn may_begin(&self) -> bool {
+        let starts = |op: &Op| matches!(op, Op::Start { .. });
+        self.unsure || self.in_flight.iter().any(starts)
+    }
+
     /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.
     pub(super) fn has_stopped(&self) -> bool {
         let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {

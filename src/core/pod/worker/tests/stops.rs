@@ -37,6 +37,33 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
     assert_eq!(early.count(), 0);
 }
 
+/// Simulation, seed 1533: the runtime may begin with a start that was given up.
+#[test]
+fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
+    let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
+    run.settle();
+    let is_start = |op: &Op| op.key() == start("t");
+    run.exit("t0", 0);
+    run.input(Input::Hint);
+    run.settle_but(is_start);
+    // Its back-off.
+    run.now = 10_000;
+    run.input(Input::Tick);
+    run.settle_but(is_start);
+    assert!(run.waiting.iter().any(is_start), "{:?}", run.waiting);
+    run.exit("c0", 0);
+    run.input(Input::Hint);
+    run.settle_but(|op| matches!(op, Op::Observe { .. }) || is_start(op));
+    let observe = Key::Observe;
+    let op = run.waiting.iter().find(|op| op.key() == observe).cloned();
+    let outcome = run.outcome(&op.expect("a look"));
+    let turn = run.done(&observe, outcome);
+    assert_eq!(turn.cancel, [start("t")], "it is pointless now");
+    assert_eq!(run.phase(), "Running", "it may run all the same");
+    run.settle();
+    assert_eq!(run.phase(), "Succeeded");
+}
+
 #[test]
 fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
     let (mut run, turn) = deleted(30);
