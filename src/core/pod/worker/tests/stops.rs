@@ -42,7 +42,8 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
 fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
-    let is_start = |op: &Op| op.key() == start("t");
+    let is_start = |op: &Op| matches!(op, Op::Start { .. });
+    run.exit("s0", 0);
     run.exit("t0", 0);
     run.input(Input::Hint);
     run.settle_but(is_start);
@@ -58,7 +59,7 @@ fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
     let op = run.waiting.iter().find(|op| op.key() == observe).cloned();
     let outcome = run.outcome(&op.expect("a look"));
     let turn = run.done(&observe, outcome);
-    assert_eq!(turn.cancel, [start("t")], "it is pointless now");
+    assert!(turn.cancel.contains(&start("s")), "it is pointless now");
     assert_eq!(run.phase(), "Running", "it may run all the same");
     run.settle();
     assert_eq!(run.phase(), "Succeeded");
