@@ -49,8 +49,7 @@ impl Bench {
                 .unwrap();
             kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
             // Before it counts as killed it has ended: `up` leaves alone what seems to run still.
-            let stat = format!("/proc/{agent}/stat");
-            while std::fs::read_to_string(&stat).is_ok_and(|s| !s.contains(") Z ")) {
+            while !support::has_ended(agent) {
                 std::thread::sleep(Duration::from_millis(5));
             }
         });

@@ -241,10 +241,7 @@ impl Cluster {
 
     /// Waits until a process that was sent a signal has ended: what seems to run still is left alone by [`Cluster::up`].
     pub fn wait_for_end(&self, pid: i32) {
-        let stat = format!("/proc/{pid}/stat");
-        self.wait_quietly(&format!("process {pid} to end"), || {
-            std::fs::read_to_string(&stat).map_or(true, |s| s.contains(") Z "))
-        });
+        self.wait_quietly(&format!("process {pid} to end"), || has_ended(pid));
     }
 
     pub fn log(&self, part: &str) -> String {
@@ -534,6 +531,13 @@ impl Cluster {
             .unwrap_or("none")
             .to_owned()
     }
+}
+
+/// Whether a process has ended. Its first thread becomes a zombie before the last one closes the process's sockets.
+pub fn has_ended(pid: i32) -> bool {
+    let zombie =
+        std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |s| s.contains(") Z "));
+    zombie && std::fs::read_dir(format!("/proc/{pid}/task")).map_or(true, |t| t.count() <= 1)
 }
 
 /// The cgroups of pods below a directory.
