@@ -2,6 +2,7 @@
 //! it (upstream's `generateAPIPodStatus`). Pure.
 
 pub mod devices;
+mod end;
 mod patch;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,6 +28,7 @@ use crate::core::time::seconds;
 
 mod missing;
 
+pub use end::keep_end;
 pub use patch::{patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use k8s_openapi::api::core::v1::Pod;
 
 use super::{
     Facts, Growth, Input, Key, Op, Outcome, Retry, Turn, Update, VolumeState, Worker, event,
@@ -14,11 +14,9 @@ use super::{
 use crate::core::backoff::Doubling;
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
-use crate::core::pod::Role;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::{self, Cause, State};
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
-use crate::core::pod::probe::Health;
 use crate::core::pod::resize::{self, INFEASIBLE};
 use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 
@@ -130,44 +128,6 @@ impl Worker {
         }
         self.step(lifecycle::Input::Intent(self.update.intent()), facts, turn);
         true
-    }
-
-    /// Takes over what the newest update says: the granted sizes stay, and at the first sight of the
-    /// object so does what the API knows, so that after a restart times and counts go on from there.
-    pub(super) fn adopt_update(&mut self) {
-        let desired = resize::desired(&self.update.pod);
-        if resize::same(&self.granted, &desired) {
-            self.decided = self.update.pod.metadata.generation;
-            self.effective = Arc::clone(&self.update.pod);
-            self.resizing.pending = None;
-            if self.growth != Growth::Settled {
-                self.growth = Growth::Withdrawn;
-            }
-        } else {
-            self.keep_granted();
-            self.growth = Growth::Wanted;
-        }
-        self.wanted = resize::wanted(&self.effective);
-        if let Some(object) = self.update.status_object().filter(|_| !self.adopted) {
-            // Only the first sight counts: later ones may be echoes of what was written since.
-            self.adopted = true;
-            // One that is refused has a start time before it has conditions.
-            let written = |s: &PodStatus| s.conditions.is_some() || s.start_time.is_some();
-            if let Some(status) = object.status.clone().filter(written) {
-                self.status = status;
-                // A static pod's mirror may come to be known after its containers.
-                if let Some(seen) = self.observed.clone() {
-                    self.adopt_health(&seen);
-                }
-            }
-        }
-    }
-
-    /// The pod goes on with the sizes that were granted. Its generation is observed when the node has decided about it.
-    fn keep_granted(&mut self) {
-        let mut pod = resize::with(&self.update.pod, &self.granted);
-        pod.metadata.generation = self.decided;
-        self.effective = Arc::new(pod);
     }
 
     fn apply_outcome(&mut self, facts: &Facts, key: &Key, outcome: Outcome, turn: &mut Turn) {
@@ -377,28 +337,6 @@ impl Worker {
         self.stopped_sandboxes
             .retain(|id| seen.sandboxes.iter().any(|s| s.id == *id));
         self.observed = Some(seen);
-    }
-
-    /// What no probe has judged yet is as the status has it, where that speaks of the same instances.
-    fn adopt_health(&mut self, seen: &ObservedPod) {
-        for (role, container) in &pod::containers(&self.effective) {
-            if !matches!(role, Role::Regular | Role::Sidecar) {
-                continue;
-            }
-            let running = seen.newest(&container.name);
-            let Some(running) = running.filter(|c| c.state == ContainerState::Running) else {
-                continue;
-            };
-            let known = [
-                &self.status.container_statuses,
-                &self.status.init_container_statuses,
-            ];
-            let mut known = known.into_iter().flatten().flatten();
-            let adopted = Health::adopted(&running.id, known.find(|s| s.name == container.name));
-            let health = self.probed.0.entry(running.id.clone()).or_default();
-            health.started = health.started.or(adopted.started);
-            health.ready = health.ready.or(adopted.ready);
-        }
     }
 
     fn note(&mut self, change: impl FnOnce(&mut ObservedPod)) {

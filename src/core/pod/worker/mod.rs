@@ -9,6 +9,7 @@
 //! The rules: `apply` says what an input changes, `news` which events change anything, `plan` what is to be done (upstream's `pod_workers.go`
 //! and `SyncPod`), `stop` in which order containers end.
 
+mod adopt;
 mod apply;
 mod clock;
 mod input;
@@ -162,6 +163,9 @@ pub struct Worker {
     publish_at: Option<Timestamp>,
     /// The status goes on from what the API had.
     adopted: bool,
+    /// The end that the API told before this worker had: it stays as it is.
+    #[serde(default)]
+    end: Option<PodStatus>,
     admitted: bool,
     /// Something new may be in the runtime.
     look: bool,
@@ -247,6 +251,7 @@ impl Worker {
             published: None,
             publish_at: None,
             adopted: false,
+            end: None,
             admitted: false,
             look: true,
             events: vec![],
@@ -534,6 +539,12 @@ impl Worker {
             self.completed = pod::is_final(&self.status);
             return;
         }
+        if let Some(told) = self.end.as_ref().filter(|_| !ended) {
+            // What still runs of it is told when it has been stopped.
+            self.status.clone_from(told);
+            self.completed = true;
+            return;
+        }
         let failed = &self.failed_hooks;
         self.problems.retain(|name, (reason, _)| {
             failed.values().any(|of| of == name)
@@ -567,6 +578,9 @@ impl Worker {
             verdict: self.verdict.as_ref(),
             now: facts.now,
         });
+        if let Some(told) = &self.end {
+            status::keep_end(&mut status, told);
+        }
         self.completed = pod::is_final(&status);
         if !ended
             && pod::is_final(&status)

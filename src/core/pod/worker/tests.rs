@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 mod claims;
+mod ends;
 mod events;
 mod images;
 mod refusals;

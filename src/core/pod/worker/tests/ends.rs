@@ -1,0 +1,101 @@
+//! Pods whose end the API tells before their worker has seen it.
+
+use super::*;
+
+fn spec() -> Value {
+    json!({"restartPolicy": "Always", "terminationGracePeriodSeconds": 1, "containers": [{"name": "c", "image": "i"}]})
+}
+
+/// A pod as the API has it, with this status.
+fn with_status(version: u32, status: Value) -> Update {
+    let mut update = a_pod(spec(), json!({"resourceVersion": version.to_string()}));
+    let mut pod = Pod::clone(&update.pod);
+    pod.status = Some(serde_json::from_value(status).expect("a status"));
+    update.pod = Arc::new(pod);
+    update.object = Some(Arc::clone(&update.pod));
+    update
+}
+
+fn ended(phase: &str) -> Value {
+    let state = json!({"terminated": {"exitCode": 7, "containerID": "containerd://old", "reason": "Error"}});
+    json!({"phase": phase, "reason": "Evicted", "message": "m", "startTime": "2023-11-14T22:13:20Z", "conditions": [],
+        "containerStatuses": [{"name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 3,
+            "containerID": "containerd://old", "state": state}]})
+}
+
+/// Something of the pod runs that was started after its end.
+fn running() -> ObservedPod {
+    ObservedPod {
+        sandboxes: vec![sandbox(1, 0)],
+        containers: vec![container("c", 4, "box1", 0)],
+    }
+}
+
+fn is_told_as_ended(run: &Run, phase: &str) {
+    let status = &run.worker.status;
+    assert_eq!(run.phase(), phase);
+    assert_eq!(status.reason.as_deref(), Some("Evicted"));
+    assert_eq!(status.message.as_deref(), Some("m"));
+    let told = &status.container_statuses.as_ref().expect("statuses")[0];
+    assert_eq!(told.container_id.as_deref(), Some("containerd://old"));
+    assert_eq!(told.restart_count, 3);
+    let ended = told.state.as_ref().and_then(|s| s.terminated.as_ref());
+    assert_eq!(ended.map(|t| t.exit_code), Some(7));
+    let told = run.published.iter().map(|s| s.phase.as_deref());
+    assert!(told.clone().all(|p| p == Some(phase)), "{told:?}");
+}
+
+/// A power cut in a virtual node: the runtime may have nothing of it, or have started it again.
+#[test]
+fn a_pod_that_has_ended_in_the_api_is_not_started_by_the_next_agent() {
+    for phase in ["Failed", "Succeeded"] {
+        for runtime in [ObservedPod::default(), running()] {
+            let lives = !runtime.is_empty();
+            let mut run = Run::over(runtime, with_status(1, ended(phase)));
+            run.settle();
+            is_told_as_ended(&run, phase);
+            assert_eq!(run.runtime.live().count(), 0, "{phase}");
+            let begins = |key: &Key| matches!(key, Key::Start(_) | Key::Sandbox | Key::Admit);
+            assert!(!run.begun.iter().any(begins), "{:?}", run.begun);
+            assert_eq!(run.count(&Key::Stop("c4".into())), usize::from(lives));
+        }
+    }
+}
+
+/// The agent began with an older view, and has started the pod.
+#[test]
+fn an_end_that_the_api_tells_later_is_not_taken_back() {
+    for phase in ["Failed", "Succeeded"] {
+        let mut run = Run::new(with_status(1, json!({"phase": "Running"})));
+        run.settle();
+        assert_eq!(run.phase(), "Running");
+        run.published.clear();
+        run.input(Input::Update(with_status(2, ended(phase))));
+        run.settle_but(|op| matches!(op, Op::Stop { .. }));
+        is_told_as_ended(&run, phase);
+        run.settle();
+        is_told_as_ended(&run, phase);
+        assert_eq!((run.runtime.live().count(), run.count(&start("c"))), (0, 1));
+        // Whoever writes over it is not believed.
+        run.input(Input::Update(with_status(3, json!({"phase": "Running"}))));
+        run.settle();
+        is_told_as_ended(&run, phase);
+    }
+}
+
+/// The garbage collector of pods and `kubectl` set no more than the phase: how the containers end is told.
+#[test]
+fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
+    let mut run = Run::new(with_status(1, json!({"phase": "Pending"})));
+    run.settle();
+    run.published.clear();
+    run.input(Input::Update(with_status(2, json!({"phase": "Failed"}))));
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
+    let told = &status.container_statuses.as_ref().expect("statuses")[0];
+    let ended = told.state.as_ref().and_then(|s| s.terminated.as_ref());
+    assert_eq!(ended.map(|t| t.exit_code), Some(143));
+    let mut told = run.published.iter().map(|s| s.phase.as_deref());
+    assert!(told.all(|p| p == Some("Failed")));
+}
