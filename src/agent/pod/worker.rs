@@ -61,8 +61,8 @@ struct Shell {
 }
 
 fn has_run(worker: &Worker) -> bool {
-    let phase = worker.status.phase.as_deref();
-    phase.is_some_and(|p| p != "Pending")
+    let object = worker.update().status_object();
+    object.is_some_and(|object| pod::phase(object) != "Pending")
 }
 
 /// Runs until the pod has ended and nothing of it is left.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Pod, PodStatus};
+use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
 use super::preempt::CRITICAL;
@@ -187,14 +187,6 @@ impl Phase {
             grace: Some(pod::grace_seconds(pod).min(left.unwrap_or(i64::MAX))),
         }
     }
-}
-
-/// Whether a status is the last one of a pod that a shutdown has ended, or has kept from starting. A static pod starts
-/// anew from there when the node is back.
-#[must_use]
-pub fn has_ended(status: &PodStatus) -> bool {
-    let reason = status.reason.as_deref();
-    status.phase.as_deref() == Some("Failed") && matches!(reason, Some(ENDED | REJECTED))
 }
 
 /// When a shutdown began and ended.
@@ -420,19 +412,5 @@ mod tests {
         assert_eq!(Times::parse(go), Ok(ended));
         assert_eq!(Times::parse(&ended.checkpoint()), Ok(ended));
         assert!(Times::parse("{}").is_err() && Times::parse("").is_err());
-    }
-
-    #[test]
-    fn only_what_a_shutdown_ended_starts_anew() {
-        for (phase, reason, expected) in [
-            ("Failed", "Terminated", true),
-            ("Failed", "NodeShutdown", true),
-            ("Failed", "Evicted", false),
-            ("Succeeded", "Terminated", false),
-        ] {
-            let status = json!({"phase": phase, "reason": reason});
-            let status = serde_json::from_value(status).expect("a status");
-            assert_eq!(has_ended(&status), expected, "{phase}, {reason}");
-        }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::PodStatus;
+use k8s_openapi::api::core::v1::{ContainerStatus, PodStatus};
 
 use super::{Growth, Worker};
 use crate::core::pod::observed::{ContainerState, ObservedPod};
@@ -52,10 +52,62 @@ impl Worker {
         let Some(told) = object.status.clone().filter(written) else {
             return;
         };
-        self.status = told;
+        if pod::is_static(&self.update.pod) {
+            self.adopt_mirror(told);
+        } else {
+            self.status = told;
+        }
         // A static pod's mirror may come to be known after its containers.
         if let Some(seen) = self.observed.clone() {
             self.adopt_health(&seen);
+        }
+    }
+
+    /// What goes on of a mirror's status: what it tells of containers that the runtime still has. Whether the static pod runs
+    /// is decided by its manifest and the runtime alone, as by a kubelet, whose static pods come from their files without a
+    /// status (`generateAPIPodStatus` in `kubelet_pods.go` asks for the API's status of no static pod, and `SyncKnownPods` in
+    /// `pod_workers.go` lets one start over whose manifest came back under its uid). So one that was refused, or of whose end
+    /// the runtime has nothing any more, starts anew with the next agent; one that was taken away and put back counts from
+    /// nought; one whose ended containers are still there has ended.
+    fn adopt_mirror(&mut self, told: PodStatus) {
+        let has_begun = told.phase.as_deref().is_some_and(|p| p != "Pending");
+        let is_own = match &self.observed {
+            Some(seen) => has_begun && seen.is_empty(),
+            None => self.status != PodStatus::default(),
+        };
+        if is_own {
+            return;
+        }
+        let own = std::mem::replace(&mut self.status, told);
+        let status = &mut self.status;
+        (status.phase, status.reason, status.message) = (own.phase, own.reason, own.message);
+        match self.observed.clone() {
+            Some(seen) => self.keep_of_mirror(&seen),
+            None => self.earlier_life = has_begun,
+        }
+    }
+
+    /// At the first sight of what the runtime has of a static pod: what its mirror told of other containers is forgotten, and
+    /// everything where there is nothing of the pod.
+    pub(super) fn keep_of_mirror(&mut self, seen: &ObservedPod) {
+        if std::mem::take(&mut self.earlier_life) && seen.is_empty() {
+            self.status = PodStatus::default();
+            return;
+        }
+        let is_there = |status: &ContainerStatus| {
+            let id = status.container_id.as_deref().unwrap_or_default();
+            let id = id.rsplit_once("://").map_or(id, |(_, id)| id);
+            seen.containers.iter().any(|c| c.id == id)
+        };
+        for list in [
+            &mut self.status.container_statuses,
+            &mut self.status.init_container_statuses,
+            &mut self.status.ephemeral_container_statuses,
+        ] {
+            if let Some(told) = list {
+                told.retain(is_there);
+            }
+            list.take_if(|told| told.is_empty());
         }
     }
 

@@ -323,6 +323,9 @@ impl Worker {
                 .any(|c| c.id == id && c.state == ContainerState::Running)
         };
         self.probed.0.retain(|id, _| runs(id));
+        if self.observed.is_none() && pod::is_static(&self.update.pod) {
+            self.keep_of_mirror(&seen);
+        }
         self.adopt_health(&seen);
         self.stops
             .retain(|id, _| seen.containers.iter().any(|c| c.id == *id));

@@ -20,7 +20,6 @@ mod stored;
 #[cfg(test)]
 mod tests;
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -39,7 +38,6 @@ use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
 use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
-use crate::core::node::shutdown;
 use crate::core::pod;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
@@ -163,6 +161,10 @@ pub struct Worker {
     publish_at: Option<Timestamp>,
     /// The status goes on from what the API had.
     adopted: bool,
+    /// The status is that of a static pod's mirror, and says that the pod has begun. Where the runtime has nothing of it, that was an earlier
+    /// life.
+    #[serde(default)]
+    earlier_life: bool,
     /// The end that the API told before this worker had: it stays as it is.
     #[serde(default)]
     end: Option<PodStatus>,
@@ -251,6 +253,7 @@ impl Worker {
             published: None,
             publish_at: None,
             adopted: false,
+            earlier_life: false,
             end: None,
             admitted: false,
             look: true,
@@ -517,11 +520,9 @@ impl Worker {
         {
             return true;
         }
-        let starts_anew = pod::is_static(&self.effective) && self.state == State::Syncing;
         let status = &self.status;
         let told = [&status.container_statuses, &status.init_container_statuses];
         status.phase.as_deref() == Some("Failed")
-            && !starts_anew
             && self.verdict.is_none()
             && observed.containers.is_empty()
             && told.iter().all(|list| list.is_none())
@@ -551,20 +552,10 @@ impl Worker {
                 || !is_settled(&self.effective, observed, name, reason)
         });
         let starting = self.starting();
-        let mut previous = Cow::Borrowed(&self.status);
-        let starts_anew = self.state == State::Syncing && pod::is_static(&self.effective);
-        if starts_anew && shutdown::has_ended(&previous) {
-            let anew = previous.to_mut();
-            (anew.phase, anew.reason, anew.message) = (None, None, None);
-            if observed.containers.is_empty() {
-                // Not even its containers are left.
-                (anew.container_statuses, anew.init_container_statuses) = (None, None);
-            }
-        }
         let mut status = status::compute(&status::Facts {
             pod: &self.effective,
             observed,
-            previous: &previous,
+            previous: &self.status,
             problems: &self.problems,
             held_up: facts.held_up.clone(),
             probed: &self.probed,
@@ -600,7 +591,8 @@ impl Worker {
     /// Hands on the status if it is another one, at once or when the start that is under way has had its
     /// moment.
     fn publish(&mut self, facts: &Facts, turn: &mut Turn) {
-        if self.status == PodStatus::default() {
+        if self.status.phase.is_none() {
+            // What a mirror told is not believed before the runtime has been looked at.
             return;
         }
         let differs = match (&self.published, self.state) {

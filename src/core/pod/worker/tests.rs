@@ -12,6 +12,7 @@ mod refusals;
 mod resizes;
 mod sandboxes;
 mod shutdown;
+mod statics;
 mod stops;
 mod volumes;
 

@@ -101,34 +101,3 @@ fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
         );
     }
 }
-
-#[test]
-fn a_static_pod_that_ended_with_the_machine_starts_anew() {
-    let annotations =
-        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
-    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
-    for (reason, expected) in [("Terminated", "Running"), ("Other", "Failed")] {
-        let mirror = a_pod(
-            spec.clone(),
-            json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "h"}}),
-        );
-        let mut object = Pod::clone(&mirror.pod);
-        let status = json!({"phase": "Failed", "reason": reason, "message": "m", "startTime": "2023-11-14T22:13:20Z", "conditions": []});
-        object.status = Some(serde_json::from_value(status).expect("a status"));
-        let mut update = a_pod(spec.clone(), json!({"annotations": annotations}));
-        update.object = Some(Arc::new(object));
-        let mut run = Run::new(update);
-        run.settle();
-        assert_eq!(run.phase(), expected);
-        let told = run
-            .published
-            .iter()
-            .map(|s| (s.phase.as_deref(), &s.reason));
-        for (phase, reason) in told {
-            let holds = phase.is_some() && (phase == Some("Failed")) == reason.is_some();
-            assert!(holds, "half a status was told: {phase:?} {reason:?}");
-        }
-        let told = run.worker.status.message.is_some();
-        assert_eq!(told, expected == "Failed");
-    }
-}

@@ -1,0 +1,188 @@
+//! Static pods: what their mirrors tell of before.
+
+use super::*;
+
+/// A static pod whose mirror has this status; without one it has no mirror yet.
+fn with_mirror(policy: &str, version: u32, status: Option<Value>) -> Update {
+    let annotations =
+        json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
+    let spec = json!({"restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c", "image": "i"}]});
+    let mut update = a_pod(spec.clone(), json!({"annotations": annotations}));
+    update.object = status.map(|status| {
+        let metadata = json!({"uid": "m", "resourceVersion": version.to_string(), "annotations": {"kubernetes.io/config.mirror": "h"}});
+        let mut mirror = Pod::clone(&a_pod(spec, metadata).pod);
+        mirror.status = Some(serde_json::from_value(status).expect("a status"));
+        Arc::new(mirror)
+    });
+    update
+}
+
+fn told(phase: &str, reason: Option<&str>, containers: &Value) -> Value {
+    json!({"phase": phase, "reason": reason, "message": reason, "startTime": "2023-11-14T00:00:00Z", "conditions": [],
+        "containerStatuses": containers})
+}
+
+/// The fourth instance, as the mirror tells it.
+fn the_fourth(state: &Value) -> Value {
+    let before =
+        json!({"terminated": {"exitCode": 9, "containerID": "containerd://c3", "reason": "Error"}});
+    json!([{"name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 4,
+        "containerID": "containerd://c4", "state": state, "lastState": before}])
+}
+
+fn runtime(state: ContainerState, exit_code: i32) -> ObservedPod {
+    let runs = state == ContainerState::Running;
+    let instance = Container {
+        state,
+        exit_code,
+        finished_at: (!runs).then(|| at(0)),
+        ..container("c", 4, "box0", 0)
+    };
+    let sandbox = Sandbox {
+        ready: runs,
+        ..sandbox(0, 0)
+    };
+    ObservedPod {
+        sandboxes: vec![sandbox],
+        containers: vec![instance],
+    }
+}
+
+/// As a kubelet does it after its start: the file says what is to run, the runtime what has run, the mirror nothing.
+#[test]
+fn a_mirror_binds_no_static_pod() {
+    let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
+    let (none, ended) = (json!(null), the_fourth(&ended));
+    let running = the_fourth(&json!({"running": {"startedAt": "2023-11-14T00:00:00Z"}}));
+    let nothing = ObservedPod::default;
+    let exited = |code| runtime(ContainerState::Exited, code);
+    for (case, policy, mirror, runtime, expected, starts, restarts) in [
+        (
+            "refused",
+            "Always",
+            told("Failed", Some("NodeAffinity"), &none),
+            nothing(),
+            "Running",
+            1,
+            0,
+        ),
+        (
+            "evicted",
+            "Never",
+            told("Failed", Some("Evicted"), &ended),
+            nothing(),
+            "Running",
+            1,
+            0,
+        ),
+        (
+            "ended, and removed from the runtime",
+            "Never",
+            told("Succeeded", None, &ended),
+            nothing(),
+            "Running",
+            1,
+            0,
+        ),
+        (
+            "ended",
+            "Never",
+            told("Succeeded", None, &ended),
+            exited(0),
+            "Succeeded",
+            0,
+            4,
+        ),
+        (
+            "the mirror was not told its end",
+            "Never",
+            told("Running", None, &running),
+            exited(0),
+            "Succeeded",
+            0,
+            4,
+        ),
+        (
+            "ended with the machine",
+            "Always",
+            told("Failed", Some("Terminated"), &ended),
+            exited(143),
+            "Running",
+            1,
+            5,
+        ),
+        (
+            "ended badly",
+            "OnFailure",
+            told("Failed", Some("Terminated"), &ended),
+            exited(143),
+            "Running",
+            1,
+            5,
+        ),
+        (
+            "running",
+            "Always",
+            told("Running", None, &running),
+            self::runtime(ContainerState::Running, 0),
+            "Running",
+            0,
+            4,
+        ),
+        (
+            "refused by the last agent and running",
+            "Always",
+            told("Failed", Some("NodeAffinity"), &none),
+            self::runtime(ContainerState::Running, 0),
+            "Running",
+            0,
+            4,
+        ),
+    ] {
+        let had_something = !runtime.is_empty();
+        let mut run = Run::over(runtime, with_mirror(policy, 1, Some(mirror)));
+        run.settle();
+        // A sandbox that was lost is made anew after a pause.
+        run.now = 60_000;
+        run.input(Input::Tick);
+        run.settle();
+        assert_eq!(
+            (run.phase(), run.count(&start("c"))),
+            (expected, starts),
+            "{case}"
+        );
+        let status = &run.worker.status;
+        let container = &status.container_statuses.as_ref().expect("statuses")[0];
+        assert_eq!(container.restart_count, restarts, "{case}");
+        assert_eq!(container.last_state.is_some(), had_something, "{case}");
+        assert_eq!((&status.reason, &status.message), (&None, &None), "{case}");
+        for told in &run.published {
+            assert!(
+                told.phase.is_some() && told.reason.is_none(),
+                "{case}: {told:?}"
+            );
+        }
+    }
+}
+
+/// The API is there after the containers.
+#[test]
+fn a_mirror_that_is_seen_late_takes_nothing_back() {
+    let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
+    let mirror = || Some(told("Succeeded", Some("old"), &the_fourth(&ended)));
+    for (runtime, restarts) in [
+        (ObservedPod::default(), 0),
+        (runtime(ContainerState::Running, 0), 4),
+    ] {
+        let mut run = Run::over(runtime, with_mirror("Never", 1, None));
+        run.settle();
+        assert_eq!(run.phase(), "Running");
+        run.input(Input::Update(with_mirror("Never", 2, mirror())));
+        run.settle();
+        let status = &run.worker.status;
+        assert_eq!((run.phase(), &status.reason), ("Running", &None));
+        let container = &status.container_statuses.as_ref().expect("statuses")[0];
+        assert_eq!(container.restart_count, restarts);
+        assert_eq!(run.runtime.live().count(), 1);
+    }
+}
