@@ -13,6 +13,7 @@ use crate::core::pod::actions::{self, Health};
 use crate::core::pod::full_name_of;
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::probe::Probed;
+use crate::core::pod::resize::Resizing;
 use crate::core::pod::{self, resize};
 use crate::cri::{ListedPod, Runtime as _};
 use crate::kubeapi::client::{chain, connect_as};
@@ -38,7 +39,10 @@ fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
     let health = Health {
         probed: &Probed::default(),
         wanted: &resize::wanted(pod),
-        actuated: &resize::actuated(pod),
+        resizing: &Resizing {
+            actuated: resize::actuated(pod),
+            ..Resizing::default()
+        },
     };
     let actions = actions::compute(pod, observed, &health, |_| 0);
     if actions.kill_pod {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Role;
 use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::{self, Probed};
-use super::resize::{self, Sizes};
+use super::resize::{self, Resizing, Sizes};
 use crate::core::pod;
 
 /// A container to start.
@@ -336,12 +336,12 @@ pub struct Health<'a> {
     pub probed: &'a Probed,
     /// The sizes that the runtime is to have.
     pub wanted: &'a Sizes,
-    /// The sizes that it has; a container that is not here has what it is to have.
-    pub actuated: &'a Sizes,
+    /// Those that it has; a container of which nothing is known there has what it is to have.
+    pub resizing: &'a Resizing,
 }
 
 fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
-    let change = resize::change(container, health.wanted, health.actuated);
+    let change = resize::change(container, health.wanted, health.resizing);
     (change == resize::Change::Update).then(|| container.name.clone())
 }
 
@@ -364,7 +364,7 @@ fn condemned(
         .hash
         .as_ref()
         .is_some_and(|h| *h != pod::container_hash(container));
-    let change = resize::change(container, health.wanted, health.actuated);
+    let change = resize::change(container, health.wanted, health.resizing);
     let resize = change == resize::Change::Restart;
     let (what, grace) = if changed {
         ("definition changed", None)

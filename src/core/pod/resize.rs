@@ -23,6 +23,8 @@ use crate::core::quantity::Quantity;
 
 /// The reason of a resize that cannot be granted as long as the pod runs.
 pub const INFEASIBLE: &str = "Infeasible";
+/// The condition of a pod whose sizes are being brought to what was granted.
+pub const IN_PROGRESS: &str = "PodResizeInProgress";
 
 /// Why a resize cannot be granted as long as the pod runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -252,13 +254,35 @@ pub struct Resizing {
     pub pending: Option<(String, String)>,
     /// Why what was granted is not carried out.
     pub error: Option<String>,
+    /// Sizes that containers may have as well as those in `actuated`, by name: an update to them was begun, and did not end
+    /// well. What the runtime has made of it is known when a later update has.
+    pub unsettled: BTreeMap<String, Size>,
+    /// The same of the pod's cgroup.
+    pub unsettled_cgroup: bool,
 }
 
 impl Resizing {
+    /// That of an agent before this one, as the pod's status tells it. What it was doing then may have been done or not.
+    #[must_use]
+    pub fn adopted(pod: &Pod) -> Resizing {
+        let conditions = pod
+            .status
+            .iter()
+            .flat_map(|s| s.conditions.iter().flatten());
+        let mut under_way = conditions.filter(|c| c.type_ == IN_PROGRESS && c.status == "True");
+        let sizes = under_way.next().map(|_| wanted(pod));
+        Resizing {
+            actuated: actuated(pod),
+            unsettled: sizes.unwrap_or_default().containers,
+            ..Resizing::default()
+        }
+    }
+
     /// Whether the pod's cgroup is still for other sizes than these.
     #[must_use]
     pub fn owes_cgroup(&self, wanted: &Sizes) -> bool {
-        self.cgroup.as_ref().is_some_and(|c| !same(c, wanted))
+        let is_other = |cgroup: &Sizes| self.unsettled_cgroup || !same(cgroup, wanted);
+        self.cgroup.as_ref().is_some_and(is_other)
     }
 
     /// Whether something that runs, or the pod's cgroup, does not have these sizes yet.
@@ -266,15 +290,42 @@ impl Resizing {
     pub fn is_under_way(&self, wanted: &Sizes, runs: impl Fn(&str) -> bool) -> bool {
         let has = |(name, size): (&String, &Size)| {
             let actual = self.actuated.containers.get(name);
-            actual.is_none_or(|actual| actual.is_same(size)) || !runs(name)
+            let is_same = actual.is_none_or(|actual| actual.is_same(size));
+            (is_same && !self.unsettled.contains_key(name)) || !runs(name)
         };
         !self.actuated.pod.is_same(&wanted.pod)
             || self.owes_cgroup(wanted)
             || !wanted.containers.iter().all(has)
     }
 
+    /// Containers and the pod's cgroup are about to be brought to these sizes: until that has been done, they may have them
+    /// or not.
+    pub fn begins(&mut self, names: &[String], to: &Sizes) {
+        for name in names {
+            if let Some(size) = to.containers.get(name) {
+                let before = self.unsettled.get(name);
+                let largest = before.map_or_else(|| size.clone(), |before| before.larger(size));
+                self.unsettled.insert(name.clone(), largest);
+            }
+        }
+        self.unsettled_cgroup = true;
+    }
+
+    /// The most that containers may have now.
+    #[must_use]
+    pub fn at_most(&self) -> Sizes {
+        let mut sizes = self.actuated.clone();
+        for (name, size) in &self.unsettled {
+            if let Some(actual) = sizes.containers.get_mut(name) {
+                *actual = actual.larger(size);
+            }
+        }
+        sizes
+    }
+
     /// A container has its part of these sizes.
     pub fn has_container(&mut self, name: &str, sizes: &Sizes) {
+        self.unsettled.remove(name);
         let size = sizes.containers.get_key_value(name);
         let size = size.map(|(name, size)| (name.clone(), size.clone()));
         self.actuated.containers.extend(size);
@@ -282,6 +333,7 @@ impl Resizing {
 
     /// The pod's cgroup is made for these sizes.
     pub fn has_cgroup(&mut self, sizes: Sizes) {
+        self.unsettled_cgroup = false;
         self.actuated.pod = sizes.pod.clone();
         self.cgroup = Some(sizes);
     }
@@ -438,9 +490,9 @@ pub fn moves_swap(now: &Pod, then: &Pod) -> bool {
 
 /// What a running container needs to have what it is to have.
 #[must_use]
-pub fn change(container: &Container, wanted: &Sizes, actuated: &Sizes) -> Change {
+pub fn change(container: &Container, wanted: &Sizes, resizing: &Resizing) -> Change {
     let of = |sizes: &'_ Sizes| sizes.containers.get(&container.name).cloned();
-    let (Some(wanted), Some(actual)) = (of(wanted), of(actuated)) else {
+    let (Some(wanted), Some(actual)) = (of(wanted), of(&resizing.actuated)) else {
         return Change::None;
     };
     let changed: Vec<&str> = RESIZABLE
@@ -448,19 +500,20 @@ pub fn change(container: &Container, wanted: &Sizes, actuated: &Sizes) -> Change
         .filter(|name| wanted.differs(&actual, name))
         .collect();
     let restarts = changed.iter().any(|name| restarts_for(container, name));
-    match (changed.is_empty(), restarts) {
+    let is_settled = !resizing.unsettled.contains_key(&container.name);
+    match (changed.is_empty() && is_settled, restarts) {
         (true, _) => Change::None,
         (false, true) => Change::Restart,
         (false, false) => Change::Update,
     }
 }
 
-/// Whether a container's memory limit becomes smaller, and to how many bytes.
+/// Whether a container's memory limit becomes smaller than the most that it may have, and to how many bytes.
 #[must_use]
-pub fn lowers_memory(name: &str, wanted: &Sizes, actuated: &Sizes) -> Option<i64> {
+pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
     let limit = |sizes: &Sizes| Size::amount(&sizes.containers.get(name)?.limits, "memory");
     let new = limit(wanted)?;
-    let lowers = limit(actuated).is_none_or(|before| new < before);
+    let lowers = limit(at_most).is_none_or(|before| new < before);
     lowers.then(|| new.units())
 }
 

@@ -603,7 +603,7 @@ fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
     let under_way = || facts.resize.is_under_way(facts.wanted, runs);
     if !facts.ended && (error.is_some() || under_way()) {
         judged.push(Judged {
-            kind: "PodResizeInProgress",
+            kind: resize::IN_PROGRESS,
             holds: true,
             reason: error.is_some().then_some("Error"),
             message: error,

@@ -31,7 +31,8 @@ impl Job {
     ) -> std::result::Result<(), String> {
         let (context, pod) = (self.context(), &self.pod);
         let node = self.node().map_err(|_| "the pod is not prepared")?;
-        let lowered = |name: &str| resize::lowers_memory(name, to, &self.resizing.actuated);
+        let at_most = self.resizing.at_most();
+        let lowered = |name: &str| resize::lowers_memory(name, to, &at_most);
         let all = pod::containers(pod);
         let mut wanted: Vec<_> = all
             .iter()
@@ -54,7 +55,7 @@ impl Job {
             }
         }
         resize::check_lowered(&checked)?;
-        let larger = resize::with_larger(pod, &self.resizing.actuated, &resize::desired(pod));
+        let larger = resize::with_larger(pod, &at_most, &resize::desired(pod));
         let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
         self.count_cgroup("update", widen).await?;
         for (container, seen) in wanted {
@@ -70,7 +71,7 @@ impl Job {
     }
 
     fn lowered_of_pod(&self) -> Option<Lowered> {
-        let limit = resize::lowers_memory_of_pod(&self.pod, &self.resizing.actuated)?;
+        let limit = resize::lowers_memory_of_pod(&self.pod, &self.resizing.at_most())?;
         Some(Lowered {
             of: "pod".to_owned(),
             limit,

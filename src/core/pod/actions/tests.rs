@@ -79,11 +79,11 @@ fn starts(actions: &PodActions) -> Vec<(String, u32)> {
 use ContainerState::{Exited, Running, Unknown};
 
 fn with(probed: &Probed) -> Health<'_> {
-    static AS_SPEC: std::sync::LazyLock<Sizes> = std::sync::LazyLock::new(Sizes::default);
+    static AS_SPEC: std::sync::LazyLock<Resizing> = std::sync::LazyLock::new(Resizing::default);
     Health {
         probed,
-        wanted: &AS_SPEC,
-        actuated: &AS_SPEC,
+        wanted: &AS_SPEC.actuated,
+        resizing: &AS_SPEC,
     }
 }
 
@@ -293,7 +293,10 @@ fn of_ended_containers_the_newest_stays() {
 #[test]
 fn granted_sizes_are_carried_out_as_the_policy_says() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
-    let actuated = resize::wanted(&pod);
+    let resizing = Resizing {
+        actuated: resize::wanted(&pod),
+        ..Resizing::default()
+    };
     for (container, policy) in pod
         .spec
         .as_mut()
@@ -317,12 +320,12 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
     );
     let wanted = resize::wanted(&pod);
     let probed = Probed::default();
-    let health = |actuated| Health {
+    let health = |resizing| Health {
         probed: &probed,
         wanted: &wanted,
-        actuated,
+        resizing,
     };
-    let actions = compute(&pod, &observed, &health(&actuated), |_| 0);
+    let actions = compute(&pod, &observed, &health(&resizing), |_| 0);
     assert_eq!(
         (
             actions.resize,
@@ -335,7 +338,11 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
             1
         )
     );
-    assert!(compute(&pod, &observed, &health(&wanted), |_| 0).is_empty());
+    let done = Resizing {
+        actuated: wanted.clone(),
+        ..Resizing::default()
+    };
+    assert!(compute(&pod, &observed, &health(&done), |_| 0).is_empty());
 }
 
 #[test]

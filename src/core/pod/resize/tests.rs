@@ -43,6 +43,10 @@ fn what_is_asked_for_is_told_by_resource() {
 fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
     let restart = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
     let before = desired(&pod("1", "64Mi", json!([])));
+    let resizing = Resizing {
+        actuated: before.clone(),
+        ..Resizing::default()
+    };
     for (cpu, memory, policy, expected) in [
         ("1000m", "65536Ki", json!([]), Change::None),
         ("2", "64Mi", json!([]), Change::Update),
@@ -55,7 +59,7 @@ fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
             change(
                 &pod::spec(&granted).containers[0],
                 &wanted(&granted),
-                &before
+                &resizing
             ),
             expected,
             "{cpu} {memory}"
@@ -126,11 +130,15 @@ fn sized(cpu: &str, memory: &str) -> Value {
 #[test]
 fn containers_without_limits_of_their_own_change_with_the_pod() {
     let before = wanted(&shared(&sized("1", "64Mi")));
+    let resizing = Resizing {
+        actuated: before.clone(),
+        ..Resizing::default()
+    };
     let changes = |now: &Pod| -> Vec<Change> {
         let containers = pod::containers(now);
         let change = containers
             .iter()
-            .map(|(_, c)| change(c, &wanted(now), &before));
+            .map(|(_, c)| change(c, &wanted(now), &resizing));
         change.collect()
     };
     use Change::{None, Restart, Update};
@@ -323,4 +331,30 @@ fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
         let (now, then) = (sized(from.0, from.1, policy), sized(to.0, to.1, policy));
         assert_eq!(moves_swap(&now, &then), moves, "{policy} {from:?} {to:?}");
     }
+}
+
+/// A call that failed may have been carried out: until one has ended well, the container may have the one size or the other.
+#[test]
+fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
+    let of = |cpu: &str, memory: &str| pod(cpu, memory, json!([]));
+    let (small, large) = (of("1", "64Mi"), of("2", "128Mi"));
+    let mut resizing = Resizing {
+        actuated: wanted(&small),
+        ..Resizing::default()
+    };
+    resizing.has_cgroup(wanted(&small));
+    resizing.begins(&["a".into()], &wanted(&large));
+    for now in [&small, &large] {
+        let container = &pod::spec(now).containers[0];
+        assert_eq!(change(container, &wanted(now), &resizing), Change::Update);
+        assert!(resizing.is_under_way(&wanted(now), |_| true));
+        assert!(resizing.owes_cgroup(&wanted(now)));
+    }
+    // One that does not run is started with what it is to have.
+    assert!(resizing.unsettled.contains_key("a"));
+    let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
+    assert_eq!(lowered(&resizing), Some(64 << 20), "it may use more");
+    resizing.carried_out(&["a".into()], wanted(&small));
+    assert!(!resizing.is_under_way(&wanted(&small), |_| true));
+    assert_eq!(lowered(&resizing), None);
 }

@@ -524,6 +524,7 @@ impl Worker {
             }
             Op::Grow => self.room_freed = false,
             Op::RestartAll(kills) => self.restart_over(kills),
+            Op::Resize { names, to } => self.resizing.begins(names, to),
             // One that there is keeps its size until it is resized: what runs may use more than it is to have.
             Op::Prepare if self.resizing.cgroup.is_none() => {
                 self.resizing.has_cgroup(self.wanted.clone());

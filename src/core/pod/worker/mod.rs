@@ -237,10 +237,7 @@ impl Worker {
             observed: None,
             waiting: None,
             effective: Arc::clone(&update.pod),
-            resizing: Resizing {
-                actuated: resize::actuated(&update.pod),
-                ..Resizing::default()
-            },
+            resizing: Resizing::adopted(&update.pod),
             granted,
             decided: update
                 .pod
@@ -484,7 +481,7 @@ impl Worker {
         let health = actions::Health {
             probed: &self.probed,
             wanted: &self.wanted,
-            actuated: &self.resizing.actuated,
+            resizing: &self.resizing,
         };
         let mut actions = actions::compute(&self.effective, observed, &health, |name| {
             self.restart_count(name)

@@ -194,7 +194,8 @@ impl Worker {
         }
         // Where nothing but the cgroup is left to do, what is to be stopped for its new size is gone first.
         let rest = actions.sandbox.is_some() && actions.kill.is_empty();
-        if !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted)) {
+        let owes = !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted));
+        if owes && self.prepared_at.is_some() {
             plan.ops.push(Op::Resize {
                 names: actions.resize.clone(),
                 to: self.wanted.clone(),

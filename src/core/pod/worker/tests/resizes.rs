@@ -158,3 +158,68 @@ fn the_cgroup_follows_a_container_that_starts_anew_for_its_size() {
     let status = run.worker.status.container_statuses.as_ref();
     assert_eq!(status.map(|all| all[0].restart_count), Some(1));
 }
+
+/// The failed call may have been carried out: a size that is taken back then is set all the same, with the same back-off.
+#[test]
+fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
+    for taken_back in [false, true] {
+        let mut run = running("NotRequired");
+        updated(&mut run, sized(2, "2", "NotRequired"));
+        run.settle_but(|op| matches!(op, Op::Resize { .. }));
+        run.done(&Key::Resize, Outcome::Failed("deadline exceeded".into()));
+        run.settle();
+        let cpu = |run: &Run| {
+            let all = run.worker.status.container_statuses.as_ref();
+            let resources = all.and_then(|all| all[0].resources.clone());
+            resources.and_then(|r| Some(r.requests?["cpu"].0.clone()))
+        };
+        assert_eq!(cpu(&run).as_deref(), Some("1"), "it is not believed");
+        let error = one("PodResizeInProgress", "Error", "deadline exceeded");
+        assert_eq!(told(&run), (2, error));
+        assert_eq!(run.count(&Key::Resize), 1, "it is tried again later");
+        let (generation, expected, tries) = match taken_back {
+            true => (3, "1", 3),
+            false => (2, "2", 2),
+        };
+        if taken_back {
+            updated(&mut run, sized(3, "1", "NotRequired"));
+            run.settle_but(|op| matches!(op, Op::Resize { .. }));
+            // The try that the update has begun, before the node had decided.
+            run.done(&Key::Resize, Outcome::Failed("refused".into()));
+            run.settle();
+            assert_eq!(
+                told(&run),
+                (3, one("PodResizeInProgress", "Error", "refused"))
+            );
+            assert_eq!(cpu(&run).as_deref(), Some("1"));
+        }
+        let turn = run.input(Input::Tick);
+        let at = turn.wake_at.expect("a time to try it again");
+        run.now = at.as_millisecond() - 1_700_000_000_000;
+        run.input(Input::Tick);
+        let resize = |op: &Op| matches!(op, Op::Resize { names, .. } if names == &["c"]);
+        assert!(run.waiting.iter().any(resize), "{:?}", run.waiting);
+        run.settle();
+        assert_eq!(told(&run), (generation, vec![]));
+        assert_eq!(cpu(&run).as_deref(), Some(expected));
+        assert_eq!(run.count(&Key::Resize), tries);
+    }
+}
+
+/// The agent was killed in the middle of a resize, and the size was taken back before the next one saw it.
+#[test]
+fn a_resize_that_an_earlier_agent_had_begun_is_settled() {
+    let mut run = running("NotRequired");
+    updated(&mut run, sized(2, "2", "NotRequired"));
+    run.settle_but(|op| matches!(op, Op::Resize { .. }));
+    assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
+    let (runtime, status) = (run.runtime, run.worker.status);
+    let mut update = sized(3, "1", "NotRequired");
+    let mut pod = Pod::clone(&update.pod);
+    pod.status = Some(status);
+    update.pod = Arc::new(pod);
+    update.object = Some(Arc::clone(&update.pod));
+    let mut run = Run::over(runtime, update);
+    run.settle();
+    assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 1));
+}
