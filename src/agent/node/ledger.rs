@@ -32,6 +32,7 @@ enum Request {
     },
     Grow {
         pod: Arc<Pod>,
+        has: Arc<Pod>,
         reply: oneshot::Sender<Result<(), Refusal>>,
     },
     Withdraw {
@@ -140,10 +141,10 @@ impl LedgerHandle {
         Admission(answer)
     }
 
-    /// Whether a pod may have the sizes that its spec has. If not, it gets [`Input::RoomFreed`] when there is room for it and
+    /// Whether a pod may have the sizes that its spec has; `has` is the pod with those that it has. If not, it gets [`Input::RoomFreed`] when there is room for it and
     /// its turn has come.
-    pub async fn grow(&self, pod: Arc<Pod>) -> Result<(), Refusal> {
-        self.ask(|reply| Request::Grow { pod, reply }).await
+    pub async fn grow(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
+        self.ask(|reply| Request::Grow { pod, has, reply }).await
     }
 
     /// A pod has the sizes that its spec has, and asks for no others any more.
@@ -268,13 +269,14 @@ impl Actor {
     fn answer(&mut self, request: Request) {
         match request {
             Request::Admit { pod, inbox, reply } => self.admit(Waiting { pod, inbox, reply }),
-            Request::Grow { pod, reply } => {
+            Request::Grow { pod, has, reply } => {
                 let before = self.ledger.pod(pod::uid(&pod));
+                self.ledger.book(&has);
                 let result = self.grow(&pod);
-                let frees = before.is_some_and(|before| asks_for_more(&pod, &before));
-                let retries = result.is_ok() && frees;
+                let both = before.zip(self.ledger.pod(pod::uid(&pod)));
+                let frees = both.is_some_and(|(before, now)| asks_for_more(&now, &before));
                 answered(reply.send(result));
-                if retries {
+                if frees {
                     self.retry_growth("pod_resized");
                 }
             }

@@ -177,6 +177,14 @@ impl Ledger {
         result
     }
 
+    /// A pod asks for sizes, and has these: what it was given for others that it asked for before, and does not want any more,
+    /// is not kept for it.
+    pub fn book(&mut self, has: &Arc<Pod>) {
+        if let Some(own) = self.0.get_mut(pod::uid(has)) {
+            own.pod = Arc::clone(has);
+        }
+    }
+
     /// A pod has the sizes that its spec has, and asks for no others any more: it does not wait for them, and does not have
     /// them. Whether it had more than that.
     pub fn withdraw(&mut self, pod: &Arc<Pod>) -> bool {
@@ -529,6 +537,25 @@ mod tests {
             );
             assert!(!ledger.withdraw(&pod("gone", 0, "1")));
             assert_eq!(ledger.pod("gone"), None);
+        });
+    }
+
+    /// It got room for a size that its spec asks for no more, and there is none for the one that it asks for now.
+    #[test]
+    fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
+        with_two_cpus(|here| {
+            let mut ledger = Ledger::default();
+            let small = pod("a", 0, "200m");
+            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
+            let other = pod("b", 0, "500m");
+            assert_eq!(ledger.admit(&other, here), Decision::Admitted);
+            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_ok());
+            let wanted = pod("b", 0, "1");
+            assert!(ledger.grow(&wanted, here).is_err());
+            ledger.book(&small);
+            assert!(ledger.grow(&pod("a", 0, "1900m"), here).is_err());
+            assert_eq!(ledger.pod("a"), Some(small));
+            assert!(ledger.grow(&wanted, here).is_ok());
         });
     }
 

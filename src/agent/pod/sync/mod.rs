@@ -232,7 +232,12 @@ impl Job {
 
     async fn grow(&self) -> Outcome {
         let desired = Arc::clone(&self.update.pod);
-        match self.context().ledger.grow(desired).await {
+        match self
+            .context()
+            .ledger
+            .grow(desired, Arc::clone(&self.pod))
+            .await
+        {
             Ok(()) => Outcome::Granted,
             Err(Refusal {
                 reason,
