@@ -189,11 +189,13 @@ impl Agent {
         ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
+        let clearing = pod::orphans::Clearing::default();
         let inputs = pod::dispatch::Inputs {
             api: self.pods,
             statics: self.statics,
             hints: hinted,
             keeper: self.keeper,
+            clearing: clearing.subscribe(),
         };
         let dispatch = Box::pin(pod::dispatch::run(
             Arc::clone(&context),
@@ -202,7 +204,11 @@ impl Agent {
             roster,
         ));
         let ledger = node::ledger::run(Arc::clone(&context), self.ledger);
-        let sweep = Box::pin(pod::orphans::sweep(Arc::clone(&context), known.clone()));
+        let sweep = Box::pin(pod::orphans::sweep(
+            Arc::clone(&context),
+            known.clone(),
+            clearing,
+        ));
         let binding = Box::pin(node::managers::keep(Arc::clone(&context), known.clone()));
         let mirrors = Box::pin(pod::orphans::delete_mirrors(Arc::clone(&context), known));
         let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());

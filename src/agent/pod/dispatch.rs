@@ -89,6 +89,8 @@ pub struct Inputs {
     pub hints: mpsc::Receiver<Hint>,
     /// What is known from before, for a start without an apiserver.
     pub keeper: Option<Keeper>,
+    /// The uids under which left-overs are being removed.
+    pub clearing: watch::Receiver<BTreeSet<String>>,
 }
 
 struct Dispatcher {
@@ -101,6 +103,9 @@ struct Dispatcher {
     finished: mpsc::Sender<String>,
     roster: watch::Sender<Roster>,
     network: Network,
+    /// The uids under which left-overs are being removed, and the names of static pods that wait for that.
+    clearing: watch::Receiver<BTreeSet<String>>,
+    uncleared: BTreeSet<String>,
     /// The API has been listed, or there is none.
     has_api: bool,
     has_statics: bool,
@@ -125,6 +130,8 @@ pub async fn run(
         seen,
         finished,
         roster,
+        clearing: inputs.clearing.clone(),
+        uncleared: BTreeSet::new(),
         has_api: inputs.api.is_none(),
         has_statics: false,
     };
@@ -158,6 +165,10 @@ pub async fn run(
             Ok(()) = networks.changed() => {
                 let network = networks.borrow_and_update().clone();
                 dispatcher.network_is(network);
+            }
+            Ok(()) = inputs.clearing.changed() => {
+                let names = std::mem::take(&mut dispatcher.uncleared);
+                dispatcher.update(names);
             }
             Ok(()) = sealed.changed() => {
                 let pods = sealed.borrow_and_update().clone().unwrap_or_default();
@@ -320,11 +331,12 @@ impl Dispatcher {
             self.publish_desired(name, &updates);
             wanted.extend(updates);
         }
+        // Before anything is started: nobody takes its directories for left-overs from now on.
+        self.publish_roster(&names);
         wanted.sort_by_cached_key(Update::admission_order);
         for update in wanted {
             self.want(update);
         }
-        self.publish_roster(&names);
     }
 
     fn publish_desired(&self, name: &str, updates: &[Update]) {
@@ -369,8 +381,14 @@ impl Dispatcher {
         // A static pod waits until the one before it under the same name has gone. A pod of the API does not: the one before
         // may hang, and was deleted by force so that this one can take its place.
         let full_name = pod::full_name(&update.pod);
-        if pod::is_static(&update.pod) && self.is_held(&full_name) {
-            return;
+        if pod::is_static(&update.pod) {
+            if self.is_held(&full_name) {
+                return;
+            }
+            if self.clearing.borrow().contains(&uid) {
+                self.uncleared.insert(full_name);
+                return;
+            }
         }
         self.start(uid, full_name, update);
     }

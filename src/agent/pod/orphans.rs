@@ -67,9 +67,35 @@ impl Removals {
     }
 }
 
+/// The pods whose left-overs are being removed, by uid. A static pod whose manifest comes back under the same uid is not
+/// started meanwhile: its directories would be taken away from under it.
+pub type Clearing = watch::Sender<BTreeSet<String>>;
+
+/// One of them, until this is dropped.
+struct Cleared {
+    clearing: Clearing,
+    uid: String,
+}
+
+impl Cleared {
+    fn begin(clearing: &Clearing, uid: &str) -> Cleared {
+        clearing.send_modify(|uids| _ = uids.insert(uid.to_owned()));
+        Cleared {
+            clearing: clearing.clone(),
+            uid: uid.to_owned(),
+        }
+    }
+}
+
+impl Drop for Cleared {
+    fn drop(&mut self) {
+        self.clearing.send_modify(|uids| _ = uids.remove(&self.uid));
+    }
+}
+
 /// Removes what pods that are gone have left, until the process ends. A worker ends when all that its pod held is given
 /// back: so these are pods of an agent that was stopped or killed before that.
-pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
+pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, clearing: Clearing) {
     // The dispatcher lives as long as the process.
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
@@ -100,7 +126,14 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
             Ok(orphans) => {
                 unseen.reset();
                 for uid in removals.begin(&orphans, now) {
-                    tasks.spawn(remove(Arc::clone(&context), uid));
+                    let cleared = Cleared::begin(&clearing, &uid);
+                    // It may be wanted again since it was looked for. The dispatcher says whom it wants before it asks what is
+                    // being removed: one of both sees the other.
+                    if roster.borrow().has(&uid) {
+                        removals.ended(&uid, false, now);
+                    } else {
+                        tasks.spawn(remove(Arc::clone(&context), uid, cleared));
+                    }
                 }
                 context
                     .metrics
@@ -129,7 +162,7 @@ async fn find(
 }
 
 /// Removes what a pod has left; the answer is its uid and whether that has failed.
-async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
+async fn remove(context: Arc<Context>, uid: String, cleared: Cleared) -> (String, bool) {
     let removal = async {
         let unknown = volume::csi::unknown(&context, &uid).await;
         let is_published = context.csi.has_volumes(&uid);
@@ -151,6 +184,7 @@ async fn remove(context: Arc<Context>, uid: String) -> (String, bool) {
             tracing::warn!(%error, uid, "orphaned pod directory cannot be removed, retrying");
         }
     }
+    drop(cleared);
     (uid, removed.is_err())
 }
 
