@@ -14,7 +14,7 @@ use world::{Logind, World};
 
 /// One thing that happens from outside.
 async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
-    match world.pick(26) {
+    match world.pick(30) {
         0 | 1 => world.create_pod(&format!("q{step}")),
         2 | 3 => world.delete_some_pod(),
         4..=7 => world.exit_some_container(),
@@ -43,11 +43,14 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
                 tokio::time::sleep(Duration::from_millis(world.pick(3000))).await;
             }
         }
-        19 => world.remove_some_manifest(),
-        20 => world.change_some_map(),
+        19 => world.move_some_manifest(),
+        20 => world.change_some_object(),
         21 => world.change_node(),
         22 => world.drop_some_finalizer(),
         23 => world.set_clock(),
+        24 => world.replace_some_pod(),
+        25 => world.hurry_some_deletion(),
+        26 | 27 => world.resize_some_pod(),
         _ => {}
     }
 }
@@ -73,6 +76,11 @@ async fn scenario(world: &World) -> Result<(), String> {
     tokio::time::sleep(Duration::from_secs(60)).await;
     world.check_quiet()?;
     world.check_at_rest()?;
+    for _ in 0..3 {
+        world.exit_some_container();
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        world.check_explained()?;
+    }
     // Whatever was before, a new pod starts at once.
     world.create_steady_pod("last");
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -84,7 +92,10 @@ async fn scenario(world: &World) -> Result<(), String> {
     }
     world.delete_all_pods();
     world.remove_all_manifests();
-    tokio::time::sleep(Duration::from_secs(420)).await;
+    // The longest grace period, and the least that a container is given at its end.
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    world.check_stopped()?;
+    tokio::time::sleep(Duration::from_secs(390)).await;
     world.check_released()?;
     world.drop_all_finalizers();
     tokio::time::sleep(Duration::from_secs(120)).await;
@@ -292,6 +303,68 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
         assert_eq!(world.spent("delete", "steady-node"), 1);
         world.drop_all_finalizers();
         assert_eq!(world.phase("steady-node"), None);
+        agent.abort();
+    });
+}
+
+/// The manifest of a static pod that has come to its end changes, while the agent runs or while it does not.
+#[test]
+fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
+    for (seed, policy) in [
+        (1, "Never"),
+        (2, "OnFailure"),
+        (3, "Never"),
+        (4, "OnFailure"),
+    ] {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let mut agent = world.start_agent();
+            for version in 1..6 {
+                world.set_manifest(version, policy);
+                tokio::time::sleep(Duration::from_secs(15)).await;
+                let is = |phase: &str| {
+                    let expected = Some((phase.to_owned(), String::new()));
+                    assert_eq!(world.phase("steady-node"), expected, "{version} {policy}");
+                };
+                is("Running");
+                world.complete("steady-node");
+                tokio::time::sleep(Duration::from_secs(15)).await;
+                is("Succeeded");
+                if version % 2 == 0 {
+                    world.kill_agent();
+                    agent.abort();
+                    agent = world.start_agent();
+                    tokio::time::sleep(Duration::from_secs(15 * (seed % 2))).await;
+                }
+            }
+            assert_eq!(world.check_at_rest(), Ok(()));
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+            world.end();
+        });
+    }
+}
+
+/// A pod uses 300 ConfigMaps and Secrets. It starts when the faults end, and what all of them change to is shown soon, with
+/// no more than a few refreshes.
+#[test]
+fn three_hundred_objects_in_use_cost_a_few_refreshes() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.set_faults(true);
+        world.create_pod_with_objects("wide", 300);
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        world.set_faults(false);
+        tokio::time::sleep(Duration::from_secs(240)).await;
+        assert_eq!(world.check_at_rest(), Ok(()));
+        world.begin_quiet();
+        world.change_all_objects();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(world.check_at_rest(), Ok(()), "all are shown");
+        let refreshes = world.refreshes("wide", "k299");
+        assert!((1..=3).contains(&refreshes), "{refreshes}");
+        assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });
 }

@@ -1,5 +1,7 @@
 //! The simulated API.
 
+use k8s_openapi::ByteString;
+
 use super::*;
 
 use holdfast::core::volume::resize::Resize;
@@ -28,6 +30,9 @@ impl PodApi for World {
                     .unwrap_or_default();
                 for condition in value.as_array().unwrap() {
                     list.retain(|c| c["type"] != condition["type"]);
+                    if condition["$patch"] == "delete" {
+                        continue;
+                    }
                     let mut condition = condition.clone();
                     condition
                         .as_object_mut()
@@ -49,14 +54,20 @@ impl PodApi for World {
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
         let pod = pod.clone();
         let earlier = earlier.unwrap();
-        let reason = earlier["status"]["reason"].as_str();
-        let ended_with_machine = matches!(reason, Some("Terminated" | "NodeShutdown"));
         let runtime_uid = state.runtime_uid(&uid);
+        let earlier = state.of_this_life(&runtime_uid, earlier);
         let live: Vec<String> = state
             .live(&runtime_uid)
             .iter()
             .map(|c| c.name.clone())
             .collect();
+        for id in invariants::ids(&pod) {
+            let owner = state.owners.get(&id);
+            if owner != Some(&runtime_uid) {
+                let what = format!("{uid}: {id} of {owner:?} is told as its own");
+                state.deny(what);
+            }
+        }
         for broken in invariants::of_status(&earlier, &pod, &live, &state.probed) {
             state.deny(format!("{uid}: {broken}"));
         }
@@ -64,16 +75,14 @@ impl PodApi for World {
         state
             .trace
             .push(format!("{at} status {uid} {phase} {status}"));
-        // A static pod that ended with the machine starts anew.
-        let anew = pod["metadata"]["annotations"][pod::MIRROR].is_string() && ended_with_machine;
-        if anew {
-            state.final_phase.remove(&uid);
-        }
         let before = state.final_phase.get(&uid).cloned();
         if before.as_ref().is_some_and(|b| *b != phase) {
             state.deny(format!("{uid}: the final phase {before:?} became {phase}"));
         }
-        if matches!(phase.as_str(), "Succeeded" | "Failed") {
+        // A write that is about something else may come before its writer has seen the end that stands there.
+        let is_told = patch["status"]["phase"].is_string();
+        if is_told && matches!(phase.as_str(), "Succeeded" | "Failed") {
+            state.ended.insert(runtime_uid);
             state.final_phase.insert(uid.clone(), phase);
         }
         state.publish(&uid);
@@ -142,25 +151,19 @@ impl PodApi for World {
     }
 
     async fn config_map(&self, _: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure> {
-        self.only_alive().await;
-        // What is watched is known; at times it is not known yet.
-        let (late, version) = {
-            let mut state = self.state();
-            let late = state.faults && state.pick(24) == 0;
-            (late, state.maps.get(name).copied().unwrap_or(1))
-        };
-        if late {
-            self.sleep(Duration::from_secs(1)).await;
-            return Err(ApiFailure::Timeout(
-                "failed to sync configmap cache: timed out waiting for the condition".into(),
-            ));
-        }
-        let map = json!({"metadata": {"name": name, "namespace": "ns"}, "data": {"version": version.to_string()}});
+        let version = self.version_of(name).await?;
+        let map =
+            json!({"metadata": {"name": name, "namespace": "ns"}, "data": {"version": version}});
         Ok(Arc::new(serde_json::from_value(map).unwrap()))
     }
 
     async fn secret(&self, _: &str, name: &str) -> Result<Arc<Secret>, ApiFailure> {
-        Err(ApiFailure::NotFound(name.into()))
+        let version = self.version_of(name).await?;
+        let secret = Secret {
+            data: Some([("version".into(), ByteString(version.into()))].into()),
+            ..Secret::default()
+        };
+        Ok(Arc::new(secret))
     }
 
     async fn service_account(&self, _: &str, _: &str) -> Result<ServiceAccount, ApiFailure> {
@@ -222,7 +225,7 @@ impl PodApi for World {
         &self,
         _: &str,
         maps: &BTreeSet<String>,
-        _: &BTreeSet<String>,
+        secrets: &BTreeSet<String>,
         on_change: &OnChange,
     ) -> Following {
         let mut state = self.state();
@@ -230,7 +233,7 @@ impl PodApi for World {
         let token = state.next;
         state
             .followers
-            .insert(token, (maps.clone(), Arc::clone(on_change)));
+            .insert(token, (maps | secrets, Arc::clone(on_change)));
         let world = Arc::downgrade(&self.0);
         Following::until(move || {
             if let Some(state) = world.upgrade() {
@@ -241,5 +244,24 @@ impl PodApi for World {
 
     fn services(&self) -> Option<Vec<Arc<Service>>> {
         Some(vec![])
+    }
+}
+
+impl World {
+    /// The version of a ConfigMap or Secret. What is watched is known; at times it is not known yet.
+    async fn version_of(&self, name: &str) -> Result<String, ApiFailure> {
+        self.only_alive().await;
+        let (late, version) = {
+            let mut state = self.state();
+            let late = state.faults && state.pick(24) == 0;
+            (late, state.maps.get(name).copied().unwrap_or(1))
+        };
+        if late {
+            self.sleep(Duration::from_secs(1)).await;
+            return Err(ApiFailure::Timeout(
+                "failed to sync configmap cache: timed out waiting for the condition".into(),
+            ));
+        }
+        Ok(version.to_string())
     }
 }

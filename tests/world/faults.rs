@@ -77,13 +77,38 @@ impl State {
         let Some(pod) = self.pods.remove(uid) else {
             return;
         };
+        if let Some(grace) = pod["spec"]["terminationGracePeriodSeconds"].as_i64() {
+            self.graces.insert(uid.to_owned(), grace);
+        }
+        self.unseen.insert(uid.to_owned());
+        if self.hears() {
+            self.all_is_seen();
+        }
         if let (Some(writer), true) = (&self.watcher, self.hears()) {
             writer.delete(&object(&pod));
         }
     }
 
+    /// The watch has told of all objects that are gone.
+    fn all_is_seen(&mut self) {
+        let now = Instant::now();
+        let gone = std::mem::take(&mut self.unseen);
+        self.gone_at.extend(gone.into_iter().map(|uid| (uid, now)));
+    }
+
+    /// Whether a container of a pod may be started: the pod is wanted, or it is not known yet that it is not.
+    pub(super) fn may_start(&self, uid: &str) -> bool {
+        let gone = self.gone_at.get(uid);
+        self.is_known(uid)
+            || self.unseen.contains(uid)
+            || gone.is_some_and(|at| at.elapsed() < Duration::from_secs(1))
+    }
+
     /// The watch begins anew, after what it has missed was compacted away.
     pub(super) fn list_anew(&mut self) {
+        if self.hears() {
+            self.all_is_seen();
+        }
         if let Some(writer) = self.watcher.clone().filter(|_| self.hears()) {
             writer.replace(self.pods.values().map(object).collect());
         }
@@ -204,31 +229,16 @@ impl World {
         self.1.set_by(SignedDuration::from_mins(minutes));
     }
 
-    /// Content of a ConfigMap that pods may use.
-    pub fn change_some_map(&self) {
-        let told: Vec<OnChange> = {
-            let mut state = self.state();
-            let name = format!("m{}", state.pick(4));
-            *state.maps.entry(name.clone()).or_insert(1) += 1;
-            let users = state.followers.values();
-            users
-                .filter(|(names, _)| names.contains(&name))
-                .map(|(_, news)| Arc::clone(news))
-                .collect()
-        };
-        told.iter().for_each(|news| news());
-    }
-
     /// Another version of a static pod's manifest, or a first one.
     pub fn change_some_manifest(&self) {
         let mut state = self.state();
         let name = format!("s{}", state.pick(2));
         state.next += 1;
         let (uid, grace) = (format!("{name}-v{}", state.next), 1 + state.pick(8));
-        let sidecar = state.pick(2) == 0;
+        let (sidecar, policy) = (state.pick(2) == 0, state.some_policy());
         let mut pod = json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": format!("{name}-node"), "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
-            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": grace,
+            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": grace,
                      "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
         if sidecar {
             pod["spec"]["initContainers"] =
@@ -239,10 +249,15 @@ impl World {
         state.publish_statics();
     }
 
-    /// A manifest is removed.
-    pub fn remove_some_manifest(&self) {
+    /// A manifest is removed, or one that was is put back as it was.
+    pub fn move_some_manifest(&self) {
         let mut state = self.state();
-        state.statics.pop_first();
+        if state.pick(2) == 0 {
+            let removed = state.statics.pop_first();
+            state.parked.extend(removed);
+        } else if let Some((name, pod)) = state.parked.pop_first() {
+            state.statics.entry(name).or_insert(pod);
+        }
         state.publish_statics();
     }
 
@@ -276,7 +291,63 @@ impl World {
     }
 }
 
+impl World {
+    /// Counts a call about a container or a sandbox for its pod.
+    pub(super) fn spend_on(&self, what: &'static str, id: &str) {
+        let mut state = self.state();
+        let of_box = state.boxes.get(id).map(|b| b.uid.clone());
+        if let Some(uid) = of_box.or_else(|| state.owners.get(id).cloned()) {
+            state.spend(what, &uid);
+        }
+    }
+}
+
 impl State {
+    /// Nothing is left of a pod. A static one that comes back begins another life, which counts from nought.
+    pub(super) fn forget(&mut self, uid: &str) {
+        self.started.retain(|(of, ..)| of != uid);
+        self.ran.remove(uid);
+        self.ended.remove(uid);
+        if self.static_uids.contains(uid) {
+            self.anew.insert(uid.to_owned());
+            self.begin_life(uid);
+        }
+    }
+
+    /// A static pod's status binds no agent after the one that has written it.
+    fn begin_life(&mut self, uid: &str) {
+        self.ended.remove(uid);
+        let mirrors: Vec<String> = self.pods.keys().cloned().collect();
+        for mirror in mirrors {
+            if self.runtime_uid(&mirror) == uid {
+                self.final_phase.remove(&mirror);
+            }
+        }
+    }
+
+    /// Another agent starts.
+    pub(super) fn begin_lives(&mut self) {
+        for uid in self.static_uids.clone() {
+            match self.containers.values().any(|c| c.uid == uid) {
+                true => self.begin_life(&uid),
+                false => self.forget(&uid),
+            }
+        }
+    }
+
+    /// What an object told before, as far as its pod has to go on from there.
+    pub(super) fn of_this_life(&mut self, uid: &str, earlier: Value) -> Value {
+        if !self.anew.contains(uid) {
+            return earlier;
+        }
+        if self.containers.values().any(|c| c.uid == uid) {
+            self.anew.remove(uid);
+        }
+        let mut earlier = earlier;
+        earlier["status"] = json!({});
+        earlier
+    }
+
     fn drop_finalizer(&mut self, uid: &str) {
         let Some(pod) = self.pods.get_mut(uid) else {
             return;

@@ -8,6 +8,17 @@ fn statuses(pod: &Value) -> impl Iterator<Item = &Value> {
         .flat_map(move |list| pod["status"][list].as_array().into_iter().flatten())
 }
 
+/// The ids of containers that a status tells.
+pub fn ids(pod: &Value) -> Vec<String> {
+    let told = statuses(pod).flat_map(|s| {
+        let ended = &s["lastState"]["terminated"];
+        [&s["containerID"], &ended["containerID"]]
+    });
+    let told = told.filter_map(Value::as_str);
+    told.map(|id| id.trim_start_matches("containerd://").to_owned())
+        .collect()
+}
+
 fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
     pod["status"]["conditions"]
         .as_array()?

@@ -257,8 +257,7 @@ impl PodHost for World {
                 ));
             }
             s.dirs.remove(&uid(pod));
-            // Nothing of it is left: a static pod that starts anew counts from nought.
-            s.started.retain(|(of, ..)| *of != uid(pod));
+            s.forget(&uid(pod));
         })
         .await
     }

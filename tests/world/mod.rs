@@ -2,6 +2,7 @@
 
 mod api;
 mod faults;
+mod hooks;
 mod invariants;
 mod logs;
 mod machine;
@@ -10,6 +11,8 @@ mod processors;
 mod rest;
 mod runtime;
 mod shutdown;
+mod sizes;
+mod workload;
 
 pub use shutdown::Logind;
 
@@ -27,7 +30,7 @@ use holdfast::core::image::gc::Filesystem;
 use holdfast::core::node::shutdown::Periods;
 use holdfast::core::pod;
 use holdfast::core::pod::cri_config::label;
-use holdfast::core::pod::explain::Fetching;
+use holdfast::core::pod::explain::{self, Fetching};
 use holdfast::core::pod::observed::{
     Container, ContainerState, EventKind, ObservedPod, RuntimeEvent, Sandbox,
 };
@@ -59,6 +62,9 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
+/// A run makes fewer calls than this, unless something goes round in circles.
+const LONGEST_TRACE: usize = 300_000;
+
 struct Box_ {
     uid: String,
     name: String,
@@ -67,6 +73,8 @@ struct Box_ {
 
 struct Ctr {
     uid: String,
+    /// What it has of the processors, in the kernel's unit.
+    shares: i64,
     container: Container,
 }
 
@@ -94,6 +102,22 @@ struct State {
     probed: BTreeSet<String>,
     /// Hooks that ran, by container.
     hooks: BTreeMap<String, Vec<String>>,
+    /// preStop hooks that run: whose agent has begun them, and in which container.
+    hooking: BTreeSet<(u64, String)>,
+    /// Whose every container is or was.
+    owners: BTreeMap<String, String>,
+    /// Pods that have a container that was started, until their directories go; those that came to their end since.
+    ran: BTreeSet<String>,
+    ended: BTreeSet<String>,
+    /// When the watch told that a pod's object is gone, and objects of which it has not yet.
+    gone_at: BTreeMap<String, Instant>,
+    unseen: BTreeSet<String>,
+    /// Grace periods of pods whose object is gone.
+    graces: BTreeMap<String, i64>,
+    /// Static pods of which nothing was left since their mirrors were written.
+    anew: BTreeSet<String>,
+    /// Manifests that were taken away last, by name.
+    parked: BTreeMap<String, Value>,
     /// Calls about this pod never return.
     hung: Option<String>,
     /// Pulls under way, and the most at once.
@@ -177,7 +201,8 @@ impl State {
         let own = pod.and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64());
         // That of a manifest that was replaced; orphans have less.
         let orphaned = if self.static_uids.contains(uid) { 8 } else { 1 };
-        own.unwrap_or(orphaned).max(2)
+        let gone = self.graces.get(uid).copied();
+        own.or(gone).unwrap_or(orphaned).max(2)
     }
 
     fn live(&self, uid: &str) -> Vec<&Container> {
@@ -227,6 +252,7 @@ impl World {
             let mut state = self.state();
             // Whoever listened, listens no more.
             (state.hinted, state.followers) = (None, BTreeMap::new());
+            state.begin_lives();
             state.statics_sender = Some(statics_sender);
             state.watcher = Some(Arc::new(writer));
             state.publish_statics();
@@ -341,6 +367,7 @@ impl World {
     pub fn complete(&self, name: &str) {
         let (uid, now) = (self.uid(name), self.1.now());
         let mut state = self.state();
+        let uid = state.runtime_uid(&uid);
         let live: Vec<String> = state.live(&uid).iter().map(|c| c.id.clone()).collect();
         live.iter().for_each(|id| end(&mut state, id, 0, now));
     }
@@ -390,59 +417,6 @@ impl World {
     pub fn record(&self, name: &str) -> Option<Record> {
         let context = self.state().context.clone()?;
         context.journals.record("ns", name)
-    }
-
-    pub fn create_pod(&self, name: &str) {
-        let mut state = self.state();
-        let policy =
-            ["Always", "Always", "OnFailure", "Never"][usize::try_from(state.pick(4)).unwrap()];
-        let count = 1 + state.pick(2);
-        let probing = state.pick(2) == 0;
-        let containers: Vec<Value> = (0..count)
-            .map(|i| {
-                let mut container = json!({"name": format!("c{i}"), "image": "i:1"});
-                if probing {
-                    let probe = json!({"httpGet": {"port": 80, "path": format!("/c{i}")}, "periodSeconds": 1});
-                    container["startupProbe"] = probe.clone();
-                    container["readinessProbe"] = probe.clone();
-                    container["livenessProbe"] = probe;
-                    container["lifecycle"] = json!({"postStart": {"exec": {"command": ["post"]}}, "preStop": {"sleep": {"seconds": 1}}});
-                }
-                container
-            })
-            .collect();
-        let mut init: Vec<Value> = if state.pick(3) == 0 {
-            vec![json!({"name": "i0", "image": "i:1"})]
-        } else {
-            vec![]
-        };
-        if state.pick(4) == 0 {
-            init.push(json!({"name": "s0", "image": "i:1", "restartPolicy": "Always"}));
-        }
-        let grace = 1 + state.pick(20);
-        let uid = state.id("uid");
-        let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
-            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": grace, "containers": containers, "initContainers": init,
-                     "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
-        let mut pod = pod;
-        if state.pick(4) == 0 {
-            pod["metadata"]["finalizers"] = json!(["sim.example/hold"]);
-        }
-        if state.pick(6) == 0 {
-            pod["spec"]["nodeSelector"] = json!({"zone": "a"});
-        }
-        // One in many uses dozens of objects.
-        let maps = match state.pick(12) {
-            0 => 30,
-            1..=4 => 2,
-            _ => 0,
-        };
-        for n in 0..maps {
-            let volume = json!({"name": format!("m{n}"), "configMap": {"name": format!("m{n}")}});
-            pod["spec"]["volumes"].as_array_mut().unwrap().push(volume);
-        }
-        state.pods.insert(uid.clone(), pod);
-        state.publish(&uid);
     }
 
     fn mark_deleted(&self, uid: &str) {
@@ -581,6 +555,10 @@ impl World {
             let mut state = self.state();
             let delay = 1 + state.pick(40);
             state.trace.push(format!("{at} delay {delay}"));
+            if state.trace.len() > LONGEST_TRACE {
+                let last = &state.trace[LONGEST_TRACE - 40..];
+                panic!("too much happens: {:?}\n{}", state.broken, last.join("\n"));
+            }
             let fault = if state.faults { state.pick(24) } else { 99 };
             (delay, fault)
         };

@@ -27,7 +27,8 @@ impl World {
         let result = wrong
             .find(Result::is_err)
             .unwrap_or(Ok(()))
-            .and_then(|()| state.statics_are_at_rest());
+            .and_then(|()| state.statics_are_at_rest())
+            .and_then(|()| state.has_room().map_err(|why| ("node".to_owned(), why)));
         drop(state);
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
     }
@@ -53,6 +54,42 @@ impl World {
                     "{uid}: {} times {what} though nothing happens",
                     times.len()
                 ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing runs any more.
+    pub fn check_stopped(&self) -> Result<(), String> {
+        let state = self.state();
+        let mut all = state.containers.values();
+        match all.find(|c| c.container.state == ContainerState::Running) {
+            None => Ok(()),
+            Some(c) => Err(format!(
+                "{} still runs after its grace period: {:?}",
+                c.uid, c.container
+            )),
+        }
+    }
+
+    /// No explanation says that all is well while a container neither runs nor is finished for good.
+    pub fn check_explained(&self) -> Result<(), String> {
+        let state = self.state();
+        let Some(context) = state.context.clone() else {
+            return Ok(());
+        };
+        for (uid, pod) in &state.pods {
+            let (uid, name) = (state.runtime_uid(uid), pod["metadata"]["name"].as_str());
+            let name = name.unwrap();
+            let known = context.journals.find("ns", name);
+            let Some((_, journal)) = known.into_iter().find(|(of, _)| *of == uid) else {
+                continue;
+            };
+            let said = explain::explain("ns", name, &uid, journal, None).sentence;
+            let stands = |c: &&Value| state.is_as_its_spec_says(&uid, pod, &c["name"]);
+            let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
+            if said.contains("as its spec says.") && !all.all(|c| stands(&c)) {
+                return Err(format!("{name}: {said} {:?}", pod["status"]));
             }
         }
         Ok(())
@@ -96,6 +133,23 @@ impl World {
 }
 
 impl State {
+    /// Whether a container runs or has ended for good.
+    fn is_as_its_spec_says(&self, uid: &str, pod: &Value, name: &Value) -> bool {
+        let own = self.containers.values().map(|c| (&c.uid, &c.container));
+        let own = own.filter(|(of, c)| *of == uid && *name == *c.name);
+        let Some((_, newest)) = own.max_by_key(|(_, c)| c.attempt) else {
+            return false;
+        };
+        match newest.state {
+            ContainerState::Running => true,
+            ContainerState::Exited if pod["spec"]["restartPolicy"] == "OnFailure" => {
+                newest.exit_code == 0
+            }
+            ContainerState::Exited => pod["spec"]["restartPolicy"] == "Never",
+            _ => false,
+        }
+    }
+
     fn is_at_rest(&self, uid: &str) -> Result<(), Wrong> {
         let pod = &self.pods[uid];
         let name = pod["metadata"]["name"].as_str().unwrap();
@@ -111,7 +165,8 @@ impl State {
                 false => wrong(format!("deleted and still there: {}", pod["status"])),
             };
         }
-        if pod["status"]["reason"] == "NodeAffinity" && live.is_empty() {
+        let refused = ["NodeAffinity", "OutOfcpu"].map(Value::from);
+        if refused.contains(&pod["status"]["reason"]) && live.is_empty() {
             return Ok(());
         }
         let policy = pod["spec"]["restartPolicy"].as_str().unwrap();
@@ -146,6 +201,9 @@ impl State {
                 return wrong(format!("{container:?} is told as {shown:?}"));
             }
         }
+        if let Err(why) = self.has_its_size(uid) {
+            return wrong(why);
+        }
         if running > 0 {
             self.shows_the_newest(pod, &runtime_uid)?;
         }
@@ -154,7 +212,11 @@ impl State {
 
     fn shows_the_newest(&self, pod: &Value, uid: &str) -> Result<(), Wrong> {
         for volume in pod["spec"]["volumes"].as_array().unwrap() {
-            let Some(map) = volume["configMap"]["name"].as_str() else {
+            let named = [
+                &volume["configMap"]["name"],
+                &volume["secret"]["secretName"],
+            ];
+            let Some(map) = named.into_iter().find_map(Value::as_str) else {
                 continue;
             };
             let newest = self.maps.get(map).copied().unwrap_or(1).to_string();
@@ -182,6 +244,10 @@ impl State {
             let wrong = |why: &str| Err((format!("{name}-node"), format!("{uid} {why}")));
             match newest.contains(uid.as_str()) {
                 true if mirror.is_none() => return wrong("has no mirror"),
+                true if !self.ran.contains(uid) => {
+                    let shown = mirror.map(|api| &self.pods[api]["status"]);
+                    return wrong(&format!("has never run: {shown:?}"));
+                }
                 false if mirror.is_some() => return wrong("is gone, and its mirror is not"),
                 false if sandboxes > 0 => return wrong("is gone, and its sandbox is not"),
                 _ => {}

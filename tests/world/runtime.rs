@@ -142,6 +142,8 @@ impl Runtime for World {
 
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
+        self.spend_on("stop_sandbox", id);
+        self.check_hooks_of_sandbox(id);
         self.call(|state| {
             let inside: Vec<String> = state
                 .containers
@@ -163,6 +165,7 @@ impl Runtime for World {
     }
 
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError> {
+        self.spend_on("remove_sandbox", id);
         self.call(|state| {
             if state
                 .containers
@@ -215,6 +218,9 @@ impl Runtime for World {
             }
             assert_eq!(config.labels[label::POD_UID], uid);
             let id = state.id("ctr");
+            state.owners.insert(id.clone(), uid.clone());
+            let resources = config.linux.and_then(|linux| linux.resources);
+            let shares = resources.map_or(2, |r| r.cpu_shares);
             let container = Container {
                 id: id.clone(),
                 name: metadata.name,
@@ -238,7 +244,12 @@ impl Runtime for World {
                 message_file: None,
             };
             state.hint(&uid, &id, EventKind::Created);
-            state.containers.insert(id.clone(), Ctr { uid, container });
+            let made = Ctr {
+                uid,
+                shares,
+                container,
+            };
+            state.containers.insert(id.clone(), made);
             Ok(id)
         })
         .await
@@ -246,6 +257,12 @@ impl Runtime for World {
 
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError> {
         let now = self.1.now();
+        self.spend_on("start_container", id);
+        let may_start = {
+            let state = self.state();
+            let owner = state.owners.get(id);
+            owner.is_none_or(|uid| state.may_start(uid))
+        };
         self.call(|state| {
             let Some(c) = state.containers.get(id) else {
                 return Err(missing("container"));
@@ -307,9 +324,15 @@ impl Runtime for World {
             if state.final_phase.contains_key(&uid) {
                 state.deny(format!("{uid}/{name}: started after the pod's final phase"));
             }
-            if !state.is_known(&uid) {
+            if !may_start {
                 state.deny(format!("{uid}/{name}: started for a pod that is gone"));
             }
+            if state.ended.contains(&uid) {
+                state.deny(format!(
+                    "{uid}/{name}: started after the pod's end was told"
+                ));
+            }
+            state.ran.insert(uid);
             if name.starts_with('i') {
                 end(state, id, 0, now);
             }
@@ -320,6 +343,8 @@ impl Runtime for World {
 
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
         let now = self.1.now();
+        self.spend_on("stop_container", id);
+        self.check_hooks(id, grace);
         // Some processes need their time.
         let slow = {
             let mut state = self.state();
@@ -349,14 +374,13 @@ impl Runtime for World {
     async fn update_container(
         &self,
         id: &str,
-        _: pb::LinuxContainerResources,
+        resources: pb::LinuxContainerResources,
     ) -> Result<(), RuntimeError> {
+        self.spend_on("update_container", id);
         self.call(|state| {
-            state
-                .containers
-                .get(id)
-                .map(|_| ())
-                .ok_or_else(|| missing("container"))
+            let container = state.containers.get_mut(id);
+            container.ok_or_else(|| missing("container"))?.shares = resources.cpu_shares;
+            Ok(())
         })
         .await
     }
@@ -407,6 +431,8 @@ impl Runtime for World {
         command: &[String],
         _: Option<Duration>,
     ) -> Result<Exec, RuntimeError> {
+        self.spend_on("exec", id);
+        let _running = self.running_hook(id, command);
         {
             let mut state = self.state();
             let (life, what) = (self.2, command.join(" "));
@@ -416,7 +442,16 @@ impl Runtime for World {
             let twice = hooks.contains(&entry);
             hooks.push(entry);
             if twice {
-                state.deny(format!("{id}: the hook {what:?} ran twice"));
+                let owner = state.owners.get(id).cloned().unwrap_or_default();
+                let name = state
+                    .pods
+                    .get(&owner)
+                    .map(|p| p["metadata"]["name"].to_string());
+                state.deny(format!("{id} of {name:?}: the hook {what:?} ran twice"));
+                drop(state);
+                let name = name.unwrap_or_default();
+                let last = self.last_decisions(name.trim_matches('"'));
+                self.state().deny(last);
             }
         }
         // Some hooks need their time.
@@ -428,8 +463,17 @@ impl Runtime for World {
             let seconds = self.pick(25);
             self.sleep(Duration::from_secs(seconds)).await;
         }
+        match command.last().map(String::as_str) {
+            Some("hangs") => std::future::pending().await,
+            Some("lasts") => self.sleep(Duration::from_secs(30)).await,
+            _ => {}
+        }
+        let code = i32::from(command.last().is_some_and(|word| word == "fails"));
         self.call(|state| match state.containers.get(id) {
-            Some(c) if c.container.state == ContainerState::Running => Ok(Exec::default()),
+            Some(c) if c.container.state == ContainerState::Running => Ok(Exec {
+                code,
+                ..Exec::default()
+            }),
             _ => Err(missing("container")),
         })
         .await
@@ -454,6 +498,7 @@ impl Runtime for World {
     }
 
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError> {
+        self.spend_on("remove_container", id);
         self.call(|state| {
             if state
                 .containers

@@ -122,11 +122,16 @@ impl World {
 
     /// A static pod; its mirror is `steady-node`.
     pub fn add_manifest(&self) {
+        self.set_manifest(1, "Always");
+    }
+
+    /// A version of that static pod's manifest.
+    pub fn set_manifest(&self, version: u32, policy: &str) {
         let mut state = self.state();
-        let uid = "steady-v1".to_owned();
+        let uid = format!("steady-v{version}");
         let pod = json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": "steady-node", "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
-            "spec": {"nodeName": "node", "restartPolicy": "Always", "terminationGracePeriodSeconds": 8,
+            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 8,
                      "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
         state.static_uids.insert(uid);
         state.statics.insert("steady".into(), pod);

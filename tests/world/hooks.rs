@@ -1,0 +1,77 @@
+//! preStop hooks of containers that are told to stop.
+
+use super::*;
+
+/// A hook that runs, until this is dropped.
+pub(super) struct RunningHook(World, String);
+
+impl Drop for RunningHook {
+    fn drop(&mut self) {
+        let key = (self.0.2, self.1.clone());
+        self.0.state().hooking.remove(&key);
+    }
+}
+
+impl State {
+    /// The preStop hook of a container, if that is a command.
+    fn pre_stop(&self, id: &str) -> Option<String> {
+        let container = self.containers.get(id)?;
+        let pod = self.pods.get(&container.uid)?;
+        let mut all = pod["spec"]["containers"].as_array()?.iter();
+        let own = all.find(|c| c["name"] == *container.container.name)?;
+        let command = own["lifecycle"]["preStop"]["exec"]["command"].as_array()?;
+        let words: Vec<&str> = command.iter().filter_map(Value::as_str).collect();
+        Some(words.join(" "))
+    }
+}
+
+impl World {
+    pub(super) fn running_hook(&self, id: &str, command: &[String]) -> Option<RunningHook> {
+        if command.first().is_none_or(|word| word != "pre") {
+            return None;
+        }
+        self.state().hooking.insert((self.2, id.to_owned()));
+        Some(RunningHook(self.clone(), id.to_owned()))
+    }
+
+    /// Who is told to stop has run its hook before, or had it cut off at the end of its grace period.
+    pub(super) fn check_hooks(&self, id: &str, grace: i64) {
+        let mut state = self.state();
+        if state.hooking.contains(&(self.2, id.to_owned())) {
+            state.deny(format!("{id}: told to stop while its preStop hook runs"));
+        }
+        let runs = state
+            .containers
+            .get(id)
+            .is_some_and(|c| c.container.state == ContainerState::Running);
+        let hook = state.pre_stop(id).filter(|_| runs && grace > 0);
+        let ran = |hook: &String| {
+            let all = state.hooks.get(id);
+            all.is_some_and(|all| all.iter().any(|ran| ran.ends_with(hook.as_str())))
+        };
+        if let Some(hook) = hook.filter(|hook| !ran(hook)) {
+            state.deny(format!("{id}: told to stop, and {hook:?} has not run"));
+        }
+    }
+
+    pub(super) fn check_hooks_of_sandbox(&self, id: &str) {
+        let mut state = self.state();
+        let hooked: Vec<String> = state
+            .hooking
+            .iter()
+            .filter(|(life, _)| *life == self.2)
+            .map(|(_, container)| container.clone())
+            .filter(|c| {
+                let inside = state.containers.get(c);
+                inside.is_some_and(|c| {
+                    c.container.sandbox == id && c.container.state == ContainerState::Running
+                })
+            })
+            .collect();
+        for container in hooked {
+            state.deny(format!(
+                "{id}: stopped while the preStop hook of {container} runs"
+            ));
+        }
+    }
+}
