@@ -48,121 +48,75 @@ fn runtime(state: ContainerState, exit_code: i32) -> ObservedPod {
     }
 }
 
+/// What a new agent makes of a static pod: its phase, how often its container is started, and its restart count.
+fn comes_to(
+    case: &str,
+    (policy, mirror): (&str, Value),
+    runtime: ObservedPod,
+    expected: (&str, usize, i32),
+) {
+    let goes_on = !runtime.is_empty() && !mirror["containerStatuses"].is_null();
+    let mut run = Run::over(runtime, with_mirror(policy, 1, Some(mirror)));
+    run.settle();
+    // A sandbox that was lost is made anew after a pause.
+    run.now = 60_000;
+    run.input(Input::Tick);
+    run.settle();
+    let status = &run.worker.status;
+    let container = &status.container_statuses.as_ref().expect("statuses")[0];
+    let found = (run.phase(), run.count(&start("c")), container.restart_count);
+    assert_eq!(found, expected, "{case}");
+    assert_eq!(container.last_state.is_some(), goes_on, "{case}");
+    assert_eq!((&status.reason, &status.message), (&None, &None), "{case}");
+    for told in &run.published {
+        let is_whole = told.phase.is_some() && told.reason.is_none();
+        assert!(is_whole, "{case}: {told:?}");
+    }
+}
+
 /// As a kubelet does it after its start: the file says what is to run, the runtime what has run, the mirror nothing.
 #[test]
-fn a_mirror_binds_no_static_pod() {
+fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
+    let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
+    let (none, ended) = (json!(null), the_fourth(&ended));
+    for (policy, mirror) in [
+        ("Always", told("Failed", Some("NodeAffinity"), &none)),
+        ("Never", told("Failed", Some("Evicted"), &ended)),
+        ("Never", told("Succeeded", None, &ended)),
+    ] {
+        let case = mirror.to_string();
+        let nothing = ObservedPod::default();
+        comes_to(&case, (policy, mirror), nothing, ("Running", 1, 0));
+    }
+}
+
+#[test]
+fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     let running = the_fourth(&json!({"running": {"startedAt": "2023-11-14T00:00:00Z"}}));
-    let nothing = ObservedPod::default;
+    let has_ended = || told("Succeeded", None, &ended);
+    let with_machine = || told("Failed", Some("Terminated"), &ended);
+    let runs = || told("Running", None, &running);
+    let refused = || told("Failed", Some("NodeAffinity"), &none);
     let exited = |code| runtime(ContainerState::Exited, code);
-    for (case, policy, mirror, runtime, expected, starts, restarts) in [
-        (
-            "refused",
-            "Always",
-            told("Failed", Some("NodeAffinity"), &none),
-            nothing(),
-            "Running",
-            1,
-            0,
-        ),
-        (
-            "evicted",
-            "Never",
-            told("Failed", Some("Evicted"), &ended),
-            nothing(),
-            "Running",
-            1,
-            0,
-        ),
-        (
-            "ended, and removed from the runtime",
-            "Never",
-            told("Succeeded", None, &ended),
-            nothing(),
-            "Running",
-            1,
-            0,
-        ),
-        (
-            "ended",
-            "Never",
-            told("Succeeded", None, &ended),
-            exited(0),
-            "Succeeded",
-            0,
-            4,
-        ),
-        (
-            "the mirror was not told its end",
-            "Never",
-            told("Running", None, &running),
-            exited(0),
-            "Succeeded",
-            0,
-            4,
-        ),
-        (
-            "ended with the machine",
-            "Always",
-            told("Failed", Some("Terminated"), &ended),
-            exited(143),
-            "Running",
-            1,
-            5,
-        ),
-        (
-            "ended badly",
-            "OnFailure",
-            told("Failed", Some("Terminated"), &ended),
-            exited(143),
-            "Running",
-            1,
-            5,
-        ),
-        (
-            "running",
-            "Always",
-            told("Running", None, &running),
-            self::runtime(ContainerState::Running, 0),
-            "Running",
-            0,
-            4,
-        ),
-        (
-            "refused by the last agent and running",
-            "Always",
-            told("Failed", Some("NodeAffinity"), &none),
-            self::runtime(ContainerState::Running, 0),
-            "Running",
-            0,
-            4,
-        ),
-    ] {
-        let goes_on = !runtime.is_empty() && !mirror["containerStatuses"].is_null();
-        let mut run = Run::over(runtime, with_mirror(policy, 1, Some(mirror)));
-        run.settle();
-        // A sandbox that was lost is made anew after a pause.
-        run.now = 60_000;
-        run.input(Input::Tick);
-        run.settle();
-        assert_eq!(
-            (run.phase(), run.count(&start("c"))),
-            (expected, starts),
-            "{case}"
-        );
-        let status = &run.worker.status;
-        let container = &status.container_statuses.as_ref().expect("statuses")[0];
-        assert_eq!(container.restart_count, restarts, "{case}");
-        assert_eq!(container.last_state.is_some(), goes_on, "{case}");
-        assert_eq!((&status.reason, &status.message), (&None, &None), "{case}");
-        for told in &run.published {
-            assert!(
-                told.phase.is_some() && told.reason.is_none(),
-                "{case}: {told:?}"
-            );
-        }
-    }
+    let lives = || runtime(ContainerState::Running, 0);
+    let over = ("Succeeded", 0, 4);
+    comes_to("it has ended", ("Never", has_ended()), exited(0), over);
+    comes_to("its end was not told", ("Never", runs()), exited(0), over);
+    let again = ("Running", 1, 5);
+    let always = ("Always", with_machine());
+    comes_to("it ended with the machine", always, exited(143), again);
+    let badly = ("OnFailure", with_machine());
+    comes_to("it ended badly", badly, exited(143), again);
+    let on = ("Running", 0, 4);
+    comes_to("it runs", ("Always", runs()), lives(), on);
+    comes_to(
+        "it was refused, and runs",
+        ("Always", refused()),
+        lives(),
+        on,
+    );
 }
 
 /// The API is there after the containers.
