@@ -114,8 +114,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), String
     if !grown.is_followed {
         return Ok(());
     }
-    let (namespace, claim) = (&grown.namespace, &grown.claim);
-    let told = context.api.claim_resize(namespace, claim, Resize::Begun);
+    let told = context.api.claim_resize(grown, Resize::Begun);
     told.await
         .map_err(|e| format!("the claim could not be told: {e}"))
 }
@@ -131,7 +130,7 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
         infeasible: failed.infeasible,
         at: context.clock.now(),
     };
-    if let Err(error) = context.api.claim_resize(namespace, claim, step).await {
+    if let Err(error) = context.api.claim_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "a claim was not told that its volume cannot be grown");
     }
 }
@@ -215,10 +214,9 @@ async fn tell_size(context: &Context, grown: &Grown) -> Result<(), String> {
     if grown.is_told {
         return Ok(());
     }
-    let (namespace, claim) = (&grown.namespace, &grown.claim);
-    let has = Resize::Has(&grown.text);
-    let told = context.api.claim_resize(namespace, claim, has).await;
-    told.map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
+    let told = context.api.claim_resize(grown, Resize::Has(&grown.text));
+    told.await
+        .map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
 }
 
 #[cfg(test)]
