@@ -5,6 +5,7 @@ pub mod csi;
 mod growth;
 mod labels;
 pub mod objects;
+mod permissions;
 pub mod projected;
 pub mod storage_limits;
 
@@ -17,6 +18,7 @@ use kube::ResourceExt as _;
 use tokio::time::Instant;
 
 use self::objects::Fetched;
+use self::permissions::Telling;
 use self::projected::Held;
 use super::Context;
 use super::Kind;
@@ -48,6 +50,8 @@ pub struct Volumes {
     resolved: BTreeMap<String, ResolvedVolume>,
     /// Called when something that they are made from has changed.
     changed: OnChange,
+    /// Those whose files are being given to the pod's group.
+    telling: Telling,
 }
 
 impl Volumes {
@@ -61,6 +65,7 @@ impl Volumes {
             following: None,
             resolved: BTreeMap::new(),
             changed,
+            telling: Telling::default(),
         }
     }
 
@@ -179,8 +184,12 @@ impl Volumes {
                     let of_claim = matches!(problem, Problem::Claim(_));
                     let name = named.get().filter(|_| !of_claim);
                     let message = problem.told(name.unwrap_or(&volume.name));
-                    // Upstream warns of slow walks too.
-                    say(Kind::Warning, problem.reason(), &message);
+                    match &problem {
+                        Problem::Permissions(giving) => {
+                            self.telling.begin(&context.events, pod, giving);
+                        }
+                        _ => say(Kind::Warning, problem.reason(), &message),
+                    }
                     message
                 })?;
             if made.block && !resolved.contains_key(&volume.name) {

@@ -10,6 +10,7 @@ pub mod local_storage;
 pub mod migrated;
 pub mod nested;
 pub mod payload;
+pub mod permissions;
 pub mod resize;
 pub mod resolved;
 pub mod selinux;

@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeCl
 use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
+use super::permissions::{self, Giving};
 use super::{migrated, selinux};
 use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
@@ -219,8 +220,8 @@ pub enum Problem {
     #[error("{0}")]
     Map(String),
     /// Its files are still being given to the pod's group.
-    #[error("{0}")]
-    Permissions(String),
+    #[error("{}", .0.progress)]
+    Permissions(Giving),
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
@@ -248,7 +249,7 @@ impl Problem {
     pub fn reason(&self) -> &'static str {
         match self {
             Problem::Map(_) => "FailedMapVolume",
-            Problem::Permissions(_) => "VolumePermissionChangeInProgress",
+            Problem::Permissions(_) => permissions::REASON,
             Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
             Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
                 "FailedMount"
@@ -279,7 +280,7 @@ impl Problem {
             Problem::SetUp(why) | Problem::Mismatch(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
-            Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
+            Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
             }

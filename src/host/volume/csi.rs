@@ -5,7 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::{KERNEL_TIMEOUT, giving};
+use super::KERNEL_TIMEOUT;
 use crate::core::digest;
 use crate::core::pod::Ownership;
 use crate::core::volume::csi::VolumeData;
@@ -362,7 +362,7 @@ impl LinuxHost {
                 .map_err(doing("the volume's group cannot be set"))
         };
         let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
-        match (outcome, giving(&volume.target, owner)) {
+        match (outcome, self.giving(&volume.target, &volume.target, owner)) {
             (Err(_), Some(progress)) => Err(Problem::Permissions(progress)),
             (outcome, _) => Ok(outcome?),
         }
@@ -510,6 +510,11 @@ mod tests {
                 problem.to_string().contains("group 4242: 0 so far"),
                 "{problem}"
             );
+            let Problem::Permissions(giving) = problem else {
+                panic!("{problem}");
+            };
+            assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
+            assert_eq!(giving.root, volume.target);
         }
         assert_eq!(host.patient.under_way(), 1, "it is begun once");
         // Its pod's end does not wait for ever, and ends it.
