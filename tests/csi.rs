@@ -435,9 +435,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     cluster.wait("the pod with a device", || ready("raw"));
     cluster.wait("its event", || {
-        cluster
-            .events("raw")
-            .contains("MapVolume.MapPodDevice succeeded for volume \"raw\"")
+        let events = cluster.events("raw");
+        let said = |place: &str| {
+            events.contains(&format!(
+                "MapVolume.MapPodDevice succeeded for volume \"raw\" {place}"
+            ))
+        };
+        said("globalMapPath \"") && said("volumeMapPath \"")
     });
     assert_eq!(
         inside(

@@ -193,11 +193,9 @@ impl Volumes {
                     message
                 })?;
             if made.block && !resolved.contains_key(&volume.name) {
-                let message = format!(
-                    "MapVolume.MapPodDevice succeeded for volume {:?}",
-                    made.name
-                );
-                say(Kind::Normal, "SuccessfulMountVolume", &message);
+                for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
+                    say(Kind::Normal, "SuccessfulMountVolume", &message);
+                }
             }
             Ok(made)
         });

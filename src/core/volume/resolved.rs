@@ -1,6 +1,8 @@
 //! A pod's volume once its claim is resolved: where it lies on this node and how it comes there
 //! (kubelet spec, 9.1 and 9.3). Pure.
 
+use std::path::Path;
+
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
 use super::claims::{self, Grown};
@@ -148,6 +150,35 @@ impl ResolvedVolume {
         }
     }
 
+    /// What the events say of a device that a pod has, when it has it: where a kubelet with this root directory lists it for
+    /// all pods, and where for this one (upstream's `GetGlobalMapPath` and `GetPodDeviceMapPath`).
+    #[must_use]
+    pub fn mapped(&self, root: &Path, uid: &str) -> [String; 2] {
+        let plugins = root.join("plugins");
+        let global = match &self.source {
+            Source::Csi(_) => plugins
+                .join("kubernetes.io/csi/volumeDevices")
+                .join(&self.name)
+                .join("dev"),
+            Source::Disk { disk, .. } => plugins.join(disk.device_place().join("/")),
+            _ => plugins
+                .join(self.plugin())
+                .join("volumeDevices")
+                .join(&self.name),
+        };
+        let own = root.join("pods").join(uid).join("volumeDevices");
+        let places = [
+            ("globalMapPath", global),
+            ("volumeMapPath", own.join(self.plugin())),
+        ];
+        places.map(|(what, place)| {
+            format!(
+                "MapVolume.MapPodDevice succeeded for volume {:?} {what} {place:?}",
+                self.name
+            )
+        })
+    }
+
     /// Whether a driver has taken over its kind.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
@@ -250,6 +281,7 @@ impl Problem {
         match self {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => permissions::REASON,
+            Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
             Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
             Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
                 "FailedMount"
