@@ -461,6 +461,10 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     // A volume that has to be attached is waited for; its attacher is played here.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
+    // It may serve another number of volumes later, and is asked for it every ten minutes.
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {other}}}\nspec: {{attachRequired: true, nodeAllocatableUpdatePeriodSeconds: 600}}\n"
+    ));
     let attached = Driver::new(other, other_dir.path()).run(&registry);
     cluster.wait("the other driver", || {
         attached.driver.outcome().as_deref() == Some("")

@@ -321,3 +321,54 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
     cut_off_in_staging(&cluster, first, (&by_claim("cut", "cut"), EBS), &registry);
     cluster.assert_clean();
 }
+
+/// A pod that the scheduler has sent to a node which cannot have its volume attached is given up, so that whoever made it makes
+/// another one (KEP-4876). Its attacher is played here.
+#[test]
+fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
+    const FULL: &str = "full.test";
+    let cluster = Cluster::start("csi-full", 97);
+    let image = support::busybox(&cluster);
+    let dir = tempfile::tempdir().unwrap();
+    let registry = cluster.data().join("agent/plugins_registry");
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {FULL}}}\nspec: {{attachRequired: true, nodeAllocatableUpdatePeriodSeconds: 600}}\n---\n{}",
+        volume(
+            "v",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {FULL}, volumeHandle: full-1}}")
+        ),
+    ));
+    let full = Driver::new(FULL, dir.path()).run(&registry);
+    cluster.wait("the registration", || full.driver.outcome().is_some());
+    full.driver.serve(3);
+    cluster.apply(&pod("over", &image, ""));
+    let begun = Instant::now();
+    let attachments = || cluster.kubectl(&["get", "volumeattachments", "-o", "name"]);
+    cluster.wait("the attachment", || !attachments().trim().is_empty());
+    let status = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
+    let patch = ["--subresource=status", "--type=merge", "-p", status];
+    cluster.kubectl(&[&["patch", attachments().trim()], &patch[..]].concat());
+    let failed = || cluster.pod("over")["status"]["phase"] == "Failed";
+    // Until then its attacher may find room.
+    while begun.elapsed() < Duration::from_secs(115) {
+        assert!(!failed(), "{}", cluster.pod("over"));
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    cluster.wait("the pod to be given up", failed);
+    let status = &cluster.pod("over")["status"];
+    assert_eq!(status["reason"], "VolumeAttachmentLimitExceeded");
+    let message = status["message"].as_str().unwrap();
+    assert!(
+        message.starts_with(
+            "Pod was rejected: Node has reached its volume attachment limit, rejecting pod. unmounted volumes=[v], unattached volumes=[v],"
+        ),
+        "{message}"
+    );
+    let drivers = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
+    assert!(drivers.contains(r#""count":3"#), "{drivers}");
+    assert_eq!(full.driver.count("stage"), 0);
+    cluster.kubectl(&["delete", "pod", "over"]);
+    cluster.wait("the attachment to go", || attachments().trim().is_empty());
+    cluster.assert_clean();
+}

@@ -27,6 +27,7 @@ use super::pod::journal::Log;
 use crate::core::pod::env::Surroundings;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
+use crate::core::volume::attachment::{self, Unattached};
 use crate::core::volume::disks::{Chap, Disk, Iscsi};
 use crate::core::volume::resolved::{self, Problem, ResolvedVolume, Source};
 use crate::core::{
@@ -52,6 +53,20 @@ pub struct Volumes {
     changed: OnChange,
     /// Those whose files are being given to the pod's group.
     telling: Telling,
+}
+
+/// Why the volumes of a pod are not all there.
+pub enum NotSetUp {
+    /// It is tried again.
+    Failed(String),
+    /// The node has as many as it can have attached: the pod is not taken.
+    LimitExceeded(String),
+}
+
+impl From<String> for NotSetUp {
+    fn from(why: String) -> NotSetUp {
+        NotSetUp::Failed(why)
+    }
 }
 
 impl Volumes {
@@ -125,7 +140,7 @@ impl Volumes {
         pod_ips: &[String],
         known: bool,
         log: &Log,
-    ) -> Result<(Fetched, Option<String>), String> {
+    ) -> Result<(Fetched, Option<String>), NotSetUp> {
         self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
         let mut fetched = log
@@ -190,7 +205,14 @@ impl Volumes {
                         }
                         _ => say(Kind::Warning, problem.reason(), &message),
                     }
-                    message
+                    let unattached = match problem {
+                        Problem::Unattached { is_full, .. } => Some(Unattached {
+                            volume: volume.name.clone(),
+                            is_full,
+                        }),
+                        _ => None,
+                    };
+                    (message, unattached)
                 })?;
             if made.block && !resolved.contains_key(&volume.name) {
                 for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
@@ -199,20 +221,35 @@ impl Volumes {
             }
             Ok(made)
         });
-        let mut failed = None;
+        let (mut failed, mut unattached) = (None, vec![]);
         for result in futures::future::join_all(work).await {
             match result {
                 Ok(resolved) => self.has_come(context, resolved),
-                Err::<_, String>(error) => failed = failed.or(Some(error)),
+                Err((error, of)) => {
+                    failed = failed.or(Some(error));
+                    unattached.extend::<Option<Unattached>>(of);
+                }
             }
         }
         self.count(context, pod);
         self.set_up |= known || failed.is_none();
+        if !self.set_up
+            && let Some(why) = self.limit_exceeded(pod, &unattached)
+        {
+            return Err(NotSetUp::LimitExceeded(why));
+        }
         fetched.resolved.clone_from(&self.resolved);
         match failed {
-            Some(error) if !self.set_up => Err(error),
+            Some(error) if !self.set_up => Err(NotSetUp::Failed(error)),
             outdated => Ok((fetched, outdated)),
         }
+    }
+
+    /// Why the pod is given up, if the node can have no more volumes attached.
+    fn limit_exceeded(&self, pod: &Pod, unattached: &[Unattached]) -> Option<String> {
+        let waited = self.begun?.elapsed();
+        let mounted = self.resolved.keys().map(String::as_str).collect();
+        attachment::limit_exceeded(pod, waited, &mounted, unattached)
     }
 }
 

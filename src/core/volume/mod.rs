@@ -1,5 +1,6 @@
 //! Volumes: what a volume of a pod resolves to, where it lies, what its files contain.
 
+pub mod attachment;
 pub mod certificates;
 pub mod claims;
 pub mod counting;

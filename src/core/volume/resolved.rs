@@ -256,6 +256,16 @@ pub enum Problem {
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
+    /// It is not attached yet.
+    #[error("{step} failed: {why}")]
+    Unattached {
+        /// The kubelet's name of the step that waits for it.
+        step: &'static str,
+        /// Why.
+        why: String,
+        /// Its driver serves no more volumes on this node, and says how often it is to be asked for their number.
+        is_full: bool,
+    },
     /// One of several steps has failed.
     #[error("{step} failed: {why}")]
     Step {
@@ -282,10 +292,16 @@ impl Problem {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => permissions::REASON,
             Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
-            Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
-            Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
-                "FailedMount"
+            Problem::Step { step, .. } | Problem::Unattached { step, .. }
+                if step.starts_with("MapVolume.") =>
+            {
+                "FailedMapVolume"
             }
+            Problem::Step { .. }
+            | Problem::Unattached { .. }
+            | Problem::Claim(_)
+            | Problem::SetUp(_)
+            | Problem::Mismatch(_) => "FailedMount",
         }
     }
 
@@ -315,6 +331,9 @@ impl Problem {
             Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
+            Problem::Unattached { step, why, .. } => {
+                format!("{step} failed for volume {volume:?} : {why}")
             }
             Problem::Step { step, of, why } => {
                 let volume = of.as_deref().unwrap_or(volume);

@@ -342,8 +342,14 @@ pub async fn publish(
     // What is mounted was attached before: only a driver that publishes anew has to know how.
     let is_needed = attaches && (republishes(wanted.described.as_ref()) || !there(&wanted).await?);
     let told = if is_needed {
-        let attached = attachment::wait(context, &wanted.place.data).await;
-        attached.map_err(|why| Problem::at(csi::steps(volume)[0], why))?
+        let described = wanted.described.as_ref();
+        let data = &wanted.place.data;
+        let attached = attachment::wait(context, data, described, volume.migrated).await;
+        attached.map_err(|failed| Problem::Unattached {
+            step: csi::steps(volume)[0],
+            why: failed.why,
+            is_full: failed.is_full,
+        })?
     } else {
         HashMap::new()
     };

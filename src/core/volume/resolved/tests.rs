@@ -230,6 +230,26 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
     );
 }
 
+#[test]
+fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
+    for (step, reason) in [
+        ("MountVolume.WaitForAttach", "FailedMount"),
+        ("MapVolume.WaitForAttach", "FailedMapVolume"),
+    ] {
+        let problem = Problem::Unattached {
+            step,
+            why: "no".into(),
+            is_full: true,
+        };
+        assert_eq!(problem.reason(), reason);
+        assert_eq!(
+            problem.told("pv"),
+            format!("{step} failed for volume \"pv\" : no")
+        );
+    }
+}
+
+#[test]
 fn a_device_is_told_with_the_places_where_it_is_listed() {
     let of = |source: Value| {
         let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
