@@ -78,6 +78,54 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     cluster.wait("both to go", || !drivers().contains("slow.test"));
 }
 
+/// A driver that mounts nothing, and goes while a pod has a volume of it: the pod is told nothing as long as it runs, and when it ends, what it
+/// has of others is undone all the same.
+fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry: &Path) {
+    const GONE: &str = "gone.test";
+    let dir = tempfile::tempdir().unwrap();
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {GONE}}}\nspec: {{attachRequired: false}}\n---\n{}{}",
+        volume(
+            "a-gone",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {GONE}, volumeHandle: gone-1, volumeAttributes: {{unmounted: ''}}}}")
+        ),
+        volume(
+            "kept",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {NAME}, volumeHandle: kept-1}}")
+        ),
+    ));
+    let gone = Driver::new(GONE, dir.path()).run(registry);
+    cluster.apply(&pod("both", image, "").replace(
+        "volumes: [{name: v, persistentVolumeClaim: {claimName: v}}]",
+        "volumes: [{name: v, persistentVolumeClaim: {claimName: a-gone}}, {name: w, persistentVolumeClaim: {claimName: kept}}]",
+    ));
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("both"), "Ready") == "True"
+    });
+    let refreshes = || {
+        let published = driver.count("publish kept-1");
+        cluster.wait("some refreshes", || {
+            driver.count("publish kept-1") > published + 2
+        });
+    };
+    // That it is there cannot be seen.
+    refreshes();
+    assert_eq!(gone.driver.count("publish gone-1"), 1);
+    drop(gone);
+    refreshes();
+    assert_eq!(cluster.events("both").matches("FailedMount").count(), 0);
+    cluster.kubectl(&["delete", "pod", "both", "--wait=false"]);
+    cluster.wait("the other volume to be undone", || {
+        driver.count("unstage kept-1") == 1
+    });
+    assert_eq!(cluster.pods().len(), 1);
+    let again = Driver::new(GONE, dir.path()).run(registry);
+    cluster.wait("the pod to go", || cluster.pods().is_empty());
+    assert_eq!(again.driver.count("unstage gone-1"), 1);
+}
+
 #[test]
 fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
@@ -94,19 +142,22 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
 
     registered_beside_those_that_hang(&cluster, &registry);
     what_was_refused_is_not_undone(&cluster, &driver, &image);
+    gone_with_a_volume(&cluster, &driver, &image, &registry);
 
     // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.
     let staged = driver.count("stage");
     cluster.apply(&pod("one", &image, ", subPath: a/b"));
     cluster.wait("the pod", || ready("one"));
-    cluster.wait("it to be published anew", || driver.count("publish") > 3);
+    cluster.wait("it to be published anew", || {
+        driver.count("publish v-1") > 3
+    });
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.apply(&pod("two", &image, ""));
     cluster.wait("the second pod", || ready("two"));
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.kubectl(&["delete", "pod", "one"]);
     assert_eq!(
-        (driver.count("busy"), driver.count("unstage")),
+        (driver.count("busy"), driver.count("unstage v-1")),
         (0, 0),
         "{:?}",
         driver.calls()

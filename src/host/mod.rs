@@ -43,6 +43,8 @@ pub struct TakenAway {
     pub plugin: String,
     /// Whether it is a device and not a filesystem.
     pub block: bool,
+    /// Whether it is what all pods had, which goes with the last of them.
+    pub staged: bool,
     /// Whether it could not be taken away.
     pub has_failed: bool,
     /// How long it took.

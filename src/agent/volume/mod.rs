@@ -299,14 +299,16 @@ async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume)
         .pod(pod, None, Kind::Warning, reason, message);
 }
 
-/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs.
+/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs. A driver that is gone holds up its
+/// own alone: disks and exports of others, which somebody else may wait for, go all the same.
 pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
-    csi::unpublish(context, uid).await?;
+    let unpublished = csi::unpublish(context, uid).await;
     let each = |taken: TakenAway| {
         context.metrics.volume(VolumeOperation {
-            name: match taken.block {
-                true => "unmap_volume",
-                false => "volume_unmount",
+            name: match (taken.staged, taken.block) {
+                (true, _) => "unmount_device",
+                (false, true) => "unmap_volume",
+                (false, false) => "volume_unmount",
             },
             plugin: &taken.plugin,
             is_migrated: false,
@@ -314,7 +316,8 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
             took: taken.took,
         });
     };
-    context.host.tear_down_volumes(uid, &each).await?;
+    let torn_down = context.host.tear_down_volumes(uid, &each).await;
+    unpublished.and(torn_down)?;
     context.metrics.pod_has_no_volumes(uid);
     Ok(())
 }

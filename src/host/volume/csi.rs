@@ -39,6 +39,14 @@ pub struct Published {
     pub claim: Option<(String, String)>,
 }
 
+impl Published {
+    /// Its pod, and the name of its directory.
+    #[must_use]
+    pub fn key(&self) -> (String, String) {
+        (self.uid.clone(), self.name.clone())
+    }
+}
+
 fn names(dir: &Path) -> Vec<String> {
     fs::read_dir(dir)
         .into_iter()
@@ -55,6 +63,17 @@ fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), String> {
         }
         _ => Ok(()),
     }
+}
+
+/// The directories in a pod's that are noted to be a driver's, which has to undo what is mounted there.
+pub(super) fn noted_in(pod: &Path) -> Vec<PathBuf> {
+    let dir = pod.join("volumes").join(PLUGIN);
+    let is_noted = |place: &PathBuf| {
+        let text = fs::read(place.join(NOTE)).unwrap_or_default();
+        serde_json::from_slice::<VolumeData>(&text).is_ok()
+    };
+    let places = names(&dir).into_iter().map(|name| dir.join(name));
+    places.filter(is_noted).collect()
 }
 
 impl CsiDirs {

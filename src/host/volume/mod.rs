@@ -108,10 +108,15 @@ impl LinuxHost {
             })
     }
 
-    /// Where devices are mounted for all pods.
-    fn staging(&self) -> [PathBuf; 3] {
-        ["local-volume/mounts", "iscsi", "fc"]
-            .map(|name| self.root.join("plugins/kubernetes.io").join(name))
+    /// The plugins that mount devices for all pods, and where.
+    fn staging(&self) -> [(&'static str, PathBuf); 3] {
+        let plugins = self.root.join("plugins");
+        [
+            ("kubernetes.io/local-volume", "mounts"),
+            ("kubernetes.io/iscsi", ""),
+            ("kubernetes.io/fc", ""),
+        ]
+        .map(|(plugin, below)| (plugin, plugins.join(plugin).join(below)))
     }
 
     /// What says that a volume was set up, so that it is done once: whatever the pod does with its mode stays.
