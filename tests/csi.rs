@@ -76,6 +76,31 @@ fn figures_tell_of_the_volume(cluster: &Cluster) {
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
 }
 
+fn figures_tell_of_the_steps(cluster: &Cluster) {
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let path = format!("/api/v1/nodes/{node}/proxy/metrics");
+    let metrics = cluster.kubectl(&["get", "--raw", &path]);
+    for (operation, status, driver) in [
+        (
+            "verify_controller_attached_volume",
+            "fail-unknown",
+            "attached.test",
+        ),
+        (
+            "verify_controller_attached_volume",
+            "success",
+            "attached.test",
+        ),
+        ("unmount_device", "success", "attached.test"),
+        ("unmap_device", "success", NAME),
+    ] {
+        let sample = format!(
+            r#"storage_operation_duration_seconds_count{{migrated="false",operation_name="{operation}",status="{status}",volume_plugin="kubernetes.io/csi:{driver}"}}"#
+        );
+        assert!(metrics.contains(&sample), "{sample}: {metrics}");
+    }
+}
+
 /// A driver that does not answer holds up its pod alone. Its call is waited for: what it does late is undone after that.
 fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: [String; 2]) {
     driver.hang("publish shared-1", true);
@@ -534,6 +559,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.kubectl(&["delete", "pod", "third"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
     cluster.wait("the volume not to be in use any more", || !in_use());
+    figures_tell_of_the_steps(&cluster);
 
     // A driver that goes is forgotten, and comes back.
     drop((running, attached));

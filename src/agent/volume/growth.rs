@@ -50,6 +50,11 @@ impl NotGrown {
         }
     }
 
+    /// What the pod is told of it: nothing where the volume only has to leave the node first.
+    fn told(&self) -> Option<&str> {
+        (!self.in_use).then_some(&*self.why)
+    }
+
     pub(super) fn tried(&self) -> Tried {
         match (self.in_use, self.is_final) {
             (true, _) => Tried::InUse,
@@ -198,7 +203,7 @@ pub(super) async fn tell(
         }
         Err(failed) => {
             tell_failure(context, grown, &failed).await;
-            Err(failed.why)
+            failed.told().map_or(Ok(()), |why| Err(why.to_owned()))
         }
     };
     if let Err(why) = failed {
@@ -269,6 +274,7 @@ mod tests {
         ] {
             let failed = NotGrown::from(error(certain, false, unready));
             assert_eq!(failed.tried(), expected);
+            assert_eq!(failed.told().is_none(), unready);
             assert_eq!(
                 failed.why,
                 "Expander.NodeExpand failed to expand the volume : rpc error: code = Internal desc = no"
