@@ -99,7 +99,10 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
     let gone = Driver::new(GONE, dir.path()).run(registry);
     cluster.apply(&pod("both", image, "").replace(
         "volumes: [{name: v, persistentVolumeClaim: {claimName: v}}]",
-        "volumes: [{name: v, persistentVolumeClaim: {claimName: a-gone}}, {name: w, persistentVolumeClaim: {claimName: kept}}]",
+        "volumes: [{name: v, persistentVolumeClaim: {claimName: a-gone}}, {name: w, persistentVolumeClaim: {claimName: kept}}, {name: unused, configMap: {name: nosuch}}]",
+    ).replace(
+        "volumeMounts: [{name: v, mountPath: /v}]",
+        "volumeMounts: [{name: v, mountPath: /v}, {name: w, mountPath: /w}]",
     ));
     cluster.wait("the pod", || {
         condition(&cluster.pod("both"), "Ready") == "True"

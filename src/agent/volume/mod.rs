@@ -117,7 +117,9 @@ impl Volumes {
 
     /// Says which volumes the pod is to have, and which it has.
     fn count(&self, context: &Context, pod: &Pod) {
+        let used = pod::used_volumes(pod);
         let wanted = pod::spec(pod).volumes.iter().flatten();
+        let wanted = wanted.filter(|volume| used.contains(&volume.name));
         let plugin = |volume: &Volume| match self.resolved.get(&volume.name) {
             Some(resolved) => resolved.qualified_plugin(),
             None => resolved::resolve(pod, volume, None, resolved::Here::default())
@@ -158,7 +160,10 @@ impl Volumes {
             .get("memory")
             .and_then(|q| u64::try_from(q.units()).ok())
             .unwrap_or(0);
+        // What no container has may not even be there.
+        let used = pod::used_volumes(pod);
         let volumes = pod::spec(pod).volumes.iter().flatten();
+        let volumes = volumes.filter(|volume| used.contains(&volume.name));
         let work = volumes.map(|volume| async {
             let named = OnceLock::new();
             let set_up = async {
@@ -190,34 +195,11 @@ impl Volumes {
                     ..resolved
                 })
             };
-            let say = |kind: Kind, reason: &str, message: &str| {
-                context.events.pod(pod, None, kind, reason, message)
-            };
             let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
                 .await
-                .map_err(|problem: Problem| {
-                    let of_claim = matches!(problem, Problem::Claim(_));
-                    let name = named.get().filter(|_| !of_claim);
-                    let message = problem.told(name.unwrap_or(&volume.name));
-                    match &problem {
-                        Problem::Permissions(giving) => {
-                            self.telling.begin(&context.events, pod, giving);
-                        }
-                        _ => say(Kind::Warning, problem.reason(), &message),
-                    }
-                    let unattached = match problem {
-                        Problem::Unattached { is_full, .. } => Some(Unattached {
-                            volume: volume.name.clone(),
-                            is_full,
-                        }),
-                        _ => None,
-                    };
-                    (message, unattached)
-                })?;
+                .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
             if made.block && !resolved.contains_key(&volume.name) {
-                for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
-                    say(Kind::Normal, "SuccessfulMountVolume", &message);
-                }
+                tell_mapped(context, pod, &made);
             }
             Ok(made)
         });
@@ -245,11 +227,47 @@ impl Volumes {
         }
     }
 
+    /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known. The answer is the same in
+    /// words, and whether it is not attached.
+    fn tell_problem(
+        &self,
+        context: &Context,
+        pod: &Pod,
+        volume: &Volume,
+        name: Option<&String>,
+        problem: Problem,
+    ) -> (String, Option<Unattached>) {
+        let of_claim = matches!(problem, Problem::Claim(_));
+        let name = name.filter(|_| !of_claim);
+        let message = problem.told(name.unwrap_or(&volume.name));
+        let events = &context.events;
+        match &problem {
+            Problem::Permissions(giving) => self.telling.begin(events, pod, giving),
+            _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
+        }
+        let unattached = match problem {
+            Problem::Unattached { is_full, .. } => Some(Unattached {
+                volume: volume.name.clone(),
+                is_full,
+            }),
+            _ => None,
+        };
+        (message, unattached)
+    }
+
     /// Why the pod is given up, if the node can have no more volumes attached.
     fn limit_exceeded(&self, pod: &Pod, unattached: &[Unattached]) -> Option<String> {
         let waited = self.begun?.elapsed();
         let mounted = self.resolved.keys().map(String::as_str).collect();
         attachment::limit_exceeded(pod, waited, &mounted, unattached)
+    }
+}
+
+/// Tells a pod of a device that it has from now on.
+fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
+    let (events, reason) = (&context.events, "SuccessfulMountVolume");
+    for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
+        events.pod(pod, None, Kind::Normal, reason, message);
     }
 }
 

@@ -35,7 +35,7 @@ pub fn limit_exceeded(
     if waited < PATIENCE || !unattached.iter().any(|volume| volume.is_full) {
         return None;
     }
-    let used = used(pod);
+    let used = pod::used_volumes(pod);
     let unmounted = used.iter().map(String::as_str);
     let unmounted = unmounted.filter(|name| !mounted.contains(name));
     let unattached: BTreeSet<&str> = unattached.iter().map(|v| v.volume.as_str()).collect();
@@ -48,19 +48,6 @@ pub fn limit_exceeded(
 
 fn listed<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     names.into_iter().collect::<Vec<_>>().join(" ")
-}
-
-/// The volumes that containers have.
-fn used(pod: &Pod) -> BTreeSet<String> {
-    let containers = pod::containers(pod).into_iter();
-    let names = containers.flat_map(|(_, container)| {
-        let mounts = container.volume_mounts.iter().flatten();
-        let devices = container.volume_devices.iter().flatten();
-        let mounts = mounts.map(|m| m.name.clone());
-        let names: Vec<String> = mounts.chain(devices.map(|d| d.name.clone())).collect();
-        names
-    });
-    names.collect()
 }
 
 #[cfg(test)]
