@@ -113,6 +113,16 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
             driver.count("publish kept-1") > published + 2
         });
     };
+    // As a privileged pod leaves it, with a mountPropagation of Bidirectional.
+    let uid = cluster.pod("both")["metadata"]["uid"].clone();
+    let agent = cluster
+        .data()
+        .join("agent/pods")
+        .join(uid.as_str().unwrap());
+    let nested = agent.join("volumes/kubernetes.io~csi/kept/mount/nested");
+    std::fs::create_dir(&nested).unwrap();
+    let (none, flags) = (None::<&str>, nix::mount::MsFlags::empty());
+    nix::mount::mount(none, &nested, Some("tmpfs"), flags, none).unwrap();
     // That it is there cannot be seen.
     refreshes();
     assert_eq!(gone.driver.count("publish gone-1"), 1);

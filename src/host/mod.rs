@@ -191,6 +191,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
         Ok(())
     }
+    /// Unmounts what pods have mounted within a published volume, where its driver cannot unmount it for that.
+    async fn unmount_within(&self, _volume: &Published) -> Result<(), String> {
+        Ok(())
+    }
     /// Ends the setting up of the pod's volumes, and unmounts the parts of them that its containers had mounted.
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String>;
     /// Unmounts the pod's volumes, and removes what the agent has made for them: emptyDirs and projected files. Of those

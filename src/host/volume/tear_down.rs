@@ -250,6 +250,16 @@ impl LinuxHost {
             .map_err(|e| format!("subPath mounts cannot be unmounted: {e}"))
     }
 
+    /// Unmounts what is mounted below a directory, and not what is mounted at it.
+    pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), String> {
+        let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name());
+        let parent = parent.to_owned();
+        // What is mounted there is not asked: it may hang.
+        let parent = blocking(move || Ok(fs::canonicalize(&parent).unwrap_or(parent))).await?;
+        let own = parent.join(name.unwrap_or_default());
+        self.unmount_below(dir, |mount| mount.point == own).await
+    }
+
     /// Unmounts what is mounted at or below a directory, the deepest first, but for what `stays`.
     async fn unmount_below(
         &self,

@@ -577,6 +577,10 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Strin
         has_failed: outcome.is_err(),
         took: begun.elapsed(),
     });
+    if outcome.is_err() && !place.block {
+        // A privileged pod may have mounted something within it, which is a reason for its driver to find it busy.
+        context.host.unmount_within(place).await?;
+    }
     outcome.map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
     context.csi.forget(place);
     Ok(())
