@@ -64,7 +64,7 @@ impl Bench {
 
     fn pod(&self, name: &str) -> String {
         format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{}', command: [busybox, sh, -c, 'trap \"exit 0\" TERM; while true; do echo on; sleep 0.1; done'], resources: {{requests: {{cpu: 10m}}}}, readinessProbe: {{periodSeconds: 1, timeoutSeconds: 10, exec: {{command: ['true']}}}}}}], volumes: [{{name: v, emptyDir: {{medium: Memory}}}}]}}\n",
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{}', command: [busybox, sh, -c, 'trap \"exit 0\" TERM; while true; do echo on; sleep 0.1; done'], resources: {{requests: {{cpu: 10m}}}}, readinessProbe: {{periodSeconds: 1, timeoutSeconds: 10, exec: {{command: ['true']}}}}, volumeMounts: [{{name: v, mountPath: /v}}]}}], volumes: [{{name: v, emptyDir: {{medium: Memory}}}}]}}\n",
             self.image
         )
     }

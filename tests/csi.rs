@@ -76,6 +76,31 @@ fn figures_tell_of_the_volume(cluster: &Cluster) {
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
 }
 
+fn figures_tell_of_the_steps(cluster: &Cluster) {
+    let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
+    let path = format!("/api/v1/nodes/{node}/proxy/metrics");
+    let metrics = cluster.kubectl(&["get", "--raw", &path]);
+    for (operation, status, driver) in [
+        (
+            "verify_controller_attached_volume",
+            "fail-unknown",
+            "attached.test",
+        ),
+        (
+            "verify_controller_attached_volume",
+            "success",
+            "attached.test",
+        ),
+        ("unmount_device", "success", "attached.test"),
+        ("unmap_device", "success", NAME),
+    ] {
+        let sample = format!(
+            r#"storage_operation_duration_seconds_count{{migrated="false",operation_name="{operation}",status="{status}",volume_plugin="kubernetes.io/csi:{driver}"}}"#
+        );
+        assert!(metrics.contains(&sample), "{sample}: {metrics}");
+    }
+}
+
 /// A driver that does not answer holds up its pod alone. Its call is waited for: what it does late is undone after that.
 fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: [String; 2]) {
     driver.hang("publish shared-1", true);
@@ -435,9 +460,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     cluster.wait("the pod with a device", || ready("raw"));
     cluster.wait("its event", || {
-        cluster
-            .events("raw")
-            .contains("MapVolume.MapPodDevice succeeded for volume \"raw\"")
+        let events = cluster.events("raw");
+        let said = |place: &str| {
+            events.contains(&format!(
+                "MapVolume.MapPodDevice succeeded for volume \"raw\" {place}"
+            ))
+        };
+        said("globalMapPath \"") && said("volumeMapPath \"")
     });
     assert_eq!(
         inside(
@@ -457,6 +486,10 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     // A volume that has to be attached is waited for; its attacher is played here.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
+    // It may serve another number of volumes later, and is asked for it every ten minutes.
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {other}}}\nspec: {{attachRequired: true, nodeAllocatableUpdatePeriodSeconds: 600}}\n"
+    ));
     let attached = Driver::new(other, other_dir.path()).run(&registry);
     cluster.wait("the other driver", || {
         attached.driver.outcome().as_deref() == Some("")
@@ -526,6 +559,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.kubectl(&["delete", "pod", "third"]);
     cluster.wait("the attachment to go", || attachment().is_empty());
     cluster.wait("the volume not to be in use any more", || !in_use());
+    figures_tell_of_the_steps(&cluster);
 
     // A driver that goes is forgotten, and comes back.
     drop((running, attached));

@@ -78,6 +78,67 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     cluster.wait("both to go", || !drivers().contains("slow.test"));
 }
 
+/// A driver that mounts nothing, and goes while a pod has a volume of it: the pod is told nothing as long as it runs, and when it ends, what it
+/// has of others is undone all the same.
+fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry: &Path) {
+    const GONE: &str = "gone.test";
+    let dir = tempfile::tempdir().unwrap();
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {GONE}}}\nspec: {{attachRequired: false}}\n---\n{}{}",
+        volume(
+            "a-gone",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {GONE}, volumeHandle: gone-1, volumeAttributes: {{unmounted: ''}}}}")
+        ),
+        volume(
+            "kept",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {NAME}, volumeHandle: kept-1}}")
+        ),
+    ));
+    let gone = Driver::new(GONE, dir.path()).run(registry);
+    cluster.apply(&pod("both", image, "").replace(
+        "volumes: [{name: v, persistentVolumeClaim: {claimName: v}}]",
+        "volumes: [{name: v, persistentVolumeClaim: {claimName: a-gone}}, {name: w, persistentVolumeClaim: {claimName: kept}}, {name: unused, configMap: {name: nosuch}}]",
+    ).replace(
+        "volumeMounts: [{name: v, mountPath: /v}]",
+        "volumeMounts: [{name: v, mountPath: /v}, {name: w, mountPath: /w}]",
+    ));
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("both"), "Ready") == "True"
+    });
+    let refreshes = || {
+        let published = driver.count("publish kept-1");
+        cluster.wait("some refreshes", || {
+            driver.count("publish kept-1") > published + 2
+        });
+    };
+    // As a privileged pod leaves it, with a mountPropagation of Bidirectional.
+    let uid = cluster.pod("both")["metadata"]["uid"].clone();
+    let agent = cluster
+        .data()
+        .join("agent/pods")
+        .join(uid.as_str().unwrap());
+    let nested = agent.join("volumes/kubernetes.io~csi/kept/mount/nested");
+    std::fs::create_dir(&nested).unwrap();
+    let (none, flags) = (None::<&str>, nix::mount::MsFlags::empty());
+    nix::mount::mount(none, &nested, Some("tmpfs"), flags, none).unwrap();
+    // That it is there cannot be seen.
+    refreshes();
+    assert_eq!(gone.driver.count("publish gone-1"), 1);
+    drop(gone);
+    refreshes();
+    assert_eq!(cluster.events("both").matches("FailedMount").count(), 0);
+    cluster.kubectl(&["delete", "pod", "both", "--wait=false"]);
+    cluster.wait("the other volume to be undone", || {
+        driver.count("unstage kept-1") == 1
+    });
+    assert_eq!(cluster.pods().len(), 1);
+    let again = Driver::new(GONE, dir.path()).run(registry);
+    cluster.wait("the pod to go", || cluster.pods().is_empty());
+    assert_eq!(again.driver.count("unstage gone-1"), 1);
+}
+
 #[test]
 fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
@@ -94,19 +155,22 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
 
     registered_beside_those_that_hang(&cluster, &registry);
     what_was_refused_is_not_undone(&cluster, &driver, &image);
+    gone_with_a_volume(&cluster, &driver, &image, &registry);
 
     // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.
     let staged = driver.count("stage");
     cluster.apply(&pod("one", &image, ", subPath: a/b"));
     cluster.wait("the pod", || ready("one"));
-    cluster.wait("it to be published anew", || driver.count("publish") > 3);
+    cluster.wait("it to be published anew", || {
+        driver.count("publish v-1") > 3
+    });
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.apply(&pod("two", &image, ""));
     cluster.wait("the second pod", || ready("two"));
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.kubectl(&["delete", "pod", "one"]);
     assert_eq!(
-        (driver.count("busy"), driver.count("unstage")),
+        (driver.count("busy"), driver.count("unstage v-1")),
         (0, 0),
         "{:?}",
         driver.calls()
@@ -319,5 +383,56 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
     );
 
     cut_off_in_staging(&cluster, first, (&by_claim("cut", "cut"), EBS), &registry);
+    cluster.assert_clean();
+}
+
+/// A pod that the scheduler has sent to a node which cannot have its volume attached is given up, so that whoever made it makes
+/// another one (KEP-4876). Its attacher is played here.
+#[test]
+fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
+    const FULL: &str = "full.test";
+    let cluster = Cluster::start("csi-full", 97);
+    let image = support::busybox(&cluster);
+    let dir = tempfile::tempdir().unwrap();
+    let registry = cluster.data().join("agent/plugins_registry");
+    cluster.apply(&format!(
+        "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {FULL}}}\nspec: {{attachRequired: true, nodeAllocatableUpdatePeriodSeconds: 600}}\n---\n{}",
+        volume(
+            "v",
+            "ReadWriteOnce",
+            &format!("csi: {{driver: {FULL}, volumeHandle: full-1}}")
+        ),
+    ));
+    let full = Driver::new(FULL, dir.path()).run(&registry);
+    cluster.wait("the registration", || full.driver.outcome().is_some());
+    full.driver.serve(3);
+    cluster.apply(&pod("over", &image, ""));
+    let begun = Instant::now();
+    let attachments = || cluster.kubectl(&["get", "volumeattachments", "-o", "name"]);
+    cluster.wait("the attachment", || !attachments().trim().is_empty());
+    let status = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
+    let patch = ["--subresource=status", "--type=merge", "-p", status];
+    cluster.kubectl(&[&["patch", attachments().trim()], &patch[..]].concat());
+    let failed = || cluster.pod("over")["status"]["phase"] == "Failed";
+    // Until then its attacher may find room.
+    while begun.elapsed() < Duration::from_secs(115) {
+        assert!(!failed(), "{}", cluster.pod("over"));
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    cluster.wait("the pod to be given up", failed);
+    let status = &cluster.pod("over")["status"];
+    assert_eq!(status["reason"], "VolumeAttachmentLimitExceeded");
+    let message = status["message"].as_str().unwrap();
+    assert!(
+        message.starts_with(
+            "Pod was rejected: Node has reached its volume attachment limit, rejecting pod. unmounted volumes=[v], unattached volumes=[v],"
+        ),
+        "{message}"
+    );
+    let drivers = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
+    assert!(drivers.contains(r#""count":3"#), "{drivers}");
+    assert_eq!(full.driver.count("stage"), 0);
+    cluster.kubectl(&["delete", "pod", "over"]);
+    cluster.wait("the attachment to go", || attachments().trim().is_empty());
     cluster.assert_clean();
 }

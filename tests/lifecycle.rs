@@ -255,7 +255,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.apply(&format!(
         "{}{}",
         manifest("nosuch", "  containers: [{name: c, image: 'nosuch.invalid/x:1', imagePullPolicy: Never}]"),
-        manifest("unmounted", &format!("  containers: [{{name: c, {}}}]\n  volumes: [{{name: v, configMap: {{name: nosuch}}}}]", shell("true")))
+        manifest("unmounted", &format!("  containers: [{{name: c, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  volumes: [{{name: v, configMap: {{name: nosuch}}}}]", shell("true")))
     ));
     let explain = |pod: &str, output: &str| {
         let run = std::process::Command::new(support::holdfast())

@@ -63,6 +63,21 @@ impl Events {
         }
     }
 
+    /// Events that nobody posts, and the messages that have come since the last call.
+    #[cfg(test)]
+    pub(super) fn heard() -> (Events, impl FnMut() -> Vec<String>) {
+        let (queue, mut said) = mpsc::channel(QUEUE);
+        let events = Events {
+            queue,
+            notes: Arc::default(),
+        };
+        let heard = move || {
+            let next = || said.try_recv().ok().map(|said| said.message);
+            std::iter::from_fn(next).collect()
+        };
+        (events, heard)
+    }
+
     fn say(&self, about: ObjectReference, kind: Kind, reason: &str, message: impl Into<String>) {
         let (reason, message) = (reason.to_owned(), message.into());
         tracing::debug!(object = about.name, reason, message, "event");

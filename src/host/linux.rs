@@ -563,6 +563,10 @@ impl PodHost for LinuxHost {
         self.give(volume, owner).await
     }
 
+    async fn unmount_within(&self, volume: &Published) -> Result<(), String> {
+        LinuxHost::unmount_within(self, &volume.target).await
+    }
+
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
         LinuxHost::unbind_sub_paths(self, uid).await
     }

@@ -43,6 +43,8 @@ pub struct TakenAway {
     pub plugin: String,
     /// Whether it is a device and not a filesystem.
     pub block: bool,
+    /// Whether it is what all pods had, which goes with the last of them.
+    pub staged: bool,
     /// Whether it could not be taken away.
     pub has_failed: bool,
     /// How long it took.
@@ -187,6 +189,10 @@ pub trait PodHost: Send + Sync + 'static {
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String>;
     /// Gives a volume that a driver has published to its pod's group.
     async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
+        Ok(())
+    }
+    /// Unmounts what pods have mounted within a published volume, where its driver cannot unmount it for that.
+    async fn unmount_within(&self, _volume: &Published) -> Result<(), String> {
         Ok(())
     }
     /// Ends the setting up of the pod's volumes, and unmounts the parts of them that its containers had mounted.

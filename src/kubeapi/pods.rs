@@ -30,6 +30,7 @@ use super::Cache;
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
 use crate::core::volume::certificates::CertificateSource;
+use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::{self, Resize};
 
 /// A service-account token. Never printed.
@@ -173,12 +174,7 @@ pub trait PodApi: Send + Sync + 'static {
     /// A claim, as it is now, and the volume it is bound to.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
     /// Tells a claim what becomes of its growth.
-    async fn claim_resize(
-        &self,
-        namespace: &str,
-        name: &str,
-        step: Resize<'_>,
-    ) -> Result<(), ApiFailure>;
+    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure>;
     /// A claim of dynamic resources, as it is now.
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure>;
     /// What the cluster says of a storage driver.
@@ -395,16 +391,17 @@ impl PodApi for KubePods {
         Ok(Binding { claim, volume })
     }
 
-    async fn claim_resize(
-        &self,
-        namespace: &str,
-        name: &str,
-        step: Resize<'_>,
-    ) -> Result<(), ApiFailure> {
+    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
+        let (namespace, name) = (&grown.namespace, &grown.claim);
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), namespace);
         let mut tries = 0;
         loop {
-            let patch = resize::patch(&api.get(name).await?, step);
+            let claim = api.get(name).await?;
+            if !resize::concerns(&claim, grown) {
+                let gone = format!("claim {namespace}/{name} was deleted and made again");
+                return Err(ApiFailure::Replaced(gone));
+            }
+            let patch = resize::patch(&claim, step);
             let patched = api
                 .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
                 .await;

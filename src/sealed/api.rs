@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use super::Keeper;
 use super::Kind;
+use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::Resize;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{
@@ -133,13 +134,8 @@ impl PodApi for SealedApi {
         self.settle(Kind::Claims, &format!("{namespace}/{name}"), answer)
     }
 
-    async fn claim_resize(
-        &self,
-        namespace: &str,
-        name: &str,
-        step: Resize<'_>,
-    ) -> Result<(), ApiFailure> {
-        self.api.claim_resize(namespace, name, step).await
+    async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure> {
+        self.api.claim_resize(grown, step).await
     }
 
     /// Not kept: whether a claim is still the pod's, only the apiserver can tell.

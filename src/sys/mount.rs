@@ -83,6 +83,14 @@ fn canonical(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
+/// Writes what a filesystem has in memory only. Unmounting does so as well, but not while another mount of it is left, for
+/// instance in the mount namespace of a container that has the node's root.
+pub fn sync(point: &Path) -> io::Result<()> {
+    let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+    let dir = nix::fcntl::open(point, flags, Mode::empty())?;
+    Ok(nix::unistd::syncfs(&dir)?)
+}
+
 /// The mounts at or below `dir`, deepest and newest first. The directory may be named through links.
 pub fn below(dir: &Path) -> io::Result<Vec<Mount>> {
     let dir = match canonical(dir) {

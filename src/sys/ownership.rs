@@ -6,7 +6,9 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
@@ -31,35 +33,58 @@ fn wanted(stat: &FileStat, read_only: bool) -> u32 {
     }
 }
 
-/// Volumes that are being given, and how many files of each have been.
-static UNDER_WAY: Mutex<BTreeMap<PathBuf, u64>> = Mutex::new(BTreeMap::new());
+/// How far the giving of a volume is.
+#[derive(Debug, Clone)]
+pub struct UnderWay {
+    /// When it was begun.
+    pub begun: Instant,
+    files: Arc<AtomicU64>,
+}
 
-fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, u64>> {
+impl UnderWay {
+    /// How many files have been given.
+    #[must_use]
+    pub fn files(&self) -> u64 {
+        self.files.load(Ordering::Relaxed)
+    }
+}
+
+/// Volumes that are being given.
+static UNDER_WAY: Mutex<BTreeMap<PathBuf, UnderWay>> = Mutex::new(BTreeMap::new());
+
+fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, UnderWay>> {
     lock(&UNDER_WAY)
 }
 
-/// How many files have been given of a volume that is being given just now.
+/// How far a volume is that is being given just now.
 #[must_use]
-pub fn under_way(root: &Path) -> Option<u64> {
-    under_way_now().get(root).copied()
+pub fn under_way(root: &Path) -> Option<UnderWay> {
+    under_way_now().get(root).cloned()
 }
 
 /// A volume while it is being given.
 struct Giving<'a> {
     root: &'a Path,
-    given: u64,
+    given: Arc<AtomicU64>,
     stop: &'a dyn Fn() -> bool,
 }
 
-impl Giving<'_> {
-    /// One more file; told from time to time.
+impl<'a> Giving<'a> {
+    fn begin(root: &'a Path, stop: &'a dyn Fn() -> bool) -> Giving<'a> {
+        let given = Arc::new(AtomicU64::new(0));
+        let far = UnderWay {
+            begun: Instant::now(),
+            files: Arc::clone(&given),
+        };
+        under_way_now().insert(root.into(), far);
+        Giving { root, given, stop }
+    }
+
+    /// One more file.
     fn count(&mut self) -> io::Result<()> {
-        self.given += 1;
-        if self.given.is_multiple_of(1000) {
-            under_way_now().insert(self.root.into(), self.given);
-        }
+        let given = self.given.fetch_add(1, Ordering::Relaxed) + 1;
         if (self.stop)() {
-            let why = format!("it was stopped after {} files", self.given);
+            let why = format!("it was stopped after {given} files");
             return Err(io::Error::new(io::ErrorKind::Interrupted, why));
         }
         Ok(())
@@ -202,17 +227,8 @@ pub fn set_group(
     if on_mismatch && stat.st_gid == group && stat.st_mode & bits == bits {
         return Ok(false);
     }
-    under_way_now().insert(root.into(), 0);
-    walk(
-        dir.try_clone()?,
-        group,
-        read_only,
-        &mut Giving {
-            root,
-            given: 0,
-            stop,
-        },
-    )?;
+    let mut giving = Giving::begin(root, stop);
+    walk(dir.try_clone()?, group, read_only, &mut giving)?;
     give(dir.as_fd(), group, read_only)?;
     Ok(true)
 }

@@ -365,6 +365,10 @@ impl Node for Driver {
             }
             return self.answer("publish", pb::NodePublishVolumeResponse {});
         }
+        if request.volume_context.contains_key("unmounted") {
+            std::fs::create_dir_all(&request.target_path).map_err(failed)?;
+            return self.answer("publish", pb::NodePublishVolumeResponse {});
+        }
         let source = if request.staging_target_path.is_empty() {
             let own = self.dir.join(&request.volume_id);
             std::fs::create_dir_all(&own).map_err(failed)?;

@@ -4,6 +4,7 @@ use k8s_openapi::ByteString;
 
 use super::*;
 
+use holdfast::core::volume::claims::Grown;
 use holdfast::core::volume::resize::Resize;
 
 #[async_trait]
@@ -178,7 +179,7 @@ impl PodApi for World {
         Err(ApiFailure::Other("no claims here".into()))
     }
 
-    async fn claim_resize(&self, _: &str, _: &str, _: Resize<'_>) -> Result<(), ApiFailure> {
+    async fn claim_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
         Ok(())
     }
 

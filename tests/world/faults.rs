@@ -239,7 +239,7 @@ impl World {
         let mut pod = json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": format!("{name}-node"), "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
             "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": grace,
-                     "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
+                     "containers": [{"name": "c0", "image": "i:1", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}], "volumes": [{"name": "v", "emptyDir": {}}]}});
         if sidecar {
             pod["spec"]["initContainers"] =
                 json!([{"name": "s0", "image": "i:1", "restartPolicy": "Always"}]);

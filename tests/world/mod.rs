@@ -351,7 +351,7 @@ impl World {
         let mut state = self.state();
         let uid = state.id("uid");
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "ns", "uid": uid, "creationTimestamp": self.1.now().to_string(), "generation": 1},
-            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1", "resources": resources}],
+            "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 1, "containers": [{"name": "c0", "image": "i:1", "resources": resources, "volumeMounts": [{"name": "v", "mountPath": "/v"}]}],
                      "volumes": [{"name": "v", "emptyDir": {}}]}, "status": {"phase": "Pending"}});
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);

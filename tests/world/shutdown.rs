@@ -132,7 +132,7 @@ impl World {
         let pod = json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": "steady-node", "namespace": "ns", "uid": uid, "annotations": {pod::SOURCE: "file", pod::HASH: uid}},
             "spec": {"nodeName": "node", "restartPolicy": policy, "terminationGracePeriodSeconds": 8,
-                     "containers": [{"name": "c0", "image": "i:1"}], "volumes": [{"name": "v", "emptyDir": {}}]}});
+                     "containers": [{"name": "c0", "image": "i:1", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}], "volumes": [{"name": "v", "emptyDir": {}}]}});
         state.static_uids.insert(uid);
         state.statics.insert("steady".into(), pod);
         state.publish_statics();

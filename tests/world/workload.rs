@@ -23,6 +23,19 @@ fn object_volume(n: u64) -> Value {
     }
 }
 
+/// Gives a pod's first container volumes that show these objects.
+fn show_objects(pod: &mut Value, objects: std::ops::Range<u64>) {
+    let spec = &mut pod["spec"];
+    let mounts = &mut spec["containers"][0]["volumeMounts"];
+    let mounts = mounts.as_array_mut().unwrap();
+    mounts.extend(objects.clone().map(|n| {
+        let name = object_name(n);
+        json!({"name": name, "mountPath": format!("/{name}")})
+    }));
+    let volumes = spec["volumes"].as_array_mut().unwrap();
+    volumes.extend(objects.map(object_volume));
+}
+
 impl State {
     /// One of the restart policies.
     pub(super) fn some_policy(&mut self) -> &'static str {
@@ -41,7 +54,7 @@ impl State {
     }
 
     fn some_container(&mut self, i: u64, probing: bool) -> Value {
-        let mut container = json!({"name": format!("c{i}"), "image": "i:1"});
+        let mut container = json!({"name": format!("c{i}"), "image": "i:1", "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
         if probing {
             let probe =
                 json!({"httpGet": {"port": 80, "path": format!("/c{i}")}, "periodSeconds": 1});
@@ -91,8 +104,7 @@ impl State {
             1..=4 => 0..2,
             _ => 0..0,
         };
-        let volumes = pod["spec"]["volumes"].as_array_mut().unwrap();
-        volumes.extend(objects.map(object_volume));
+        show_objects(&mut pod, objects);
         pod
     }
 
@@ -122,9 +134,7 @@ impl World {
         self.create_steady_pod(name);
         let uid = self.uid(name);
         let mut state = self.state();
-        let volumes = &mut state.pods.get_mut(&uid).unwrap()["spec"]["volumes"];
-        let volumes = volumes.as_array_mut().unwrap();
-        volumes.extend((0..count).map(object_volume));
+        show_objects(state.pods.get_mut(&uid).unwrap(), 0..count);
         state.publish(&uid);
     }
 

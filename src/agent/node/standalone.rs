@@ -10,6 +10,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use serde_json::Value;
 
+use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::Resize;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{
@@ -59,7 +60,7 @@ impl PodApi for NoApi {
         none()
     }
 
-    async fn claim_resize(&self, _: &str, _: &str, _: Resize<'_>) -> Result<(), ApiFailure> {
+    async fn claim_resize(&self, _: &Grown, _: Resize<'_>) -> Result<(), ApiFailure> {
         none()
     }
 

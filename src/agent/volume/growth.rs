@@ -50,6 +50,11 @@ impl NotGrown {
         }
     }
 
+    /// What the pod is told of it: nothing where the volume only has to leave the node first.
+    fn told(&self) -> Option<&str> {
+        (!self.in_use).then_some(&*self.why)
+    }
+
     pub(super) fn tried(&self) -> Tried {
         match (self.in_use, self.is_final) {
             (true, _) => Tried::InUse,
@@ -114,8 +119,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), String
     if !grown.is_followed {
         return Ok(());
     }
-    let (namespace, claim) = (&grown.namespace, &grown.claim);
-    let told = context.api.claim_resize(namespace, claim, Resize::Begun);
+    let told = context.api.claim_resize(grown, Resize::Begun);
     told.await
         .map_err(|e| format!("the claim could not be told: {e}"))
 }
@@ -131,7 +135,7 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
         infeasible: failed.infeasible,
         at: context.clock.now(),
     };
-    if let Err(error) = context.api.claim_resize(namespace, claim, step).await {
+    if let Err(error) = context.api.claim_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "a claim was not told that its volume cannot be grown");
     }
 }
@@ -199,7 +203,7 @@ pub(super) async fn tell(
         }
         Err(failed) => {
             tell_failure(context, grown, &failed).await;
-            Err(failed.why)
+            failed.told().map_or(Ok(()), |why| Err(why.to_owned()))
         }
     };
     if let Err(why) = failed {
@@ -215,10 +219,9 @@ async fn tell_size(context: &Context, grown: &Grown) -> Result<(), String> {
     if grown.is_told {
         return Ok(());
     }
-    let (namespace, claim) = (&grown.namespace, &grown.claim);
-    let has = Resize::Has(&grown.text);
-    let told = context.api.claim_resize(namespace, claim, has).await;
-    told.map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
+    let told = context.api.claim_resize(grown, Resize::Has(&grown.text));
+    told.await
+        .map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
 }
 
 #[cfg(test)]
@@ -271,6 +274,7 @@ mod tests {
         ] {
             let failed = NotGrown::from(error(certain, false, unready));
             assert_eq!(failed.tried(), expected);
+            assert_eq!(failed.told().is_none(), unready);
             assert_eq!(
                 failed.why,
                 "Expander.NodeExpand failed to expand the volume : rpc error: code = Internal desc = no"

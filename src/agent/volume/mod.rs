@@ -5,6 +5,7 @@ pub mod csi;
 mod growth;
 mod labels;
 pub mod objects;
+mod permissions;
 pub mod projected;
 pub mod storage_limits;
 
@@ -17,6 +18,7 @@ use kube::ResourceExt as _;
 use tokio::time::Instant;
 
 use self::objects::Fetched;
+use self::permissions::Telling;
 use self::projected::Held;
 use super::Context;
 use super::Kind;
@@ -25,6 +27,7 @@ use super::pod::journal::Log;
 use crate::core::pod::env::Surroundings;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
+use crate::core::volume::attachment::{self, Unattached};
 use crate::core::volume::disks::{Chap, Disk, Iscsi};
 use crate::core::volume::resolved::{self, Problem, ResolvedVolume, Source};
 use crate::core::{
@@ -48,6 +51,22 @@ pub struct Volumes {
     resolved: BTreeMap<String, ResolvedVolume>,
     /// Called when something that they are made from has changed.
     changed: OnChange,
+    /// Those whose files are being given to the pod's group.
+    telling: Telling,
+}
+
+/// Why the volumes of a pod are not all there.
+pub enum NotSetUp {
+    /// It is tried again.
+    Failed(String),
+    /// The node has as many as it can have attached: the pod is not taken.
+    LimitExceeded(String),
+}
+
+impl From<String> for NotSetUp {
+    fn from(why: String) -> NotSetUp {
+        NotSetUp::Failed(why)
+    }
 }
 
 impl Volumes {
@@ -61,6 +80,7 @@ impl Volumes {
             following: None,
             resolved: BTreeMap::new(),
             changed,
+            telling: Telling::default(),
         }
     }
 
@@ -97,7 +117,9 @@ impl Volumes {
 
     /// Says which volumes the pod is to have, and which it has.
     fn count(&self, context: &Context, pod: &Pod) {
+        let used = pod::used_volumes(pod);
         let wanted = pod::spec(pod).volumes.iter().flatten();
+        let wanted = wanted.filter(|volume| used.contains(&volume.name));
         let plugin = |volume: &Volume| match self.resolved.get(&volume.name) {
             Some(resolved) => resolved.qualified_plugin(),
             None => resolved::resolve(pod, volume, None, resolved::Here::default())
@@ -120,7 +142,7 @@ impl Volumes {
         pod_ips: &[String],
         known: bool,
         log: &Log,
-    ) -> Result<(Fetched, Option<String>), String> {
+    ) -> Result<(Fetched, Option<String>), NotSetUp> {
         self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
         let mut fetched = log
@@ -138,7 +160,10 @@ impl Volumes {
             .get("memory")
             .and_then(|q| u64::try_from(q.units()).ok())
             .unwrap_or(0);
+        // What no container has may not even be there.
+        let used = pod::used_volumes(pod);
         let volumes = pod::spec(pod).volumes.iter().flatten();
+        let volumes = volumes.filter(|volume| used.contains(&volume.name));
         let work = volumes.map(|volume| async {
             let named = OnceLock::new();
             let set_up = async {
@@ -170,42 +195,79 @@ impl Volumes {
                     ..resolved
                 })
             };
-            let say = |kind: Kind, reason: &str, message: &str| {
-                context.events.pod(pod, None, kind, reason, message)
-            };
             let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
                 .await
-                .map_err(|problem: Problem| {
-                    let of_claim = matches!(problem, Problem::Claim(_));
-                    let name = named.get().filter(|_| !of_claim);
-                    let message = problem.told(name.unwrap_or(&volume.name));
-                    // Upstream warns of slow walks too.
-                    say(Kind::Warning, problem.reason(), &message);
-                    message
-                })?;
+                .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
             if made.block && !resolved.contains_key(&volume.name) {
-                let message = format!(
-                    "MapVolume.MapPodDevice succeeded for volume {:?}",
-                    made.name
-                );
-                say(Kind::Normal, "SuccessfulMountVolume", &message);
+                tell_mapped(context, pod, &made);
             }
             Ok(made)
         });
-        let mut failed = None;
+        let (mut failed, mut unattached) = (None, vec![]);
         for result in futures::future::join_all(work).await {
             match result {
                 Ok(resolved) => self.has_come(context, resolved),
-                Err::<_, String>(error) => failed = failed.or(Some(error)),
+                Err((error, of)) => {
+                    failed = failed.or(Some(error));
+                    unattached.extend::<Option<Unattached>>(of);
+                }
             }
         }
         self.count(context, pod);
         self.set_up |= known || failed.is_none();
+        if !self.set_up
+            && let Some(why) = self.limit_exceeded(pod, &unattached)
+        {
+            return Err(NotSetUp::LimitExceeded(why));
+        }
         fetched.resolved.clone_from(&self.resolved);
         match failed {
-            Some(error) if !self.set_up => Err(error),
+            Some(error) if !self.set_up => Err(NotSetUp::Failed(error)),
             outdated => Ok((fetched, outdated)),
         }
+    }
+
+    /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known. The answer is the same in
+    /// words, and whether it is not attached.
+    fn tell_problem(
+        &self,
+        context: &Context,
+        pod: &Pod,
+        volume: &Volume,
+        name: Option<&String>,
+        problem: Problem,
+    ) -> (String, Option<Unattached>) {
+        let of_claim = matches!(problem, Problem::Claim(_));
+        let name = name.filter(|_| !of_claim);
+        let message = problem.told(name.unwrap_or(&volume.name));
+        let events = &context.events;
+        match &problem {
+            Problem::Permissions(giving) => self.telling.begin(events, pod, giving),
+            _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
+        }
+        let unattached = match problem {
+            Problem::Unattached { is_full, .. } => Some(Unattached {
+                volume: volume.name.clone(),
+                is_full,
+            }),
+            _ => None,
+        };
+        (message, unattached)
+    }
+
+    /// Why the pod is given up, if the node can have no more volumes attached.
+    fn limit_exceeded(&self, pod: &Pod, unattached: &[Unattached]) -> Option<String> {
+        let waited = self.begun?.elapsed();
+        let mounted = self.resolved.keys().map(String::as_str).collect();
+        attachment::limit_exceeded(pod, waited, &mounted, unattached)
+    }
+}
+
+/// Tells a pod of a device that it has from now on.
+fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
+    let (events, reason) = (&context.events, "SuccessfulMountVolume");
+    for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
+        events.pod(pod, None, Kind::Normal, reason, message);
     }
 }
 
@@ -255,14 +317,16 @@ async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume)
         .pod(pod, None, Kind::Warning, reason, message);
 }
 
-/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs.
+/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs. A driver that is gone holds up its
+/// own alone: disks and exports of others, which somebody else may wait for, go all the same.
 pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
-    csi::unpublish(context, uid).await?;
+    let unpublished = csi::unpublish(context, uid).await;
     let each = |taken: TakenAway| {
         context.metrics.volume(VolumeOperation {
-            name: match taken.block {
-                true => "unmap_volume",
-                false => "volume_unmount",
+            name: match (taken.staged, taken.block) {
+                (true, _) => "unmount_device",
+                (false, true) => "unmap_volume",
+                (false, false) => "volume_unmount",
             },
             plugin: &taken.plugin,
             is_migrated: false,
@@ -270,7 +334,8 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
             took: taken.took,
         });
     };
-    context.host.tear_down_volumes(uid, &each).await?;
+    let torn_down = context.host.tear_down_volumes(uid, &each).await;
+    unpublished.and(torn_down)?;
     context.metrics.pod_has_no_volumes(uid);
     Ok(())
 }

@@ -29,6 +29,7 @@ pub mod users;
 pub mod worker;
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec, PodStatus};
@@ -258,6 +259,21 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
         .flatten()
         .map(|e| (Role::Ephemeral, Cow::Owned(as_container(e))));
     init.chain(regular).chain(ephemeral).collect()
+}
+
+/// The names of the volumes that containers have, as files or as devices. One that no container has is not set up (upstream's
+/// `GetPodVolumeNames` and `processPodVolumes`).
+#[must_use]
+pub fn used_volumes(pod: &Pod) -> BTreeSet<String> {
+    let containers = containers(pod).into_iter();
+    let names = containers.flat_map(|(_, container)| {
+        let mounts = container.volume_mounts.iter().flatten();
+        let devices = container.volume_devices.iter().flatten();
+        let mounts = mounts.map(|m| m.name.clone());
+        let names: Vec<String> = mounts.chain(devices.map(|d| d.name.clone())).collect();
+        names
+    });
+    names.collect()
 }
 
 /// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.

@@ -796,6 +796,10 @@ pub fn rejected(
         start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
         qos_class: previous.qos_class.clone().or_else(qos),
         observed_generation: pod.metadata.generation,
+        // They may have been told to be waiting by then.
+        init_container_statuses: None,
+        container_statuses: None,
+        ephemeral_container_statuses: None,
         ..previous.clone()
     }
 }

@@ -1,5 +1,6 @@
 //! Volumes: what a volume of a pod resolves to, where it lies, what its files contain.
 
+pub mod attachment;
 pub mod certificates;
 pub mod claims;
 pub mod counting;
@@ -10,6 +11,7 @@ pub mod local_storage;
 pub mod migrated;
 pub mod nested;
 pub mod payload;
+pub mod permissions;
 pub mod resize;
 pub mod resolved;
 pub mod selinux;

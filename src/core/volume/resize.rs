@@ -5,6 +5,8 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
 use serde_json::{Value, json};
 
+use super::claims::Grown;
+
 /// The node may make the filesystem larger.
 pub const PENDING: &str = "NodeResizePending";
 /// The node is doing that.
@@ -37,6 +39,12 @@ pub enum Resize<'a> {
         /// When.
         at: Timestamp,
     },
+}
+
+/// Whether a claim is still the one whose volume has grown: another one may have its name by now.
+#[must_use]
+pub fn concerns(claim: &PersistentVolumeClaim, grown: &Grown) -> bool {
+    grown.uid.is_none() || grown.uid == claim.metadata.uid
 }
 
 /// The merge patch of a claim's status. It applies to this version of the claim alone.
@@ -98,6 +106,25 @@ mod tests {
             json!({"metadata": {"name": "c", "resourceVersion": "7"}, "status": {"conditions": conditions}}),
         )
         .expect("a claim")
+    }
+
+    #[test]
+    fn a_claim_that_was_made_again_is_not_told_of_the_one_before_it() {
+        let mut made = claim(json!([]));
+        made.metadata.uid = Some("two".into());
+        let grown = |uid: Option<&str>| Grown {
+            namespace: "n".into(),
+            claim: "c".into(),
+            uid: uid.map(str::to_owned),
+            had: 1,
+            bytes: 2,
+            text: "2".into(),
+            is_followed: true,
+            is_told: false,
+            is_superseded: false,
+        };
+        assert!(concerns(&made, &grown(Some("two"))) && concerns(&made, &grown(None)));
+        assert!(!concerns(&made, &grown(Some("one"))));
     }
 
     #[test]

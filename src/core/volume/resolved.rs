@@ -1,11 +1,14 @@
 //! A pod's volume once its claim is resolved: where it lies on this node and how it comes there
 //! (kubelet spec, 9.1 and 9.3). Pure.
 
+use std::path::Path;
+
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
 use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
+use super::permissions::{self, Giving};
 use super::{migrated, selinux};
 use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
@@ -147,6 +150,35 @@ impl ResolvedVolume {
         }
     }
 
+    /// What the events say of a device that a pod has, when it has it: where a kubelet with this root directory lists it for
+    /// all pods, and where for this one (upstream's `GetGlobalMapPath` and `GetPodDeviceMapPath`).
+    #[must_use]
+    pub fn mapped(&self, root: &Path, uid: &str) -> [String; 2] {
+        let plugins = root.join("plugins");
+        let global = match &self.source {
+            Source::Csi(_) => plugins
+                .join("kubernetes.io/csi/volumeDevices")
+                .join(&self.name)
+                .join("dev"),
+            Source::Disk { disk, .. } => plugins.join(disk.device_place().join("/")),
+            _ => plugins
+                .join(self.plugin())
+                .join("volumeDevices")
+                .join(&self.name),
+        };
+        let own = root.join("pods").join(uid).join("volumeDevices");
+        let places = [
+            ("globalMapPath", global),
+            ("volumeMapPath", own.join(self.plugin())),
+        ];
+        places.map(|(what, place)| {
+            format!(
+                "MapVolume.MapPodDevice succeeded for volume {:?} {what} {place:?}",
+                self.name
+            )
+        })
+    }
+
     /// Whether a driver has taken over its kind.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
@@ -219,11 +251,21 @@ pub enum Problem {
     #[error("{0}")]
     Map(String),
     /// Its files are still being given to the pod's group.
-    #[error("{0}")]
-    Permissions(String),
+    #[error("{}", .0.progress)]
+    Permissions(Giving),
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
+    /// It is not attached yet.
+    #[error("{step} failed: {why}")]
+    Unattached {
+        /// The kubelet's name of the step that waits for it.
+        step: &'static str,
+        /// Why.
+        why: String,
+        /// Its driver serves no more volumes on this node, and says how often it is to be asked for their number.
+        is_full: bool,
+    },
     /// One of several steps has failed.
     #[error("{step} failed: {why}")]
     Step {
@@ -248,11 +290,18 @@ impl Problem {
     pub fn reason(&self) -> &'static str {
         match self {
             Problem::Map(_) => "FailedMapVolume",
-            Problem::Permissions(_) => "VolumePermissionChangeInProgress",
-            Problem::Step { step, .. } if step.starts_with("MapVolume.") => "FailedMapVolume",
-            Problem::Step { .. } | Problem::Claim(_) | Problem::SetUp(_) | Problem::Mismatch(_) => {
-                "FailedMount"
+            Problem::Permissions(_) => permissions::REASON,
+            Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
+            Problem::Step { step, .. } | Problem::Unattached { step, .. }
+                if step.starts_with("MapVolume.") =>
+            {
+                "FailedMapVolume"
             }
+            Problem::Step { .. }
+            | Problem::Unattached { .. }
+            | Problem::Claim(_)
+            | Problem::SetUp(_)
+            | Problem::Mismatch(_) => "FailedMount",
         }
     }
 
@@ -279,9 +328,12 @@ impl Problem {
             Problem::SetUp(why) | Problem::Mismatch(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
-            Problem::Permissions(why) => format!("volume {volume:?}: {why}"),
+            Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
+            }
+            Problem::Unattached { step, why, .. } => {
+                format!("{step} failed for volume {volume:?} : {why}")
             }
             Problem::Step { step, of, why } => {
                 let volume = of.as_deref().unwrap_or(volume);

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::{KERNEL_TIMEOUT, giving};
+use super::KERNEL_TIMEOUT;
 use crate::core::digest;
 use crate::core::pod::Ownership;
 use crate::core::volume::csi::VolumeData;
@@ -39,6 +39,14 @@ pub struct Published {
     pub claim: Option<(String, String)>,
 }
 
+impl Published {
+    /// Its pod, and the name of its directory.
+    #[must_use]
+    pub fn key(&self) -> (String, String) {
+        (self.uid.clone(), self.name.clone())
+    }
+}
+
 fn names(dir: &Path) -> Vec<String> {
     fs::read_dir(dir)
         .into_iter()
@@ -55,6 +63,17 @@ fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), String> {
         }
         _ => Ok(()),
     }
+}
+
+/// The directories in a pod's that are noted to be a driver's, which has to undo what is mounted there.
+pub(super) fn noted_in(pod: &Path) -> Vec<PathBuf> {
+    let dir = pod.join("volumes").join(PLUGIN);
+    let is_noted = |place: &PathBuf| {
+        let text = fs::read(place.join(NOTE)).unwrap_or_default();
+        serde_json::from_slice::<VolumeData>(&text).is_ok()
+    };
+    let places = names(&dir).into_iter().map(|name| dir.join(name));
+    places.filter(is_noted).collect()
 }
 
 impl CsiDirs {
@@ -362,7 +381,7 @@ impl LinuxHost {
                 .map_err(doing("the volume's group cannot be set"))
         };
         let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
-        match (outcome, giving(&volume.target, owner)) {
+        match (outcome, self.giving(&volume.target, &volume.target, owner)) {
             (Err(_), Some(progress)) => Err(Problem::Permissions(progress)),
             (outcome, _) => Ok(outcome?),
         }
@@ -510,6 +529,11 @@ mod tests {
                 problem.to_string().contains("group 4242: 0 so far"),
                 "{problem}"
             );
+            let Problem::Permissions(giving) = problem else {
+                panic!("{problem}");
+            };
+            assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
+            assert_eq!(giving.root, volume.target);
         }
         assert_eq!(host.patient.under_way(), 1, "it is begun once");
         // Its pod's end does not wait for ever, and ends it.

@@ -1,6 +1,7 @@
 //! Volumes that are mounted: exports of servers, disks behind a network, local devices and directories.
 
 use std::fs::{self, File};
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
@@ -245,25 +246,20 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
         return Err(format!("{device} is not prepared: its pod has ended"));
     }
     let held = locked(device)?;
-    // blkid ends with 2 where it finds nothing.
-    let (empty, found) = match tool(
-        "blkid",
-        &["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device],
-    )? {
-        (2, _) => (true, String::new()),
-        (0, said) => (false, said),
-        (code, said) => {
-            return Err(format!(
-                "blkid cannot tell what is on {device} ({code}): {said}"
-            ));
-        }
-    };
-    if empty && read_only {
+    let found = on(device)?;
+    if found.is_none() && read_only {
         return Err(format!(
             "{device} is empty, and the volume is read-only: nothing can be mounted"
         ));
     }
-    if empty {
+    if found.is_none() {
+        legible(&held).map_err(doing(format!(
+            "{device} is not formatted: what is on it cannot be read"
+        )))?;
+        // What could not be read a moment ago was nothing to blkid.
+        if let Some(said) = on(device)? {
+            return Err(format!("{device} is not formatted: it has {said}"));
+        }
         let program = format!("mkfs.{filesystem}");
         let mut arguments = match filesystem {
             "xfs" | "btrfs" => vec!["-f"],
@@ -290,7 +286,31 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
             _ => {}
         }
     }
-    Ok(found)
+    Ok(found.unwrap_or_default())
+}
+
+/// What `blkid` finds on a device, if it finds anything.
+fn on(device: &str) -> Result<Option<String>, String> {
+    let what = ["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device];
+    match tool("blkid", &what)? {
+        (0, said) => Ok(Some(said)),
+        // So it ends where it finds nothing, and also where it could not read.
+        (2, _) => Ok(None),
+        (code, said) => Err(format!(
+            "blkid cannot tell what is on {device} ({code}): {said}"
+        )),
+    }
+}
+
+/// Reads where a filesystem or a partition table would show: at the beginning and at the end.
+fn legible(mut device: &File) -> std::io::Result<()> {
+    const SPAN: u64 = 1 << 20;
+    let read = |device: &File| std::io::copy(&mut device.take(SPAN), &mut std::io::sink());
+    device.rewind()?;
+    read(device)?;
+    let end = device.seek(SeekFrom::End(0))?;
+    device.seek(SeekFrom::Start(end.saturating_sub(SPAN)))?;
+    read(device).map(drop)
 }
 
 /// Makes the filesystem of a device that is mounted as large as the device; a directory has what its filesystem has.
@@ -504,6 +524,20 @@ mod tests {
         assert!(made.expect("mkfs.ext4 of e2fsprogs").success());
         // The state in the superblock.
         file.write_all_at(&[0, 0], 1024 + 0x3a).expect("written");
+    }
+
+    /// `blkid` finds nothing on a device that it cannot read.
+    #[test]
+    fn what_cannot_be_read_is_not_formatted() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let image = dir.path().join("image");
+        let file = File::create(&image).expect("an image");
+        file.set_len(3 << 20).expect("as large");
+        legible(&File::open(&image).expect("opened")).expect("it is empty, and can be read");
+        // Nothing is mapped at its beginning: reading there fails as on a broken disk.
+        let broken = "/proc/self/mem";
+        let error = legible(&File::open(broken).expect("opened")).expect_err("it is broken");
+        assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
     #[tokio::test]

@@ -23,6 +23,7 @@ use super::blocking;
 use super::linux::{LinuxHost, doing, make, segment};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
+use crate::core::volume::permissions::Giving;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
@@ -66,6 +67,22 @@ impl LinuxHost {
         }
     }
 
+    /// What a volume waits for whose files are being given to its pod's group: large ones take their time. `dir` is the
+    /// volume's directory in its pod's.
+    fn giving(&self, root: &Path, dir: &Path, owner: Ownership) -> Option<Giving> {
+        let (far, group) = (ownership::under_way(root)?, owner.group?);
+        let files = far.files();
+        // As upstream names it: from the pod's uid on.
+        let shown = dir.strip_prefix(self.root.join("pods")).unwrap_or(dir);
+        Some(Giving {
+            root: root.into(),
+            shown: shown.display().to_string(),
+            progress: format!(
+                "its files are being given to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"
+            ),
+        })
+    }
+
     fn staged(&self, name: &str) -> Result<PathBuf, String> {
         Ok(self
             .root
@@ -91,10 +108,15 @@ impl LinuxHost {
             })
     }
 
-    /// Where devices are mounted for all pods.
-    fn staging(&self) -> [PathBuf; 3] {
-        ["local-volume/mounts", "iscsi", "fc"]
-            .map(|name| self.root.join("plugins/kubernetes.io").join(name))
+    /// The plugins that mount devices for all pods, and where.
+    fn staging(&self) -> [(&'static str, PathBuf); 3] {
+        let plugins = self.root.join("plugins");
+        [
+            ("kubernetes.io/local-volume", "mounts"),
+            ("kubernetes.io/iscsi", ""),
+            ("kubernetes.io/fc", ""),
+        ]
+        .map(|(plugin, below)| (plugin, plugins.join(plugin).join(below)))
     }
 
     /// What says that a volume was set up, so that it is done once: whatever the pod does with its mode stays.
@@ -216,6 +238,7 @@ impl LinuxHost {
             Source::Disk { disk, filesystem } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
                 let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
+                let own = dir.clone();
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
@@ -225,7 +248,7 @@ impl LinuxHost {
                     .await
                     .map_err(Problem::from)
                     .flatten();
-                if let (Err(_), Some(progress)) = (&result, giving(&given, owner)) {
+                if let (Err(_), Some(progress)) = (&result, self.giving(&given, &own, owner)) {
                     return Err(Problem::Permissions(progress));
                 }
                 return result;
@@ -235,7 +258,7 @@ impl LinuxHost {
             } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
                 let giver = self.giver(resolved.qualified_plugin());
-                let given = [staged.clone(), PathBuf::from(&path)];
+                let (given, own) = ([staged.clone(), PathBuf::from(&path)], dir.clone());
                 let result: Result<(), Problem> = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
@@ -245,7 +268,9 @@ impl LinuxHost {
                     .await
                     .map_err(Problem::from)
                     .flatten();
-                let progress = given.iter().find_map(|place| giving(place, owner));
+                let progress = given
+                    .iter()
+                    .find_map(|place| self.giving(place, &own, owner));
                 if let (Err(_), Some(progress)) = (&result, progress) {
                     return Err(Problem::Permissions(progress));
                 }
@@ -369,12 +394,4 @@ impl LinuxHost {
         })
         .await
     }
-}
-
-/// What a volume waits for whose files are being given to its pod's group: large ones take their time.
-fn giving(place: &Path, owner: Ownership) -> Option<String> {
-    let (files, group) = (ownership::under_way(place)?, owner.group?);
-    Some(format!(
-        "its files are being given to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"
-    ))
 }

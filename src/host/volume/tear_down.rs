@@ -14,8 +14,8 @@ use nix::errno::Errno;
 use nix::mount::MntFlags;
 
 use super::KERNEL_TIMEOUT;
-use super::disks;
 use super::staging_lock::Turn;
+use super::{csi, disks};
 use crate::core::lock::lock;
 use crate::host::linux::{LinuxHost, doing, remove, segment};
 use crate::host::{OnTakenAway, TakenAway, blocking};
@@ -125,9 +125,9 @@ impl LinuxHost {
         let look = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
             let table = mount::table().map_err(|e| e.to_string())?;
-            Ok((places(&dir), table, dir))
+            Ok((places(&dir), table, csi::noted_in(&dir), dir))
         };
-        let (places, table, dir) = blocking(look).await?;
+        let (places, table, noted, dir) = blocking(look).await?;
         let had: BTreeSet<&str> = table
             .iter()
             .filter(|m| m.point.starts_with(&dir))
@@ -141,6 +141,7 @@ impl LinuxHost {
             each(TakenAway {
                 plugin,
                 block,
+                staged: false,
                 has_failed: outcome.is_err(),
                 took: begun.elapsed(),
             });
@@ -149,9 +150,12 @@ impl LinuxHost {
         for outcome in futures::future::join_all(work).await {
             outcome.map_err(failed)?;
         }
-        // What others have mounted there, and parts of volumes.
-        self.unmount_below(&dir).await.map_err(failed)?;
-        self.unstage_idle(&table, &had).await.map_err(failed)?;
+        // What others have mounted there, and parts of volumes; but not what drivers have to undo yet.
+        let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
+        self.unmount_below(&dir, is_known).await.map_err(failed)?;
+        self.unstage_idle(&table, &had, each)
+            .await
+            .map_err(failed)?;
         self.let_sessions_go(uid).await.map_err(failed)
     }
 
@@ -171,19 +175,31 @@ impl LinuxHost {
     }
 
     /// Unmounts the staged devices that no pod has. One of those that the pod `had` must go.
-    async fn unstage_idle(&self, table: &[Mount], had: &BTreeSet<&str>) -> Result<(), String> {
+    async fn unstage_idle(
+        &self,
+        table: &[Mount],
+        had: &BTreeSet<&str>,
+        each: OnTakenAway<'_>,
+    ) -> Result<(), String> {
         let staging = self.staging();
-        let staged = table
-            .iter()
-            .filter(|m| staging.iter().any(|dir| m.point.starts_with(dir)));
-        for staged in staged {
+        let of = |m: &Mount| staging.iter().find(|(_, dir)| m.point.starts_with(dir));
+        let staged = table.iter().filter_map(|m| Some((m, of(m)?.0)));
+        for (staged, plugin) in staged {
+            let begun = Instant::now();
             let (key, pods) = (staged.point.display().to_string(), self.root.join("pods"));
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
-            match self
-                .patient
-                .call(&key, KERNEL_TIMEOUT, move || unstage(&pods, &staged))
-                .await
-            {
+            let work = move || unstage(&pods, &staged);
+            let outcome = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
+            if outcome != Ok(false) {
+                each(TakenAway {
+                    plugin: plugin.into(),
+                    block: false,
+                    staged: true,
+                    has_failed: outcome.is_err(),
+                    took: begun.elapsed(),
+                });
+            }
+            match outcome {
                 // Another pod's device that hangs is no reason to stay.
                 Err(error) if own => return Err(error),
                 Err(error) => tracing::warn!(
@@ -191,7 +207,7 @@ impl LinuxHost {
                     volume = key,
                     "a local volume that no pod uses stays mounted for now"
                 ),
-                Ok(()) => {}
+                Ok(_) => {}
             }
         }
         Ok(())
@@ -229,16 +245,30 @@ impl LinuxHost {
     pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
         self.end_setting_up(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
-        self.unmount_below(&dir)
+        self.unmount_below(&dir, |_| false)
             .await
             .map_err(|e| format!("subPath mounts cannot be unmounted: {e}"))
     }
 
-    /// Unmounts what is mounted at or below a directory, the deepest first.
-    async fn unmount_below(&self, dir: &Path) -> Result<(), String> {
+    /// Unmounts what is mounted below a directory, and not what is mounted at it.
+    pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), String> {
+        let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name());
+        let parent = parent.to_owned();
+        // What is mounted there is not asked: it may hang.
+        let parent = blocking(move || Ok(fs::canonicalize(&parent).unwrap_or(parent))).await?;
+        let own = parent.join(name.unwrap_or_default());
+        self.unmount_below(dir, |mount| mount.point == own).await
+    }
+
+    /// Unmounts what is mounted at or below a directory, the deepest first, but for what `stays`.
+    async fn unmount_below(
+        &self,
+        dir: &Path,
+        stays: impl Fn(&Mount) -> bool,
+    ) -> Result<(), String> {
         let dir = dir.to_owned();
         let mounts = blocking(move || mount::below(&dir).map_err(|e| e.to_string())).await?;
-        for mount in mounts {
+        for mount in mounts.into_iter().filter(|mount| !stays(mount)) {
             self.unmount(mount).await?;
         }
         Ok(())
@@ -332,11 +362,11 @@ impl LinuxHost {
     }
 }
 
-/// Unmounts a staged device if no pod has it mounted.
-fn unstage(pods: &Path, staged: &Mount) -> Result<(), String> {
+/// Unmounts a staged device if no pod has it mounted; whether it has done so.
+fn unstage(pods: &Path, staged: &Mount) -> Result<bool, String> {
     // Whoever has its turn is about to use it, or does just this.
     let Some(_turn) = Turn::at(&staged.point) else {
-        return Ok(());
+        return Ok(false);
     };
     let table = mount::table().map_err(|e| e.to_string())?;
     let there = table.iter().any(|m| m.point == staged.point);
@@ -345,14 +375,20 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<(), String> {
             .iter()
             .any(|m| m.device == staged.device && m.point.starts_with(pods))
     {
-        return Ok(());
+        return Ok(false);
+    }
+    // Its session ends although others may have it mounted where nobody sees it.
+    if let Err(error) = mount::sync(&staged.point) {
+        let point = staged.point.display();
+        tracing::warn!(%error, %point, "what was written to a volume last may be lost");
     }
     mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
     disks::end_session(&staged.point)?;
     fs::remove_dir(&staged.point).map_err(doing(format!(
         "{} cannot be removed",
         staged.point.display()
-    )))
+    )))?;
+    Ok(true)
 }
 
 #[cfg(test)]
@@ -483,6 +519,78 @@ pub(super) mod tests {
             outcome = host.tear_down("u", &|_| ()).await;
         }
         assert_eq!(outcome, Ok(()));
+    }
+
+    /// A container that has the node's root has its own mounts of all that was there when it began; a disk whose session ends
+    /// then would lose what was not written.
+    #[test]
+    fn a_device_is_written_to_before_it_goes_whoever_else_has_it_mounted() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (image, point) = (dir.path().join("image"), dir.path().join("mounted"));
+        fs::create_dir(&point).expect("mkdir");
+        let file = fs::File::create(&image).expect("an image");
+        file.set_len(16 << 20).expect("as large");
+        let run = |program: &str, arguments: &[&str]| {
+            let status = std::process::Command::new(program).args(arguments).status();
+            assert!(status.expect("a program").success(), "{program}");
+        };
+        let [shown, at] = [&image, &point].map(|path| path.display().to_string());
+        run("mkfs.ext4", &["-q", "-F", &shown]);
+        run("mount", &["-o", "loop", &shown, &at]);
+        let mut other = std::process::Command::new("unshare")
+            .args(["--mount", "--propagation", "private", "sleep", "600"])
+            .spawn()
+            .expect("unshare of util-linux");
+        let seen = format!("/proc/{}/ns/mnt", other.id());
+        let own = fs::read_link("/proc/self/ns/mnt").expect("a namespace");
+        let begun = Instant::now();
+        while fs::read_link(&seen).expect("a namespace") == own {
+            assert!(begun.elapsed().as_secs() < 60, "it has a namespace");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let text = b"this has been written to the volume last";
+        fs::write(point.join("file"), text).expect("written");
+        let mounts = mount::below(&point).expect("looked at");
+        let unstaged = unstage(&dir.path().join("pods"), &mounts[0]);
+        let there = fs::read(&image).expect("read");
+        other.kill().expect("ended");
+        other.wait().expect("ended");
+        assert_eq!(unstaged, Ok(true));
+        assert!(there.windows(text.len()).any(|part| part == text));
+    }
+
+    /// A driver may be gone for long: what else the pod had is given back, and the driver finds its own as it has left it.
+    #[tokio::test]
+    async fn what_a_driver_has_to_undo_stays_and_the_rest_goes() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = host(dir.path());
+        let dirs = csi::CsiDirs(host.root.clone());
+        let data = crate::core::volume::csi::VolumeData {
+            spec_vol_id: "pv".into(),
+            volume_handle: "h".into(),
+            driver_name: "d.example".into(),
+            ..Default::default()
+        };
+        let volume = dirs.place("u", data, false, None).expect("a place");
+        dirs.prepare(&volume).expect("prepared");
+        let volumes = host.root.join("pods/u/volumes");
+        let of_others = volumes.join("kubernetes.io~nfs/v");
+        let unknown = volumes.join("kubernetes.io~csi/unknown/mount");
+        for point in [&volume.target, &of_others, &unknown] {
+            fs::create_dir_all(point).expect("mkdir");
+            mount::tmpfs(point, 0).expect("mounted");
+        }
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
+        assert!(is_mounted(&volume.target));
+        assert!(!is_mounted(&of_others) && !is_mounted(&unknown));
+        mount::unmount_all(&volume.target).expect("unmounted");
     }
 
     #[tokio::test]

@@ -32,8 +32,8 @@ use super::status::StatusWriter;
 use super::{hooks, mirror};
 use crate::agent::image::Pulled;
 use crate::agent::node::ledger::Admission;
-use crate::agent::volume::Volumes;
 use crate::agent::volume::objects::Fetched;
+use crate::agent::volume::{NotSetUp, Volumes};
 use crate::agent::{Context, Kind};
 use crate::core::lock::lock;
 use crate::core::node::admit::{NODE_AFFINITY, Refusal};
@@ -42,6 +42,7 @@ use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::resize::Resizing;
 use crate::core::pod::worker::{Op, Outcome, Update};
+use crate::core::volume::attachment;
 
 /// What an operation made for later ones. The worker's decisions do not depend on what is in it.
 pub enum Asset {
@@ -274,10 +275,19 @@ impl Job {
             .map(|s| s.ips.clone())
             .unwrap_or_default();
         let mut volumes = self.tools.volumes.lock().await;
-        let (fetched, outdated) = volumes
+        let set_up = volumes
             .set_up(self.context(), &self.pod, &ips, known, self.log())
-            .await
-            .map_err(failed)?;
+            .await;
+        let (fetched, outdated) = set_up.map_err(|problem| match problem {
+            NotSetUp::Failed(why) => failed(why),
+            NotSetUp::LimitExceeded(message) => {
+                self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
+                Outcome::Refused {
+                    reason: attachment::LIMIT_EXCEEDED.into(),
+                    message,
+                }
+            }
+        })?;
         let outcome = outdated.map_or(Outcome::Done, Outcome::Outdated);
         Ok((outcome, Some(Asset::Fetched(Arc::new(fetched)))))
     }

@@ -8,19 +8,58 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::storage::v1::CSIDriver;
+use tokio::time::Instant;
 
 use crate::agent::Context;
+use crate::agent::metrics::VolumeOperation;
 use crate::core::volume::csi::{self, VolumeData};
 use crate::kubeapi::pods::Attachment;
 
 /// How long a volume waits until the node's status says that it is in use, or that it is attached.
 const REPORTING: Duration = Duration::from_secs(10);
 
-/// Waits for the attachment; the answer is what its attacher tells the node.
+/// Why a volume is not attached yet.
+pub(super) struct NotAttached {
+    pub(super) why: String,
+    /// Its driver serves no more volumes on this node.
+    pub(super) is_full: bool,
+}
+
+impl From<String> for NotAttached {
+    fn from(why: String) -> NotAttached {
+        NotAttached {
+            why,
+            is_full: false,
+        }
+    }
+}
+
+/// Waits for the attachment of a volume, `migrated` or not, and counts that; the answer is what its attacher tells the node.
+/// `described` is the driver's object.
 pub(super) async fn wait(
     context: &Context,
     data: &VolumeData,
-) -> Result<HashMap<String, String>, String> {
+    described: Option<&CSIDriver>,
+    is_migrated: bool,
+) -> Result<HashMap<String, String>, NotAttached> {
+    let begun = Instant::now();
+    let outcome = attached(context, data, described).await;
+    context.metrics.volume(VolumeOperation {
+        name: "verify_controller_attached_volume",
+        plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
+        is_migrated,
+        has_failed: outcome.is_err(),
+        took: begun.elapsed(),
+    });
+    outcome
+}
+
+async fn attached(
+    context: &Context,
+    data: &VolumeData,
+    described: Option<&CSIDriver>,
+) -> Result<HashMap<String, String>, NotAttached> {
     let volume = csi::unique_name(&data.driver_name, &data.volume_handle);
     reported(context, &volume).await?;
     let node = &context.config.node_name;
@@ -28,9 +67,10 @@ pub(super) async fn wait(
     if !context.node.refresh().await {
         return Err(format!(
             "volume is not attached yet: the API does not answer whether volumesAttached of node {node} lists {volume}; it is asked again"
-        ));
+        ).into());
     }
     let (name, driver) = (&data.attachment_id, &data.driver_name);
+    let mut has_no_room = false;
     let why = match context
         .api
         .attachment(name)
@@ -48,14 +88,19 @@ pub(super) async fn wait(
             "VolumeAttachment {name} of driver {driver} is being deleted; the volume is attached anew when its attacher has detached it"
         ),
         Attachment::Failed { message, is_full } => {
-            if is_full {
-                // The scheduler has sent the pod here by a number that does not hold any more (KEP-4876).
+            // The scheduler has sent the pod here by a number that does not hold any more (KEP-4876), where the driver's
+            // number may change at all.
+            has_no_room = is_full && csi::refresh_period(described).is_some();
+            if has_no_room {
                 context.csi.outdate(driver);
             }
             format!("VolumeAttachment {name} of driver {driver}: {message}")
         }
     };
-    Err(format!("volume is not attached yet: {why}"))
+    Err(NotAttached {
+        why: format!("volume is not attached yet: {why}"),
+        is_full: has_no_room,
+    })
 }
 
 /// Waits until the node's status says that a volume is in use.

@@ -56,6 +56,8 @@ pub struct Csi {
     published: Mutex<BTreeMap<Place, Published>>,
     /// The volumes that drivers have staged since they were registered, as nodes name them.
     staged: Mutex<BTreeSet<String>>,
+    /// What drivers have published since the agent started without mounting it: that it is there cannot be seen.
+    unmounted: Mutex<BTreeSet<Place>>,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     /// The volumes that the node's status says are in use, of those that still are.
@@ -79,15 +81,12 @@ impl Csi {
     #[must_use]
     pub fn new(root: &Path) -> Csi {
         let dirs = CsiDirs(root.into());
-        let published = dirs
-            .published()
-            .into_iter()
-            .map(|p| ((p.uid.clone(), p.name.clone()), p))
-            .collect();
+        let published = dirs.published().into_iter().map(|p| (p.key(), p)).collect();
         Csi {
             drivers: Mutex::default(),
             published: Mutex::new(published),
             staged: Mutex::default(),
+            unmounted: Mutex::default(),
             locks: Mutex::default(),
             reported: watch::Sender::default(),
             changed: Notify::new(),
@@ -126,16 +125,16 @@ impl Csi {
     }
 
     fn note(&self, place: &Published) {
-        let before =
-            lock(&self.published).insert((place.uid.clone(), place.name.clone()), place.clone());
+        let before = lock(&self.published).insert(place.key(), place.clone());
         if before.is_none() {
             self.changed.notify_one();
         }
     }
 
     fn forget(&self, place: &Published) {
+        lock(&self.unmounted).remove(&place.key());
         let mut published = lock(&self.published);
-        published.remove(&(place.uid.clone(), place.name.clone()));
+        published.remove(&place.key());
         if !published.values().any(|v| is_same(v, place)) {
             // For the next pod it is reported anew: until then a controller may have begun to detach it.
             let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
@@ -311,12 +310,18 @@ pub async fn publish(
     volume: &Volume,
     is_new: bool,
 ) -> Result<bool, Problem> {
-    let registered = context.csi.driver(&volume.driver)?;
     let described = context
         .api
         .csi_driver(&volume.driver)
         .await
         .map_err(|e| e.to_string())?;
+    let registered = match context.csi.driver(&volume.driver) {
+        // What a pod has it keeps while its driver is being replaced, and nothing is asked of that.
+        Err(_) if !is_new && !republishes(described.as_ref()) => {
+            return Ok(csi::labelled(volume, described.as_ref()).label.is_some());
+        }
+        found => found?,
+    };
     let volume = &csi::labelled(volume, described.as_ref());
     csi::serves(volume, described.as_ref())?;
     let uid = pod::uid(pod);
@@ -340,10 +345,17 @@ pub async fn publish(
     }
     context.csi.note(&wanted.place);
     // What is mounted was attached before: only a driver that publishes anew has to know how.
-    let is_needed = attaches && (republishes(wanted.described.as_ref()) || !there(&wanted).await?);
+    let republishes = republishes(wanted.described.as_ref());
+    let is_needed = attaches && (republishes || !there(context, &wanted.place).await?);
     let told = if is_needed {
-        let attached = attachment::wait(context, &wanted.place.data).await;
-        attached.map_err(|why| Problem::at(csi::steps(volume)[0], why))?
+        let described = wanted.described.as_ref();
+        let data = &wanted.place.data;
+        let attached = attachment::wait(context, data, described, volume.migrated).await;
+        attached.map_err(|failed| Problem::Unattached {
+            step: csi::steps(volume)[0],
+            why: failed.why,
+            is_full: failed.is_full,
+        })?
     } else {
         HashMap::new()
     };
@@ -356,10 +368,11 @@ fn republishes(driver: Option<&CSIDriver>) -> bool {
     driver.is_some_and(|d| d.spec.requires_republish == Some(true))
 }
 
-/// Whether a volume is mounted for its pod.
-async fn there(wanted: &Wanted<'_>) -> Result<bool, String> {
-    let target = wanted.place.target.clone();
-    blocking(move || is_mounted(&target)).await
+/// Whether a volume is there for its pod: it is mounted, or its driver has published it without that.
+async fn there(context: &Context, place: &Published) -> Result<bool, String> {
+    let target = place.target.clone();
+    let is_mounted = blocking(move || is_mounted(&target)).await?;
+    Ok(is_mounted || lock(&context.csi.unmounted).contains(&place.key()))
 }
 
 /// Has the driver stage and publish, unless it has; the answer is where it is staged, if it is.
@@ -379,7 +392,8 @@ async fn mount(
     let (described, owner) = (described.as_ref(), pod::ownership(pod));
     let stages = registered.capabilities.stage && !volume.inline;
     let (dirs, own, held) = (context.csi.dirs.clone(), place.clone(), Arc::clone(turn));
-    let (there, before, staging) = blocking(move || {
+    let there = there(context, place).await?;
+    let (before, staging) = blocking(move || {
         // Not cut off either: what is noted late would be taken for published.
         let _held = held;
         let before = dirs.staged(&own).is_some();
@@ -389,7 +403,7 @@ async fn mount(
         } else {
             String::new()
         };
-        Ok((is_mounted(&own.target)?, before, staging))
+        Ok((before, staging))
     })
     .await?;
     let capability = csi::capability(volume, registered.capabilities, owner.group);
@@ -435,6 +449,10 @@ async fn mount(
         to_its_end(turn, async move { driver.publish(request).await })
             .await
             .map_err(|error| Problem::at(csi::steps(volume)[2], error.to_string()))?;
+        let target = place.target.clone();
+        if !blocking(move || is_mounted(&target)).await? {
+            lock(&context.csi.unmounted).insert(place.key());
+        }
     }
     if csi::gives_group(volume, described, registered.capabilities) {
         // An agent that was killed may have left the group half given: its root is given last.
@@ -524,7 +542,8 @@ async fn tokens(
     Ok((!all.is_empty()).then(|| all.into()))
 }
 
-/// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone.
+/// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone. One whose
+/// driver is gone, or refuses, holds up no other.
 pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
     let of_pod = |place: &&Published| place.uid == uid;
     let all: Vec<Published> = lock(&context.csi.published)
@@ -537,25 +556,33 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
     }
     // A driver cannot unpublish what is still mounted elsewhere in part: its device would be busy.
     context.host.unbind_sub_paths(uid).await?;
-    for place in &all {
-        // A call that is under way is waited for.
-        let turn = context.csi.turn(&place.data);
-        let _turn = turn.lock().await;
-        let (begun, outcome) = (Instant::now(), one(context, place).await);
-        context.metrics.volume(VolumeOperation {
-            name: if place.block {
-                "unmap_volume"
-            } else {
-                "volume_unmount"
-            },
-            plugin: &format!("kubernetes.io/csi:{}", place.data.driver_name),
-            is_migrated: false,
-            has_failed: outcome.is_err(),
-            took: begun.elapsed(),
-        });
-        outcome.map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
-        context.csi.forget(place);
+    let work = all.iter().map(|place| unpublish_one(context, place));
+    let outcomes = futures::future::join_all(work).await;
+    outcomes.into_iter().collect()
+}
+
+async fn unpublish_one(context: &Context, place: &Published) -> Result<(), String> {
+    // A call that is under way is waited for.
+    let turn = context.csi.turn(&place.data);
+    let _turn = turn.lock().await;
+    let (begun, outcome) = (Instant::now(), one(context, place).await);
+    context.metrics.volume(VolumeOperation {
+        name: if place.block {
+            "unmap_volume"
+        } else {
+            "volume_unmount"
+        },
+        plugin: &format!("kubernetes.io/csi:{}", place.data.driver_name),
+        is_migrated: false,
+        has_failed: outcome.is_err(),
+        took: begun.elapsed(),
+    });
+    if outcome.is_err() && !place.block {
+        // A privileged pod may have mounted something within it, which is a reason for its driver to find it busy.
+        context.host.unmount_within(place).await?;
     }
+    outcome.map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
+    context.csi.forget(place);
     Ok(())
 }
 
@@ -604,11 +631,22 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
     if let Some(staged) = &staged {
         let name = csi::unique_name(&data.driver_name, &data.volume_handle);
         lock(&context.csi.staged).remove(&name);
-        registered
+        let (begun, staged) = (Instant::now(), staged.display().to_string());
+        let unstaged = registered
             .driver
-            .unstage(&data.volume_handle, &staged.display().to_string())
-            .await
-            .map_err(failed("NodeUnstageVolume"))?;
+            .unstage(&data.volume_handle, &staged)
+            .await;
+        context.metrics.volume(VolumeOperation {
+            name: match place.block {
+                true => "unmap_device",
+                false => "unmount_device",
+            },
+            plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
+            is_migrated: false,
+            has_failed: unstaged.is_err(),
+            took: begun.elapsed(),
+        });
+        unstaged.map_err(failed("NodeUnstageVolume"))?;
     }
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     blocking(move || {

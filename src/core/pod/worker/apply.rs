@@ -167,7 +167,7 @@ impl Worker {
             (Op::Observe { .. }, Outcome::Observed { pod, logged }) => {
                 self.apply_observed(facts, pod, logged, turn);
             }
-            (Op::Admit, Outcome::Refused { reason, message }) => {
+            (Op::Admit | Op::Volumes { .. }, Outcome::Refused { reason, message }) => {
                 self.refused(reason, message, facts, turn);
             }
             (Op::Admit, _) => self.admitted = true,

@@ -218,11 +218,83 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
     assert_eq!(problem.reason(), "FailedMount");
     claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
     let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
-    assert_eq!(problem.reason(), "FailedMapVolume");
+    // Alone of what is in the way of a device.
+    assert_eq!(problem.reason(), "FailedMount");
+    assert_eq!(
+        Problem::at("MapVolume.MapPodDevice", "no").reason(),
+        "FailedMapVolume"
+    );
     assert_eq!(
         Problem::at("MountVolume.MountDevice", "no").told("pv"),
         "MountVolume.MountDevice failed for volume \"pv\" : no"
     );
+}
+
+#[test]
+fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
+    for (step, reason) in [
+        ("MountVolume.WaitForAttach", "FailedMount"),
+        ("MapVolume.WaitForAttach", "FailedMapVolume"),
+    ] {
+        let problem = Problem::Unattached {
+            step,
+            why: "no".into(),
+            is_full: true,
+        };
+        assert_eq!(problem.reason(), reason);
+        assert_eq!(
+            problem.told("pv"),
+            format!("{step} failed for volume \"pv\" : no")
+        );
+    }
+}
+
+#[test]
+fn a_device_is_told_with_the_places_where_it_is_listed() {
+    let of = |source: Value| {
+        let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
+        let pod = pod(
+            volume,
+            json!({"volumeDevices": [{"name": "v", "devicePath": "/d"}]}),
+        );
+        let volume = pod::spec(&pod).volumes.as_ref().expect("volumes")[0].clone();
+        let mut spec = json!({"volumeMode": "Block"});
+        json_patch::merge(&mut spec, &source);
+        let resolved = resolve(
+            &pod,
+            &volume,
+            Some(&claimed(spec, "Bound")),
+            Here::default(),
+        );
+        resolved.expect("a device").mapped(Path::new("/r"), "u")
+    };
+    let global = |place: &str| {
+        format!("MapVolume.MapPodDevice succeeded for volume \"pv\" globalMapPath \"{place}\"")
+    };
+    let own = |plugin: &str| {
+        format!(
+            "MapVolume.MapPodDevice succeeded for volume \"pv\" volumeMapPath \"/r/pods/u/volumeDevices/{plugin}\""
+        )
+    };
+    for (source, place, plugin) in [
+        (
+            json!({"csi": {"driver": "d", "volumeHandle": "h"}}),
+            "/r/plugins/kubernetes.io/csi/volumeDevices/pv/dev",
+            "kubernetes.io~csi",
+        ),
+        (
+            json!({"local": {"path": "/dev/x"}}),
+            "/r/plugins/kubernetes.io~local-volume/volumeDevices/pv",
+            "kubernetes.io~local-volume",
+        ),
+        (
+            json!({"iscsi": {"targetPortal": "10.0.0.1", "iqn": "iqn.x", "lun": 0}}),
+            "/r/plugins/kubernetes.io/iscsi/volumeDevices/iface-default/10.0.0.1:3260-iqn.x-lun-0",
+            "kubernetes.io~iscsi",
+        ),
+    ] {
+        assert_eq!(of(source), [global(place), own(plugin)]);
+    }
 }
 
 #[test]

@@ -99,3 +99,32 @@ fn of_a_refused_pod_nothing_is_said_of_containers() {
     assert_eq!(status.reason.as_deref(), Some("SysctlForbidden"));
     assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
 }
+
+/// Its volumes show that the node cannot have it: a pod that has a sandbox by then is refused all the same, and it is let go.
+#[test]
+fn a_pod_is_refused_for_its_volumes() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle_but(|op| op.key() == Key::Volumes);
+    assert!(!run.runtime.sandboxes.is_empty());
+    let refused = Outcome::Refused {
+        reason: "VolumeAttachmentLimitExceeded".into(),
+        message: "full".into(),
+    };
+    run.done(&Key::Volumes, refused);
+    run.settle();
+    let status = &run.worker.status;
+    assert_eq!(run.phase(), "Failed");
+    assert_eq!(
+        status.reason.as_deref(),
+        Some("VolumeAttachmentLimitExceeded")
+    );
+    assert_eq!(status.message.as_deref(), Some("Pod was rejected: full"));
+    assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
+    assert!(matches!(
+        run.worker.state,
+        State::Finished {
+            cause: Cause::Rejected
+        }
+    ));
+    assert!(run.runtime.sandboxes.iter().all(|sandbox| !sandbox.ready));
+}

@@ -1,0 +1,105 @@
+//! Tells a pod that one of its volumes is still being given to its group (kubelet spec, 9.7).
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::agent::events::{Events, Kind};
+use crate::core::lock::lock;
+use crate::core::volume::permissions::{self, Giving};
+use crate::sys::ownership;
+
+/// The volumes of a pod that are told of, by the directories whose files are given.
+#[derive(Default)]
+pub(super) struct Telling(Mutex<BTreeMap<PathBuf, AbortOnDropHandle<()>>>);
+
+impl Telling {
+    /// Tells of a volume until all of its files are given, unless that is being done.
+    pub(super) fn begin(&self, events: &Events, pod: &Pod, giving: &Giving) {
+        let mut all = lock(&self.0);
+        all.retain(|_, telling| !telling.is_finished());
+        all.entry(giving.root.clone()).or_insert_with(|| {
+            let telling = tell(events.clone(), pod.clone(), giving.clone());
+            AbortOnDropHandle::new(tokio::spawn(telling))
+        });
+    }
+}
+
+async fn tell(events: Events, pod: Pod, giving: Giving) {
+    let far = || ownership::under_way(&giving.root);
+    let Some(begun) = far().map(|far| far.begun) else {
+        return;
+    };
+    let (now, elapsed) = (Instant::now(), begun.elapsed());
+    for told in 0.. {
+        let left = permissions::due(told).saturating_sub(elapsed);
+        tokio::time::sleep_until(now + left).await;
+        // Another one may have been begun since: it has a half minute of its own.
+        let Some(far) = far().filter(|far| far.begun == begun) else {
+            return;
+        };
+        let message = permissions::message(&giving.shown, told, far.files());
+        events.pod(&pod, None, Kind::Warning, permissions::REASON, message);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_volume_is_told_of_until_its_files_are_given() {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("file"), "").expect("a file");
+        let root = dir.path().to_owned();
+        let (go, held) = std::sync::mpsc::channel::<()>();
+        let group = nix::unistd::getegid().as_raw();
+        let given = std::thread::spawn({
+            let root = root.clone();
+            move || {
+                let wait = || {
+                    held.recv().ok();
+                    false
+                };
+                ownership::set_group(&root, group, false, false, &wait)
+            }
+        });
+        while ownership::under_way(&root).is_none_or(|far| far.files() == 0) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (events, mut heard) = Events::heard();
+        let pod: Pod = serde_json::from_value(serde_json::json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": []}}))
+            .expect("a pod");
+        let giving = Giving {
+            root: root.clone(),
+            shown: "u/volumes/x/v".into(),
+            progress: String::new(),
+        };
+        let telling = Telling::default();
+        let mut passes = async |seconds: u64| {
+            // As with every try to set the volume up.
+            telling.begin(&events, &pod, &giving);
+            tokio::time::sleep(Duration::from_secs(seconds)).await;
+            heard()
+        };
+        assert!(passes(29).await.is_empty());
+        let first = passes(2).await;
+        assert!(first.len() == 1 && first[0].contains("longer than expected"));
+        assert!(passes(58).await.is_empty());
+        let second = passes(2).await;
+        assert_eq!(
+            second,
+            ["Setting volume ownership for u/volumes/x/v, processed 1 files."]
+        );
+        go.send(()).expect("it waits");
+        assert!(given.join().expect("given").is_ok());
+        // Nothing is told of it any more, and it is not waited for.
+        assert!(passes(600).await.is_empty());
+        assert!(lock(&telling.0).values().all(|handle| handle.is_finished()));
+    }
+}
