@@ -10,6 +10,7 @@ pub mod correlate;
 pub mod cpuset;
 pub mod digest;
 pub mod image;
+pub mod indexes;
 pub mod lock;
 pub mod meta;
 pub mod node;

@@ -8,6 +8,7 @@ mod disk;
 mod escalation;
 mod fuzz;
 mod hostile;
+mod jobs;
 mod reads;
 mod refusals;
 mod server;

@@ -7,6 +7,7 @@
 mod admit;
 pub mod auth;
 mod authorize;
+pub mod batch;
 pub mod certificates;
 mod change;
 pub mod classes;
