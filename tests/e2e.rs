@@ -175,6 +175,20 @@ fn jobs_run_to_their_end() {
         "{job}"
     );
 
+    // A job of a CronJob is made by hand and goes with it.
+    let schedule = "--schedule=0 0 31 1 *";
+    cluster.kubectl(&[
+        "create", "cronjob", "rare", schedule, &flag, "--", "echo", "hi",
+    ]);
+    cluster.kubectl(&["create", "job", "now", "--from=cronjob/rare"]);
+    wait("now", "complete");
+    let table = cluster.kubectl(&["get", "cronjobs"]);
+    assert!(table.contains("0 0 31 1 *   <none>     False"), "{table}");
+    cluster.kubectl(&["delete", "cronjob", "rare"]);
+    cluster.wait("the job to go", || {
+        !cluster.kubectl(&["get", "jobs"]).contains("now")
+    });
+
     cluster.kubectl(&["delete", "job", "hello", "some"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
     cluster.assert_clean();

@@ -16,6 +16,7 @@ pub mod meta;
 pub mod node;
 pub mod pod;
 pub mod quantity;
+pub mod schedule;
 pub mod selector;
 pub mod serving;
 pub mod time;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod access;
+mod cronjobs;
 mod deletion;
 mod disk;
 mod escalation;

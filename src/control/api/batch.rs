@@ -19,6 +19,10 @@ pub const ORPHANS: &str = "child pods are preserved by default when jobs are del
 
 /// Fills in the defaults of a kind.
 pub(super) fn defaults(kind: &str, object: &mut Value) {
+    if kind == "CronJob" {
+        entry(object, "spec");
+        cron_defaults(&mut object["spec"]);
+    }
     if kind == "Job" {
         entry(object, "spec");
         job_defaults(&mut object["spec"]);
@@ -28,6 +32,18 @@ pub(super) fn defaults(kind: &str, object: &mut Value) {
             meta(object).insert("labels".into(), labels);
         }
     }
+}
+
+/// What the template of the jobs leaves open is filled in when a job is made.
+fn cron_defaults(spec: &mut Value) {
+    default(spec, "concurrencyPolicy", json!("Allow"));
+    default(spec, "suspend", json!(false));
+    default(spec, "successfulJobsHistoryLimit", json!(3));
+    default(spec, "failedJobsHistoryLimit", json!(1));
+    entry(spec, "jobTemplate");
+    meta(&mut spec["jobTemplate"]);
+    entry(&mut spec["jobTemplate"], "spec");
+    template_defaults(&mut spec["jobTemplate"]["spec"]);
 }
 
 fn job_defaults(spec: &mut Value) {
@@ -95,10 +111,10 @@ fn entry_value<'a>(object: &'a mut Value, key: &str) -> &'a mut Value {
     &mut object[key]
 }
 
-/// What a client that creates a job is warned of.
+/// What a client that creates a job, or a CronJob, is warned of.
 pub(super) fn warnings(kind: &str, object: &Value) -> Vec<String> {
     let name = super::object::name(object);
-    if kind != "Job" || super::validate::is_label(name) {
+    if !matches!(kind, "Job" | "CronJob") || super::validate::is_label(name) {
         return vec![];
     }
     vec![format!(
@@ -128,11 +144,49 @@ pub(super) fn columns(kind: &str) -> Option<&'static [table::Column]> {
             ("Images", "string", 1),
             ("Selector", "string", 1),
         ],
+        "CronJob" => &[
+            table::NAME,
+            ("Schedule", "string", 0),
+            ("Timezone", "string", 0),
+            ("Suspend", "boolean", 0),
+            ("Active", "integer", 0),
+            ("Last Schedule", "string", 0),
+            table::AGE,
+            ("Containers", "string", 1),
+            ("Images", "string", 1),
+            ("Selector", "string", 1),
+        ],
         _ => return None,
     })
 }
 
-/// The cells of an object's row.
+/// The cells of a CronJob's row.
+pub(super) fn cron_cells(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
+    let spec = |key: &str| text(object, &["spec", key]).unwrap_or("<none>");
+    let last = text(object, &["status", "lastScheduleTime"]);
+    let last = last.map_or_else(|| "<none>".into(), |t| table::age_of(Some(t), now));
+    let suspended = at(object, &["spec", "suspend"]).and_then(Value::as_bool);
+    let suspended = match suspended {
+        Some(true) => "True",
+        Some(false) => "False",
+        None => "<unset>",
+    };
+    let (containers, images, selector) = table::workload(&object["spec"]["jobTemplate"]);
+    vec![
+        super::object::name(object).into(),
+        spec("schedule").into(),
+        spec("timeZone").into(),
+        suspended.into(),
+        list(object, &["status", "active"]).len().into(),
+        last.into(),
+        age.into(),
+        containers,
+        images,
+        selector,
+    ]
+}
+
+/// The cells of a job's row.
 pub(super) fn cells(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let name = super::object::name(object);
     let (containers, images, selector) = table::workload(object);

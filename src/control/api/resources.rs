@@ -267,6 +267,17 @@ pub static RESOURCES: &[Resource] = &[
     },
     Resource {
         group: "batch",
+        plural: "cronjobs",
+        singular: "cronjob",
+        kind: "CronJob",
+        short: &["cj"],
+        categories: &["all"],
+        subresources: &[Sub::Status],
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "batch",
         plural: "jobs",
         singular: "job",
         kind: "Job",
@@ -500,7 +511,7 @@ impl Resource {
     /// Whether the garbage collector looks after what its objects own.
     #[must_use]
     pub fn has_dependents(&self) -> bool {
-        matches!(self.kind, "Deployment" | "ReplicaSet" | "Job")
+        matches!(self.kind, "Deployment" | "ReplicaSet" | "Job" | "CronJob")
     }
 
     /// Whether it has `sub`.

@@ -179,6 +179,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
         "Pod" => pod(object, &age, now),
         "Node" => node(object, &age),
         "Job" => super::batch::cells(object, &age, now),
+        "CronJob" => super::batch::cron_cells(object, &age, now),
         "Deployment" => {
             let ready = format!(
                 "{}/{}",

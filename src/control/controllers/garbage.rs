@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
-use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
@@ -69,6 +69,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         caches.deployments.changes(),
         caches.replica_sets.changes(),
         caches.jobs.changes(),
+        caches.cron_jobs.changes(),
         caches.pods.changes(),
     ];
     loop {
@@ -77,6 +78,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for set in caches.replica_sets.list() {
             act::<ReplicaSet>(&client, &caches, &set.metadata).await;
+        }
+        for job in caches.jobs.list() {
+            act::<Job>(&client, &caches, &job.metadata).await;
         }
         let pods = caches.pods.list();
         let owned = pods
@@ -92,6 +96,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for job in caches.jobs.list() {
             finish::<Job>(&client, &caches, &job.metadata).await;
+        }
+        for cron in caches.cron_jobs.list() {
+            finish::<CronJob>(&client, &caches, &cron.metadata).await;
         }
         any_change(&mut changes, Duration::from_secs(10)).await;
     }
@@ -115,6 +122,7 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
         .list()
         .iter()
         .for_each(|s| add(&s.metadata));
+    caches.jobs.list().iter().for_each(|j| add(&j.metadata));
     caches.pods.list().iter().for_each(|p| add(&p.metadata));
     counts
 }
@@ -142,6 +150,10 @@ where
                 .jobs
                 .get(namespace, &owner.name)
                 .map(|j| j.metadata.clone()),
+            "CronJob" => caches
+                .cron_jobs
+                .get(namespace, &owner.name)
+                .map(|c| c.metadata.clone()),
             // Other kinds (a mirror pod's Node, for one) are not collected here.
             _ => return Owner::Alive,
         };
@@ -196,6 +208,10 @@ async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool
                 .await
                 .map(|o| o.and_then(|o| o.metadata.uid)),
             "Job" => Api::<Job>::namespaced(client.clone(), namespace)
+                .get_opt(&owner.name)
+                .await
+                .map(|o| o.and_then(|o| o.metadata.uid)),
+            "CronJob" => Api::<CronJob>::namespaced(client.clone(), namespace)
                 .get_opt(&owner.name)
                 .await
                 .map(|o| o.and_then(|o| o.metadata.uid)),

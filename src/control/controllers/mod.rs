@@ -1,4 +1,4 @@
-//! The controllers that `kubectl create deployment` and `kubectl create job` need: Deployment, ReplicaSet, Job, garbage
+//! The controllers that `kubectl create deployment` and `kubectl create job` need: Deployment, ReplicaSet, Job, CronJob, garbage
 //! collection by owner references, namespaces, nodes that fall silent, and the expiry of events.
 //!
 //! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
@@ -7,6 +7,7 @@
 mod attach;
 mod binder;
 mod certificates;
+mod cronjob;
 mod deployment;
 mod garbage;
 mod job;
@@ -24,7 +25,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
-use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::{
     ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
 };
@@ -44,12 +45,17 @@ use crate::kubeapi::client::code;
 const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reasons of events that are warnings, beside those that begin or end with "Failed".
-const WARNINGS: [&str; 5] = [
+const WARNINGS: [&str; 10] = [
     "BackoffLimitExceeded",
     "DeadlineExceeded",
     "MaxFailedIndexesExceeded",
+    "MissSchedule",
     "PodFailurePolicy",
+    "TooManyMissedTimes",
     "TooManySucceededPods",
+    "UnexpectedJob",
+    "UnknownTimeZone",
+    "UnparseableSchedule",
 ];
 
 /// What controllers and scheduler watch.
@@ -62,6 +68,7 @@ pub struct Caches {
     replica_sets: Cache<ReplicaSet>,
     deployments: Cache<Deployment>,
     jobs: Cache<Job>,
+    cron_jobs: Cache<CronJob>,
     namespaces: Cache<Namespace>,
     accounts: Cache<ServiceAccount>,
     config_maps: Cache<ConfigMap>,
@@ -84,6 +91,7 @@ impl Caches {
             replica_sets: Cache::start(Api::all(client.clone()), config()),
             deployments: Cache::start(Api::all(client.clone()), config()),
             jobs: Cache::start(Api::all(client.clone()), config()),
+            cron_jobs: Cache::start(Api::all(client.clone()), config()),
             namespaces: Cache::start(Api::all(client.clone()), config()),
             accounts: Cache::start(Api::all(client.clone()), config()),
             config_maps: Cache::start(
@@ -103,6 +111,7 @@ impl Caches {
             self.replica_sets.synced(),
             self.deployments.synced(),
             self.jobs.synced(),
+            self.cron_jobs.synced(),
             self.namespaces.synced(),
             self.accounts.synced(),
             self.config_maps.synced(),
@@ -128,6 +137,7 @@ pub async fn run(
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
         job::run(client.clone(), caches.clone()),
+        cronjob::run(client.clone(), caches.clone()),
         garbage::run(client.clone(), caches.clone()),
         attach::run(client.clone(), caches.clone()),
         binder::run(client.clone(), caches.clone(), directories),

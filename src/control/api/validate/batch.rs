@@ -10,9 +10,11 @@ use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, put, text};
 use crate::control::api::selector::Selector;
 use crate::core::indexes::Indexes;
+use crate::core::schedule::Schedule;
 
 const ACTIONS: [&str; 4] = ["Count", "FailIndex", "FailJob", "Ignore"];
 const OPERATORS: [&str; 2] = ["In", "NotIn"];
+const POLICIES: [&str; 3] = ["Allow", "Forbid", "Replace"];
 const STATUSES: [&str; 3] = ["False", "True", "Unknown"];
 /// What one list of rules, or of patterns of conditions, may have.
 const MOST_RULES: usize = 20;
@@ -23,6 +25,8 @@ const MOST_INDEXES: i64 = 100_000;
 const MOST_OF_MANY: i64 = 10_000;
 const LONGEST_MANAGER: usize = 63;
 const LONGEST_INDEXES: usize = 64 << 10;
+/// What a CronJob's name may have: its jobs' names are eleven longer.
+const LONGEST_CRON: usize = 52;
 const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
 
 /// An error about a field as a whole, whose value is not repeated.
@@ -453,6 +457,94 @@ fn success_rule(rule: &Value, here: &str, completions: i64, errors: &mut Errors)
                 &format!("must be less than or equal to {limit} ({what})"),
             ));
         }
+    }
+}
+
+/// A CronJob, but for what only a new one, or a change, has to keep.
+pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
+    let spec = &cron["spec"];
+    match text(spec, &["schedule"]).unwrap_or_default() {
+        "" => errors.push(FieldError::required("spec.schedule", "")),
+        schedule if schedule.contains("TZ") => errors.push(FieldError::invalid(
+            "spec.schedule",
+            &schedule.into(),
+            "cannot use TZ or CRON_TZ in schedule, use timeZone field instead",
+        )),
+        schedule => {
+            if let Err(why) = Schedule::parse(schedule) {
+                errors.push(FieldError::invalid("spec.schedule", &schedule.into(), &why));
+            }
+        }
+    }
+    let counts = [
+        "startingDeadlineSeconds",
+        "successfulJobsHistoryLimit",
+        "failedJobsHistoryLimit",
+    ];
+    not_negative(spec, "spec", &counts, errors);
+    let policy = text(spec, &["concurrencyPolicy"]);
+    if let Some(policy) = policy.filter(|p| !POLICIES.contains(p)) {
+        errors.push(FieldError::unsupported(
+            "spec.concurrencyPolicy",
+            policy,
+            &POLICIES,
+        ));
+    }
+    let template = &spec["jobTemplate"]["spec"];
+    let path = "spec.jobTemplate.spec";
+    job_spec(template, path, errors);
+    if let Some(selector) = at(template, &["selector"]) {
+        let why = "`selector` will be auto-generated";
+        errors.push(FieldError::invalid(
+            format!("{path}.selector"),
+            selector,
+            why,
+        ));
+    }
+    if template["manualSelector"] == true {
+        let field = format!("{path}.manualSelector");
+        errors.push(FieldError::unsupported(field, "true", &["nil", "false"]));
+    }
+    // An older one with another name or zone can still be changed.
+    if at(cron, &["metadata", "resourceVersion"]).is_none() {
+        let name = crate::control::api::object::name(cron);
+        if name.len() > LONGEST_CRON {
+            let why = format!("must be no more than {LONGEST_CRON} characters");
+            errors.push(FieldError::invalid("metadata.name", &name.into(), &why));
+        }
+        time_zone(spec, errors);
+    }
+}
+
+/// The zone of a schedule: one of the tz database, by its name.
+fn time_zone(spec: &Value, errors: &mut Errors) {
+    let Some(zone) = text(spec, &["timeZone"]) else {
+        return;
+    };
+    let part = |part: &str| {
+        let other = |c: char| c.is_ascii_alphanumeric() || ".-_+".contains(c);
+        !matches!(part, "" | "." | "..")
+            && part.len() <= 14
+            && !part.starts_with('-')
+            && part.chars().all(other)
+    };
+    let why = if zone.is_empty() {
+        "timeZone must be nil or non-empty string".to_owned()
+    } else if zone.eq_ignore_ascii_case("local") {
+        "timeZone must be an explicit time zone as defined in https://www.iana.org/time-zones"
+            .into()
+    } else if !zone.split('/').all(part) || jiff::tz::TimeZone::get(zone).is_err() {
+        format!("unknown time zone {zone}")
+    } else {
+        return;
+    };
+    errors.push(FieldError::invalid("spec.timeZone", &zone.into(), &why));
+}
+
+/// What an update of a CronJob has to keep beside what it is.
+pub(super) fn cron_update(old: &Value, new: &Value, errors: &mut Errors) {
+    if text(&old["spec"], &["timeZone"]) != text(&new["spec"], &["timeZone"]) {
+        time_zone(&new["spec"], errors);
     }
 }
 

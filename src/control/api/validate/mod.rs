@@ -88,6 +88,7 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         }
         "Deployment" | "ReplicaSet" => workload(resource, object, &mut errors),
         "Job" => batch::job(object, &mut errors),
+        "CronJob" => batch::cron_job(object, &mut errors),
         "ConfigMap" | "Secret" => {
             for field in ["data", "binaryData"] {
                 for key in at(object, &[field])
