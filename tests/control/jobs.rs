@@ -241,6 +241,68 @@ async fn a_table_shows_how_far_jobs_are() {
     }
 }
 
+/// The job, the field that is refused, and what is written to the status. START and END are times, DONE the conditions of a
+/// job that is complete, IS one condition.
+const WRITTEN: &str = r#"
+j active "active": -1
+j ready "active": 1, "ready": 2
+j uncountedTerminatedPods.failed[0] "uncountedTerminatedPods": {"succeeded": ["a"], "failed": ["a"]}
+j uncountedTerminatedPods.succeeded[0] "uncountedTerminatedPods": {"succeeded": [""]}
+j completedIndexes "completedIndexes": "0"
+j failedIndexes "failedIndexes": "0"
+i completedIndexes "completedIndexes": "3"
+i failedIndexes "completedIndexes": "0-1", "failedIndexes": "1"
+i - "completedIndexes": "0-1", "failedIndexes": "2"
+j completionTime "completionTime": END
+j conditions "startTime": START, "completionTime": END, "conditions": [IS "Complete"}]
+j completionTime "startTime": START, "conditions": DONE
+j startTime "completionTime": END, "conditions": DONE
+j completionTime "startTime": END, "completionTime": START, "conditions": DONE
+j active "startTime": START, "completionTime": END, "active": 1, "conditions": DONE
+j terminating "startTime": START, "completionTime": END, "terminating": 1, "conditions": DONE
+j conditions "startTime": START, "conditions": [IS "Failed"}]
+j conditions "conditions": [IS "SuccessCriteriaMet"}, IS "FailureTarget"}]
+j - "startTime": START, "active": 1, "ready": 1, "failed": 1
+j startTime "startTime": END
+j failed "failed": 0
+j uncountedTerminatedPods "active": 0, "ready": 0, "uncountedTerminatedPods": {"failed": ["a"]}, "completionTime": END, "conditions": DONE
+j - "active": 0, "ready": 0, "succeeded": 1, "completionTime": END, "conditions": DONE
+j succeeded "succeeded": 0
+j completionTime "completionTime": START
+j conditions "conditions": null, "completionTime": null
+f - "startTime": START, "conditions": [IS "FailureTarget"}]
+f - "conditions": [IS "FailureTarget"}, IS "Failed"}]
+f conditions "conditions": [IS "FailureTarget"}]"#;
+
+#[tokio::test]
+async fn the_status_of_a_job_makes_sense_and_does_not_go_back() {
+    let server = Server::new().await;
+    let indexed = json!({"completions": 3, "completionMode": "Indexed", "backoffLimitPerIndex": 1});
+    server.ok("POST", JOBS, &job("i", indexed)).await;
+    server.ok("POST", JOBS, &job("j", json!({}))).await;
+    server.ok("POST", JOBS, &job("f", json!({}))).await;
+    for line in WRITTEN.lines().skip(1) {
+        let (name, rest) = line.split_once(' ').unwrap();
+        let (field, status) = rest.split_once(' ').unwrap();
+        let status = status
+            .replace("DONE", r#"[IS "SuccessCriteriaMet"}, IS "Complete"}]"#)
+            .replace("IS ", r#"{"status": "True", "type": "#)
+            .replace("START", r#""2026-01-01T00:00:00Z""#)
+            .replace("END", r#""2026-01-01T00:01:00Z""#);
+        let patch: Value = serde_json::from_str(&format!("{{\"status\": {{{status}}}}}")).unwrap();
+        let url = format!("{JOBS}/{name}/status");
+        let reply = server.patch(&url, MERGE, patch).await;
+        let causes = reply.body["details"]["causes"].as_array();
+        let told = causes.into_iter().flatten();
+        let mut told = told.filter_map(|c| c["field"].as_str());
+        let fine = match field {
+            "-" => reply.code == 200,
+            field => told.any(|f| f == format!("status.{field}")),
+        };
+        assert!(fine, "{line}: {}", reply.body);
+    }
+}
+
 /// A control plane without nodes. It ends with the test.
 pub struct Plane {
     client: Client,

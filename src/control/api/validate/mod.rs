@@ -1,6 +1,7 @@
 //! Validation of objects before they are stored (control-plane spec, 4.2 to 4.4).
 
 mod batch;
+mod job_status;
 mod pod;
 mod status;
 mod update;
