@@ -178,13 +178,12 @@ impl Server {
     ) -> Response<Body> {
         let query = request.uri().query().unwrap_or_default();
         let is_watch = query.contains("watch=true");
-        let der = peer.certificate.clone().unwrap();
-        let (who, _) = holdfast::core::node::signing::subject(&der).unwrap();
-        let (_, certificate) = x509_parser::parse_x509_certificate(&der).unwrap();
-        if !certificate.validity().is_valid() {
+        let shown = peer.certificate.as_deref().unwrap();
+        let Some(der) = shown.holds() else {
             seen.refused.fetch_add(1, Ordering::Relaxed);
             return https::text(StatusCode::UNAUTHORIZED, "Unauthorized");
-        }
+        };
+        let (who, _) = holdfast::core::node::signing::subject(der).unwrap();
         let what = match is_watch {
             true => "WATCH".to_owned(),
             false => request.method().to_string(),

@@ -136,6 +136,65 @@ fn the_main_job_from_up_to_down() {
 }
 
 #[test]
+fn jobs_run_to_their_end() {
+    let cluster = Cluster::start("jobs", 98);
+    let image = support::busybox(&cluster);
+    let flag = format!("--image={image}");
+    cluster.kubectl(&["create", "job", "hello", &flag, "--", "echo", "hi"]);
+    let wait = |name: &str, condition: &str| {
+        let (job, condition) = (
+            format!("job/{name}"),
+            format!("--for=condition={condition}"),
+        );
+        cluster.kubectl(&["wait", &condition, &job, "--timeout=120s"]);
+    };
+    wait("hello", "complete");
+    let table = cluster.kubectl(&["get", "jobs"]);
+    let row: Vec<&str> = table.lines().last().unwrap().split_whitespace().collect();
+    assert_eq!(row[..3], ["hello", "Complete", "1/1"], "{table}");
+    assert!(table.starts_with("NAME"), "{table}");
+    assert_eq!(cluster.kubectl(&["logs", "job/hello"]), "hi\n");
+    let described = cluster.kubectl(&["describe", "job", "hello"]);
+    assert!(
+        described.contains("1 Succeeded") && described.contains("Completed"),
+        "{described}"
+    );
+
+    // Each of its pods knows its index, and one that fails ends the job.
+    let script = "test $JOB_COMPLETION_INDEX -ne 1 || exit 3";
+    cluster.apply(&format!(
+        "apiVersion: batch/v1\nkind: Job\nmetadata: {{name: some}}\nspec: {{completions: 3, parallelism: 3, completionMode: Indexed, backoffLimit: 0, \
+         template: {{spec: {{restartPolicy: Never, containers: [{{name: c, image: '{image}', command: [sh, -c, '{script}']}}]}}}}}}\n"
+    ));
+    wait("some", "failed");
+    let job: Value =
+        serde_json::from_str(&cluster.kubectl(&["get", "job", "some", "-o", "json"])).unwrap();
+    assert_eq!(job["status"]["failed"], 1, "{job}");
+    assert!(
+        !job["status"]["completedIndexes"].to_string().contains('1'),
+        "{job}"
+    );
+
+    // A job of a CronJob is made by hand and goes with it.
+    let schedule = "--schedule=0 0 31 1 *";
+    cluster.kubectl(&[
+        "create", "cronjob", "rare", schedule, &flag, "--", "echo", "hi",
+    ]);
+    cluster.kubectl(&["create", "job", "now", "--from=cronjob/rare"]);
+    wait("now", "complete");
+    let table = cluster.kubectl(&["get", "cronjobs"]);
+    assert!(table.contains("0 0 31 1 *   <none>     False"), "{table}");
+    cluster.kubectl(&["delete", "cronjob", "rare"]);
+    cluster.wait("the job to go", || {
+        !cluster.kubectl(&["get", "jobs"]).contains("now")
+    });
+
+    cluster.kubectl(&["delete", "job", "hello", "some"]);
+    cluster.wait("no pods", || cluster.pods().is_empty());
+    cluster.assert_clean();
+}
+
+#[test]
 fn pods_reach_each_other_and_have_what_they_ask_for() {
     let cluster = Cluster::start("pods", 2);
     cluster.kubectl(&[

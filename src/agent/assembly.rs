@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{NodeAddress, Pod};
 use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
@@ -23,6 +23,7 @@ use super::OwnNode;
 use super::metrics::VolumeOperation;
 use super::node::{credentials, firewall, network};
 use crate::config::Config;
+use crate::core::node::addresses::{Sources, addresses};
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::Driver;
 use crate::cri::{CriClient, Runtime};
@@ -89,6 +90,18 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
             .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
     Ok(())
+}
+
+/// The names and addresses that the Node will report, as far as the agent decides over them.
+fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
+    let own = addresses(Sources {
+        name: &config.node_name,
+        ips,
+        given: config.has_node_ip,
+        external: config.external_cloud,
+        reported: &[],
+    });
+    own.unwrap_or_default()
 }
 
 /// Makes the mounts of volumes visible where containers ask for that (mountPropagation), as a kubelet does. A start that
@@ -242,13 +255,11 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
             AbortOnDropHandle::new(tokio::spawn(keep))
         });
     let node_ips = watch::channel(network::first_addresses(&config).await).0;
+    let node_addresses = watch::channel(first_reported(&config, &node_ips.borrow())).0;
     if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
-        tokio::spawn(credentials::keep(
-            credentials::Renewed::serving(&config, node_ips.subscribe()),
-            client.clone(),
-            clock,
-            Arc::clone(&metrics),
-        ));
+        let kept = credentials::Renewed::serving(&config, node_addresses.subscribe());
+        let (client, metrics) = (client.clone(), Arc::clone(&metrics));
+        tokio::spawn(credentials::keep(kept, client, clock, metrics));
     }
     let driver = driver(&*runtime, &config).await;
     share_mounts(&config);
@@ -297,6 +308,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         sandbox_slots: super::SandboxSlots::for_processors(machine.cpus),
         machine,
         node_ips,
+        node_addresses,
         resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
         node: OwnNode::new(&config.node_name, nodes),

@@ -25,7 +25,7 @@ mod volume;
 use std::sync::Arc;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{NodeAddress, Pod};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -80,6 +80,8 @@ pub struct Context {
     pub machine: Machine,
     /// The node's addresses as they are now.
     pub node_ips: watch::Sender<Vec<String>>,
+    /// The names and addresses that the Node reports; until it is registered, those that it will.
+    pub node_addresses: watch::Sender<Vec<NodeAddress>>,
     /// Name resolution of pods, by the node's own as it is now.
     pub resolver: watch::Sender<Arc<Resolver>>,
     /// What the runtime last said of its network.

@@ -36,7 +36,7 @@ use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
-pub use tls::{Protocol, Tls, TlsFiles, client};
+pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
 pub use websocket::{Carried, Channels, carried, serve_socket};
 
@@ -69,8 +69,8 @@ pub struct Limits {
 pub struct Peer {
     /// Its address.
     pub address: SocketAddr,
-    /// Its certificate (DER), verified against the listener's client CAs.
-    pub certificate: Option<Arc<Vec<u8>>>,
+    /// The certificate that it has shown, whether it is trusted or not.
+    pub certificate: Option<Arc<Certificate>>,
 }
 
 /// A whole body.
@@ -243,17 +243,14 @@ where
                 )
                 .await;
             };
-            let acceptor = TlsAcceptor::from(tls.current());
+            let settings = tls.current();
+            let acceptor = TlsAcceptor::from(Arc::clone(&settings.server));
             let handshake = turns.run(source, acceptor.accept(socket));
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, handshake).await else {
                 return;
             };
-            let certificate = stream
-                .get_ref()
-                .1
-                .peer_certificates()
-                .and_then(|c| c.first())
-                .map(|c| Arc::new(c.to_vec()));
+            let chain = stream.get_ref().1.peer_certificates();
+            let certificate = settings.judge(chain).map(Arc::new);
             Box::pin(converse(
                 stream,
                 Peer {

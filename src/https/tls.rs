@@ -4,10 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use rustls::client::danger::HandshakeSignatureValid;
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig, WantsVerifier};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{
+    ClientConfig, ConfigBuilder, DigitallySignedStruct, DistinguishedName, RootCertStore,
+    ServerConfig, SignatureScheme, WantsVerifier,
+};
 
 use super::BoxError;
 
@@ -64,12 +69,118 @@ impl Protocol {
     }
 }
 
+/// Takes any certificate whose key the client has. Whether it is trusted is judged after the handshake, so that who shows
+/// one that is not is answered with words, not with an alert (Go's `RequestClientCert`, as kubelet and apiserver have it).
+#[derive(Debug)]
+struct AnyClient(Arc<dyn ClientCertVerifier>);
+
+impl ClientCertVerifier for AnyClient {
+    fn offer_client_auth(&self) -> bool {
+        true
+    }
+
+    fn client_auth_mandatory(&self) -> bool {
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.0.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        _end_entity: &CertificateDer<'_>,
+        _intermediates: &[CertificateDer<'_>],
+        _now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls12_signature(message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.0.verify_tls13_signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
+    }
+}
+
+/// A certificate that a client has shown, and the key of which it has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Certificate {
+    der: Vec<u8>,
+    /// Until when it is trusted, in seconds since 1970; none if it is not.
+    until: Option<i64>,
+}
+
+impl Certificate {
+    /// One (DER) that is trusted as long as it says.
+    #[must_use]
+    pub fn trusted(der: Vec<u8>) -> Certificate {
+        let until = x509_parser::parse_x509_certificate(&der)
+            .ok()
+            .map(|(_, parsed)| parsed.validity().not_after.timestamp());
+        Certificate { der, until }
+    }
+
+    /// One (DER) that no authority vouches for.
+    #[must_use]
+    pub fn untrusted(der: Vec<u8>) -> Certificate {
+        Certificate { der, until: None }
+    }
+
+    /// The certificate (DER), if it is trusted and has not ended: a connection may last longer than that.
+    #[must_use]
+    pub fn holds(&self) -> Option<&[u8]> {
+        let now = i64::try_from(UnixTime::now().as_secs()).unwrap_or(i64::MAX);
+        self.until
+            .is_some_and(|until| now <= until)
+            .then_some(&self.der)
+    }
+}
+
+/// What a connection is begun with, and how its client's certificate is judged.
+pub(super) struct Settings {
+    pub(super) server: Arc<ServerConfig>,
+    judge: Option<Arc<dyn ClientCertVerifier>>,
+}
+
+impl Settings {
+    /// Judges the chain that a client has shown; none if it has shown none.
+    pub(super) fn judge(&self, chain: Option<&[CertificateDer<'_>]>) -> Option<Certificate> {
+        let (judge, (own, others)) = (self.judge.as_ref()?, chain?.split_first()?);
+        let judged = judge.verify_client_cert(own, others, UnixTime::now());
+        if let Err(error) = &judged {
+            tracing::debug!(%error, "a client's certificate is not trusted");
+        }
+        let der = own.to_vec();
+        Some(match judged {
+            Ok(_) => Certificate::trusted(der),
+            Err(_) => Certificate::untrusted(der),
+        })
+    }
+}
+
 type Stamp = [Option<SystemTime>; 3];
 
 struct State {
     looked: Instant,
     stamp: Stamp,
-    config: Arc<ServerConfig>,
+    config: Arc<Settings>,
 }
 
 /// The present settings; those of files are read anew when a file changes.
@@ -91,21 +202,24 @@ fn config(
     key: &[u8],
     client_ca: Option<&[u8]>,
     protocol: &Protocol,
-) -> Result<ServerConfig, BoxError> {
+) -> Result<Settings, BoxError> {
     let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key)?;
     let builder = protocol.builder()?;
-    let builder = match client_ca.map(roots).transpose()? {
-        Some(roots) => builder.with_client_cert_verifier(
-            WebPkiClientVerifier::builder(Arc::new(roots))
-                .allow_unauthenticated()
-                .build()?,
-        ),
+    let judge = match client_ca.map(roots).transpose()? {
+        Some(roots) => Some(WebPkiClientVerifier::builder(Arc::new(roots)).build()?),
+        None => None,
+    };
+    let builder = match &judge {
+        Some(judge) => builder.with_client_cert_verifier(Arc::new(AnyClient(Arc::clone(judge)))),
         None => builder.with_no_client_auth(),
     };
-    let mut config = builder.with_single_cert(chain, key)?;
-    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok(config)
+    let mut server = builder.with_single_cert(chain, key)?;
+    server.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(Settings {
+        server: Arc::new(server),
+        judge,
+    })
 }
 
 impl TlsFiles {
@@ -118,7 +232,7 @@ impl TlsFiles {
         ]
     }
 
-    fn load(&self, protocol: &Protocol) -> Result<ServerConfig, BoxError> {
+    fn load(&self, protocol: &Protocol) -> Result<Settings, BoxError> {
         let read = |path: &Path| {
             std::fs::read(path).map_err(|e| format!("{} cannot be read: {e}", path.display()))
         };
@@ -172,7 +286,7 @@ impl Tls {
     }
 
     /// The settings as they are now. Files that cannot be used leave those of before.
-    pub(super) fn current(&self) -> Arc<ServerConfig> {
+    pub(super) fn current(&self) -> Arc<Settings> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((files, protocol)) = self
             .files
@@ -245,6 +359,70 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &tls.current()));
     }
 
+    /// A certificate authority, and clients' certificates that it has signed.
+    struct Authority(rcgen::CertifiedIssuer<'static, rcgen::KeyPair>);
+
+    impl Authority {
+        fn new() -> Authority {
+            let mut params = rcgen::CertificateParams::default();
+            params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+            let key = rcgen::KeyPair::generate().expect("a key");
+            Authority(rcgen::CertifiedIssuer::self_signed(params, key).expect("an authority"))
+        }
+
+        /// A certificate with its key, PEM, that ends in some year.
+        fn client(&self, year: i32) -> (String, String) {
+            let key = rcgen::KeyPair::generate().expect("a key");
+            let mut params = rcgen::CertificateParams::default();
+            params.not_after = rcgen::date_time_ymd(year, 1, 1);
+            params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+            let signed = params.signed_by(&key, &self.0).expect("a certificate");
+            (signed.pem(), key.serialize_pem())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_clients_certificate_is_judged_after_the_handshake() {
+        let (ours, other) = (Authority::new(), Authority::new());
+        let served = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
+        let (chain, key) = (served.cert.pem(), served.signing_key.serialize_pem());
+        let ca = ours.0.pem();
+        let settings = Tls::fixed(&chain, &key, &ca).expect("fine").current();
+        for (certificate, holds) in [
+            (Some(ours.client(4000)), Some(true)),
+            (Some(ours.client(2000)), Some(false)),
+            (Some(other.client(4000)), Some(false)),
+            (None, None),
+        ] {
+            let client = match &certificate {
+                Some((own, key)) => client(own, key, &chain).expect("a client"),
+                None => ClientConfig::builder()
+                    .with_root_certificates(roots(chain.as_bytes()).expect("roots"))
+                    .with_no_client_auth(),
+            };
+            let (near, far) = tokio::io::duplex(1 << 16);
+            let acceptor = tokio_rustls::TlsAcceptor::from(Arc::clone(&settings.server));
+            let connector = tokio_rustls::TlsConnector::from(Arc::new(client));
+            let name = rustls::pki_types::ServerName::try_from("a").expect("a name");
+            let (server, client) =
+                tokio::join!(acceptor.accept(near), connector.connect(name, far));
+            let server = server.expect("no alert");
+            client.expect("no alert");
+            let shown = settings.judge(server.get_ref().1.peer_certificates());
+            assert_eq!(shown.map(|c| c.holds().is_some()), holds);
+        }
+    }
+
+    #[test]
+    fn a_certificate_holds_until_its_end() {
+        let (pem, _) = Authority::new().client(2000);
+        let der = CertificateDer::from_pem_slice(pem.as_bytes()).expect("a certificate");
+        let mut certificate = Certificate::trusted(der.to_vec());
+        assert_eq!(certificate.holds(), None, "it has ended");
+        certificate.until = Some(i64::MAX);
+        assert!(certificate.holds().is_some());
+    }
+
     #[test]
     fn versions_suites_and_groups_are_those_that_are_asked_for() {
         let of = |only_tls13: bool, suites: &[&str], groups: &[u16]| {
@@ -260,7 +438,8 @@ mod tests {
                 None,
                 &protocol,
             )
-            .expect("a configuration");
+            .expect("a configuration")
+            .server;
             let tls12 = config
                 .crypto_provider()
                 .cipher_suites

@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used)]
 
 mod access;
+mod cronjobs;
 mod deletion;
 mod disk;
 mod escalation;
 mod fuzz;
 mod hostile;
+mod jobs;
 mod reads;
 mod refusals;
 mod server;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::NodeAddress;
 use kube::Client;
 use kube::config::Kubeconfig;
 use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
@@ -16,6 +17,7 @@ use tokio::sync::watch;
 use crate::agent::Metrics;
 use crate::config::Config;
 use crate::core::backoff::Doubling;
+use crate::core::node::addresses::served;
 use crate::core::node::signing::{self, CLIENT, SERVING};
 use crate::host::blocking;
 use crate::kubeapi::client::connect;
@@ -276,8 +278,8 @@ pub struct Renewed {
     signer: &'static str,
     usages: &'static [&'static str],
     node: String,
-    /// The node's addresses, where the certificate is for them.
-    addresses: Option<watch::Receiver<Vec<String>>>,
+    /// The names and addresses that the node reports, where the certificate is for them.
+    addresses: Option<watch::Receiver<Vec<NodeAddress>>>,
 }
 
 impl Renewed {
@@ -293,9 +295,9 @@ impl Renewed {
         }
     }
 
-    /// The one with which it serves, for its name and addresses.
+    /// The one with which it serves, for all names and addresses that it reports.
     #[must_use]
-    pub fn serving(config: &Config, addresses: watch::Receiver<Vec<String>>) -> Renewed {
+    pub fn serving(config: &Config, addresses: watch::Receiver<Vec<NodeAddress>>) -> Renewed {
         Renewed {
             pair: Pair::serving(&config.cert_dir),
             signer: SERVING,
@@ -307,20 +309,16 @@ impl Renewed {
 
     /// The names and addresses that the certificate is to be for.
     fn names(&self) -> Vec<String> {
-        let of_node = |addresses: &watch::Receiver<Vec<String>>| {
-            let addresses = addresses.borrow();
-            std::iter::once(self.node.clone())
-                .chain(addresses.iter().cloned())
-                .collect()
-        };
-        self.addresses.as_ref().map(of_node).unwrap_or_default()
+        let reported = self.addresses.as_ref().map(|known| served(&known.borrow()));
+        let (names, ips) = reported.unwrap_or_default();
+        [names, ips].concat()
     }
 
     /// Whether there is something to ask for: a certificate to serve with is asked for once the node has an address, as
     /// names alone are not enough (the gate `AllowDNSOnlyNodeCSR` is off).
     fn can_be_asked_for(&self) -> bool {
         let addresses = self.addresses.as_ref();
-        addresses.is_none_or(|known| !known.borrow().is_empty())
+        addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
     }
 
     /// Waits until it is time to look again.
@@ -491,10 +489,19 @@ mod tests {
         assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
     }
 
+    fn reported(ips: &[&str]) -> Vec<NodeAddress> {
+        let of = |kind: &str, address: &str| NodeAddress {
+            type_: kind.into(),
+            address: address.into(),
+        };
+        let ips = ips.iter().map(|ip| of("InternalIP", ip));
+        ips.chain([of("Hostname", "n1")]).collect()
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_serving_certificate_follows_the_nodes_addresses() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
-        let addresses = watch::channel(vec!["192.0.2.1".to_owned()]).0;
+        let addresses = watch::channel(reported(&["192.0.2.1"])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());
         let made = rcgen::generate_simple_self_signed(kept.names()).expect("a certificate");
         let (pem, now) = (made.cert.pem(), Timestamp::now());
@@ -503,7 +510,7 @@ mod tests {
         };
         assert!(!due(&kept, None) && is_due(b"", &kept.names(), None, now));
         let begun = tokio::time::Instant::now();
-        addresses.send_replace(vec!["192.0.2.1".to_owned(), "2001:db8::1".to_owned()]);
+        addresses.send_replace(reported(&["192.0.2.1", "2001:db8::1"]));
         kept.idle().await;
         assert!(begun.elapsed() < LOOK, "it is looked at at once");
         assert!(due(&kept, None));
@@ -517,11 +524,12 @@ mod tests {
     async fn a_serving_certificate_waits_for_the_nodes_address() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
         assert!(Renewed::client(&config).can_be_asked_for());
-        let addresses = watch::channel(vec![]).0;
+        // A cloud controller has not told any yet.
+        let addresses = watch::channel(reported(&[])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());
         assert!(!kept.can_be_asked_for());
         let begun = tokio::time::Instant::now();
-        addresses.send_replace(vec!["192.0.2.1".to_owned()]);
+        addresses.send_replace(reported(&["192.0.2.1"]));
         kept.idle().await;
         assert!(begun.elapsed() < LOOK, "it is looked at at once");
         assert!(kept.can_be_asked_for());

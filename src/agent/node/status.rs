@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    ContainerImage, DaemonEndpoint, Node, NodeDaemonEndpoints, NodeFeatures, NodeRuntimeHandler,
-    NodeRuntimeHandlerFeatures, NodeStatus, NodeSwapStatus, NodeSystemInfo,
+    ContainerImage, DaemonEndpoint, Node, NodeAddress, NodeDaemonEndpoints, NodeFeatures,
+    NodeRuntimeHandler, NodeRuntimeHandlerFeatures, NodeStatus, NodeSwapStatus, NodeSystemInfo,
 };
 use serde_json::json;
 use tokio::sync::watch;
@@ -90,6 +90,11 @@ fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
     problems.extend(ending);
     problems.extend(context.unserved.problems());
     joined(&problems)
+}
+
+/// The names and addresses that a Node reports after a round, from what it says before it and the agent's own.
+fn reported(own: Option<&Vec<NodeAddress>>, old: &NodeStatus) -> Vec<NodeAddress> {
+    own.or(old.addresses.as_ref()).cloned().unwrap_or_default()
 }
 
 /// The status as of now; `old` is what the Node object says.
@@ -190,6 +195,12 @@ impl Rounds<'_> {
         }
         let old = node.status.clone().unwrap_or_default();
         let new = compute(context, &self.inputs, &old, self.extended);
+        let addresses = reported(new.addresses.as_ref(), &old);
+        context.node_addresses.send_if_modified(|known| {
+            let is_other = *known != addresses;
+            *known = addresses;
+            is_other
+        });
         let in_use = new.volumes_in_use.as_deref().unwrap_or_default();
         let patch = match patch(&old, &new) {
             Some(patch) => patch,
@@ -319,6 +330,22 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_node_reports_what_the_agent_or_else_somebody_else_says() {
+        let of = |address: &str| NodeAddress {
+            type_: "InternalIP".into(),
+            address: address.into(),
+        };
+        let old = NodeStatus {
+            addresses: Some(vec![of("198.51.100.1")]),
+            ..NodeStatus::default()
+        };
+        let own = vec![of("192.0.2.1")];
+        assert_eq!(reported(Some(&own), &old), own);
+        assert_eq!(reported(None, &old), [of("198.51.100.1")]);
+        assert_eq!(reported(None, &NodeStatus::default()), []);
+    }
 
     #[test]
     fn another_agents_devices_are_known_by_its_version() {

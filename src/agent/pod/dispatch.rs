@@ -340,9 +340,11 @@ impl Dispatcher {
     }
 
     fn publish_desired(&self, name: &str, updates: &[Update]) {
+        let seen = self.context.clock.now();
         let known = updates.iter().map(|update| Known {
             pod: Arc::clone(&update.pod),
             object: update.object.clone(),
+            seen,
         });
         self.context
             .roster

@@ -104,7 +104,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// Whom a verified client certificate (DER) stands for.
+/// Whom a trusted client certificate (DER) stands for.
 fn of_certificate(der: &[u8]) -> Option<Identity> {
     let (name, mut groups) = subject(der)?;
     groups.push("system:authenticated".to_owned());
@@ -146,18 +146,16 @@ impl Access {
 
     /// Who asks; the answer otherwise.
     async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
-        if let Some(identity) = peer
-            .certificate
-            .as_deref()
-            .and_then(|der| of_certificate(der))
-        {
+        let shown = peer.certificate.as_deref();
+        if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
             return Ok(identity);
         }
         // A token that does not hold is no reason to be taken for nobody.
         if let (true, Some(token)) = (self.serving.tokens, bearer(headers)) {
             return self.of_token(peer, token).await;
         }
-        if self.serving.anonymous {
+        // Neither is a certificate that does not, where certificates count.
+        if self.serving.anonymous && shown.is_none() {
             return Ok(Identity {
                 name: "system:anonymous".into(),
                 groups: vec!["system:unauthenticated".into()],
@@ -276,6 +274,7 @@ impl Access {
 mod tests {
     use super::*;
     use crate::core::serving::needs;
+    use crate::https::Certificate;
     use crate::kubeapi::pods::ApiFailure;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -328,13 +327,8 @@ mod tests {
                 .distinguished_name
                 .push(rcgen::DnType::OrganizationName, group);
             let key = rcgen::KeyPair::generate().expect("a key");
-            Arc::new(
-                params
-                    .self_signed(&key)
-                    .expect("a certificate")
-                    .der()
-                    .to_vec(),
-            )
+            let signed = params.self_signed(&key).expect("a certificate");
+            Arc::new(Certificate::trusted(signed.der().to_vec()))
         });
         Peer {
             address: ([127, 0, 0, 1], 1).into(),
@@ -389,6 +383,27 @@ mod tests {
                 expected,
                 "{token:?} {method} {path}"
             );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_certificate_that_is_not_trusted_is_nobodys_and_a_token_beside_it_counts() {
+        let untrusted = Peer {
+            certificate: Some(Arc::new(Certificate::untrusted(vec![]))),
+            ..peer(None)
+        };
+        let open =
+            "authentication: {anonymous: {enabled: true}}\nauthorization: {mode: AlwaysAllow}";
+        for (text, who, token, expected) in [
+            ("", &untrusted, None, 401),
+            ("", &untrusted, Some("good"), 200),
+            ("", &untrusted, Some("bad"), 401),
+            (open, &untrusted, None, 401),
+            (open, &peer(None), None, 200),
+        ] {
+            let access = Access::new(serving(text), "n", Some(Arc::new(Fixed::default())));
+            let code = code(&access, who, token, "GET", "/metrics").await;
+            assert_eq!(code, expected, "{text} {token:?}");
         }
     }
 

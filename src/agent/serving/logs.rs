@@ -418,6 +418,7 @@ mod tests {
         Known {
             pod: Arc::new(serde_json::from_value(pod).expect("a pod")),
             object: None,
+            seen: jiff::Timestamp::UNIX_EPOCH,
         }
     }
 

@@ -26,6 +26,7 @@ use std::time::Duration;
 
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode};
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 use tracing::Instrument as _;
@@ -65,6 +66,8 @@ pub struct Known {
     pub pod: Arc<Pod>,
     /// The pod itself, or a static pod's mirror.
     pub object: Option<Arc<Pod>>,
+    /// When this agent has seen it first.
+    pub seen: Timestamp,
 }
 
 impl Known {
@@ -79,8 +82,14 @@ impl Known {
 pub struct KnownPods(BTreeMap<String, Vec<Known>>);
 
 impl KnownPods {
-    /// The pods of a full name are these now.
-    pub fn set(&mut self, name: &str, pods: Vec<Known>) {
+    /// The pods of a full name are these now. Those that were known before were seen then.
+    pub fn set(&mut self, name: &str, mut pods: Vec<Known>) {
+        for known in &mut pods {
+            let before = self.0.get(name).into_iter().flatten();
+            let uid = pod::uid(&known.pod);
+            let before = before.filter(|b| pod::uid(&b.pod) == uid);
+            known.seen = before.map(|b| b.seen).fold(known.seen, Timestamp::min);
+        }
         if pods.is_empty() {
             self.0.remove(name);
         } else {

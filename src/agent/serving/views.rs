@@ -6,6 +6,7 @@ use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::{Request, Response, StatusCode};
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 
@@ -65,6 +66,18 @@ pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     text(code, told)
 }
 
+/// A pod of the API as a kubelet has it: marked with where it came from and when it was seen first. The API is not told
+/// (pkg/kubelet/config/config.go). Static pods have been marked by who read them.
+fn marked(mut pod: Pod, seen: Timestamp) -> Pod {
+    if !pod::is_static(&pod) {
+        let annotations = pod.metadata.annotations.get_or_insert_default();
+        annotations.insert(pod::SOURCE.into(), "api".into());
+        let seen = seen.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string();
+        annotations.insert(pod::SEEN.into(), seen);
+    }
+    pod
+}
+
 /// `/pods`: the pods of all sources as they came, each with the status that is known of it. A static pod's is its worker's
 /// where there is no mirror.
 pub fn pods(server: &Arc<Server>) -> Response<Body> {
@@ -74,7 +87,7 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
             (None, true) => server.context.journals.status(pod::uid(&pod)),
             _ => known.told().status.clone(),
         };
-        pod
+        marked(pod, known.seen)
     };
     let items: Vec<Pod> = server.context.roster.borrow().iter().map(of).collect();
     as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
@@ -136,4 +149,43 @@ pub fn flags() -> Response<Body> {
     let head = "kubelet flags\nWarning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.\n\n";
     let own: Vec<String> = std::env::args().skip(1).collect();
     text(StatusCode::OK, format!("{head}{}\n", own.join(" ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::serving::KnownPods;
+
+    fn made(uid: &str, annotations: Value) -> Pod {
+        let metadata =
+            json!({"name": "p", "namespace": "n", "uid": uid, "annotations": annotations});
+        serde_json::from_value(json!({"metadata": metadata})).expect("a pod")
+    }
+
+    #[test]
+    fn pods_of_the_api_say_where_they_are_from_and_when_they_were_seen() {
+        let seen: Timestamp = "2026-01-01T00:00:00.5Z".parse().expect("a time");
+        let annotations = |pod: Pod| json!(marked(pod, seen).metadata.annotations);
+        assert_eq!(
+            annotations(made("u", json!({"a": "b"}))),
+            json!({"a": "b", pod::SOURCE: "api", pod::SEEN: "2026-01-01T00:00:00.500000000Z"})
+        );
+        let own = json!({pod::SOURCE: "file", pod::SEEN: "then", pod::HASH: "h"});
+        assert_eq!(annotations(made("u", own.clone())), own);
+    }
+
+    #[test]
+    fn a_pod_is_seen_first_once() {
+        let mut pods = KnownPods::default();
+        for (uid, second, first) in [("u", 10, 10), ("u", 20, 10), ("v", 30, 30), ("u", 40, 40)] {
+            let known = Known {
+                pod: Arc::new(made(uid, json!({}))),
+                object: None,
+                seen: Timestamp::from_second(second).expect("a time"),
+            };
+            pods.set("p_n", vec![known]);
+            let seen: Vec<i64> = pods.iter().map(|k| k.seen.as_second()).collect();
+            assert_eq!(seen, [first], "{uid} at {second}");
+        }
+    }
 }

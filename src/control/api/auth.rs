@@ -15,6 +15,7 @@ use super::resources::Resource;
 use super::token::{ISSUER, Tokens};
 use crate::control::store::Store;
 use crate::core::node::signing::subject;
+use crate::https::Certificate;
 
 /// The requester.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -68,7 +69,7 @@ impl User {
     }
 }
 
-/// Whom a verified client certificate (DER) stands for.
+/// Whom a trusted client certificate (DER) stands for.
 #[must_use]
 pub fn of_certificate(der: &[u8]) -> Option<User> {
     let (name, groups) = subject(der)?;
@@ -77,7 +78,7 @@ pub fn of_certificate(der: &[u8]) -> Option<User> {
 
 /// Decides who asks. A credential that is presented and does not hold is an error, not anonymous.
 pub fn authenticate(
-    certificate: Option<&[u8]>,
+    certificate: Option<&Certificate>,
     authorization: Option<&str>,
     tokens: &Tokens,
     store: &Store,
@@ -89,8 +90,9 @@ pub fn authenticate(
             of_token(token.trim(), &[ISSUER], tokens, store).ok_or_else(unauthorized)?;
         return Ok(user);
     }
-    if let Some(der) = certificate {
-        return of_certificate(der).ok_or_else(unauthorized);
+    if let Some(shown) = certificate {
+        let user = shown.holds().and_then(of_certificate);
+        return user.ok_or_else(unauthorized);
     }
     Ok(User {
         name: "system:anonymous".into(),

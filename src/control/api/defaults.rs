@@ -86,11 +86,12 @@ pub fn apply(kind: &str, object: &mut Value) {
         other => {
             super::storage::defaults(other, object);
             super::rbac::defaults(other, object);
+            super::batch::defaults(other, object);
         }
     }
 }
 
-fn template(spec: &mut Value) {
+pub(super) fn template(spec: &mut Value) {
     if let Some(template) = spec.get_mut("template").filter(|t| t.is_object()) {
         meta(template);
         pod_spec(entry(template, "spec"));

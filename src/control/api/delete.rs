@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::Api;
+use super::batch;
 use super::change::bump_generation;
 use super::error::{ApiError, FieldError};
 use super::object;
@@ -26,7 +27,12 @@ impl Api {
         query: &Query,
         body: &Value,
     ) -> Result<Written, ApiError> {
-        let options = delete_options(query, body)?;
+        let mut options = delete_options(query, body)?;
+        let mut warnings = vec![];
+        if resource.kind == "Job" && options.policy.is_none() {
+            options.policy = Some("Orphan".into());
+            warnings.push(batch::ORPHANS.to_owned());
+        }
         if resource.kind == "Namespace"
             && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name)
         {
@@ -40,7 +46,8 @@ impl Api {
             let mut new = old.clone();
             let gone = mark_deleted(resource, &mut new, &options);
             if options.dry_run {
-                return Ok(deleted_answer(resource, gone, &old, record.value));
+                let answer = deleted_answer(resource, gone, &old, record.value);
+                return Ok(Written { warnings, ..answer });
             }
             let key = resource.key(namespace, name);
             let done = if gone {
@@ -52,7 +59,10 @@ impl Api {
                     .await
             };
             match done {
-                Ok(record) => return Ok(deleted_answer(resource, gone, &old, record.value)),
+                Ok(record) => {
+                    let answer = deleted_answer(resource, gone, &old, record.value);
+                    return Ok(Written { warnings, ..answer });
+                }
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
             }

@@ -7,6 +7,7 @@
 mod admit;
 pub mod auth;
 mod authorize;
+pub mod batch;
 pub mod certificates;
 mod change;
 pub mod classes;
@@ -186,7 +187,7 @@ impl Api {
     /// Who presents these credentials.
     pub fn authenticate(
         &self,
-        certificate: Option<&[u8]>,
+        certificate: Option<&crate::https::Certificate>,
         authorization: Option<&str>,
     ) -> Result<auth::User, ApiError> {
         auth::authenticate(certificate, authorization, &self.tokens, &self.store)

@@ -218,12 +218,14 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
     for field in resource.fields {
         let path: Vec<&str> = match *field {
             "source" => vec!["source", "component"],
+            "status.successful" => vec!["status", "succeeded"],
             other => other.split('.').collect(),
         };
         let value = match at(object, &path) {
             Some(Value::String(s)) => s.clone(),
             Some(Value::Bool(b)) => b.to_string(),
             Some(Value::Number(n)) => n.to_string(),
+            _ if *field == "status.successful" => "0".into(),
             _ if *field == "spec.unschedulable" || *field == "spec.hostNetwork" => "false".into(),
             _ => String::new(),
         };

@@ -266,6 +266,28 @@ pub static RESOURCES: &[Resource] = &[
         ..NONE
     },
     Resource {
+        group: "batch",
+        plural: "cronjobs",
+        singular: "cronjob",
+        kind: "CronJob",
+        short: &["cj"],
+        categories: &["all"],
+        subresources: &[Sub::Status],
+        generation: true,
+        ..NONE
+    },
+    Resource {
+        group: "batch",
+        plural: "jobs",
+        singular: "job",
+        kind: "Job",
+        categories: &["all"],
+        subresources: &[Sub::Status],
+        generation: true,
+        fields: &["status.successful"],
+        ..NONE
+    },
+    Resource {
         group: "coordination.k8s.io",
         plural: "leases",
         singular: "lease",
@@ -489,7 +511,7 @@ impl Resource {
     /// Whether the garbage collector looks after what its objects own.
     #[must_use]
     pub fn has_dependents(&self) -> bool {
-        matches!(self.kind, "Deployment" | "ReplicaSet")
+        matches!(self.kind, "Deployment" | "ReplicaSet" | "Job" | "CronJob")
     }
 
     /// Whether it has `sub`.

@@ -112,10 +112,7 @@ fn who(
     extensions: &hyper::http::Extensions,
 ) -> Result<auth::User, ApiError> {
     let authorization = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
-    let user = api.authenticate(
-        peer.certificate.as_deref().map(Vec::as_slice),
-        authorization,
-    )?;
+    let user = api.authenticate(peer.certificate.as_deref(), authorization)?;
     if let (Some(place), false) = (
         extensions.get::<Place>(),
         user.is_in("system:unauthenticated"),

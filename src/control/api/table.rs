@@ -5,9 +5,9 @@ use serde_json::{Value, json};
 use super::object::{at, list, text};
 use super::resources::Resource;
 
-type Column = (&'static str, &'static str, u8);
-const NAME: Column = ("Name", "string", 0);
-const AGE: Column = ("Age", "string", 0);
+pub(super) type Column = (&'static str, &'static str, u8);
+pub(super) const NAME: Column = ("Name", "string", 0);
+pub(super) const AGE: Column = ("Age", "string", 0);
 
 fn columns(kind: &str) -> &'static [Column] {
     match kind {
@@ -99,6 +99,7 @@ fn columns(kind: &str) -> &'static [Column] {
         other => super::storage::columns(other)
             .or_else(|| super::certificates::columns(other))
             .or_else(|| super::rbac::columns(other))
+            .or_else(|| super::batch::columns(other))
             .unwrap_or(&[NAME, ("Created At", "date", 0)]),
     }
 }
@@ -177,6 +178,8 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
     match kind {
         "Pod" => pod(object, &age, now),
         "Node" => node(object, &age),
+        "Job" => super::batch::cells(object, &age, now),
+        "CronJob" => super::batch::cron_cells(object, &age, now),
         "Deployment" => {
             let ready = format!(
                 "{}/{}",
@@ -362,7 +365,7 @@ fn pairs(map: Option<&Value>) -> String {
     }
 }
 
-fn workload(object: &Value) -> (Value, Value, Value) {
+pub(super) fn workload(object: &Value) -> (Value, Value, Value) {
     let containers = list(object, &["spec", "template", "spec", "containers"]);
     let join = |key: &str| {
         containers

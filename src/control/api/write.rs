@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::Api;
 use super::admit;
 use super::auth::{Ask, User};
+use super::batch;
 use super::certificates;
 use super::change;
 use super::defaults;
@@ -208,7 +209,8 @@ impl Api {
             return Err(ApiError::method_not_allowed());
         }
         fit_to_path(resource, namespace, &mut body)?;
-        let warnings = check_fields(resource, &mut body, options.strict)?;
+        let mut warnings = check_fields(resource, &mut body, options.strict)?;
+        warnings.extend(batch::warnings(resource.kind, &body));
         if !object::text(&body, &["metadata", "resourceVersion"])
             .unwrap_or_default()
             .is_empty()
@@ -317,6 +319,9 @@ impl Api {
         }
         if resource.has(Sub::Status) && resource.kind != "Node" {
             fresh.as_object_mut().map(|o| o.remove("status"));
+        }
+        if resource.kind == "Job" {
+            batch::generate_selector(fresh);
         }
         defaults::apply(resource.kind, fresh);
         match (resource.kind, namespace) {

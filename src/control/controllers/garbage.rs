@@ -1,10 +1,11 @@
 //! Garbage collection by owner references (control-plane spec, 5.8), for the kinds that have owners
-//! here: ReplicaSets and pods. Pods of nodes that are gone are `nodes`' business.
+//! here: ReplicaSets, jobs and pods. Pods of nodes that are gone are `nodes`' business.
 
 use std::collections::HashSet;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
+use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
@@ -67,6 +68,8 @@ pub(super) async fn run(client: Client, caches: Caches) {
     let mut changes = [
         caches.deployments.changes(),
         caches.replica_sets.changes(),
+        caches.jobs.changes(),
+        caches.cron_jobs.changes(),
         caches.pods.changes(),
     ];
     loop {
@@ -75,6 +78,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for set in caches.replica_sets.list() {
             act::<ReplicaSet>(&client, &caches, &set.metadata).await;
+        }
+        for job in caches.jobs.list() {
+            act::<Job>(&client, &caches, &job.metadata).await;
         }
         let pods = caches.pods.list();
         let owned = pods
@@ -87,6 +93,12 @@ pub(super) async fn run(client: Client, caches: Caches) {
         }
         for set in caches.replica_sets.list() {
             finish::<ReplicaSet>(&client, &caches, &set.metadata).await;
+        }
+        for job in caches.jobs.list() {
+            finish::<Job>(&client, &caches, &job.metadata).await;
+        }
+        for cron in caches.cron_jobs.list() {
+            finish::<CronJob>(&client, &caches, &cron.metadata).await;
         }
         any_change(&mut changes, Duration::from_secs(10)).await;
     }
@@ -110,6 +122,7 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
         .list()
         .iter()
         .for_each(|s| add(&s.metadata));
+    caches.jobs.list().iter().for_each(|j| add(&j.metadata));
     caches.pods.list().iter().for_each(|p| add(&p.metadata));
     counts
 }
@@ -133,6 +146,14 @@ where
                 .replica_sets
                 .get(namespace, &owner.name)
                 .map(|s| s.metadata.clone()),
+            "Job" => caches
+                .jobs
+                .get(namespace, &owner.name)
+                .map(|j| j.metadata.clone()),
+            "CronJob" => caches
+                .cron_jobs
+                .get(namespace, &owner.name)
+                .map(|c| c.metadata.clone()),
             // Other kinds (a mirror pod's Node, for one) are not collected here.
             _ => return Owner::Alive,
         };
@@ -183,6 +204,14 @@ async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
             "Deployment" => Api::<Deployment>::namespaced(client.clone(), namespace)
+                .get_opt(&owner.name)
+                .await
+                .map(|o| o.and_then(|o| o.metadata.uid)),
+            "Job" => Api::<Job>::namespaced(client.clone(), namespace)
+                .get_opt(&owner.name)
+                .await
+                .map(|o| o.and_then(|o| o.metadata.uid)),
+            "CronJob" => Api::<CronJob>::namespaced(client.clone(), namespace)
                 .get_opt(&owner.name)
                 .await
                 .map(|o| o.and_then(|o| o.metadata.uid)),

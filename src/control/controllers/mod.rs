@@ -1,4 +1,4 @@
-//! The controllers that `kubectl create deployment` needs: Deployment, ReplicaSet, garbage
+//! The controllers that `kubectl create deployment` and `kubectl create job` need: Deployment, ReplicaSet, Job, CronJob, garbage
 //! collection by owner references, namespaces, nodes that fall silent, and the expiry of events.
 //!
 //! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
@@ -7,8 +7,10 @@
 mod attach;
 mod binder;
 mod certificates;
+mod cronjob;
 mod deployment;
 mod garbage;
+mod job;
 mod namespace;
 mod nodes;
 mod replicaset;
@@ -23,6 +25,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
+use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::{
     ConfigMap, Namespace, Node, PersistentVolume, PersistentVolumeClaim, Pod, ServiceAccount,
 };
@@ -41,6 +44,20 @@ use crate::kubeapi::client::code;
 /// How long a controller waits for its own write to come back before it looks anew.
 const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Reasons of events that are warnings, beside those that begin or end with "Failed".
+const WARNINGS: [&str; 10] = [
+    "BackoffLimitExceeded",
+    "DeadlineExceeded",
+    "MaxFailedIndexesExceeded",
+    "MissSchedule",
+    "PodFailurePolicy",
+    "TooManyMissedTimes",
+    "TooManySucceededPods",
+    "UnexpectedJob",
+    "UnknownTimeZone",
+    "UnparseableSchedule",
+];
+
 /// What controllers and scheduler watch.
 #[derive(Clone)]
 pub struct Caches {
@@ -50,6 +67,8 @@ pub struct Caches {
     pub nodes: Cache<Node>,
     replica_sets: Cache<ReplicaSet>,
     deployments: Cache<Deployment>,
+    jobs: Cache<Job>,
+    cron_jobs: Cache<CronJob>,
     namespaces: Cache<Namespace>,
     accounts: Cache<ServiceAccount>,
     config_maps: Cache<ConfigMap>,
@@ -71,6 +90,8 @@ impl Caches {
             nodes: Cache::start(Api::all(client.clone()), config()),
             replica_sets: Cache::start(Api::all(client.clone()), config()),
             deployments: Cache::start(Api::all(client.clone()), config()),
+            jobs: Cache::start(Api::all(client.clone()), config()),
+            cron_jobs: Cache::start(Api::all(client.clone()), config()),
             namespaces: Cache::start(Api::all(client.clone()), config()),
             accounts: Cache::start(Api::all(client.clone()), config()),
             config_maps: Cache::start(
@@ -89,6 +110,8 @@ impl Caches {
             self.nodes.synced(),
             self.replica_sets.synced(),
             self.deployments.synced(),
+            self.jobs.synced(),
+            self.cron_jobs.synced(),
             self.namespaces.synced(),
             self.accounts.synced(),
             self.config_maps.synced(),
@@ -113,6 +136,8 @@ pub async fn run(
         certificates::run(client.clone(), sign),
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
+        job::run(client.clone(), caches.clone()),
+        cronjob::run(client.clone(), caches.clone()),
         garbage::run(client.clone(), caches.clone()),
         attach::run(client.clone(), caches.clone()),
         binder::run(client.clone(), caches.clone(), directories),
@@ -201,7 +226,8 @@ pub(super) async fn event<K>(
 ) where
     K: Resource,
 {
-    let warning = reason.starts_with("Failed") || reason.ends_with("Failed");
+    let warning =
+        reason.starts_with("Failed") || reason.ends_with("Failed") || WARNINGS.contains(&reason);
     let meta = about.meta();
     let namespace = meta.namespace.clone().unwrap_or_else(|| "default".into());
     let now = super::api::object::now();

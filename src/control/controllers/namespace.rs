@@ -124,7 +124,7 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
         })
     };
     // Workloads go before pods so that nothing is made anew, pods before what they use.
-    for plural in ["deployments", "replicasets", "pods"] {
+    for plural in ["deployments", "replicasets", "cronjobs", "jobs", "pods"] {
         if let Some(api) = api_of(plural) {
             for item in api
                 .list(&ListParams::default())

@@ -110,7 +110,10 @@ fn ready_since(pod: &Pod) -> Option<jiff::Timestamp> {
 }
 
 /// The order in which pods are given up: the first is the least missed.
-fn deletion_rank(pod: &Pod, now: jiff::Timestamp) -> (bool, u8, bool, i64, i64, i64, i64) {
+pub(super) fn deletion_rank(
+    pod: &Pod,
+    now: jiff::Timestamp,
+) -> (bool, u8, bool, i64, i64, i64, i64) {
     let assigned = pod
         .spec
         .as_ref()

@@ -1,5 +1,6 @@
 //! The addresses of a Node (kubelet spec, 12.3; kubelet's `nodestatus/setters.go`). Pure.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::NodeAddress;
@@ -120,6 +121,26 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
     Some(internal.chain([of("Hostname", sources.name)]).collect())
 }
 
+/// The names and addresses that a certificate of the node is for: host names, and addresses, each in order
+/// (pkg/kubelet/certificate/kubelet.go).
+#[must_use]
+pub fn served(reported: &[NodeAddress]) -> (Vec<String>, Vec<String>) {
+    let (mut names, mut ips) = (BTreeSet::new(), BTreeSet::new());
+    for NodeAddress { type_, address } in reported.iter().filter(|a| !a.address.is_empty()) {
+        let ip: Option<IpAddr> = address.parse().ok();
+        match (type_.as_str(), ip) {
+            ("Hostname" | "InternalIP" | "ExternalIP", Some(ip)) => {
+                ips.insert(ip.to_string());
+            }
+            ("Hostname", None) | ("InternalDNS" | "ExternalDNS", _) => {
+                names.insert(address.clone());
+            }
+            _ => {}
+        }
+    }
+    (names.into_iter().collect(), ips.into_iter().collect())
+}
+
 /// Where the addresses of the host of pods come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
@@ -197,6 +218,34 @@ pub fn is_one_or_dual_stack(ips: &[IpAddr]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_certificate_is_for_every_name_and_address() {
+        let of = |all: &[(&str, &str)]| {
+            let address = |(kind, address): &(&str, &str)| NodeAddress {
+                type_: (*kind).into(),
+                address: (*address).into(),
+            };
+            served(&all.iter().map(address).collect::<Vec<_>>())
+        };
+        let strings = |all: &[&str]| all.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
+        let all = [
+            ("InternalIP", "2001:db8::1"),
+            ("InternalIP", "192.0.2.1"),
+            ("ExternalIP", "198.51.100.1"),
+            ("ExternalIP", "192.0.2.1"),
+            ("Hostname", "n"),
+            ("InternalDNS", "n.internal"),
+            ("ExternalDNS", "n.example.org"),
+            ("InternalIP", "no address"),
+            ("Hostname", ""),
+        ];
+        let names = strings(&["n", "n.example.org", "n.internal"]);
+        let ips = strings(&["192.0.2.1", "198.51.100.1", "2001:db8::1"]);
+        assert_eq!(of(&all), (names, ips));
+        let name = [("Hostname", "192.0.2.7")];
+        assert_eq!(of(&name), (vec![], strings(&["192.0.2.7"])));
+    }
 
     #[test]
     fn a_cloud_controllers_addresses_are_left_alone() {

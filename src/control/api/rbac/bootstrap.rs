@@ -90,6 +90,9 @@ fn bindings() -> Vec<(&'static str, Value)> {
     ]
 }
 
+/// The kinds of batch/v1, with what they have below them.
+const JOBS: [&str; 4] = ["cronjobs", "cronjobs/status", "jobs", "jobs/status"];
+
 fn roles() -> Vec<(&'static str, Value)> {
     let kept = json!({AUTOUPDATE: "true"});
     let role = |name: &str, more: Value, rules: Value| {
@@ -147,7 +150,7 @@ fn roles() -> Vec<(&'static str, Value)> {
             "system:aggregate-to-view",
             to("view"),
             json!([
-            {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read},
+            {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": read},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": read}]),
         ),
         role(
@@ -156,13 +159,13 @@ fn roles() -> Vec<(&'static str, Value)> {
             json!([
             {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": ["secrets", "configmaps", "endpoints", "events", "persistentvolumeclaims", "pods", "serviceaccounts", "services"], "verbs": write},
             {"apiGroups": [""], "resources": ["pods/exec", "pods/attach", "pods/portforward", "pods/proxy", "pods/eviction", "serviceaccounts/token"], "verbs": ["create", "get"]},
-            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}]),
+            {"apiGroups": ["apps"], "resources": workloads, "verbs": write}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": write}]),
         ),
         role(
             "system:aggregate-to-admin",
             to("admin"),
             json!([
-            {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read},
+            {"apiGroups": [""], "resources": ["secrets"], "verbs": read}, {"apiGroups": [""], "resources": plain, "verbs": read}, {"apiGroups": ["apps"], "resources": workloads, "verbs": read}, {"apiGroups": ["batch"], "resources": JOBS, "verbs": read},
             {"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]}]),
         ),
         role(

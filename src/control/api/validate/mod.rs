@@ -1,5 +1,7 @@
 //! Validation of objects before they are stored (control-plane spec, 4.2 to 4.4).
 
+mod batch;
+mod job_status;
 mod pod;
 mod status;
 mod update;
@@ -15,7 +17,7 @@ use super::resources::Resource;
 use super::selector::Selector;
 
 const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
-const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
+pub(super) const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
 const LABEL_VALUE: &str = "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')";
 const KEY: &str = "a valid config key must consist of alphanumeric characters, '-', '_' or '.' (e.g. 'key.name',  or 'KEY_NAME',  or 'key-name', regex used for validation is '[-._a-zA-Z0-9]+')";
 
@@ -86,6 +88,8 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
             pod::gates(object, &mut errors);
         }
         "Deployment" | "ReplicaSet" => workload(resource, object, &mut errors),
+        "Job" => batch::job(object, &mut errors),
+        "CronJob" => batch::cron_job(object, &mut errors),
         "ConfigMap" | "Secret" => {
             for field in ["data", "binaryData"] {
                 for key in at(object, &[field])

@@ -30,6 +30,7 @@ pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
             }
         }
         "ReplicaSet" => counts(new, &mut errors),
+        "Job" => super::job_status::job(old, new, &mut errors),
         "Namespace" => {
             let wanted = if object::deleting(new) {
                 "Terminating"

@@ -24,6 +24,8 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
             ));
         }
         "Pod" => pod_update(old, new, &mut errors),
+        "Job" => super::batch::job_update(old, new, &mut errors),
+        "CronJob" => super::batch::cron_update(old, new, &mut errors),
         "ConfigMap" | "Secret" if old["immutable"] == true => {
             if new["immutable"] != true {
                 errors.push(FieldError::forbidden(

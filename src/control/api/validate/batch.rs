@@ -1,0 +1,640 @@
+//! The kinds of batch/v1 (pkg/apis/batch/validation/validation.go).
+
+use std::collections::{HashMap, HashSet};
+
+use serde_json::Value;
+
+use super::{Errors, is_label, is_qualified, is_subdomain, pod};
+use crate::control::api::batch::{self, NAME_LABELS, UID_LABELS};
+use crate::control::api::error::FieldError;
+use crate::control::api::object::{at, list, put, text};
+use crate::control::api::selector::Selector;
+use crate::core::indexes::Indexes;
+use crate::core::schedule::Schedule;
+
+const ACTIONS: [&str; 4] = ["Count", "FailIndex", "FailJob", "Ignore"];
+const OPERATORS: [&str; 2] = ["In", "NotIn"];
+const POLICIES: [&str; 3] = ["Allow", "Forbid", "Replace"];
+const STATUSES: [&str; 3] = ["False", "True", "Unknown"];
+/// What one list of rules, or of patterns of conditions, may have.
+const MOST_RULES: usize = 20;
+const MOST_EXIT_CODES: usize = 255;
+/// The most indexes of an indexed job at once, and that may fail.
+const MOST_INDEXES: i64 = 100_000;
+/// The same where there are more than [`MOST_INDEXES`] completions.
+const MOST_OF_MANY: i64 = 10_000;
+const LONGEST_MANAGER: usize = 63;
+const LONGEST_INDEXES: usize = 64 << 10;
+/// What a CronJob's name may have: its jobs' names are eleven longer.
+const LONGEST_CRON: usize = 52;
+const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
+
+/// An error about a field as a whole, whose value is not repeated.
+pub(super) fn about(field: impl Into<String>, detail: &str) -> FieldError {
+    FieldError {
+        reason: "FieldValueInvalid",
+        field: field.into(),
+        detail: format!("Invalid value: {detail}"),
+    }
+}
+
+fn too_many(field: &str, count: usize, most: usize) -> FieldError {
+    FieldError {
+        reason: "FieldValueTooMany",
+        field: field.into(),
+        detail: format!("Too many: {count}: must have at most {most} items"),
+    }
+}
+
+fn too_long(field: String, most: usize) -> FieldError {
+    FieldError {
+        reason: "FieldValueTooLong",
+        field,
+        detail: format!("Too long: may not be more than {most} bytes"),
+    }
+}
+
+fn number(object: &Value, key: &str) -> Option<i64> {
+    at(object, &[key]).and_then(Value::as_i64)
+}
+
+pub(super) fn not_negative(object: &Value, path: &str, keys: &[&str], errors: &mut Errors) {
+    for key in keys {
+        if number(object, key).is_some_and(|n| n < 0) {
+            let field = format!("{path}.{key}");
+            errors.push(FieldError::invalid(field, &object[*key], NOT_NEGATIVE));
+        }
+    }
+}
+
+fn indexed(spec: &Value) -> bool {
+    spec["completionMode"] == "Indexed"
+}
+
+/// A job.
+pub(super) fn job(job: &Value, errors: &mut Errors) {
+    let spec = &job["spec"];
+    generated(job, errors);
+    job_spec(spec, "spec", errors);
+    let labels = labels_of(spec);
+    match at(spec, &["selector"]) {
+        None => errors.push(FieldError::required("spec.selector", "")),
+        Some(selector) => {
+            if !Selector::of_object(selector).is_some_and(|s| s.matches_labels(&labels)) {
+                errors.push(FieldError::invalid(
+                    "spec.template.metadata.labels",
+                    &spec["template"]["metadata"]["labels"],
+                    "`selector` does not match template `labels`",
+                ));
+            }
+        }
+    }
+    if let Some(last) = number(spec, "completions").filter(|n| *n > 0 && indexed(spec)) {
+        let name = crate::control::api::object::name(job);
+        let host = format!("{name}-{}", last - 1);
+        if !is_label(&host) {
+            errors.push(FieldError::invalid(
+                "metadata.name",
+                &name.into(),
+                &format!("will not able to create pod with invalid DNS label: {host}"),
+            ));
+        }
+    }
+}
+
+fn labels_of(spec: &Value) -> std::collections::BTreeMap<String, String> {
+    let labels = at(spec, &["template", "metadata", "labels"]).and_then(Value::as_object);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let labels = labels.into_iter().flatten();
+    labels.map(|(k, v)| (k.clone(), text(v))).collect()
+}
+
+/// The generated selector, and the labels that pods get for it.
+fn generated(job: &Value, errors: &mut Errors) {
+    use crate::control::api::object::{name, uid};
+    let spec = &job["spec"];
+    if spec["manualSelector"] == true || at(spec, &["selector"]).is_none() {
+        return;
+    }
+    let labels = labels_of(spec);
+    let mut expected = std::collections::BTreeMap::new();
+    for (keys, value) in [(UID_LABELS, uid(job)), (NAME_LABELS, name(job))] {
+        for key in keys {
+            expected.insert(key.to_owned(), value.to_owned());
+            let field = format!("spec.template.metadata.labels[{key}]");
+            let must = format!("must be '{value}'");
+            match labels.get(key) {
+                None => errors.push(FieldError::required(field, &must)),
+                Some(is) if is != value => {
+                    let all = &spec["template"]["metadata"]["labels"];
+                    errors.push(FieldError::invalid(field, all, &must));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    let selector = Selector::of_object(&spec["selector"]);
+    if !selector.is_some_and(|s| s.matches_labels(&expected)) {
+        errors.push(FieldError::invalid(
+            "spec.selector",
+            &spec["selector"],
+            "`selector` not auto-generated",
+        ));
+    }
+}
+
+/// What jobs and the templates of jobs have in common.
+pub(super) fn job_spec(spec: &Value, path: &str, errors: &mut Errors) {
+    let counts = [
+        "parallelism",
+        "completions",
+        "activeDeadlineSeconds",
+        "backoffLimit",
+        "ttlSecondsAfterFinished",
+        "backoffLimitPerIndex",
+        "maxFailedIndexes",
+    ];
+    not_negative(spec, path, &counts, errors);
+    if number(spec, "maxFailedIndexes").is_some() && number(spec, "backoffLimitPerIndex").is_none()
+    {
+        errors.push(FieldError::required(
+            format!("{path}.backoffLimitPerIndex"),
+            "when maxFailedIndexes is specified",
+        ));
+    }
+    if let Some(manager) = text(spec, &["managedBy"]) {
+        managed_by(manager, &format!("{path}.managedBy"), errors);
+    }
+    match text(spec, &["completionMode"]).unwrap_or("NonIndexed") {
+        "Indexed" => indexed_spec(spec, path, errors),
+        mode => {
+            if mode != "NonIndexed" {
+                let (field, known) = (format!("{path}.completionMode"), ["NonIndexed", "Indexed"]);
+                errors.push(FieldError::unsupported(field, mode, &known));
+            } else {
+                for key in ["backoffLimitPerIndex", "maxFailedIndexes"] {
+                    if number(spec, key).is_some() {
+                        errors.push(FieldError::invalid(
+                            format!("{path}.{key}"),
+                            &spec[key],
+                            "requires indexed completion mode",
+                        ));
+                    }
+                }
+            }
+            if let Some(policy) = at(spec, &["successPolicy"]) {
+                let field = format!("{path}.successPolicy");
+                let why = "requires indexed completion mode";
+                errors.push(FieldError::invalid(field, policy, why));
+            }
+        }
+    }
+    if at(spec, &["podFailurePolicy"]).is_some() {
+        failure_policy(spec, &format!("{path}.podFailurePolicy.rules"), errors);
+    }
+    replacement(spec, &format!("{path}.podReplacementPolicy"), errors);
+    let template = &spec["template"]["spec"];
+    pod::spec(template, &format!("{path}.template.spec"), None, errors);
+    restart_policy(spec, &format!("{path}.template.spec.restartPolicy"), errors);
+}
+
+fn managed_by(manager: &str, field: &str, errors: &mut Errors) {
+    let is_path = |p: &str| {
+        let other = |c: char| c.is_ascii_alphanumeric() || "/-._~%!$&'()*+,;=:".contains(c);
+        !p.is_empty() && p.chars().all(other)
+    };
+    let fine = manager
+        .split_once('/')
+        .is_some_and(|(domain, path)| is_subdomain(domain) && is_path(path));
+    if !fine {
+        errors.push(FieldError::invalid(
+            field,
+            &manager.into(),
+            "must be a domain-prefixed path (such as \"acme.io/foo\")",
+        ));
+    }
+    if manager.len() > LONGEST_MANAGER {
+        errors.push(too_long(field.into(), LONGEST_MANAGER));
+    }
+}
+
+fn indexed_spec(spec: &Value, path: &str, errors: &mut Errors) {
+    let completions = number(spec, "completions");
+    let failed = number(spec, "maxFailedIndexes");
+    if completions.is_none() {
+        errors.push(FieldError::required(
+            format!("{path}.completions"),
+            "when completion mode is Indexed",
+        ));
+    }
+    let mut at_most = |key: &str, most: i64, why: &str| {
+        if number(spec, key).is_some_and(|n| n > most) {
+            errors.push(FieldError::invalid(
+                format!("{path}.{key}"),
+                &spec[key],
+                &format!("must be less than or equal to {why}"),
+            ));
+        }
+    };
+    let when = format!("{MOST_INDEXES} when completion mode is Indexed");
+    at_most("parallelism", MOST_INDEXES, &when);
+    at_most(
+        "maxFailedIndexes",
+        completions.unwrap_or(i64::MAX),
+        "completions",
+    );
+    at_most("maxFailedIndexes", MOST_INDEXES, &MOST_INDEXES.to_string());
+    if completions.is_some_and(|n| n > MOST_INDEXES)
+        && number(spec, "backoffLimitPerIndex").is_some()
+    {
+        let when = format!(
+            "{MOST_OF_MANY} when completions are above {MOST_INDEXES} and used with backoff limit per index"
+        );
+        at_most("parallelism", MOST_OF_MANY, &when);
+        at_most("maxFailedIndexes", MOST_OF_MANY, &when);
+        if failed.is_none() {
+            errors.push(FieldError::required(
+                format!("{path}.maxFailedIndexes"),
+                &format!("must be specified when completions is above {MOST_INDEXES}"),
+            ));
+        }
+    }
+    if at(spec, &["successPolicy"]).is_some() {
+        success_policy(spec, &format!("{path}.successPolicy.rules"), errors);
+    }
+}
+
+fn restart_policy(spec: &Value, field: &str, errors: &mut Errors) {
+    match text(spec, &["template", "spec", "restartPolicy"]).unwrap_or_default() {
+        "" | "Always" => errors.push(FieldError::required(
+            field,
+            "valid values: \"OnFailure\", \"Never\"",
+        )),
+        "OnFailure" if at(spec, &["podFailurePolicy"]).is_some() => {
+            errors.push(FieldError::invalid(
+                field,
+                &"OnFailure".into(),
+                "only \"Never\" is supported when podFailurePolicy is specified",
+            ));
+        }
+        // What is no policy at all is refused as in any pod.
+        _ => {}
+    }
+}
+
+fn replacement(spec: &Value, field: &str, errors: &mut Errors) {
+    let allowed: &[&str] = match at(spec, &["podFailurePolicy"]) {
+        Some(_) => &["Failed"],
+        None => &["Failed", "TerminatingOrFailed"],
+    };
+    if let Some(policy) = text(spec, &["podReplacementPolicy"]).filter(|p| !allowed.contains(p)) {
+        errors.push(FieldError::unsupported(field, policy, allowed));
+    }
+}
+
+/// A word of a list; none at all is required.
+fn word(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Errors) {
+    match value.unwrap_or_default() {
+        "" => {
+            let words = format!("{allowed:?}").replace(',', "");
+            let why = format!("valid values: {words}");
+            errors.push(FieldError::required(field, &why));
+        }
+        value if !allowed.contains(&value) => {
+            errors.push(FieldError::unsupported(field, value, allowed));
+        }
+        _ => {}
+    }
+}
+
+fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
+    let rules = list(spec, &["podFailurePolicy", "rules"]);
+    if rules.len() > MOST_RULES {
+        errors.push(too_many(path, rules.len(), MOST_RULES));
+    }
+    let containers: HashSet<&str> = ["containers", "initContainers"]
+        .iter()
+        .flat_map(|kind| list(spec, &["template", "spec", kind]))
+        .filter_map(|c| text(c, &["name"]))
+        .collect();
+    for (i, rule) in rules.iter().enumerate() {
+        let here = format!("{path}[{i}]");
+        let action = text(rule, &["action"]);
+        let field = format!("{here}.action");
+        if action == Some("FailIndex") && number(spec, "backoffLimitPerIndex").is_none() {
+            let why = "requires the backoffLimitPerIndex to be set";
+            errors.push(FieldError::invalid(field, &rule["action"], why));
+        } else {
+            word(action, field, &ACTIONS, errors);
+        }
+        let codes = at(rule, &["onExitCodes"]);
+        let conditions = list(rule, &["onPodConditions"]);
+        if let Some(codes) = codes {
+            exit_codes(codes, &format!("{here}.onExitCodes"), &containers, errors);
+        }
+        pod_conditions(conditions, &format!("{here}.onPodConditions"), errors);
+        match (codes.is_some(), conditions.is_empty()) {
+            (true, false) => errors.push(about(
+                here,
+                "specifying both OnExitCodes and OnPodConditions is not supported",
+            )),
+            (false, true) => errors.push(about(
+                here,
+                "specifying one of OnExitCodes and OnPodConditions is required",
+            )),
+            _ => {}
+        }
+    }
+}
+
+fn pod_conditions(patterns: &[Value], path: &str, errors: &mut Errors) {
+    if patterns.len() > MOST_RULES {
+        errors.push(too_many(path, patterns.len(), MOST_RULES));
+    }
+    for (i, pattern) in patterns.iter().enumerate() {
+        let kind = text(pattern, &["type"]).unwrap_or_default();
+        if !is_qualified(kind) {
+            let field = format!("{path}[{i}].type");
+            errors.push(FieldError::invalid(field, &kind.into(), super::QUALIFIED));
+        }
+        let status = text(pattern, &["status"]);
+        word(status, format!("{path}[{i}].status"), &STATUSES, errors);
+    }
+}
+
+fn exit_codes(codes: &Value, path: &str, containers: &HashSet<&str>, errors: &mut Errors) {
+    let operator = text(codes, &["operator"]);
+    word(operator, format!("{path}.operator"), &OPERATORS, errors);
+    if let Some(name) = text(codes, &["containerName"]).filter(|n| !containers.contains(n)) {
+        errors.push(FieldError::invalid(
+            format!("{path}.containerName"),
+            &name.into(),
+            "must be one of the container or initContainer names in the pod template",
+        ));
+    }
+    let field = format!("{path}.values");
+    let values = list(codes, &["values"]);
+    if values.is_empty() {
+        let why = "at least one value is required";
+        errors.push(FieldError::invalid(&field, &codes["values"], why));
+    } else if values.len() > MOST_EXIT_CODES {
+        errors.push(too_many(&field, values.len(), MOST_EXIT_CODES));
+    }
+    let numbers: Vec<i64> = values.iter().filter_map(Value::as_i64).collect();
+    let mut seen = HashSet::new();
+    for (i, code) in numbers.iter().enumerate() {
+        let here = format!("{field}[{i}]");
+        if *code == 0 && operator == Some("In") {
+            let why = "must not be 0 for the In operator";
+            errors.push(FieldError::invalid(&here, &0.into(), why));
+        }
+        if !seen.insert(code) {
+            errors.push(FieldError {
+                detail: format!("Duplicate value: {code}"),
+                ..FieldError::duplicate(here, "")
+            });
+        }
+    }
+    if !numbers.is_sorted() {
+        errors.push(FieldError::invalid(
+            field,
+            &codes["values"],
+            "must be ordered",
+        ));
+    }
+}
+
+fn success_policy(spec: &Value, path: &str, errors: &mut Errors) {
+    let rules = list(spec, &["successPolicy", "rules"]);
+    if rules.is_empty() {
+        let why = "at least one rules must be specified when the successPolicy is specified";
+        errors.push(FieldError::required(path, why));
+    }
+    if rules.len() > MOST_RULES {
+        errors.push(too_many(path, rules.len(), MOST_RULES));
+    }
+    let completions = number(spec, "completions").unwrap_or(0);
+    for (i, rule) in rules.iter().enumerate() {
+        success_rule(rule, &format!("{path}[{i}]"), completions, errors);
+    }
+}
+
+fn success_rule(rule: &Value, here: &str, completions: i64, errors: &mut Errors) {
+    let indexes = text(rule, &["succeededIndexes"]);
+    let count = number(rule, "succeededCount");
+    if indexes.is_none() && count.is_none() {
+        let why = "at least one of succeededCount or succeededIndexes must be specified";
+        errors.push(FieldError::required(here, why));
+    }
+    let mut total = None;
+    if let Some(indexes) = indexes {
+        let field = format!("{here}.succeededIndexes");
+        if indexes.len() > LONGEST_INDEXES {
+            errors.push(too_long(field.clone(), LONGEST_INDEXES));
+        }
+        let parsed = Indexes::parse(indexes, i32::try_from(completions).unwrap_or(i32::MAX));
+        total = Some(parsed.as_ref().map_or(0, |p| i64::from(p.total())));
+        if let Err(why) = parsed {
+            let why = format!("error parsing succeededIndexes: {why}");
+            errors.push(FieldError::invalid(field, &indexes.into(), &why));
+        }
+    }
+    not_negative(rule, here, &["succeededCount"], errors);
+    let limits = [
+        (Some(completions), "the number of specified completions"),
+        (
+            total,
+            "the number of indexes in the specified succeededIndexes field",
+        ),
+    ];
+    for (limit, what) in limits {
+        if let (Some(count), Some(limit)) = (count, limit)
+            && count > limit
+        {
+            errors.push(FieldError::invalid(
+                format!("{here}.succeededCount"),
+                &count.into(),
+                &format!("must be less than or equal to {limit} ({what})"),
+            ));
+        }
+    }
+}
+
+/// A CronJob, but for what only a new one, or a change, has to keep.
+pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
+    let spec = &cron["spec"];
+    match text(spec, &["schedule"]).unwrap_or_default() {
+        "" => errors.push(FieldError::required("spec.schedule", "")),
+        schedule if schedule.contains("TZ") => errors.push(FieldError::invalid(
+            "spec.schedule",
+            &schedule.into(),
+            "cannot use TZ or CRON_TZ in schedule, use timeZone field instead",
+        )),
+        schedule => {
+            if let Err(why) = Schedule::parse(schedule) {
+                errors.push(FieldError::invalid("spec.schedule", &schedule.into(), &why));
+            }
+        }
+    }
+    let counts = [
+        "startingDeadlineSeconds",
+        "successfulJobsHistoryLimit",
+        "failedJobsHistoryLimit",
+    ];
+    not_negative(spec, "spec", &counts, errors);
+    let policy = text(spec, &["concurrencyPolicy"]);
+    if let Some(policy) = policy.filter(|p| !POLICIES.contains(p)) {
+        errors.push(FieldError::unsupported(
+            "spec.concurrencyPolicy",
+            policy,
+            &POLICIES,
+        ));
+    }
+    let template = &spec["jobTemplate"]["spec"];
+    let path = "spec.jobTemplate.spec";
+    job_spec(template, path, errors);
+    if let Some(selector) = at(template, &["selector"]) {
+        let why = "`selector` will be auto-generated";
+        errors.push(FieldError::invalid(
+            format!("{path}.selector"),
+            selector,
+            why,
+        ));
+    }
+    if template["manualSelector"] == true {
+        let field = format!("{path}.manualSelector");
+        errors.push(FieldError::unsupported(field, "true", &["nil", "false"]));
+    }
+    // An older one with another name or zone can still be changed.
+    if at(cron, &["metadata", "resourceVersion"]).is_none() {
+        let name = crate::control::api::object::name(cron);
+        if name.len() > LONGEST_CRON {
+            let why = format!("must be no more than {LONGEST_CRON} characters");
+            errors.push(FieldError::invalid("metadata.name", &name.into(), &why));
+        }
+        time_zone(spec, errors);
+    }
+}
+
+/// The zone of a schedule: one of the tz database, by its name.
+fn time_zone(spec: &Value, errors: &mut Errors) {
+    let Some(zone) = text(spec, &["timeZone"]) else {
+        return;
+    };
+    let part = |part: &str| {
+        let other = |c: char| c.is_ascii_alphanumeric() || ".-_+".contains(c);
+        !matches!(part, "" | "." | "..")
+            && part.len() <= 14
+            && !part.starts_with('-')
+            && part.chars().all(other)
+    };
+    let why = if zone.is_empty() {
+        "timeZone must be nil or non-empty string".to_owned()
+    } else if zone.eq_ignore_ascii_case("local") {
+        "timeZone must be an explicit time zone as defined in https://www.iana.org/time-zones"
+            .into()
+    } else if !zone.split('/').all(part) || jiff::tz::TimeZone::get(zone).is_err() {
+        format!("unknown time zone {zone}")
+    } else {
+        return;
+    };
+    errors.push(FieldError::invalid("spec.timeZone", &zone.into(), &why));
+}
+
+/// What an update of a CronJob has to keep beside what it is.
+pub(super) fn cron_update(old: &Value, new: &Value, errors: &mut Errors) {
+    if text(&old["spec"], &["timeZone"]) != text(&new["spec"], &["timeZone"]) {
+        time_zone(&new["spec"], errors);
+    }
+}
+
+/// What an update of a job may change.
+pub(super) fn job_update(old: &Value, new: &Value, errors: &mut Errors) {
+    let (before, after) = (&old["spec"], &new["spec"]);
+    let mut fixed = |key: &str| {
+        if at(before, &[key]) != at(after, &[key]) {
+            let field = format!("spec.{key}");
+            errors.push(FieldError::invalid(
+                field,
+                &after[key],
+                "field is immutable",
+            ));
+        }
+    };
+    for key in [
+        "selector",
+        "completionMode",
+        "podFailurePolicy",
+        "backoffLimitPerIndex",
+        "managedBy",
+        "successPolicy",
+    ] {
+        fixed(key);
+    }
+    if !indexed(after) {
+        fixed("completions");
+    } else if let Some(completions) = at(after, &["completions"])
+        && at(before, &["completions"]) != Some(completions)
+        && Some(completions) != at(after, &["parallelism"])
+    {
+        let why = "can only be modified in tandem with spec.parallelism";
+        errors.push(FieldError::invalid("spec.completions", completions, why));
+    }
+    if comparable(old, &after["template"]) != after["template"] {
+        errors.push(FieldError::invalid(
+            "spec.template",
+            &after["template"],
+            "field is immutable",
+        ));
+    }
+}
+
+/// The template of a job with what may change taken from the new one: where its pods run and what they ask for, while the
+/// job is suspended and has no pods.
+fn comparable(old: &Value, new: &Value) -> Value {
+    let mut template = old["spec"]["template"].clone();
+    let started = at(old, &["status", "startTime"]).is_some();
+    let idle = old["status"]["active"].as_i64().unwrap_or(0) == 0
+        && (!started || batch::has_condition(old, "Suspended"));
+    if old["spec"]["suspend"] != true || !idle {
+        return template;
+    }
+    for key in ["labels", "annotations"] {
+        put(&mut template["metadata"], key, at(new, &["metadata", key]));
+    }
+    for key in ["nodeSelector", "tolerations", "schedulingGates"] {
+        put(&mut template["spec"], key, at(new, &["spec", key]));
+    }
+    node_affinity(&mut template["spec"], &new["spec"]);
+    for kind in ["containers", "initContainers"] {
+        let sizes: HashMap<&str, &Value> = list(new, &["spec", kind])
+            .iter()
+            .filter_map(|c| Some((text(c, &["name"])?, &c["resources"])))
+            .collect();
+        let containers = template["spec"].get_mut(kind).and_then(Value::as_array_mut);
+        for container in containers.into_iter().flatten() {
+            if let Some(resources) = text(container, &["name"]).and_then(|n| sizes.get(n)) {
+                let resources = (!resources.is_null()).then_some(*resources);
+                put(container, "resources", resources);
+            }
+        }
+    }
+    template
+}
+
+/// Takes over the affinity to nodes; what else a pod has of affinity stays.
+fn node_affinity(into: &mut Value, new: &Value) {
+    let wanted = at(new, &["affinity", "nodeAffinity"]);
+    let there = at(new, &["affinity"]).is_some();
+    if at(into, &["affinity"]).is_none() {
+        if !there {
+            return;
+        }
+        into["affinity"] = serde_json::json!({});
+    }
+    put(&mut into["affinity"], "nodeAffinity", wanted);
+    let rest = into["affinity"].as_object();
+    if !there && rest.is_none_or(serde_json::Map::is_empty) {
+        put(into, "affinity", None);
+    }
+}

@@ -1,0 +1,210 @@
+//! CronJobs: a job whenever its time has come. What is to be done is decided in `decide`; here it is done.
+
+mod decide;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use k8s_openapi::api::batch::v1::{CronJob, Job};
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::api::{DeleteParams, PostParams};
+use kube::{Api, Client, ResourceExt as _};
+
+use super::{Caches, Pending, any_change, controller_of, event};
+use crate::kubeapi::cache::{Key, key, revision};
+use crate::kubeapi::client::code;
+use decide::{Plan, Seen, decide};
+
+const COMPONENT: &str = "cronjob-controller";
+/// How long nothing is looked at while nothing changes.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// What was written and has not been seen yet. CronJobs and jobs are kept apart as they may have one name.
+#[derive(Default)]
+struct Written {
+    crons: Pending,
+    jobs: Pending,
+}
+
+pub(super) async fn run(client: Client, caches: Caches) {
+    let mut changes = [caches.cron_jobs.changes(), caches.jobs.changes()];
+    let written = Written::default();
+    loop {
+        for receiver in &mut changes {
+            receiver.mark_unchanged();
+        }
+        let jobs = caches.jobs.list();
+        let crons = caches.cron_jobs.list();
+        let work = crons
+            .iter()
+            .map(|cron| turn(&client, &caches, &written, cron, &jobs));
+        let waits = futures::future::join_all(work).await;
+        let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
+        any_change(&mut changes, most).await;
+    }
+}
+
+/// Looks at one CronJob. Returns when to look again at the latest.
+async fn turn(
+    client: &Client,
+    caches: &Caches,
+    written: &Written,
+    cron: &CronJob,
+    jobs: &[Arc<Job>],
+) -> Option<Duration> {
+    let uid = cron.uid().unwrap_or_default();
+    let of_cron = |(namespace, name): &Key| {
+        let cron = caches.cron_jobs.get(namespace, name);
+        cron.map(|c| revision(&*c))
+    };
+    let of_job = |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
+    if !written.crons.settled(&uid, of_cron) || !written.jobs.settled(&uid, of_job) {
+        return Some(Duration::from_secs(1));
+    }
+    let own = jobs.iter().filter(|job| {
+        job.metadata.namespace == cron.metadata.namespace && controller_of(&***job) == Some(&*uid)
+    });
+    let seen = Seen {
+        cron,
+        jobs: own.map(|j| &**j).collect(),
+        zone: zone(cron),
+        now: Timestamp::now(),
+    };
+    let plan = decide(&seen);
+    match carry_out(client, written, cron, plan).await {
+        Ok(wake) => wake,
+        Err(error) => {
+            tracing::debug!(%error, name = cron.name_any(), "a CronJob could not be reconciled; it is tried again");
+            Some(Duration::from_secs(1))
+        }
+    }
+}
+
+/// The zone of a CronJob; without one, this machine's.
+fn zone(cron: &CronJob) -> Result<TimeZone, String> {
+    let name = cron.spec.time_zone.as_deref();
+    name.map_or_else(
+        || Ok(TimeZone::system()),
+        |name| TimeZone::get(name).map_err(|e| e.to_string()),
+    )
+}
+
+async fn carry_out(
+    client: &Client,
+    written: &Written,
+    cron: &CronJob,
+    mut plan: Plan,
+) -> Result<Option<Duration>, kube::Error> {
+    let (namespace, _) = key(cron);
+    let uid = cron.uid().unwrap_or_default();
+    let api: Api<Job> = Api::namespaced(client.clone(), &namespace);
+    for (reason, message) in std::mem::take(&mut plan.events) {
+        tell(client, cron, reason, message).await;
+    }
+    for name in &plan.replace {
+        delete(client, &api, written, cron, name).await?;
+    }
+    let mut failure = None;
+    if let Some((time, job)) = plan.start.take() {
+        match create(client, &api, cron, &job).await {
+            Ok(Some(job)) => {
+                written.jobs.wrote(&uid, &job);
+                let active = plan.status.active.get_or_insert_default();
+                if active.iter().all(|a| a.uid != job.metadata.uid) {
+                    active.push(reference(&job));
+                }
+                plan.status.last_schedule_time = Some(Time(time));
+            }
+            Ok(None) => {}
+            Err(error) => failure = Some(error),
+        }
+    }
+    for name in &plan.clean {
+        delete(client, &api, written, cron, name).await?;
+    }
+    if cron.status.as_ref().unwrap_or(&Default::default()) != &plan.status {
+        let mut new = cron.clone();
+        new.status = Some(plan.status);
+        let crons: Api<CronJob> = Api::namespaced(client.clone(), &namespace);
+        let parameters = PostParams::default();
+        let name = cron.name_any();
+        let cron = crons.replace_status(&name, &parameters, &new).await?;
+        written.crons.wrote(&uid, &cron);
+    }
+    failure.map_or(Ok(plan.wake), Err)
+}
+
+/// Creates a job. `None` if there is one of this name that is not the CronJob's; its own is found again where its creation
+/// was not noted.
+async fn create(
+    client: &Client,
+    api: &Api<Job>,
+    cron: &CronJob,
+    job: &Job,
+) -> Result<Option<Job>, kube::Error> {
+    match api.create(&PostParams::default(), job).await {
+        Ok(job) => {
+            let message = format!("Created job {}", job.name_any());
+            tell(client, cron, "SuccessfulCreate", message).await;
+            Ok(Some(job))
+        }
+        Err(error) if code(&error) == Some(409) => {
+            let found = api.get_opt(&job.name_any()).await?;
+            Ok(found.filter(|found| controller_of(found) == cron.metadata.uid.as_deref()))
+        }
+        Err(error) => {
+            let message = format!("Error creating job: {error}");
+            tell(client, cron, "FailedCreate", message).await;
+            Err(error)
+        }
+    }
+}
+
+/// Deletes a job and what it owns.
+async fn delete(
+    client: &Client,
+    api: &Api<Job>,
+    written: &Written,
+    cron: &CronJob,
+    name: &str,
+) -> Result<(), kube::Error> {
+    match api.delete(name, &DeleteParams::background()).await {
+        Ok(deleted) => {
+            let uid = cron.uid().unwrap_or_default();
+            if let Some(job) = deleted.left() {
+                written.jobs.deleted(&uid, &job);
+            }
+            let message = format!("Deleted job {name}");
+            tell(client, cron, "SuccessfulDelete", message).await;
+            Ok(())
+        }
+        Err(error) if code(&error) == Some(404) => Ok(()),
+        Err(error) => {
+            let message = format!("Deleted job: {error}");
+            tell(client, cron, "FailedDelete", message).await;
+            Err(error)
+        }
+    }
+}
+
+fn reference(job: &Job) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("batch/v1".into()),
+        kind: Some("Job".into()),
+        name: job.metadata.name.clone(),
+        namespace: job.metadata.namespace.clone(),
+        uid: job.metadata.uid.clone(),
+        resource_version: job.metadata.resource_version.clone(),
+        ..ObjectReference::default()
+    }
+}
+
+async fn tell(client: &Client, cron: &CronJob, reason: &str, message: String) {
+    event(
+        client, cron, "CronJob", "batch/v1", COMPONENT, reason, message,
+    )
+    .await;
+}

@@ -1,0 +1,696 @@
+//! What is to be done for a job: a pure function of the job, its pods and the time (KEP-2307, 2214, 3850, 3939, 3998;
+//! pkg/controller/job/job_controller.go).
+//!
+//! The end of a pod is counted in two turns, so that none is lost or counted twice: first the status names the pod as
+//! ended and not yet counted, then its finalizer goes, and when it has, the pod is moved to the counts. The end of a job
+//! is told in two turns as well: SuccessCriteriaMet or FailureTarget first, Complete or Failed when no pod is left.
+
+use std::collections::{BTreeMap, HashSet};
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::batch::v1::{Job, JobCondition, JobSpec, JobStatus, UncountedTerminatedPods};
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::ResourceExt as _;
+
+use super::super::replicaset::deletion_rank;
+use super::backoff::{self, Backoff};
+use super::pods::{self, New};
+use super::policy::{self, Verdict, verdict};
+use crate::core::indexes::Indexes;
+
+/// The most pods that are created, or deleted, in one turn.
+const MOST_AT_ONCE: usize = 500;
+/// The most pods that a status names as not yet counted.
+const MOST_UNCOUNTED: usize = 500;
+
+/// What is known.
+pub(super) struct Seen<'a> {
+    pub job: &'a Job,
+    /// The pods that the job controls.
+    pub pods: Vec<&'a Pod>,
+    /// The failures so far.
+    pub backoff: Backoff,
+    /// The time, in whole seconds as the API has it.
+    pub now: Timestamp,
+}
+
+/// A pod that is to be deleted.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Surplus {
+    pub name: String,
+    /// Whether its finalizer goes first, as its end is not counted.
+    pub forgotten: bool,
+}
+
+/// What is to be done, in this order.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Plan {
+    pub create: Vec<New>,
+    pub delete: Vec<Surplus>,
+    /// The status as it is once all pods were created and deleted.
+    pub status: JobStatus,
+    /// The names of the pods whose finalizer goes when the status is written.
+    pub release: Vec<String>,
+    /// Reasons and messages, told when the status is written.
+    pub events: Vec<(String, String)>,
+    /// The failures, once the status is written.
+    pub backoff: Backoff,
+    /// When to look again though nothing changes.
+    pub wake: Option<Duration>,
+}
+
+/// Why a job ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct End {
+    succeeded: bool,
+    reason: String,
+    message: String,
+}
+
+impl End {
+    fn failure(reason: &str, message: &str) -> Option<End> {
+        Some(End {
+            succeeded: false,
+            reason: reason.into(),
+            message: message.into(),
+        })
+    }
+}
+
+/// A job in this turn.
+struct Turn<'a> {
+    seen: &'a Seen<'a>,
+    spec: &'a JobSpec,
+    /// The status before this turn.
+    before: &'a JobStatus,
+    suspended: bool,
+    active: Vec<&'a Pod>,
+    /// Pods named in the status as ended and not yet counted, by uid.
+    uncounted: UncountedTerminatedPods,
+    /// How many have succeeded and failed, with those that no status names yet.
+    succeeded: i32,
+    failed: i32,
+    /// The indexes that have succeeded, of an indexed job.
+    indexes: Option<Indexes>,
+    /// The indexes that have failed, where there is a limit for each.
+    failed_indexes: Option<Indexes>,
+    /// Failed pods that stay until their replacement knows how many have failed, by index.
+    awaiting: BTreeMap<i32, &'a Pod>,
+}
+
+fn count<T>(list: &[T]) -> i32 {
+    i32::try_from(list.len()).unwrap_or(i32::MAX)
+}
+
+/// Whether a condition is true.
+fn condition<'a>(status: &'a JobStatus, kind: &str) -> Option<&'a JobCondition> {
+    let mut conditions = status.conditions.iter().flatten();
+    conditions.find(|c| c.type_ == kind && c.status == "True")
+}
+
+/// As what a job ended for good, Complete or Failed, and when.
+pub(in crate::control::controllers) fn ended_with(job: &Job) -> Option<(&str, Timestamp)> {
+    let status = job.status.as_ref()?;
+    let end = condition(status, "Complete").or_else(|| condition(status, "Failed"))?;
+    let since = end.last_transition_time.as_ref();
+    Some((&end.type_, since.map_or(Timestamp::UNIX_EPOCH, |t| t.0)))
+}
+
+/// When a job ended for good.
+pub(super) fn finished(job: &Job) -> Option<Timestamp> {
+    ended_with(job).map(|(_, when)| when)
+}
+
+/// How long until a job that has ended is deleted (KEP-592).
+pub(super) fn expires(job: &Job, now: Timestamp) -> Option<Duration> {
+    let ttl = job.spec.as_ref()?.ttl_seconds_after_finished?;
+    let end = finished(job)?;
+    if job.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let left = SignedDuration::from_secs(ttl.into()) - now.duration_since(end);
+    Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
+}
+
+/// Decides. A job without a spec, or one that has ended, is left as it is.
+pub(super) fn decide(seen: &Seen<'_>) -> Plan {
+    let before = seen.job.status.clone().unwrap_or_default();
+    let mut plan = Plan {
+        status: before.clone(),
+        backoff: seen.backoff,
+        ..Plan::default()
+    };
+    let Some(spec) = seen
+        .job
+        .spec
+        .as_ref()
+        .filter(|_| finished(seen.job).is_none())
+    else {
+        return plan;
+    };
+    let mut turn = Turn::new(seen, spec, &before);
+    plan.backoff = turn.count_new();
+    if plan.status.start_time.is_none() && !turn.suspended {
+        plan.status.start_time = Some(Time(seen.now));
+    }
+    turn.count_indexes();
+    let mut end = turn.end();
+    let mut active = turn.active.clone();
+    if end.is_some() {
+        plan.delete = active
+            .drain(..)
+            .map(|pod| Surplus {
+                name: pod.name_any(),
+                forgotten: false,
+            })
+            .collect();
+    } else {
+        plan.wake = turn.deadline();
+        let managed = seen.job.metadata.deletion_timestamp.is_none();
+        if managed {
+            turn.manage(&mut plan, &mut active);
+        }
+        let running = active.len() + plan.create.len();
+        if turn.reached(running) {
+            end = Some(End {
+                succeeded: true,
+                reason: "CompletionsReached".into(),
+                message: "Reached expected number of succeeded pods".into(),
+            });
+        } else if managed {
+            turn.suspension(&mut plan);
+        }
+    }
+    turn.counts(&mut plan, &active);
+    turn.track(&mut plan, end.as_ref());
+    if let Some(end) = end {
+        turn.conclude(&mut plan, end);
+    }
+    plan
+}
+
+impl<'a> Turn<'a> {
+    fn new(seen: &'a Seen<'a>, spec: &'a JobSpec, before: &'a JobStatus) -> Turn<'a> {
+        let active = |p: &&Pod| !pods::ended(p) && !pods::deleting(p);
+        Turn {
+            seen,
+            spec,
+            before,
+            suspended: spec.suspend == Some(true),
+            active: seen.pods.iter().copied().filter(active).collect(),
+            uncounted: before.uncounted_terminated_pods.clone().unwrap_or_default(),
+            succeeded: 0,
+            failed: 0,
+            indexes: None,
+            failed_indexes: None,
+            awaiting: BTreeMap::new(),
+        }
+    }
+
+    fn indexed(&self) -> bool {
+        self.spec.completion_mode.as_deref() == Some("Indexed")
+    }
+
+    /// The pods whose end is not counted yet; of an indexed job, those of its indexes.
+    fn tracked(&self) -> impl Iterator<Item = &'a Pod> {
+        let (spec, indexed) = (self.spec, self.indexed());
+        let pods = self.seen.pods.iter().copied();
+        pods.filter(move |p| pods::tracked(p) && (!indexed || pods::index(spec, p).is_some()))
+    }
+
+    /// Counts what has succeeded and failed. Returns the failures with those that are new.
+    fn count_new(&mut self) -> Backoff {
+        let new = |named: &Option<Vec<String>>, ended: &dyn Fn(&Pod) -> bool| -> Vec<&'a Pod> {
+            let named: HashSet<&str> = named.iter().flatten().map(String::as_str).collect();
+            let new = |p: &&Pod| !named.contains(uid(p)) && ended(p);
+            self.tracked().filter(new).collect()
+        };
+        let succeeded = new(&self.uncounted.succeeded, &|p| {
+            pods::phase(p) == "Succeeded"
+        });
+        let failed = new(&self.uncounted.failed, &|p| pods::failed(self.spec, p));
+        let counted: Vec<_> = failed
+            .iter()
+            .filter(|p| verdict(self.spec, p).counts())
+            .collect();
+        let named = |list: &Option<Vec<String>>| list.as_deref().map_or(0, count);
+        let (before, uncounted) = (self.before, &self.uncounted);
+        let of = |was: Option<i32>, new: i32, named: i32| {
+            was.unwrap_or(0).saturating_add(new).saturating_add(named)
+        };
+        let (done, lost) = (
+            of(
+                before.succeeded,
+                count(&succeeded),
+                named(&uncounted.succeeded),
+            ),
+            of(before.failed, count(&counted), named(&uncounted.failed)),
+        );
+        (self.succeeded, self.failed) = (done, lost);
+        self.seen.backoff.with(&succeeded, &failed)
+    }
+
+    fn count_indexes(&mut self) {
+        if !self.indexed() {
+            return;
+        }
+        let spec = self.spec;
+        let completions = spec.completions.unwrap_or(0);
+        let read =
+            |text: &Option<String>| Indexes::read(text.as_deref().unwrap_or_default(), completions);
+        let mut indexes = read(&self.before.completed_indexes);
+        let mut lost = read(&self.before.failed_indexes);
+        for pod in self.tracked() {
+            let Some(index) = pods::index(spec, pod) else {
+                continue;
+            };
+            if pods::phase(pod) == "Succeeded" {
+                indexes.insert(index);
+            }
+            if spec.backoff_limit_per_index.is_some() && pods::fails_index(spec, pod) {
+                lost.insert(index);
+            }
+        }
+        self.succeeded = indexes.total();
+        self.indexes = Some(indexes);
+        if spec.backoff_limit_per_index.is_some() {
+            self.failed_indexes = Some(lost);
+            self.await_replacements();
+        }
+    }
+
+    /// A failed pod keeps its finalizer until the next pod of its index has been told how many have failed.
+    fn await_replacements(&mut self) {
+        let spec = self.spec;
+        let mut settled = self.indexes.clone().unwrap_or_default();
+        if let Some(lost) = &self.failed_indexes {
+            settled.extend(lost);
+        }
+        let active = self.active.iter();
+        active
+            .filter_map(|p| pods::index(spec, p))
+            .for_each(|index| settled.insert(index));
+        let rank = |pod: &Pod| {
+            let (failed, ignored) = pods::failures_before(pod);
+            (failed.saturating_add(ignored), backoff::finished(pod))
+        };
+        let mut awaiting: BTreeMap<i32, &Pod> = BTreeMap::new();
+        for pod in self.tracked().filter(|p| pods::failed(spec, p)) {
+            let Some(index) = pods::index(spec, pod).filter(|i| !settled.contains(*i)) else {
+                continue;
+            };
+            let last = awaiting.entry(index).or_insert(pod);
+            if rank(pod) >= rank(last) {
+                *last = pod;
+            }
+        }
+        self.awaiting = awaiting;
+    }
+
+    /// Whether the job ends, by what the status says already, by its failures, or by what its policy calls a success.
+    fn end(&self) -> Option<End> {
+        for (kind, succeeded) in [("SuccessCriteriaMet", true), ("FailureTarget", false)] {
+            if let Some(noted) = condition(self.before, kind) {
+                return Some(End {
+                    succeeded,
+                    reason: noted.reason.clone().unwrap_or_default(),
+                    message: noted.message.clone().unwrap_or_default(),
+                });
+            }
+        }
+        let spec = self.spec;
+        let failed = self.seen.pods.iter().filter(|p| pods::failed(spec, p));
+        let verdicts = failed.map(|p| verdict(spec, p));
+        for verdict in verdicts {
+            if let Verdict::FailJob(why) = verdict {
+                return End::failure("PodFailurePolicy", &why);
+            }
+        }
+        if self.failed > spec.backoff_limit.unwrap_or(6) || self.restarted_too_often() {
+            return End::failure(
+                "BackoffLimitExceeded",
+                "Job has reached the specified backoff limit",
+            );
+        }
+        if self.deadline().is_some_and(|left| left.is_zero()) {
+            return End::failure(
+                "DeadlineExceeded",
+                "Job was active longer than specified deadline",
+            );
+        }
+        let indexes = self.indexes.as_ref()?;
+        if let Some(lost) = self.failed_indexes.as_ref().map(Indexes::total) {
+            if spec.max_failed_indexes.is_some_and(|most| lost > most) {
+                return End::failure(
+                    "MaxFailedIndexesExceeded",
+                    "Job has exceeded the specified maximal number of failed indexes",
+                );
+            }
+            if lost > 0 && lost + indexes.total() >= spec.completions.unwrap_or(0) {
+                return End::failure("FailedIndexes", "Job has failed indexes");
+            }
+        }
+        policy::enough(spec, indexes).map(|message| End {
+            succeeded: true,
+            reason: "SuccessPolicy".into(),
+            message,
+        })
+    }
+
+    /// Containers that are started again in their pods count as well, where the pods start them again.
+    fn restarted_too_often(&self) -> bool {
+        let template = self.spec.template.spec.as_ref();
+        if template.and_then(|s| s.restart_policy.as_deref()) != Some("OnFailure") {
+            return false;
+        }
+        let running = self.seen.pods.iter().filter(|p| !pods::ended(p));
+        let statuses = running.filter_map(|p| p.status.as_ref());
+        let containers = statuses.flat_map(|s| {
+            let first = s.init_container_statuses.iter().flatten();
+            first.chain(s.container_statuses.iter().flatten())
+        });
+        let restarts = containers.map(|c| c.restart_count).sum::<i32>();
+        restarts >= self.spec.backoff_limit.unwrap_or(6).max(1)
+    }
+
+    /// How long the job may still be active.
+    fn deadline(&self) -> Option<Duration> {
+        let seconds = self.spec.active_deadline_seconds?;
+        let start = self
+            .before
+            .start_time
+            .as_ref()
+            .map_or(self.seen.now, |t| t.0);
+        if self.suspended {
+            return None;
+        }
+        let left = SignedDuration::from_secs(seconds) - self.seen.now.duration_since(start);
+        Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
+    }
+
+    /// Whether as many pods have succeeded as are wanted, and none is running.
+    fn reached(&self, running: usize) -> bool {
+        let wanted = self.spec.completions.unwrap_or(1);
+        self.succeeded >= wanted && running == 0
+    }
+
+    /// Makes the number of active pods what it should be: deletes, or creates, never both.
+    fn manage(&self, plan: &mut Plan, active: &mut Vec<&'a Pod>) {
+        let have = count(active);
+        let parallel = self.spec.parallelism.unwrap_or(1);
+        let wanted = match self.spec.completions {
+            _ if self.suspended => 0,
+            None if self.succeeded > 0 => have,
+            None => parallel,
+            Some(completions) => (completions - self.succeeded).min(parallel).max(0),
+        };
+        let surplus = self.surplus(active, usize::try_from(have - wanted).unwrap_or(0));
+        if !surplus.is_empty() || self.suspended {
+            active.retain(|pod| !surplus.iter().any(|s| uid(s) == uid(pod)));
+            plan.delete = surplus
+                .iter()
+                .map(|pod| Surplus {
+                    name: pod.name_any(),
+                    forgotten: true,
+                })
+                .collect();
+            return;
+        }
+        let mut missing = wanted - have;
+        if pods::replaces_ended_only(self.spec) {
+            missing -= self.terminating();
+        }
+        let missing = usize::try_from(missing).unwrap_or(0).min(MOST_AT_ONCE);
+        if missing > 0 {
+            let (create, wait) = self.create(missing, plan.backoff);
+            plan.create = create;
+            plan.wake = plan.wake.into_iter().chain(wait).min();
+        }
+    }
+
+    fn terminating(&self) -> i32 {
+        let pods = self.seen.pods.iter();
+        let terminating = pods.filter(|p| pods::deleting(p) && !pods::ended(p));
+        i32::try_from(terminating.count()).unwrap_or(i32::MAX)
+    }
+
+    /// The pods that are too many: of an indexed job those without an index of their own first, then the least missed.
+    fn surplus(&self, active: &[&'a Pod], at_least: usize) -> Vec<&'a Pod> {
+        let mut ranked = active.to_vec();
+        ranked.sort_by_cached_key(|p| deletion_rank(p, self.seen.now));
+        let mut surplus = vec![];
+        if self.indexed() {
+            // Of several with one index the last one, which is missed most, stays.
+            let mut taken = HashSet::new();
+            let mut left = vec![];
+            for pod in ranked.into_iter().rev() {
+                match pods::index(self.spec, pod) {
+                    Some(index) if taken.insert(index) => left.insert(0, pod),
+                    _ => surplus.push(pod),
+                }
+            }
+            ranked = left;
+        }
+        let more = at_least.saturating_sub(surplus.len());
+        surplus.extend(ranked.into_iter().take(more));
+        if !self.suspended {
+            surplus.truncate(MOST_AT_ONCE);
+        }
+        surplus
+    }
+
+    /// The pods to create of those that are missing, or how long to wait.
+    fn create(&self, missing: usize, backoff: Backoff) -> (Vec<New>, Option<Duration>) {
+        let per_index = self.failed_indexes.is_some();
+        let wait = backoff.remaining(self.seen.now);
+        if !per_index && !wait.is_zero() {
+            return (vec![], Some(wait));
+        }
+        if !self.indexed() {
+            return (vec![New::default(); missing], None);
+        }
+        let mut create = vec![];
+        let mut waits = vec![];
+        for index in self.free_indexes(missing) {
+            let replaced = self.awaiting.get(&index).copied();
+            let failures = pods::failures_with(self.spec, replaced);
+            let wait = replaced.map_or(Duration::ZERO, |pod| {
+                let all = failures.0.saturating_add(failures.1);
+                let all = u32::try_from(all).unwrap_or(0);
+                backoff::remaining(all, backoff::finished(pod), self.seen.now)
+            });
+            if per_index && !wait.is_zero() {
+                waits.push(wait);
+            } else {
+                create.push(New {
+                    index: Some(index),
+                    failures: per_index.then_some(failures),
+                });
+            }
+        }
+        (create, waits.into_iter().min())
+    }
+
+    /// The lowest indexes that have no pod and have neither succeeded nor failed.
+    fn free_indexes(&self, most: usize) -> Vec<i32> {
+        let mut taken = self.indexes.clone().unwrap_or_default();
+        if let Some(lost) = &self.failed_indexes {
+            taken.extend(lost);
+        }
+        let ended_only = pods::replaces_ended_only(self.spec);
+        for pod in &self.seen.pods {
+            let counts = !pods::ended(pod) && (ended_only || !pods::deleting(pod));
+            if let Some(index) = pods::index(self.spec, pod).filter(|_| counts) {
+                taken.insert(index);
+            }
+        }
+        taken.missing(self.spec.completions.unwrap_or(0), most)
+    }
+
+    /// Says that the job is suspended, or no longer.
+    fn suspension(&self, plan: &mut Plan) {
+        let (status, reason, event, message) = if self.suspended {
+            ("True", "JobSuspended", "Suspended", "Job suspended")
+        } else {
+            ("False", "JobResumed", "Resumed", "Job resumed")
+        };
+        if !self.note(&mut plan.status, "Suspended", status, reason, message) {
+            return;
+        }
+        // The time while a job is suspended does not count towards its deadline.
+        plan.status.start_time = (!self.suspended).then_some(Time(self.seen.now));
+        plan.events.push((event.into(), message.into()));
+    }
+
+    /// Sets a condition. False if it is so already; none is added that is not true.
+    fn note(
+        &self,
+        status: &mut JobStatus,
+        kind: &str,
+        value: &str,
+        reason: &str,
+        message: &str,
+    ) -> bool {
+        let new = JobCondition {
+            type_: kind.into(),
+            status: value.into(),
+            reason: Some(reason.into()),
+            message: Some(message.into()),
+            last_probe_time: Some(Time(self.seen.now)),
+            last_transition_time: Some(Time(self.seen.now)),
+        };
+        let conditions = status.conditions.get_or_insert_default();
+        match conditions.iter_mut().find(|c| c.type_ == kind) {
+            Some(old)
+                if old.status == new.status
+                    && old.reason == new.reason
+                    && old.message == new.message =>
+            {
+                false
+            }
+            Some(old) => {
+                *old = new;
+                true
+            }
+            None if value == "True" => {
+                conditions.push(new);
+                true
+            }
+            None => {
+                if conditions.is_empty() {
+                    status.conditions = None;
+                }
+                false
+            }
+        }
+    }
+
+    /// The numbers of pods once those of the plan were created and deleted.
+    fn counts(&self, plan: &mut Plan, active: &[&Pod]) {
+        let some = |n: i32| (n != 0).then_some(n);
+        let ready = active.iter().filter(|p| pods::ready(p)).count();
+        plan.status.active = some(count(active).saturating_add(count(&plan.create)));
+        plan.status.ready = Some(i32::try_from(ready).unwrap_or(i32::MAX));
+        plan.status.terminating = Some(self.terminating().saturating_add(count(&plan.delete)));
+    }
+
+    /// Moves pods that have lost their finalizer to the counts, and names those that have ended since.
+    fn track(&self, plan: &mut Plan, end: Option<&End>) {
+        let held: HashSet<&str> = self
+            .seen
+            .pods
+            .iter()
+            .filter(|p| pods::tracked(p))
+            .map(|p| uid(p))
+            .collect();
+        let (mut done, succeeded) = settle(&self.uncounted.succeeded, self.before.succeeded, &held);
+        let (mut lost, failed) = settle(&self.uncounted.failed, self.before.failed, &held);
+        let mut all = self.seen.pods.clone();
+        all.sort_by_key(|p| (pods::index(self.spec, p), p.name_any()));
+        let mut named = 0;
+        for pod in all.into_iter().filter(|p| pods::tracked(p)) {
+            if named + done.len() + lost.len() >= MOST_UNCOUNTED {
+                break;
+            }
+            if !self.may_go(pod, end) {
+                continue;
+            }
+            plan.release.push(pod.name_any());
+            let (own, is) = (uid(pod).to_owned(), pods::phase(pod));
+            let of_index = !self.indexed() || pods::index(self.spec, pod).is_some();
+            let given_up = end.is_some_and(|end| !end.succeeded);
+            if is == "Succeeded" && !lost.contains(&own) {
+                // The index is enough to know that it was counted.
+                if self.indexed() {
+                    named += 1;
+                } else if !done.contains(&own) {
+                    done.push(own);
+                }
+            } else if (pods::failed(self.spec, pod) || given_up)
+                && of_index
+                && !lost.contains(&own)
+                && verdict(self.spec, pod).counts()
+            {
+                lost.push(own);
+            }
+        }
+        let some = |n: i32| (n != 0).then_some(n);
+        let list = |list: Vec<String>| (!list.is_empty()).then_some(list);
+        let status = &mut plan.status;
+        status.failed = some(failed);
+        status.succeeded = some(succeeded);
+        status.uncounted_terminated_pods = Some(UncountedTerminatedPods {
+            succeeded: list(done),
+            failed: list(lost),
+        });
+        if let Some(indexes) = &self.indexes {
+            status.succeeded = some(indexes.total());
+            status.completed_indexes = Some(indexes.to_string()).filter(|t| !t.is_empty());
+            status.failed_indexes = self.failed_indexes.as_ref().map(ToString::to_string);
+        }
+    }
+
+    /// Whether the end of a pod can be counted.
+    fn may_go(&self, pod: &Pod, end: Option<&End>) -> bool {
+        let over = end.is_some() || self.seen.job.metadata.deletion_timestamp.is_some();
+        if over || pods::phase(pod) == "Succeeded" {
+            return true;
+        }
+        let awaited = pods::index(self.spec, pod)
+            .and_then(|index| self.awaiting.get(&index))
+            .is_some_and(|awaited| uid(awaited) == uid(pod));
+        pods::failed(self.spec, pod) && !awaited
+    }
+
+    /// Tells the end: that it has come, and when all pods are counted and gone, that it is final.
+    fn conclude(&self, plan: &mut Plan, end: End) {
+        let (first, last) = if end.succeeded {
+            ("SuccessCriteriaMet", "Complete")
+        } else {
+            ("FailureTarget", "Failed")
+        };
+        if condition(self.before, first).is_none() {
+            self.note(&mut plan.status, first, "True", &end.reason, &end.message);
+            return;
+        }
+        let uncounted = plan.status.uncounted_terminated_pods.as_ref();
+        let uncounted = uncounted.is_some_and(|u| u.succeeded.is_some() || u.failed.is_some());
+        if uncounted || !plan.release.is_empty() || plan.status.terminating != Some(0) {
+            return;
+        }
+        self.note(&mut plan.status, last, "True", &end.reason, &end.message);
+        if !end.succeeded {
+            plan.events.push((end.reason, end.message));
+            return;
+        }
+        plan.status.completion_time = Some(Time(self.seen.now));
+        let wanted = self.spec.completions.unwrap_or(i32::MAX);
+        if plan.status.succeeded.unwrap_or(0) > wanted {
+            let why = "Too many succeeded pods running after completion count reached";
+            let event = "TooManySucceededPods";
+            plan.events.push((event.into(), why.into()));
+        }
+        let completed = ("Completed".into(), "Job completed".into());
+        plan.events.push(completed);
+    }
+}
+
+/// Of the uids of pods that were not counted those whose pod still has its finalizer, and the count with the others.
+fn settle(
+    named: &Option<Vec<String>>,
+    was: Option<i32>,
+    held: &HashSet<&str>,
+) -> (Vec<String>, i32) {
+    let named = named.iter().flatten().cloned();
+    let (left, gone): (Vec<_>, Vec<_>) = named.partition(|uid| held.contains(uid.as_str()));
+    (left, was.unwrap_or(0).saturating_add(count(&gone)))
+}
+
+fn uid(pod: &Pod) -> &str {
+    pod.metadata.uid.as_deref().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,455 @@
+//! Jobs in a world of values: what is decided is done at once, and pods end as the test says.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+struct World {
+    job: Job,
+    pods: Vec<Pod>,
+    backoff: Backoff,
+    now: i64,
+    made: usize,
+    events: Vec<String>,
+    /// What [`World::turn`] was told to wait for.
+    wake: Option<Duration>,
+}
+
+fn time(second: i64) -> Timestamp {
+    Timestamp::from_second(second).expect("a time")
+}
+
+impl World {
+    fn new(spec: Value) -> World {
+        let mut all = json!({"parallelism": 1, "backoffLimit": 6, "completionMode": "NonIndexed", "suspend": false,
+            "podReplacementPolicy": "TerminatingOrFailed", "template": {"spec": {"restartPolicy": "Never", "containers": []}}});
+        let map = all.as_object_mut().expect("an object");
+        map.extend(spec.as_object().expect("an object").clone());
+        let job = json!({"metadata": {"name": "j", "namespace": "n", "uid": "u"}, "spec": all});
+        World {
+            job: serde_json::from_value(job).expect("a job"),
+            pods: vec![],
+            backoff: Backoff::default(),
+            now: 1000,
+            made: 0,
+            events: vec![],
+            wake: None,
+        }
+    }
+
+    /// One turn. False if nothing was to be done.
+    fn turn(&mut self) -> bool {
+        let plan = decide(&Seen {
+            job: &self.job,
+            pods: self.pods.iter().collect(),
+            backoff: self.backoff,
+            now: time(self.now),
+        });
+        self.wake = plan.wake;
+        let acted = !plan.create.is_empty() || !plan.delete.is_empty() || !plan.release.is_empty();
+        for surplus in &plan.delete {
+            if surplus.forgotten {
+                self.release(&surplus.name);
+            }
+            let at = Some(Time(time(self.now)));
+            self.pod(&surplus.name).metadata.deletion_timestamp = at;
+        }
+        for new in &plan.create {
+            let mut pod = pods::object(&self.job, new);
+            pod.metadata.name = Some(format!("p{}", self.made));
+            pod.metadata.uid = Some(format!("u{}", self.made));
+            pod.metadata.creation_timestamp = Some(Time(time(self.now)));
+            self.made += 1;
+            self.pods.push(pod);
+        }
+        let changed = self.job.status.as_ref() != Some(&plan.status);
+        if changed {
+            self.backoff = plan.backoff;
+            self.events
+                .extend(plan.events.iter().map(|(r, _)| r.clone()));
+        }
+        self.job.status = Some(plan.status);
+        for name in &plan.release {
+            self.release(name);
+        }
+        acted || changed
+    }
+
+    fn settle(&mut self) {
+        for _ in 0..20 {
+            if !self.turn() {
+                return;
+            }
+        }
+        panic!("the job finds no rest: {:?}", self.job.status);
+    }
+
+    fn pod(&mut self, name: &str) -> &mut Pod {
+        let found = self.pods.iter_mut().find(|p| p.name_any() == name);
+        found.expect("the pod is there")
+    }
+
+    fn release(&mut self, name: &str) {
+        let finalizers = &mut self.pod(name).metadata.finalizers;
+        *finalizers = None;
+    }
+
+    /// A pod gets a phase; one that ends does so now.
+    fn set(&mut self, name: &str, phase: &str, code: i32) {
+        let mut status = json!({"phase": phase});
+        if phase == "Running" {
+            status["conditions"] = json!([{"type": "Ready", "status": "True"}]);
+        } else {
+            status["containerStatuses"] = json!([{"name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 0,
+                "state": {"terminated": {"exitCode": code, "finishedAt": time(self.now).to_string()}}}]);
+        }
+        self.pod(name).status = Some(serde_json::from_value(status).expect("a status"));
+        self.settle();
+    }
+
+    fn done(&mut self, name: &str) {
+        self.set(name, "Succeeded", 0);
+    }
+
+    fn fail(&mut self, name: &str) {
+        self.set(name, "Failed", 1);
+    }
+
+    fn remove(&mut self, name: &str) {
+        self.pods.retain(|p| p.name_any() != name);
+        self.settle();
+    }
+
+    fn after(&mut self, seconds: i64) {
+        self.now += seconds;
+        self.settle();
+    }
+
+    fn active(&self) -> Vec<String> {
+        let active = |p: &&Pod| !pods::ended(p) && !pods::deleting(p);
+        self.pods
+            .iter()
+            .filter(active)
+            .map(|p| p.name_any())
+            .collect()
+    }
+
+    fn status(&self) -> JobStatus {
+        self.job.status.clone().expect("a status")
+    }
+
+    /// Active, ready, succeeded, failed and terminating pods, by the status.
+    fn numbers(&self) -> [i32; 5] {
+        let s = self.status();
+        [s.active, s.ready, s.succeeded, s.failed, s.terminating].map(|n| n.unwrap_or(0))
+    }
+
+    /// The conditions that are true, with their reasons.
+    fn conditions(&self) -> Vec<String> {
+        let status = self.status();
+        let all = status.conditions.iter().flatten();
+        all.filter(|c| c.status == "True")
+            .map(|c| format!("{} {}", c.type_, c.reason.as_deref().unwrap_or_default()))
+            .collect()
+    }
+}
+
+#[test]
+fn a_job_is_complete_when_its_pod_has_succeeded_and_was_counted() {
+    let mut world = World::new(json!({"completions": 1}));
+    world.settle();
+    assert_eq!(
+        (world.active(), world.numbers()),
+        (vec!["p0".to_owned()], [1, 0, 0, 0, 0])
+    );
+    world.set("p0", "Running", 0);
+    assert_eq!(world.numbers(), [1, 1, 0, 0, 0]);
+    // The first turn names the pod and lets it go; only then is it counted.
+    world.pod("p0").status =
+        Some(serde_json::from_value(json!({"phase": "Succeeded"})).expect("a status"));
+    world.turn();
+    let uncounted = world.status().uncounted_terminated_pods.expect("a list");
+    assert_eq!(uncounted.succeeded, Some(vec!["u0".to_owned()]));
+    assert_eq!(
+        (world.numbers()[2], world.conditions()),
+        (0, vec!["SuccessCriteriaMet CompletionsReached".into()])
+    );
+    assert!(!pods::tracked(world.pod("p0")));
+    world.now += 5;
+    world.settle();
+    assert_eq!(world.numbers(), [0, 0, 1, 0, 0]);
+    assert_eq!(world.conditions()[1], "Complete CompletionsReached");
+    assert_eq!(world.status().completion_time, Some(Time(time(1005))));
+    assert_eq!(world.events, ["Completed"]);
+    assert_eq!(finished(&world.job), Some(time(1005)));
+    world.remove("p0");
+    assert_eq!(
+        (world.numbers()[2], world.made),
+        (1, 1),
+        "its end stays counted"
+    );
+}
+
+#[test]
+fn as_many_run_at_once_as_are_wanted() {
+    for (completions, parallelism, first, more) in [
+        (json!(3), 2, 2, 3),
+        (json!(2), 5, 2, 2),
+        (json!(0), 1, 0, 0),
+        // Without a number one success is enough, and what runs goes on.
+        (Value::Null, 3, 3, 3),
+    ] {
+        let mut world = World::new(json!({"completions": completions, "parallelism": parallelism}));
+        world.settle();
+        assert_eq!(world.active().len(), first, "{completions} {parallelism}");
+        while let Some(name) = world.active().first() {
+            world.done(&name.clone());
+        }
+        assert_eq!(world.made, more, "{completions} {parallelism}");
+        assert_eq!(world.conditions().len(), 2, "{completions} {parallelism}");
+    }
+}
+
+#[test]
+fn failed_pods_are_replaced_later_and_later_until_there_are_too_many() {
+    let mut world = World::new(json!({"completions": 1, "backoffLimit": 2}));
+    world.settle();
+    for (name, pause) in [("p0", 10), ("p1", 20)] {
+        world.fail(name);
+        assert_eq!(
+            (world.active().len(), world.wake),
+            (0, Some(Duration::from_secs(pause)))
+        );
+        world.after(i64::try_from(pause).expect("a pause"));
+        assert_eq!(world.active().len(), 1);
+    }
+    assert_eq!(world.numbers(), [1, 0, 0, 2, 0]);
+    world.fail("p2");
+    assert_eq!(world.numbers(), [0, 0, 0, 3, 0]);
+    let expected = [
+        "FailureTarget BackoffLimitExceeded",
+        "Failed BackoffLimitExceeded",
+    ];
+    assert_eq!(world.conditions(), expected);
+    assert_eq!(world.events, ["BackoffLimitExceeded"]);
+    assert_eq!(world.wake, None);
+}
+
+#[test]
+fn a_job_whose_time_is_over_ends_its_pods_and_fails_when_they_are_gone() {
+    let mut world =
+        World::new(json!({"completions": 2, "parallelism": 2, "activeDeadlineSeconds": 30}));
+    world.settle();
+    assert_eq!(world.wake, Some(Duration::from_secs(30)));
+    world.set("p0", "Running", 0);
+    world.after(30);
+    assert_eq!(world.numbers(), [0, 0, 0, 2, 2]);
+    assert_eq!(world.conditions(), ["FailureTarget DeadlineExceeded"]);
+    assert!(world.pods.iter().all(pods::deleting));
+    assert_eq!(
+        world.wake, None,
+        "there is nothing to wait for but the pods"
+    );
+    world.remove("p0");
+    world.remove("p1");
+    assert_eq!(world.conditions()[1], "Failed DeadlineExceeded");
+    assert_eq!(world.numbers(), [0, 0, 0, 2, 0]);
+}
+
+#[test]
+fn a_suspended_job_has_no_pods_and_its_deadline_begins_anew() {
+    let mut world =
+        World::new(json!({"completions": 1, "suspend": true, "activeDeadlineSeconds": 30}));
+    world.settle();
+    assert_eq!((world.active().len(), world.status().start_time), (0, None));
+    assert_eq!(world.conditions(), ["Suspended JobSuspended"]);
+    let suspend = |world: &mut World, is: bool| {
+        world.job.spec.as_mut().expect("a spec").suspend = Some(is);
+        world.settle();
+    };
+    suspend(&mut world, false);
+    assert_eq!((world.active().len(), world.conditions().len()), (1, 0));
+    world.after(20);
+    suspend(&mut world, true);
+    assert_eq!(
+        world.numbers(),
+        [0, 0, 0, 0, 1],
+        "what it ends is no failure"
+    );
+    world.remove("p0");
+    world.after(100);
+    suspend(&mut world, false);
+    world.after(29);
+    assert_eq!(world.conditions(), [""; 0]);
+    assert_eq!(
+        world.events,
+        ["Suspended", "Resumed", "Suspended", "Resumed"]
+    );
+    world.after(1);
+    assert_eq!(world.conditions(), ["FailureTarget DeadlineExceeded"]);
+}
+
+#[test]
+fn every_index_has_to_succeed_once() {
+    let mut world =
+        World::new(json!({"completions": 4, "parallelism": 2, "completionMode": "Indexed"}));
+    world.settle();
+    let index = |world: &mut World, name: &str| {
+        let pod = world.pod(name).clone();
+        pods::index(world.job.spec.as_ref().expect("a spec"), &pod)
+    };
+    assert_eq!(
+        [index(&mut world, "p0"), index(&mut world, "p1")],
+        [Some(0), Some(1)]
+    );
+    world.done("p1");
+    assert_eq!(index(&mut world, "p2"), Some(2));
+    world.fail("p0");
+    world.after(10);
+    assert_eq!(index(&mut world, "p3"), Some(0), "the lowest comes first");
+    for name in ["p3", "p2", "p4"] {
+        world.done(name);
+    }
+    let status = world.status();
+    assert_eq!(status.completed_indexes.as_deref(), Some("0-3"));
+    assert_eq!((status.failed_indexes, status.failed), (None, Some(1)));
+    assert_eq!(world.conditions()[1], "Complete CompletionsReached");
+}
+
+#[test]
+fn an_index_that_fails_too_often_fails_alone_until_there_are_too_many() {
+    for (most, conditions) in [
+        (Value::Null, "FailureTarget FailedIndexes"),
+        (json!(0), "FailureTarget MaxFailedIndexesExceeded"),
+    ] {
+        let mut world = World::new(
+            json!({"completions": 2, "parallelism": 2, "completionMode": "Indexed",
+            "backoffLimit": i32::MAX, "backoffLimitPerIndex": 1, "maxFailedIndexes": most}),
+        );
+        world.settle();
+        world.fail("p0");
+        assert!(
+            pods::tracked(world.pod("p0")),
+            "it waits for its replacement"
+        );
+        assert_eq!(world.active(), ["p1"]);
+        world.after(10);
+        let new = world.pod("p2").clone();
+        assert_eq!(
+            (pods::failures_before(&new), world.numbers()[3]),
+            ((1, 0), 1)
+        );
+        assert!(!pods::tracked(world.pod("p0")));
+        world.fail("p2");
+        let active = if most.is_null() { vec!["p1"] } else { vec![] };
+        assert_eq!(world.active(), active);
+        assert_eq!(world.status().failed_indexes.as_deref(), Some("0"));
+        if most.is_null() {
+            world.done("p1");
+            assert_eq!(world.status().completed_indexes.as_deref(), Some("1"));
+        }
+        assert_eq!(world.conditions()[0], conditions);
+    }
+}
+
+#[test]
+fn a_policy_decides_whether_a_failure_counts_and_pods_are_replaced_when_they_have_ended() {
+    let rules = json!([
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [42]}},
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [7]}},
+    ]);
+    let mut world = World::new(
+        json!({"completions": 1, "backoffLimit": 0, "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}),
+    );
+    world.settle();
+    world.set("p0", "Failed", 7);
+    assert_eq!(world.numbers()[3], 0);
+    world.after(10);
+    world.pod("p1").metadata.deletion_timestamp = Some(Time(time(world.now)));
+    world.settle();
+    assert_eq!(
+        (world.active().len(), world.numbers()),
+        (0, [0, 0, 0, 0, 1])
+    );
+    world.set("p1", "Failed", 7);
+    world.after(20);
+    assert_eq!(world.active(), ["p2"]);
+    world.set("p2", "Failed", 42);
+    assert_eq!(world.conditions()[0], "FailureTarget PodFailurePolicy");
+    assert_eq!(world.conditions()[1], "Failed PodFailurePolicy");
+}
+
+#[test]
+fn a_success_policy_ends_what_still_runs_without_a_failure() {
+    let mut world = World::new(
+        json!({"completions": 3, "parallelism": 3, "completionMode": "Indexed",
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]}}),
+    );
+    world.settle();
+    world.done("p0");
+    assert_eq!(world.conditions(), ["SuccessCriteriaMet SuccessPolicy"]);
+    assert_eq!(world.numbers(), [0, 0, 1, 0, 2]);
+    world.remove("p1");
+    world.remove("p2");
+    assert_eq!(world.conditions()[1], "Complete SuccessPolicy");
+}
+
+#[test]
+fn pods_that_are_too_many_go_without_being_counted() {
+    let mut world = World::new(json!({"completions": 5, "parallelism": 3}));
+    world.settle();
+    world.set("p1", "Running", 0);
+    world.job.spec.as_mut().expect("a spec").parallelism = Some(1);
+    world.settle();
+    assert_eq!(
+        (world.active(), world.numbers()),
+        (vec!["p1".to_owned()], [1, 1, 0, 0, 2])
+    );
+    world.remove("p0");
+    world.remove("p2");
+    assert_eq!(world.numbers(), [1, 1, 0, 0, 0]);
+}
+
+#[test]
+fn a_deleted_pod_is_a_failure_and_a_deleted_job_counts_no_further() {
+    let mut world = World::new(json!({"completions": 1}));
+    world.settle();
+    world.pod("p0").metadata.deletion_timestamp = Some(Time(time(world.now)));
+    world.settle();
+    assert_eq!(world.numbers(), [0, 0, 0, 1, 1]);
+    world.after(10);
+    assert_eq!(world.active(), ["p1"]);
+    world.job.metadata.deletion_timestamp = Some(Time(time(world.now)));
+    world.settle();
+    assert!(!pods::tracked(world.pod("p1")), "nothing holds the pod");
+    world.fail("p1");
+    assert_eq!(world.made, 2);
+}
+
+#[test]
+fn restarts_in_a_pod_count_where_the_pod_makes_them() {
+    let mut world = World::new(json!({"completions": 1, "backoffLimit": 3,
+        "template": {"spec": {"restartPolicy": "OnFailure", "containers": []}}}));
+    world.settle();
+    for (restarts, failed) in [(2, false), (3, true)] {
+        let status = json!({"phase": "Running", "containerStatuses": [{"name": "c", "image": "", "imageID": "", "ready": true, "restartCount": restarts}]});
+        world.pod("p0").status = Some(serde_json::from_value(status).expect("a status"));
+        world.settle();
+        assert_eq!(!world.conditions().is_empty(), failed, "{restarts}");
+    }
+}
+
+#[test]
+fn a_job_that_has_ended_goes_when_its_time_is_over() {
+    let mut world = World::new(json!({"completions": 0, "ttlSecondsAfterFinished": 60}));
+    assert_eq!(expires(&world.job, time(1000)), None, "it has not ended");
+    world.settle();
+    for (now, left) in [(1000, 60), (1050, 10), (1060, 0), (2000, 0)] {
+        assert_eq!(
+            expires(&world.job, time(now)),
+            Some(Duration::from_secs(left))
+        );
+    }
+    world.job.metadata.deletion_timestamp = Some(Time(time(1060)));
+    assert_eq!(expires(&world.job, time(1060)), None);
+}
