@@ -557,6 +557,28 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
     });
 }
 
+/// One that is announced between the question whether there is one and the wish to delay it: pods end at once all the same.
+#[test]
+fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
+    simulate(1, async {
+        let world = World::new(1);
+        let logind = world.wait_for_pods(&[(0, 20)]);
+        let agent = world.start_agent();
+        world.create_ranked_pod("quick", 0, 5);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        logind.announce_late();
+        logind.restart();
+        // Whoever listened does so again after a second.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        world.create_steady_pod("late");
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        let of = |name: &str| world.phase(name).map(|(_, reason)| reason);
+        assert_eq!(of("late").as_deref(), Some("NodeShutdown"));
+        assert_eq!(of("quick").as_deref(), Some("Terminated"));
+        agent.abort();
+    });
+}
+
 /// What a pod starts with is written down first: an agent that is killed then gives it to nobody else.
 #[test]
 fn processors_are_written_down_before_a_pod_starts_with_them() {

@@ -30,6 +30,44 @@ const SIGHUP: i32 = 1;
 const LOOKS: u32 = 5;
 const LOOK: Duration = Duration::from_millis(100);
 
+/// What logind answers when somebody wants to delay a shutdown that is under way.
+const IN_PROGRESS: &str = "org.freedesktop.login1.OperationInProgress";
+
+/// Why a shutdown is not announced, or does not wait.
+#[derive(Debug, thiserror::Error)]
+pub enum LogindError {
+    /// One is under way: it waits for nobody who comes now.
+    #[error("a shutdown is under way")]
+    UnderWay,
+    /// The bus does not answer in time.
+    #[error("the system's D-Bus does not answer")]
+    Silent,
+    /// A call over the bus has failed.
+    #[error("{what}: {why}")]
+    Call {
+        /// What could not be done by it.
+        what: &'static str,
+        /// Why.
+        why: zbus::Error,
+    },
+    /// logind's configuration cannot be written.
+    #[error("{} cannot be written: {why}", .file.display())]
+    Configuration {
+        /// The file.
+        file: PathBuf,
+        /// Why.
+        why: std::io::Error,
+    },
+}
+
+/// What a failed call means.
+fn failed(what: &'static str) -> impl FnOnce(zbus::Error) -> LogindError {
+    move |why| match &why {
+        zbus::Error::MethodError(name, ..) if name.as_str() == IN_PROGRESS => LogindError::UnderWay,
+        _ => LogindError::Call { what, why },
+    }
+}
+
 /// While it is held, a shutdown waits; dropping it lets the shutdown go on.
 pub type Inhibitor = Box<dyn Any + Send>;
 
@@ -37,16 +75,16 @@ pub type Inhibitor = Box<dyn Any + Send>;
 #[async_trait]
 pub trait Announcer: Send + Sync + 'static {
     /// Listens from now on, and sees to it that a shutdown waits for inhibitors as long as is `needed`.
-    async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, String>;
+    async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, LogindError>;
 }
 
 /// What is announced.
 #[async_trait]
 pub trait Announcements: Send {
-    /// Makes a shutdown wait. Refused while one is under way.
-    async fn inhibit(&mut self) -> Result<Inhibitor, String>;
+    /// Makes a shutdown wait. Refused while one is under way ([`LogindError::UnderWay`]).
+    async fn inhibit(&mut self) -> Result<Inhibitor, LogindError>;
     /// Whether a shutdown is under way.
-    async fn is_shutting_down(&mut self) -> Result<bool, String>;
+    async fn is_shutting_down(&mut self) -> Result<bool, LogindError>;
     /// The next announcement: that the machine is to be shut down, or that it is not after all. None when there will be
     /// no more, because whoever announces has gone.
     async fn next(&mut self) -> Option<bool>;
@@ -108,16 +146,18 @@ impl Logind {
         connection: &Connection,
         login: &LoginProxy<'_>,
         needed: Duration,
-    ) -> Result<Duration, String> {
+    ) -> Result<Duration, LogindError> {
         let file = self.configuration.join(DELAY_FILE);
-        let write = move || write_delay(&file, needed);
-        let written = tokio::task::spawn_blocking(write).await;
-        written.map_err(|e| e.to_string())??;
+        let own = file.clone();
+        let written = tokio::task::spawn_blocking(move || write_delay(&own, needed)).await;
+        // It does not panic, and is cut off with the process alone.
+        let written = written.map_err(std::io::Error::other).flatten();
+        written.map_err(|why| LogindError::Configuration { file, why })?;
         let manager = ManagerProxy::new(connection).await;
         let reload = async { manager?.kill_unit(UNIT, "all", SIGHUP).await };
-        reload
-            .await
-            .map_err(|e| format!("logind cannot be told to read its configuration again: {e}"))?;
+        reload.await.map_err(failed(
+            "logind cannot be told to read its configuration again",
+        ))?;
         let mut pause = LOOK;
         for _ in 0..LOOKS {
             tokio::time::sleep(pause).await;
@@ -130,37 +170,34 @@ impl Logind {
     }
 }
 
-async fn delay(login: &LoginProxy<'_>) -> Result<Duration, String> {
+async fn delay(login: &LoginProxy<'_>) -> Result<Duration, LogindError> {
     let delay = login.longest_delay().await;
-    let delay = delay.map_err(|e| format!("logind does not say how long it waits: {e}"))?;
+    let delay = delay.map_err(failed("logind does not say how long it waits"))?;
     Ok(Duration::from_micros(delay))
 }
 
-fn write_delay(file: &Path, needed: Duration) -> Result<(), String> {
+fn write_delay(file: &Path, needed: Duration) -> std::io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
     let seconds = needed.as_secs();
     let text = format!(
         "# A shutdown waits for the pods of this node (shutdownGracePeriod of its agent).\n[Login]\nInhibitDelayMaxSec={seconds}\n"
     );
-    let write = || {
-        if let Some(dir) = file.parent() {
-            let mut builder = std::fs::DirBuilder::new();
-            builder.recursive(true).mode(0o755).create(dir)?;
-        }
-        super::file::replace(file, text.as_bytes())?;
-        // Everybody may read it, as all of logind's configuration.
-        std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o644))
-    };
-    write().map_err(|e| format!("{} cannot be written: {e}", file.display()))
+    if let Some(dir) = file.parent() {
+        let mut builder = std::fs::DirBuilder::new();
+        builder.recursive(true).mode(0o755).create(dir)?;
+    }
+    super::file::replace(file, text.as_bytes())?;
+    // Everybody may read it, as all of logind's configuration.
+    std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o644))
 }
 
 #[async_trait]
 impl Announcer for Logind {
-    async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, String> {
+    async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, LogindError> {
         let connection = tokio::time::timeout(REPLY_TIMEOUT, self.connect()).await;
         let connection = connection
-            .map_err(|_| "the system's D-Bus does not answer".to_owned())?
-            .map_err(|e| format!("the system's D-Bus cannot be reached: {e}"))?;
+            .map_err(|_| LogindError::Silent)?
+            .map_err(failed("the system's D-Bus cannot be reached"))?;
         let listen = async {
             let login = LoginProxy::new(&connection).await?;
             let owners = login.inner().receive_owner_changed().await?;
@@ -169,14 +206,14 @@ impl Announcer for Logind {
         };
         let (login, owners, signals) = listen
             .await
-            .map_err(|e| format!("logind cannot be listened to: {e}"))?;
+            .map_err(failed("logind cannot be listened to"))?;
         let longest = delay(&login).await?;
         if longest < needed {
             let raised = self.raise_delay(&connection, &login, needed).await;
             let short = match raised {
                 Ok(longest) if longest >= needed => None,
                 Ok(longest) => Some(format!("it waits for {longest:?}")),
-                Err(error) => Some(error),
+                Err(error) => Some(error.to_string()),
             };
             if let Some(why) = short {
                 tracing::warn!(
@@ -203,18 +240,18 @@ struct Listening {
 
 #[async_trait]
 impl Announcements for Listening {
-    async fn inhibit(&mut self) -> Result<Inhibitor, String> {
+    async fn inhibit(&mut self) -> Result<Inhibitor, LogindError> {
         let why = "pods of this node need time to end";
         let inhibit = self.login.inhibit("shutdown", "kubelet", why, "delay");
-        let inhibitor = inhibit
-            .await
-            .map_err(|e| format!("logind gives no inhibitor: {e}"))?;
+        let inhibitor = inhibit.await.map_err(failed("logind gives no inhibitor"))?;
         Ok(Box::new(inhibitor))
     }
 
-    async fn is_shutting_down(&mut self) -> Result<bool, String> {
+    async fn is_shutting_down(&mut self) -> Result<bool, LogindError> {
         let preparing = self.login.preparing_for_shutdown().await;
-        preparing.map_err(|e| format!("logind does not say whether the machine is shut down: {e}"))
+        preparing.map_err(failed(
+            "logind does not say whether the machine is shut down",
+        ))
     }
 
     async fn next(&mut self) -> Option<bool> {

@@ -88,9 +88,21 @@ fn line(path: &str) -> String {
         .unwrap_or_default()
 }
 
-/// What the loaded SELinux policy says of containers' files.
+/// Whether the kernel has SELinux with a policy, whether it enforces it or not.
+#[must_use]
+pub fn has_selinux() -> bool {
+    let is_there = Path::new("/sys/fs/selinux/enforce").exists();
+    is_there && selinux::is_loaded(&line("/proc/self/attr/current"))
+}
+
+/// What the loaded SELinux policy says of containers' files, else the configuration of the machine's container tools.
 fn selinux_files() -> Option<String> {
-    Path::new("/sys/fs/selinux/enforce").exists().then(|| {
+    has_selinux().then(|| {
+        // As the runtime looks for them (`go-selinux`, `openContextFile`).
+        let shared = fs::read_to_string("/usr/share/containers/selinux/contexts");
+        if let Ok(contexts) = shared {
+            return selinux::files(&contexts);
+        }
         let config = line("/etc/selinux/config");
         let policy = config
             .lines()

@@ -32,6 +32,8 @@ pub struct Mount {
     pub kind: String,
     /// What is mounted, for instance `/dev/sda1`.
     pub source: String,
+    /// Whether its files have SELinux labels of their own.
+    pub labels_files: bool,
 }
 
 /// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
@@ -46,14 +48,21 @@ fn parse(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|b| *b == b' ');
     let device = text(fields.nth(2)?);
     let point = OsString::from_vec(unescape(fields.nth(1)?)).into();
+    let of_mount = fields.next()?;
     let mut fields = fields.skip_while(|f| *f != b"-").skip(1);
     let kind = text(fields.next()?);
     let source = text(&unescape(fields.next().unwrap_or_default()));
+    let of_filesystem = fields.next().unwrap_or_default();
+    // The kernel says so among the one or the other.
+    let labels_files = [of_mount, of_filesystem]
+        .iter()
+        .any(|options| options.split(|b| *b == b',').any(|o| o == b"seclabel"));
     Some(Mount {
         point,
         device,
         kind,
         source,
+        labels_files,
     })
 }
 
@@ -89,6 +98,17 @@ pub fn sync(point: &Path) -> io::Result<()> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let dir = nix::fcntl::open(point, flags, Mode::empty())?;
     Ok(nix::unistd::syncfs(&dir)?)
+}
+
+/// Whether files on the mount at `point` have SELinux labels of their own. Of several the newest is seen. None where nothing
+/// is mounted.
+pub fn labels_files(point: &Path) -> io::Result<bool> {
+    let point = canonical(point)?;
+    let table = table()?;
+    let mut newest = table.iter().rev();
+    Ok(newest
+        .find(|m| m.point == point)
+        .is_some_and(|m| m.labels_files))
 }
 
 /// The mounts at or below `dir`, deepest and newest first. The directory may be named through links.
@@ -400,6 +420,24 @@ mod tests {
             ("98:0", "ext3")
         );
         assert_eq!(parse(b""), None);
+        for (line, expected) in [
+            (
+                "36 35 98:0 / /a rw,noatime - ext3 /dev/root rw,seclabel,errors=continue",
+                true,
+            ),
+            (
+                "36 35 98:0 / /a rw,seclabel master:1 - xfs /dev/root rw",
+                true,
+            ),
+            ("36 35 0:9 / /a rw - nfs4 seclabel:/x rw,vers=4.2", false),
+            (
+                "36 35 98:0 / /a rw - ext3 /dev/root rw,context=\"u:r:t:s0:c1,c2\"",
+                false,
+            ),
+        ] {
+            let mount = parse(line.as_bytes()).expect("a mount");
+            assert_eq!(mount.labels_files, expected, "{line}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use anyhow::{Context as _, bail};
 use super::images;
 use super::settings::Settings;
 use crate::cri::{CriClient, Runtime as _};
+use crate::sys::machine;
 use crate::sys::process::find_program;
 
 /// Whether this process may lower `oom_score_adj`; without it containers must be told not to try.
@@ -27,9 +28,30 @@ fn toml(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// The configuration file; with `systemd` the one that leaves cgroups to it.
+/// What the machine has that containerd must be told of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Machine {
+    /// systemd makes the cgroups.
+    pub systemd: bool,
+    /// A policy of SELinux is loaded. If it is not told, containerd gives no container a label, whatever its pod asks for.
+    pub selinux: bool,
+}
+
+impl Machine {
+    /// This one; `systemd` is what the agent is told, as both must make cgroups in the same way.
+    #[must_use]
+    pub fn here(systemd: bool) -> Machine {
+        Machine {
+            systemd,
+            selinux: machine::has_selinux(),
+        }
+    }
+}
+
+/// The configuration file.
 #[must_use]
-pub fn config(settings: &Settings, systemd: bool) -> String {
+pub fn config(settings: &Settings, machine: Machine) -> String {
+    let Machine { systemd, selinux } = machine;
     let dirs = &settings.dirs;
     let mut text = String::new();
     // Writing to a String cannot fail.
@@ -43,7 +65,7 @@ pub fn config(settings: &Settings, systemd: bool) -> String {
     );
     let _ = writeln!(
         text,
-        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = {systemd}",
+        "[plugins.\"io.containerd.grpc.v1.cri\"]\n  sandbox_image = \"{}\"\n  stream_server_address = \"127.0.0.1\"\n  restrict_oom_score_adj = {}\n  enable_selinux = {selinux}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".cni]\n    bin_dir = {}\n    conf_dir = {}\n\n  [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\n      SystemdCgroup = {systemd}",
         images::PAUSE,
         !may_lower_oom_score(),
         toml(&dirs.data.join("cni/bin")),
@@ -181,4 +203,28 @@ pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> 
         std::fs::write(stamp, current)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn containerd_is_told_what_the_machine_has() {
+        let range = "10.1.0.0/16".parse().expect("a range");
+        let endpoint = Some("unix:///nosuch".into());
+        let settings = Settings::new("t", endpoint, 1, range).await;
+        let settings = settings.expect("settings");
+        for (systemd, selinux) in [(true, false), (false, true)] {
+            let text = config(&settings, Machine { systemd, selinux });
+            assert!(
+                text.contains(&format!("\n  enable_selinux = {selinux}\n")),
+                "{text}"
+            );
+            assert!(
+                text.contains(&format!("SystemdCgroup = {systemd}")),
+                "{text}"
+            );
+        }
+    }
 }

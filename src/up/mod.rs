@@ -170,7 +170,10 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     let config = settings.dirs.data.join("containerd.toml");
     // Both must make cgroups in the same way.
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
-    fs::write(&config, containerd::config(settings, systemd))?;
+    fs::write(
+        &config,
+        containerd::config(settings, containerd::Machine::here(systemd)),
+    )?;
     part.start(
         &program,
         &[

@@ -31,6 +31,15 @@ type Shared = Arc<Mutex<State>>;
 
 struct Manager(Shared);
 
+/// What logind answers.
+#[derive(Debug, zbus::DBusError)]
+#[zbus(prefix = "org.freedesktop.login1")]
+enum LoginError {
+    #[zbus(error)]
+    ZBus(zbus::Error),
+    OperationInProgress(String),
+}
+
 #[zbus::interface(name = "org.freedesktop.login1.Manager")]
 impl Manager {
     fn inhibit(
@@ -39,10 +48,11 @@ impl Manager {
         who: &str,
         _why: &str,
         mode: &str,
-    ) -> fdo::Result<zbus::zvariant::OwnedFd> {
+    ) -> Result<zbus::zvariant::OwnedFd, LoginError> {
         let mut state = self.0.lock().unwrap();
         if state.shutting_down {
-            return Err(fdo::Error::Failed("a shutdown is under way".into()));
+            let why = "The operation inhibition has been requested for is already running";
+            return Err(LoginError::OperationInProgress(why.into()));
         }
         let (reader, writer) = std::io::pipe().unwrap();
         let flags = nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK);

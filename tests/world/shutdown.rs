@@ -1,7 +1,9 @@
 //! A logind that announces what the test says, and pods whose order is looked at when it does.
 
 use holdfast::core::node::shutdown::{Period, Statements};
-use holdfast::sys::logind::{Announcements, Announcer, Inhibitor};
+use holdfast::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
@@ -12,6 +14,8 @@ pub struct Logind(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     shutting_down: watch::Sender<bool>,
+    /// It is announced only after somebody has asked whether it is.
+    announced_late: AtomicBool,
     /// How often it was started anew.
     starts: watch::Sender<u32>,
     /// How many inhibitors are held, and how many have been.
@@ -38,6 +42,11 @@ impl Logind {
         self.0.shutting_down.send_replace(shutting_down);
     }
 
+    /// A shutdown is announced as soon as the next one has been told that there is none.
+    pub fn announce_late(&self) {
+        self.0.announced_late.store(true, Ordering::Relaxed);
+    }
+
     /// Whoever listens has to do so anew.
     pub fn restart(&self) {
         self.0.starts.send_modify(|starts| *starts += 1);
@@ -51,7 +60,7 @@ impl Logind {
 
 #[async_trait]
 impl Announcer for Logind {
-    async fn listen(&self, _: Duration) -> Result<Box<dyn Announcements>, String> {
+    async fn listen(&self, _: Duration) -> Result<Box<dyn Announcements>, LogindError> {
         Ok(Box::new(Listening {
             logind: self.clone(),
             shutting_down: self.0.shutting_down.subscribe(),
@@ -62,17 +71,21 @@ impl Announcer for Logind {
 
 #[async_trait]
 impl Announcements for Listening {
-    async fn inhibit(&mut self) -> Result<Inhibitor, String> {
+    async fn inhibit(&mut self) -> Result<Inhibitor, LogindError> {
         if *self.shutting_down.borrow() {
-            return Err("a shutdown is under way".into());
+            return Err(LogindError::UnderWay);
         }
         let mut inhibitors = self.logind.0.inhibitors.lock().unwrap();
         *inhibitors = (inhibitors.0 + 1, inhibitors.1 + 1);
         Ok(Box::new(Held(self.logind.clone())))
     }
 
-    async fn is_shutting_down(&mut self) -> Result<bool, String> {
-        Ok(*self.shutting_down.borrow_and_update())
+    async fn is_shutting_down(&mut self) -> Result<bool, LogindError> {
+        let told = *self.shutting_down.borrow_and_update();
+        if self.logind.0.announced_late.swap(false, Ordering::Relaxed) {
+            self.logind.announce(true);
+        }
+        Ok(told)
     }
 
     async fn next(&mut self) -> Option<bool> {

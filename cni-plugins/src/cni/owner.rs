@@ -31,13 +31,16 @@ impl Owner {
         }
     }
 
+    /// The part of the comment that names the owner: two digests.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.comment.split(',').next().unwrap_or_default()
+    }
+
     /// Whether a rule with this mark is its.
     #[must_use]
     pub fn has(&self, mark: &str) -> bool {
-        self.comment
-            .split(',')
-            .next()
-            .is_some_and(|key| mark.starts_with(key))
+        mark.starts_with(self.key())
     }
 }
 

@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use super::owners::{Life, Record, inode};
+use super::results;
 use super::store::Store;
 use crate::cni::Error;
 use crate::net::netlink::Socket;
@@ -32,7 +31,7 @@ impl Default for Request {
         Request {
             data_dir: default("/var/lib/cni/networks"),
             network: None,
-            cache_dir: default("/var/lib/cni/results"),
+            cache_dir: default(results::DEFAULT_DIR),
             mend: false,
         }
     }
@@ -89,13 +88,8 @@ fn addresses_in(path: &str, ifname: &str) -> Option<Vec<IpAddr>> {
 
 /// Where a runtime says that an attachment is.
 fn cached(dir: &Path, network: &str, record: &Record) -> Option<String> {
-    use std::io::Read as _;
-    let mut text = String::new();
-    let file =
-        std::fs::File::open(dir.join(format!("{network}-{}-{}", record.container, record.ifname)))
-            .ok()?;
-    file.take(1 << 20).read_to_string(&mut text).ok()?;
-    let value: Value = serde_json::from_str(&text).ok()?;
+    let file = format!("{network}-{}-{}", record.container, record.ifname);
+    let value = results::read(&dir.join(file)).ok()?;
     value["netns"].as_str().map(str::to_owned)
 }
 

@@ -14,7 +14,8 @@ use crate::skel::{Call, Plugin};
 /// The plugin.
 pub struct HostDevice;
 
-/// How the device is named; exactly one of them.
+/// How the device is named. Of several names in a configuration the first of these counts, as in the reference
+/// (`getLink`); a device that the runtime has chosen counts before all of them.
 enum Device<'a> {
     Name(&'a str),
     Mac(&'a str),
@@ -44,27 +45,34 @@ impl<'a> Device<'a> {
     fn parse(call: &Call<'a>) -> Result<Device<'a>, Error> {
         let c = call.config;
         let injected = c.object("runtimeConfig")?.text("deviceID")?;
-        let pci = if injected.is_empty() {
-            c.text("pciBusID")?
-        } else if !on_bus(PCI, injected)?.exists() && on_bus(AUXILIARY, injected)?.exists() {
-            return Ok(Device::Auxiliary(injected));
-        } else {
-            injected
-        };
+        if !injected.is_empty() {
+            let is_auxiliary =
+                !on_bus(PCI, injected)?.exists() && on_bus(AUXILIARY, injected)?.exists();
+            return Ok(if is_auxiliary {
+                Device::Auxiliary(injected)
+            } else {
+                Device::Pci(injected)
+            });
+        }
         let given = [
             c.text("device")?,
             c.text("hwaddr")?,
             c.text("kernelpath")?,
-            pci,
+            c.text("pciBusID")?,
         ];
+        // Where a program drives the device at the address, no link moves, whatever else is named (`loadConf`).
+        let pci = Device::Pci(given[3]);
+        if !given[3].is_empty() && pci.is_handed_over()? {
+            return Ok(pci);
+        }
         match given {
-            [name, "", "", ""] if !name.is_empty() => Ok(Device::Name(name)),
-            [_, mac, "", ""] if !mac.is_empty() => Ok(Device::Mac(mac)),
-            [_, _, path, ""] if !path.is_empty() => Ok(Device::Path(path)),
-            [_, _, _, pci] if !pci.is_empty() => Ok(Device::Pci(pci)),
-            _ => Err(Error::config(
+            ["", "", "", ""] => Err(Error::config(
                 "specify either \"device\", \"hwaddr\", \"kernelpath\" or \"pciBusID\"",
             )),
+            ["", "", "", pci] => Ok(Device::Pci(pci)),
+            ["", "", path, _] => Ok(Device::Path(path)),
+            ["", mac, ..] => Ok(Device::Mac(mac)),
+            [name, ..] => Ok(Device::Name(name)),
         }
     }
 

@@ -1,12 +1,15 @@
 //! `portmap`: ports of the host that lead to a container (CNI reference spec, chapter 7). Chained behind a plugin that
 //! gives addresses.
 
+use std::cell::LazyCell;
 use std::net::IpAddr;
+use std::path::Path;
 
 use ipnet::IpNet;
 
 use super::interface::doing;
 use crate::cni::{self, Error, Json, Success};
+use crate::ipam::results;
 use crate::net::netlink::Socket;
 use crate::net::nft::hostport::{self, Condition, Forward, Plan};
 use crate::net::nft::{Nft, iptables};
@@ -233,6 +236,26 @@ fn route_localnet(container: IpAddr) -> Result<(), Error> {
     )))
 }
 
+/// Whether a container is gone, of which a rule of the reference says only its id. As the rule does not say its network,
+/// the runtime must not know it in any: `attached` is what it knows, and tells nothing if `keep` is not among it.
+fn is_gone(
+    id: &str,
+    network: &str,
+    keep: &[(String, String)],
+    attached: &[results::Attachment],
+) -> bool {
+    let known = |id: &str, ifname: Option<&str>| {
+        let is_it = |a: &&results::Attachment| {
+            a.container == id && ifname.is_none_or(|name| a.network == network && a.ifname == name)
+        };
+        attached.iter().any(|a| is_it(&a))
+    };
+    !attached.is_empty()
+        && !keep.iter().any(|(kept, _)| kept == id)
+        && keep.iter().all(|(kept, name)| known(kept, Some(name)))
+        && !known(id, None)
+}
+
 impl Plugin for Portmap {
     fn name(&self) -> &'static str {
         "portmap"
@@ -246,10 +269,10 @@ impl Plugin for Portmap {
             if plan.hairpin && plan.container.is_ipv4() {
                 route_localnet(plan.container)?;
             }
-            let added = hostport::add(&plan, &owner);
+            let added = hostport::add(&plan, &owner, &call.container);
             if added.is_err() {
                 // The first error is the one to report; the runtime calls DEL for whatever is left.
-                let _ = Nft::clean(|nft| hostport::remove(nft, &owner, ""));
+                let _ = Nft::clean(|nft| hostport::remove(nft, &owner, None));
             }
             added.map_err(doing("ports cannot be forwarded in nftables"))?;
         }
@@ -261,7 +284,7 @@ impl Plugin for Portmap {
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let (network, owner) = (call.network()?, call.owner()?);
         let removed = Nft::clean(|nft| {
-            hostport::remove(nft, &owner, &call.container)?;
+            hostport::remove(nft, &owner, Some(&call.container))?;
             iptables::remove_hostports(nft, network, &call.container)
         });
         // A configuration that has become wrong holds nothing up.
@@ -305,7 +328,15 @@ impl Plugin for Portmap {
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
-        hostport::collect(call.network()?, keep).map_err(doing("forwarded ports cannot be removed"))
+        let network = call.network()?;
+        let attached = LazyCell::new(|| results::attached(Path::new(results::DEFAULT_DIR)));
+        let is_gone = |id: &str| is_gone(id, network, keep, &attached);
+        Nft::clean(|nft| {
+            iptables::collect_hostports(nft, network, keep)?;
+            hostport::collect(nft, network, keep, is_gone)
+        })
+        .map(drop)
+        .map_err(doing("forwarded ports cannot be removed"))
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -346,6 +377,31 @@ mod tests {
             json!(["!"]),
         ] {
             assert!(read(wrong.clone(), true).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_container_is_gone_if_its_runtime_knows_it_in_no_network() {
+        let attached = |list: &[(&str, &str)]| -> Vec<results::Attachment> {
+            let one = |(network, container): &(&str, &str)| results::Attachment {
+                network: (*network).into(),
+                container: (*container).into(),
+                ifname: "eth0".into(),
+            };
+            list.iter().map(one).collect()
+        };
+        let keep = [("kept".to_owned(), "eth0".to_owned())];
+        let all = attached(&[("net", "kept"), ("other", "elsewhere")]);
+        for (id, keep, attached, expected) in [
+            ("gone", &keep[..], &all, true),
+            ("kept", &keep, &all, false),
+            ("elsewhere", &keep, &all, false),
+            ("gone", &[], &all, true),
+            // Somebody else's results, or none.
+            ("gone", &keep, &attached(&[("other", "kept")]), false),
+            ("gone", &[], &attached(&[]), false),
+        ] {
+            assert_eq!(is_gone(id, "net", keep, attached), expected, "{id}");
         }
     }
 

@@ -174,6 +174,75 @@ fn what_ours_made_the_reference_can_remove() {
     world.ok("host-local", "ADD", &chain[0]);
 }
 
+/// GC of ours, for containers that the reference connected: only one of this network is wanted.
+#[test]
+fn what_the_reference_made_for_containers_that_are_gone_is_collected() {
+    let world = World::new();
+    let theirs = reference();
+    let path = [("CNI_PATH", theirs.to_str().unwrap())];
+    let mut ports = 8080..;
+    let mut connect = |network: &str, container: &str| {
+        let mut of = chain(&world);
+        of.truncate(2);
+        let port = ports.next().unwrap();
+        of[0]["bridge"] = format!("br-{network}").into();
+        of[1]["runtimeConfig"]["portMappings"] =
+            json!([{"hostPort": port, "containerPort": 80, "protocol": "tcp"}]);
+        let mut result = Value::Null;
+        for config in &mut of {
+            config["name"] = network.into();
+            if !result.is_null() {
+                config["prevResult"] = result;
+            }
+            let plugin = theirs.join(config["type"].as_str().unwrap());
+            let interface = format!("{network}0");
+            let who = [("CNI_CONTAINERID", container), ("CNI_IFNAME", &interface)];
+            let env = [&path[..], &who].concat();
+            result = world.ok_with(plugin.to_str().unwrap(), "ADD", config, &env);
+        }
+        of
+    };
+    let gone = connect("net", "gone");
+    // A container has one interface of a name here: the namespace is the same for all of them.
+    ip(&[
+        "-n",
+        &world.container,
+        "link",
+        "set",
+        "net0",
+        "name",
+        "old0",
+    ]);
+    connect("net", "kept");
+    connect("other", "gone");
+    let lines = || -> Vec<String> {
+        let rules = world.on_host(&["iptables-save", "-t", "nat"]);
+        let named = |l: &&str| l.contains("name: \\\"") || l.contains("name: \"");
+        rules.lines().filter(named).map(Into::into).collect()
+    };
+    let before = lines();
+    let of = |rules: &[String], network: &str, container: &str| {
+        let both = |l: &&String| l.contains(network) && l.contains(container);
+        rules.iter().filter(both).count()
+    };
+    let all = |rules: &[String]| {
+        [("net", "gone"), ("net", "kept"), ("other", "gone")].map(|(n, c)| of(rules, n, c))
+    };
+    assert!(all(&before).iter().all(|n| *n >= 3), "{before:#?}");
+    for config in &gone {
+        let mut gc = json!({"cniVersion": "1.1.0"});
+        for key in ["name", "type", "ipMasq", "ipam", "bridge"] {
+            gc[key] = config[key].clone();
+        }
+        gc["cni.dev/valid-attachments"] = json!([{"containerID": "kept", "ifname": "net0"}]);
+        world.ok(gc["type"].as_str().unwrap(), "GC", &gc);
+    }
+    let left = lines();
+    let [gone, kept, other] = all(&before);
+    assert!(gone > 0);
+    assert_eq!(all(&left), [0, kept, other], "{left:#?}");
+}
+
 struct Podman {
     world: World,
     dir: tempfile::TempDir,

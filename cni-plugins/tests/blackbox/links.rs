@@ -373,6 +373,40 @@ fn a_device_of_the_host_moves_in_and_back() {
     world.ok("host-device", "DEL", &lost);
 }
 
+/// As in the reference: the name, then the MAC, then the path, then the address on the bus.
+#[test]
+fn of_several_names_of_a_device_the_first_counts() {
+    let (world, far) = with_wire();
+    let host = &world.host;
+    let pair = "link add phys1 type veth peer name wire1 netns";
+    let words = ["-n", host].into_iter().chain(pair.split(' '));
+    ip(&words.chain([&*far.host]).collect::<Vec<_>>());
+    let other = ip(&["-n", host, "-br", "link", "show", "phys1"]);
+    let mac = other.split_whitespace().nth(2).unwrap();
+    let (path, address) = ("/sys/devices/nosuch", "0000:ff:1f.7");
+    for (extra, moved) in [
+        (
+            json!({"device": "phys0", "hwaddr": mac, "kernelpath": path, "pciBusID": address}),
+            "phys0",
+        ),
+        (
+            json!({"hwaddr": mac, "kernelpath": path, "pciBusID": address}),
+            "phys1",
+        ),
+    ] {
+        let config = config(&world, "1.0.0", "host-device", extra);
+        world.ok("host-device", "ADD", &config);
+        let left = ip(&["-n", host, "link"]);
+        assert!(!left.contains(moved), "{moved}: {left}");
+        world.ok("host-device", "DEL", &config);
+        assert!(ip(&["-n", host, "link"]).contains(moved));
+    }
+    let both = json!({"kernelpath": path, "pciBusID": address});
+    let config = config(&world, "1.0.0", "host-device", both);
+    let error = world.refused("host-device", "ADD", &config, &[]);
+    assert!(error["msg"].as_str().unwrap().contains(path), "{error}");
+}
+
 /// With buses of the test's own: `ip netns exec` gives each call mounts of its own, so that nobody else sees them.
 #[test]
 fn devices_are_found_on_their_buses() {
@@ -407,13 +441,17 @@ ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
     }
     // A device that a program drives has no link: the container gets its addresses.
     let driven = named("0000:00:06.0");
-    let result = world.ok(plugin, "ADD", &driven);
-    let interface = json!({"name": "eth0", "sandbox": world.netns()});
-    assert_eq!(result["interfaces"], json!([interface]), "{result}");
-    assert_eq!(result["ips"][0]["interface"], 0, "{result}");
-    world.ok(plugin, "CHECK", &World::with_previous(&driven, &result));
-    world.ok(plugin, "DEL", &driven);
-    assert!(world.taken().is_empty());
+    let by_address = json!({"device": "phys0", "pciBusID": "0000:00:06.0"});
+    let both = config(&world, "1.1.0", "host-device", by_address);
+    for driven in [both, driven] {
+        let result = world.ok(plugin, "ADD", &driven);
+        let interface = json!({"name": "eth0", "sandbox": world.netns()});
+        assert_eq!(result["interfaces"], json!([interface]), "{result}");
+        assert_eq!(result["ips"][0]["interface"], 0, "{result}");
+        world.ok(plugin, "CHECK", &World::with_previous(&driven, &result));
+        world.ok(plugin, "DEL", &driven);
+        assert!(world.taken().is_empty());
+    }
     let error = world.refused(plugin, "ADD", &named("0000:00:07.0"), &[]);
     assert!(
         error["msg"].as_str().unwrap().contains("0000:00:07.0"),

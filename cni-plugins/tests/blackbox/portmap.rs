@@ -253,6 +253,135 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
     );
 }
 
+/// The reference deletes, in these chains, every rule whose comment is the container's id (`unforwardPorts`).
+#[test]
+fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
+    let (world, _, result) = bridged("1.0.0", json!({}));
+    let mappings = json!([mapping(8080, 80, "tcp"), mapping(8053, 53, "udp")]);
+    let own = ports("1.0.0", &result, mappings, json!({}));
+    let second = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8081, 80, "tcp")]),
+        json!({"name": "other"}),
+    );
+    let rules = || -> Vec<Value> {
+        let list = [
+            "nft",
+            "--json",
+            "--handle",
+            "list",
+            "table",
+            "ip",
+            "cni_hostport",
+        ];
+        let all: Value = serde_json::from_str(&world.on_host(&list)).unwrap();
+        let all = all["nftables"].as_array().unwrap().iter();
+        let chains = ["hostports", "hostip_hostports", "masquerading"];
+        let in_them = |r: &&Value| chains.iter().any(|c| r["chain"] == *c);
+        all.map(|entry| entry["rule"].clone())
+            .filter(|r| in_them(&r))
+            .collect()
+    };
+    world.ok("portmap", "ADD", &own);
+    world.ok("portmap", "ADD", &second);
+    let made = rules();
+    assert_eq!(made.len(), 4 + 3, "{made:#?}");
+    assert!(made.iter().all(|r| r["comment"] == "c1"), "{made:#?}");
+    // Ours tells networks apart all the same.
+    world.ok("portmap", "DEL", &second);
+    assert_eq!(rules().len(), 4);
+    world.ok("portmap", "CHECK", &own);
+    for rule in rules() {
+        let handle = rule["handle"].to_string();
+        let chain = rule["chain"].as_str().unwrap();
+        let delete = [
+            "nft",
+            "delete",
+            "rule",
+            "ip",
+            "cni_hostport",
+            chain,
+            "handle",
+            &handle,
+        ];
+        world.on_host(&delete);
+    }
+    world.ok("portmap", "DEL", &own);
+}
+
+/// What the reference's newer versions have left in nftables, where libcni tells who is attached. `ip netns exec` gives the
+/// call mounts of its own, so that nobody else sees the directory.
+#[test]
+fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_is_there() {
+    let (world, _, _) = bridged("1.0.0", json!({}));
+    let nft = |commands: &str| world.on_host(&["nft", commands]);
+    nft(
+        "add table ip cni_hostport; add chain ip cni_hostport hostports
+         add chain ip cni_hostport hostip_hostports; add chain ip cni_hostport masquerading",
+    );
+    for (chain, id) in [
+        ("hostports", "gone"),
+        ("hostip_hostports", "gone"),
+        ("masquerading", "gone"),
+        ("hostports", "kept"),
+        ("hostports", "elsewhere"),
+    ] {
+        nft(&format!(
+            "add rule ip cni_hostport {chain} tcp dport 1 accept comment \"{id}\""
+        ));
+    }
+    nft("add rule ip cni_hostport hostports tcp dport 1 accept");
+    let script = world.data.path().join("portmap");
+    let plugin = super::world::plugins().join("portmap");
+    let gc = |known: &[(&str, &str)]| {
+        let mut text = "#!/bin/sh\nset -e\nmount -t tmpfs none /var/lib\nmkdir -p /var/lib/cni/results\ncd /var/lib/cni/results\n".to_owned();
+        for (network, id) in known {
+            let told = json!({"containerId": id, "ifName": "eth0", "networkName": network});
+            text += &format!("echo '{told}' > {network}-{id}-eth0\n");
+        }
+        text += &format!("exec {}\n", plugin.display());
+        std::fs::write(&script, text).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).unwrap();
+        let keep = json!([{"containerID": "kept", "ifname": "eth0"}]);
+        let config = json!({"cniVersion": "1.1.0", "name": "net", "type": "portmap", "cni.dev/valid-attachments": keep});
+        world.ok(script.to_str().unwrap(), "GC", &config);
+        world.ruleset()
+    };
+    let before = world.ruleset();
+    assert_eq!(before.matches("\"gone\"").count(), 3, "{before}");
+    assert_eq!(gc(&[]), before, "nothing is known");
+    assert_eq!(gc(&[("other", "elsewhere")]), before, "of another runtime");
+    let after = gc(&[("net", "kept"), ("other", "elsewhere")]);
+    let left = before.lines().filter(|l| !l.contains("\"gone\""));
+    assert_eq!(after, left.map(|l| format!("{l}\n")).collect::<String>());
+}
+
+#[test]
+fn a_failed_add_takes_only_its_own_rules_back() {
+    let (world, _, result) = bridged("1.0.0", json!({}));
+    world.on_host(&[
+        "nft",
+        "add table ip cni_hostport; add chain ip cni_hostport hostports
+        add chain ip cni_hostport prerouting; add chain ip cni_hostport masquerading
+        add rule ip cni_hostport masquerading jump hostports
+        add chain ip cni_hostport entry { type filter hook forward priority 0; }
+        add rule ip cni_hostport entry jump masquerading
+        add rule ip cni_hostport hostports tcp dport 22 accept",
+    ]);
+    let before = world.ruleset();
+    let own = ports(
+        "1.0.0",
+        &result,
+        json!([mapping(8080, 80, "tcp")]),
+        json!({}),
+    );
+    // No network address may be translated in a chain that the forwarding of packets enters.
+    world.refused("portmap", "ADD", &own, &[]);
+    assert_eq!(world.ruleset(), before);
+}
+
 /// As the reference leaves its table where nothing was to be masqueraded yet.
 #[test]
 fn a_table_of_the_reference_without_masquerading_is_completed() {

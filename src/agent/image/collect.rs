@@ -16,7 +16,62 @@ use crate::core::image::canonical;
 use crate::core::image::gc::{Filesystem, Judged, Present};
 use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
 use crate::core::pod;
-use crate::cri::Stock;
+use crate::cri::{RuntimeError, Stock};
+
+/// Why images, or not all of those that should go, are not removed.
+#[derive(Debug, thiserror::Error)]
+pub enum CollectError {
+    /// What there is cannot be listed.
+    #[error("images cannot be listed: {0}")]
+    Unlisted(RuntimeError),
+    /// The filesystem with the images cannot be measured.
+    #[error("{0}")]
+    Unmeasured(String),
+    /// It says that it has no room at all.
+    #[error("invalid capacity 0 on image filesystem")]
+    NoCapacity,
+    /// Too little could be freed.
+    #[error("Insufficient free disk space on the node's image filesystem ({percent}% of {capacity} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes{}). Remove what else fills the disk, or make it larger.", Self::and(.failed.as_deref()))]
+    TooLittle {
+        /// How much of the filesystem is used.
+        percent: u64,
+        /// Its size in bytes.
+        capacity: u64,
+        /// How many bytes the images had that were removed.
+        freed: u64,
+        /// Why the last one that could not be removed was not.
+        failed: Option<Box<CollectError>>,
+    },
+    /// An image cannot be removed.
+    #[error("image {id} cannot be removed: {why}")]
+    Unremoved {
+        /// Its id.
+        id: String,
+        /// Why, in the runtime's words.
+        why: RuntimeError,
+    },
+    /// The containers that have ended cannot be judged.
+    #[error("{0}")]
+    Containers(String),
+}
+
+impl CollectError {
+    fn and(failed: Option<&CollectError>) -> String {
+        failed.map(|e| format!("; {e}")).unwrap_or_default()
+    }
+
+    /// The reason of the event that tells of it alone, whenever it is met.
+    fn reason(&self) -> Option<&'static str> {
+        match self {
+            CollectError::NoCapacity => Some("InvalidDiskCapacity"),
+            CollectError::TooLittle { .. } => Some("FreeDiskSpaceFailed"),
+            CollectError::Unlisted(_)
+            | CollectError::Unmeasured(_)
+            | CollectError::Unremoved { .. }
+            | CollectError::Containers(_) => None,
+        }
+    }
+}
 
 /// How often it is looked, and more rarely while there is nothing that could be removed.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
@@ -34,15 +89,13 @@ pub async fn run(context: Arc<Context>) {
                 }
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(error, failures, "unused images could not all be removed");
+                    tracing::warn!(%error, failures, "unused images could not all be removed");
                     // Once is nothing: the runtime may just have been restarted.
-                    if failures > 1 {
-                        context.events.node(
-                            &context.config.node_name,
-                            Kind::Warning,
-                            "ImageGCFailed",
-                            error,
-                        );
+                    let repeated = (failures > 1).then_some("ImageGCFailed");
+                    for reason in error.reason().into_iter().chain(repeated) {
+                        let (node, message) = (&context.config.node_name, error.to_string());
+                        let events = &context.events;
+                        events.node(node, Kind::Warning, reason, message);
                     }
                 }
             }
@@ -99,12 +152,9 @@ struct Seen {
 }
 
 /// Looks at the images that there are, and notes which are used.
-async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, String> {
-    let stock = context
-        .runtime
-        .stock()
-        .await
-        .map_err(|e| format!("images cannot be listed: {e}"))?;
+async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
+    let stock = context.runtime.stock().await;
+    let stock = stock.map_err(CollectError::Unlisted)?;
     let images = present(&stock, &wanted_by_pods(context).await);
     let at = context.clock.now();
     ages.look(&images, at);
@@ -113,7 +163,7 @@ async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, String> {
 
 /// Removes unused images, those that were used least recently first, until at least `wanted` bytes are free; all of them if
 /// that is not enough. The answer is how many bytes they had.
-pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, String> {
+pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectError> {
     let mut ages = context.images.ages.lock().await;
     let Seen { images, at, .. } = see(context, &mut ages).await?;
     let unused = ages.unused(&images, context.config.image_rules.minimum_age, at);
@@ -144,13 +194,13 @@ async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
 }
 
 /// What would be removed by the rules now, and what stays because of what.
-pub async fn report(context: &Context) -> Result<Report, String> {
+pub async fn report(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
     judge(context, &mut ages).await
 }
 
 /// Removes what [`report`] names; the answer is what it was, and what of it could not be removed.
-pub async fn collect(context: &Context) -> Result<Report, String> {
+pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
     let mut report = judge(context, &mut ages).await?;
     for image in &report.images {
@@ -161,8 +211,8 @@ pub async fn collect(context: &Context) -> Result<Report, String> {
         };
         let why = image.fate.to_string();
         if let Err(error) = remove(context, &image.id, image.bytes, (reason, &why)).await {
-            tracing::warn!(error, "an image could not be removed");
-            report.failures.insert(image.id.clone(), error);
+            tracing::warn!(%error, "an image could not be removed");
+            report.failures.insert(image.id.clone(), error.to_string());
         }
     }
     let (_, failures) = dead_containers::remove(context, &report.containers).await;
@@ -170,9 +220,14 @@ pub async fn collect(context: &Context) -> Result<Report, String> {
     Ok(report)
 }
 
-async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, String> {
+async fn disk(context: &Context, stock: &Stock) -> Result<Filesystem, CollectError> {
+    let disk = context.host.filesystem(&stock.mountpoint).await;
+    disk.map_err(CollectError::Unmeasured)
+}
+
+async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectError> {
     let Seen { images, stock, at } = see(context, ages).await?;
-    let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;
+    let disk = disk(context, &stock).await?;
     let rules = &context.config.image_rules;
     let plan = ages.plan(&images, rules, disk, context.started, at);
     let users = users(context).await;
@@ -189,6 +244,7 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, String> {
         }
     };
     let judged = ages.fates(&images, &plan, rules.minimum_age, at, by);
+    let containers = dead_containers::look(context, false).await;
     let going = |judged: &&Judged| matches!(judged.fate, Fate::Goes(_));
     Ok(Report {
         node: context.config.node_name.clone(),
@@ -210,24 +266,17 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, String> {
                 fate: judged.fate,
             })
             .collect(),
-        containers: dead_containers::look(context, false).await?,
+        containers: containers.map_err(CollectError::Containers)?,
         failures: Failures::new(),
     })
 }
 
-async fn pass(context: &Context) -> Result<(), String> {
+async fn pass(context: &Context) -> Result<(), CollectError> {
     let mut ages = context.images.ages.lock().await;
     let Seen { images, stock, at } = see(context, &mut ages).await?;
-    let disk: Filesystem = context.host.filesystem(&stock.mountpoint).await?;
+    let disk = disk(context, &stock).await?;
     if disk.capacity == 0 {
-        let message = "invalid capacity 0 on image filesystem".to_owned();
-        context.events.node(
-            &context.config.node_name,
-            Kind::Warning,
-            "InvalidDiskCapacity",
-            message.clone(),
-        );
-        return Err(message);
+        return Err(CollectError::NoCapacity);
     }
     let plan = ages.plan(
         &images,
@@ -252,18 +301,12 @@ async fn pass(context: &Context) -> Result<(), String> {
     let why = "disk usage is above imageGCHighThresholdPercent";
     let (freed, unfreed) = free(context, &plan.candidates, plan.wanted, why).await;
     if freed < plan.wanted {
-        let message = format!(
-            "Insufficient free disk space on the node's image filesystem ({}% of {} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes). Remove what else fills the disk, or make it larger.",
-            disk.percent(),
-            disk.capacity
-        );
-        context.events.node(
-            &context.config.node_name,
-            Kind::Warning,
-            "FreeDiskSpaceFailed",
-            message.clone(),
-        );
-        return Err(message);
+        return Err(CollectError::TooLittle {
+            percent: disk.percent(),
+            capacity: disk.capacity,
+            freed,
+            failed: unfreed.map(Box::new),
+        });
     }
     unfreed.or(failed).map_or(Ok(()), Err)
 }
@@ -275,7 +318,7 @@ async fn free(
     images: &[Present],
     wanted: u64,
     why: &str,
-) -> (u64, Option<String>) {
+) -> (u64, Option<CollectError>) {
     let (mut freed, mut failed) = (0, None);
     for image in images {
         if freed >= wanted {
@@ -294,10 +337,46 @@ async fn remove(
     id: &str,
     bytes: u64,
     (reason, why): (&str, &str),
-) -> Result<(), String> {
+) -> Result<(), CollectError> {
     let removed = context.runtime.remove_image(id).await;
-    removed.map_err(|e| format!("image {id} cannot be removed: {e}"))?;
+    removed.map_err(|why| CollectError::Unremoved {
+        id: id.to_owned(),
+        why,
+    })?;
     context.metrics.collected(reason);
     tracing::info!(image = id, bytes, "removed an image: {why}");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_could_not_be_freed_says_why_and_has_its_own_event() {
+        let unremoved = CollectError::Unremoved {
+            id: "sha256:1".into(),
+            why: RuntimeError {
+                kind: crate::cri::RuntimeErrorKind::Failed,
+                code: None,
+                message: "read-only file system".into(),
+            },
+        };
+        assert_eq!(unremoved.reason(), None);
+        let failed = unremoved.to_string();
+        let error = |failed| CollectError::TooLittle {
+            percent: 91,
+            capacity: 1000,
+            freed: 10,
+            failed,
+        };
+        let told = error(Some(Box::new(unremoved)));
+        assert!(told.to_string().contains(&failed), "{told}");
+        assert_eq!(told.reason(), Some("FreeDiskSpaceFailed"));
+        assert!(error(None).to_string().contains("(freed 10 bytes)."));
+        assert_eq!(
+            CollectError::NoCapacity.reason(),
+            Some("InvalidDiskCapacity")
+        );
+    }
 }

@@ -491,8 +491,12 @@ async fn give_back_all(context: &Context, mut roster: watch::Receiver<Roster>) {
 
 async fn give_back_left(context: &Context, roster: &watch::Receiver<Roster>) {
     // What runs still uses its devices, whether a source has it or not.
-    let Ok(listed) = context.runtime.list().await else {
-        return;
+    let listed = match context.runtime.list().await {
+        Ok(listed) => listed,
+        Err(error) => {
+            tracing::debug!(%error, "which pods have gone is not known: their resource claims are not given back yet");
+            return;
+        }
     };
     let mut left = context.claims.look(Claims::pods);
     left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));

@@ -21,7 +21,7 @@ use crate::core::backoff::Doubling;
 use crate::core::node::shutdown::{self, Phase, REJECTED, STATE_FILE, Times};
 use crate::core::pod;
 use crate::sys::file;
-use crate::sys::logind::{Announcements, Announcer, Inhibitor};
+use crate::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
 /// The pauses between tries to listen.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
@@ -95,9 +95,9 @@ impl Watch<'_> {
         match announcer.listen(needed).await {
             Ok(mut announcements) => match self.follow(&mut *announcements, pauses).await {
                 Ok(()) => "logind or D-Bus has gone".into(),
-                Err(error) => error,
+                Err(error) => error.to_string(),
             },
-            Err(error) => error,
+            Err(error) => error.to_string(),
         }
     }
 
@@ -105,7 +105,7 @@ impl Watch<'_> {
         &mut self,
         announcements: &mut dyn Announcements,
         pauses: &mut Doubling,
-    ) -> Result<(), String> {
+    ) -> Result<(), LogindError> {
         // What was announced while nobody listened counts too.
         let mut is_shutting_down = announcements.is_shutting_down().await?;
         loop {
@@ -113,8 +113,15 @@ impl Watch<'_> {
                 self.begin();
             } else {
                 self.call_off().await;
-                self.inhibitor = Some(announcements.inhibit().await?);
-                tracing::info!("a shutdown of the machine waits for pods");
+                match announcements.inhibit().await {
+                    Ok(inhibitor) => {
+                        self.inhibitor = Some(inhibitor);
+                        tracing::info!("a shutdown of the machine waits for pods");
+                    }
+                    // It was announced since we asked: there is no time to lose.
+                    Err(LogindError::UnderWay) => self.begin(),
+                    Err(error) => return Err(error),
+                }
             }
             pauses.reset();
             match announcements.next().await {
@@ -138,6 +145,11 @@ impl Watch<'_> {
         tracing::warn!("the machine is being shut down: the pods of this node end");
         self.context.shutting_down.send_replace(true);
         self.tell("event");
+        if self.inhibitor.is_none() {
+            tracing::warn!(
+                "the shutdown does not wait for pods: it was announced before it could be delayed"
+            );
+        }
         let (context, call_off) = (Arc::clone(self.context), CancellationToken::new());
         let (called_off, inhibitor) = (call_off.clone(), self.inhibitor.take());
         let told = tokio::spawn(async move {
@@ -197,8 +209,12 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         start: Some(context.clock.now()),
         end: None,
     };
-    note(context, times).await;
-    report(context).await;
+    // A disk that hangs, of which there may be no more to be had, holds up no pod's end.
+    let noted = tokio::time::timeout(REPORT, note(context, times));
+    let (noted, ()) = tokio::join!(noted, report(context));
+    if noted.is_err() {
+        tracing::warn!(waited = ?REPORT, file = STATE_FILE, "the time of the shutdown is not written down yet");
+    }
     let pods = context.ledger.pods().await;
     let phases = context.config.shutdown.phases(pods);
     for (place, phase) in phases.iter().enumerate() {

@@ -105,7 +105,8 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
             Method::POST => collect::collect(context).await,
             _ => collect::report(context).await,
         };
-        let text = report.and_then(|r| serde_json::to_string(&r).map_err(|e| e.to_string()));
+        let text = report.map_err(|e| e.to_string());
+        let text = text.and_then(|r| serde_json::to_string(&r).map_err(|e| e.to_string()));
         return match text {
             Ok(text) => say(StatusCode::OK, text),
             Err(error) => say(StatusCode::INTERNAL_SERVER_ERROR, error),

@@ -7,10 +7,15 @@ use k8s_openapi::api::core::v1::{Pod, SELinuxOptions};
 
 use crate::core::pod;
 
-/// The label that containers' files have where a policy does not say otherwise.
-const FILES: &str = "system_u:object_r:container_file_t:s0";
+/// Whether a policy is loaded: before, every process has the first of the kernel's initial labels, and the runtime gives
+/// none (`go-selinux`, `GetEnabled`). `own` is what `/proc/self/attr/current` says.
+#[must_use]
+pub fn is_loaded(own: &str) -> bool {
+    own.trim_end_matches(['\0', '\n']) != "kernel"
+}
 
-/// What a policy says of containers' files: the line `file = "…"` of its `lxc_contexts`.
+/// What a policy says of containers' files: the line `file = "…"` of its `lxc_contexts`. Empty where it says nothing: there
+/// the runtime gives no labels (`go-selinux`, `InitLabels`), so a volume must have none either.
 #[must_use]
 pub fn files(contexts: &str) -> String {
     let value = |line: &str| {
@@ -24,10 +29,7 @@ pub fn files(contexts: &str) -> String {
                 .to_owned(),
         )
     };
-    contexts
-        .lines()
-        .find_map(value)
-        .unwrap_or_else(|| FILES.into())
+    contexts.lines().find_map(value).unwrap_or_default()
 }
 
 /// A container's options, else its pod's: they are not mixed (`securitycontext.DetermineEffectiveSecurityContext`).
@@ -60,25 +62,24 @@ fn label(options: &SELinuxOptions, files: &str) -> Option<String> {
     is_plain(user).then(|| format!("{user}:{role}:{kind}:{level}"))
 }
 
-/// The labels that a pod's containers need for a volume; none of one whose label the runtime chooses. `files` is the
-/// policy's label of containers' files.
+/// The labels that a pod's containers ask for a volume by their options; none of options with which the runtime chooses.
+/// Who has no options asks for nothing, and who is privileged asks as others do (upstream `pkg/volume/util`,
+/// `GetPodVolumeNames`). `files` is the policy's label of containers' files.
 fn labels(pod: &Pod, volume: &str, files: &str) -> BTreeSet<Option<String>> {
     let of_pod = pod::spec(pod).security_context.as_ref();
     let containers = pod::containers(pod);
     let using = containers
         .iter()
         .filter(|(_, c)| c.volume_mounts.iter().flatten().any(|m| m.name == volume));
-    let confined =
-        using.filter(|(_, c)| c.security_context.as_ref().and_then(|s| s.privileged) != Some(true));
-    confined
-        .map(|(_, c)| {
+    using
+        .filter_map(|(_, c)| {
             let own = c
                 .security_context
                 .as_ref()
                 .and_then(|s| s.se_linux_options.as_ref());
             effective(own, of_pod.and_then(|s| s.se_linux_options.as_ref()))
-                .and_then(|options| label(options, files))
         })
+        .map(|options| label(options, files))
         .collect()
 }
 
@@ -88,18 +89,18 @@ fn is_recursive(pod: &Pod) -> bool {
     of_pod.and_then(|c| c.se_linux_change_policy.as_deref()) == Some("Recursive")
 }
 
-/// The label that a volume could be mounted with: the one that all its containers need which use it. The error is that they
-/// need several.
+/// The label that a volume could be mounted with: the one that its containers ask for which use it. The error is that they
+/// ask for several, of which one may be what the runtime chooses.
 pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, String> {
     let labels = labels(pod, volume, files);
-    let known: Vec<&str> = labels.iter().flatten().map(String::as_str).collect();
-    if known.len() > 1 {
-        return Err(format!(
-            "multiple SELinux labels found: {}",
-            known.join(",")
-        ));
+    if labels.len() > 1 {
+        let all: Vec<&str> = labels
+            .iter()
+            .map(|l| l.as_deref().unwrap_or_default())
+            .collect();
+        return Err(format!("multiple SELinux labels found: {}", all.join(",")));
     }
-    if labels.len() != 1 || is_recursive(pod) {
+    if is_recursive(pod) {
         return Ok(None);
     }
     Ok(labels.into_iter().next().flatten())
@@ -209,6 +210,9 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
+    /// What a policy says of containers' files.
+    const POLICY: &str = "system_u:object_r:container_file_t:s0";
+
     #[test]
     fn a_containers_options_take_the_place_of_its_pods() {
         let options = |level: Option<&str>, kind: Option<&str>| SELinuxOptions {
@@ -232,7 +236,7 @@ mod tests {
                 &pod,
                 "v",
                 &serde_json::from_value::<Vec<String>>(modes).expect("modes"),
-                &files(""),
+                POLICY,
             )
         };
         let alone = || json!(["ReadWriteOncePod"]);
@@ -267,13 +271,30 @@ mod tests {
         ]);
         assert_eq!(
             of(alone(), level("s0:c1,c2"), privileged),
-            expected,
-            "a privileged container may use anything"
+            None,
+            "a privileged container asks as others do"
         );
+        let one_asks = json!([mounting(json!({})), mounting(level("s0:c1,c2"))]);
         assert_eq!(
-            files("process = \"a:b:c:s0\"\nfile = \"u:r:t:s0\"\n"),
-            "u:r:t:s0"
+            of(alone(), json!({}), one_asks),
+            expected,
+            "who has no options asks for nothing"
         );
+    }
+
+    #[test]
+    fn labels_are_those_of_a_policy_that_is_loaded() {
+        let contexts = "process = \"a:b:c:s0\"\n# file = \"x\"\nfile = \"u:r:t:s0\"\n";
+        assert_eq!(files(contexts), "u:r:t:s0");
+        assert_eq!(files(""), "", "the runtime has no labels");
+        let options = SELinuxOptions {
+            level: Some("s0:c1".into()),
+            ..SELinuxOptions::default()
+        };
+        assert_eq!(label(&options, &files("")), None);
+        assert!(is_loaded("system_u:system_r:kubelet_t:s0\0"));
+        assert!(is_loaded(""), "another security module answers");
+        assert!(!is_loaded("kernel\0") && !is_loaded("kernel"));
     }
 
     #[test]
@@ -289,6 +310,11 @@ mod tests {
             wanted(&pod, "v", "u:r:t:s0"),
             Err("multiple SELinux labels found: u:r:t:s0:c1,c2,u:r:t:s0:c3,c4".into())
         );
+        // What the runtime chooses is another than what is named.
+        let own = json!({"name": "c", "volumeMounts": mounts, "securityContext": {"seLinuxOptions": {"type": "t"}}});
+        let spec = json!({"securityContext": context("s0:c1,c2"), "containers": [own, pods]});
+        let mixed = serde_json::from_value(json!({"spec": spec})).expect("a pod");
+        assert!(wanted(&mixed, "v", "u:r:t:s0").is_err());
         assert_eq!(wanted(&pod, "other", "u:r:t:s0"), Ok(None));
     }
 

@@ -361,6 +361,11 @@ pub fn is_mounted(target: &Path) -> Result<bool, String> {
     mount::is_mounted(target).map_err(|e| e.to_string())
 }
 
+/// Whether the files of a mounted volume have SELinux labels of their own.
+pub fn labels_files(target: &Path) -> Result<bool, String> {
+    mount::labels_files(target).map_err(|e| e.to_string())
+}
+
 impl LinuxHost {
     /// Gives a published volume to its pod's group. A large one takes its time: it goes on, and what it has come to is
     /// the answer meanwhile.

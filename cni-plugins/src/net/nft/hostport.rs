@@ -1,5 +1,8 @@
 //! Ports of the host that lead to containers, in the tables of the reference (CNI reference spec, 7.3). Conditions stand
 //! in the rules of the container that they are for, not in the chains that all share.
+//!
+//! The reference marks a container's rules with nothing but its id, in a comment. Ours have that comment, so that its DEL
+//! finds them, and the key of their owner besides: two networks of a container do not take each other's.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -148,9 +151,12 @@ impl Plan {
         (leading.len(), marking.len() * self.masqueraded().len())
     }
 
-    fn rules(&self, owner: &Owner) -> Vec<Message> {
+    fn rules(&self, owner: &Owner, container: &str) -> Vec<Message> {
         let table = table(self.container.is_ipv4());
-        let mark = Mark::Comment(&owner.comment);
+        let mark = Mark::Both {
+            comment: container,
+            key: owner.key(),
+        };
         let mut rules = vec![];
         for forward in &self.forwards {
             let mut list: Vec<Attributes> = self
@@ -183,10 +189,10 @@ impl Plan {
     }
 }
 
-/// Forwards.
-pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
+/// Forwards. `container` is the id of the owner's container.
+pub fn add(plan: &Plan, owner: &Owner, container: &str) -> io::Result<()> {
     let table = table(plan.container.is_ipv4());
-    let rules = plan.rules(owner);
+    let rules = plan.rules(owner, container);
     match Nft::open()?.add(table, PREROUTING, || scaffold(table), &rules) {
         // The reference makes this chain only for the first container that has something to be masqueraded.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -196,10 +202,11 @@ pub fn add(plan: &Plan, owner: &Owner) -> io::Result<()> {
     }
 }
 
+/// Those with rules of containers; only the reference's earlier versions have any by address.
 fn chains() -> Vec<(Table, &'static str)> {
     TABLES
         .iter()
-        .flat_map(|t| [(*t, PORTS), (*t, MASQUERADING)])
+        .flat_map(|t| [(*t, PORTS), (*t, BY_ADDRESS), (*t, MASQUERADING)])
         .collect()
 }
 
@@ -217,21 +224,35 @@ pub fn count(plan: &Plan, owner: &Owner, container: &str) -> io::Result<usize> {
         found += nft
             .rules(table(plan.container.is_ipv4()), chain)?
             .iter()
-            .filter(|r| owner.has(&r.mark) || (r.mark == container && is_about(r)))
+            .filter(|r| {
+                owner.has(&r.mark) || (id_by_reference(r) == Some(container) && is_about(r))
+            })
             .count();
     }
     Ok(found)
 }
 
-/// Stops forwarding for the owner, also what the reference marked with nothing but the container's id.
-pub fn remove(nft: &mut Nft, owner: &Owner, container: &str) -> io::Result<()> {
+/// The container's id, where the reference has marked a rule with it. What older versions of ours have marked has commas.
+fn id_by_reference(rule: &Rule) -> Option<&str> {
+    let is_id = rule.mark == rule.comment && !rule.mark.is_empty() && !rule.mark.contains(',');
+    is_id.then_some(rule.mark.as_str())
+}
+
+/// Stops forwarding for the owner, and what the reference has marked with the id of `container`.
+pub fn remove(nft: &mut Nft, owner: &Owner, container: Option<&str>) -> io::Result<()> {
     nft.delete(&chains(), |rule| {
-        owner.has(&rule.mark) || rule.mark == container
+        owner.has(&rule.mark) || (container.is_some() && id_by_reference(rule) == container)
     })
 }
 
-/// Stops forwarding for attachments that are not in `keep`.
-pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
-    Nft::clean(|nft| nft.delete(&chains(), |rule| is_left_over(&rule.mark, network, keep)))
-        .map(drop)
+/// Stops forwarding for attachments that are not in `keep`, and what the reference has marked with an id that `is_gone`.
+pub fn collect(
+    nft: &mut Nft,
+    network: &str,
+    keep: &[(String, String)],
+    is_gone: impl Fn(&str) -> bool,
+) -> io::Result<()> {
+    nft.delete(&chains(), |rule| {
+        is_left_over(&rule.mark, network, keep) || id_by_reference(rule).is_some_and(&is_gone)
+    })
 }

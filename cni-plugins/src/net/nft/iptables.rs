@@ -2,6 +2,7 @@
 //! recognised and removed, and the firewall plugin writes there, as only there it can let pass what these tables would
 //! drop (CNI reference spec, 2.3, 2.4, 7.2 and 9).
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::IpAddr;
 
@@ -95,6 +96,56 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
         missing_is_fine(nft.commit(doomed))?;
     }
     Ok(())
+}
+
+/// Removes the chains of a network's containers, except those in `kept`, to which rules of `entry` jump that the reference
+/// has marked with the network's name (CNI reference spec, 2.3).
+fn collect_chains(
+    nft: &mut Nft,
+    network: &str,
+    entry: &str,
+    prefix: &str,
+    kept: &BTreeSet<String>,
+) -> io::Result<()> {
+    let of_network = format!("name: \"{network}\" id: \"");
+    let mut doomed = BTreeSet::new();
+    for table in NAT {
+        let rules = nft.rules(table, entry)?;
+        let marked = rules.iter().filter(|r| {
+            let before = r.comment.split_once(&of_network).map(|(before, _)| before);
+            before.is_some_and(|words| ["", "dnat ", "snat "].contains(&words))
+        });
+        let chains = marked.filter_map(|r| r.target.clone());
+        doomed.extend(chains.filter(|c| c.starts_with(prefix) && !kept.contains(c)));
+    }
+    doomed
+        .iter()
+        .try_for_each(|chain| drop_chain(nft, &[entry], chain))
+}
+
+/// Removes how the reference forwarded ports to containers of a network that are not in `keep`.
+pub fn collect_hostports(
+    nft: &mut Nft,
+    network: &str,
+    keep: &[(String, String)],
+) -> io::Result<()> {
+    for (kind, entry) in [("DN", "CNI-HOSTPORT-DNAT"), ("SN", "CNI-HOSTPORT-SNAT")] {
+        let of = |(id, _): &(String, String)| hostport_chain(kind, network, id);
+        let kept = keep.iter().map(of).collect();
+        collect_chains(nft, network, entry, &format!("CNI-{kind}-"), &kept)?;
+    }
+    Ok(())
+}
+
+/// Removes how the reference masqueraded containers of a network that are not in `keep`.
+pub fn collect_masquerades(
+    nft: &mut Nft,
+    network: &str,
+    keep: &[(String, String)],
+) -> io::Result<()> {
+    let of = |(id, _): &(String, String)| masquerade_chain(network, id);
+    let kept = keep.iter().map(of).collect();
+    collect_chains(nft, network, "POSTROUTING", "CNI-", &kept)
 }
 
 /// Removes how the reference masqueraded a container.

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::expression::{Verdict, address_is, family_is, masquerade, verdict};
-use super::{Family, Hook, Mark, Nft, Table};
+use super::{Family, Hook, Mark, Nft, Table, iptables};
 use crate::cni::{Owner, is_left_over};
 use crate::net::netlink::Message;
 
@@ -64,12 +64,13 @@ pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
     nft.delete(&[(TABLE, CHECKS)], |rule| owner.has(&rule.mark))
 }
 
-/// Removes what is of no attachment in `keep`.
+/// Removes what is of no attachment in `keep`, also what the reference has made in iptables' tables.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
     Nft::clean(|nft| {
         nft.delete(&[(TABLE, CHECKS)], |rule| {
             is_left_over(&rule.mark, network, keep)
-        })
+        })?;
+        iptables::collect_masquerades(nft, network, keep)
     })
     .map(drop)
 }

@@ -16,7 +16,7 @@ use std::io;
 use super::netlink::{
     ACK, APPEND, Attributes, CREATE, DUMP, EXCL, Message, REQUEST, Socket, attributes,
 };
-use numbers::{BATCH_BEGIN, BATCH_END, BATCH_GENID, chain, hook, list, rule, table};
+use numbers::{BATCH_BEGIN, BATCH_END, BATCH_GENID, chain, hook, list, rule, table, xt_match};
 
 const SUBSYSTEM: u16 = (numbers::SUBSYSTEM as u16) << 8;
 const NEW_TABLE: u16 = SUBSYSTEM;
@@ -76,7 +76,17 @@ pub enum Mark<'a> {
     Comment(&'a str),
     /// Written where iptables does not take it for a part of the rule.
     Key(&'a str),
+    /// A comment, by which the reference finds the rule, and the key, by which we do.
+    Both {
+        /// The comment.
+        comment: &'a str,
+        /// The key.
+        key: &'a str,
+    },
 }
+
+/// The longest comment that nft writes: `NFTNL_UDATA_COMMENT_MAXLEN` without the final zero.
+const LONGEST_COMMENT: usize = 127;
 
 impl Table {
     fn header(self) -> [u8; 4] {
@@ -121,15 +131,16 @@ impl Table {
             .text(rule::TABLE, self.name)
             .text(rule::CHAIN, chain)
             .nest(rule::EXPRESSIONS, &list);
-        let (kind, text) = match mark {
+        let user_data = match mark {
             Mark::None => return message,
-            Mark::Comment(text) => (COMMENT, text),
-            Mark::Key(text) => (KEY, text),
+            Mark::Comment(text) => user_data(COMMENT, text),
+            Mark::Key(text) => user_data(KEY, text),
+            Mark::Both { comment, key } if comment.len() > LONGEST_COMMENT => user_data(KEY, key),
+            Mark::Both { comment, key } => {
+                [user_data(COMMENT, comment), user_data(KEY, key)].concat()
+            }
         };
-        let mut data = vec![kind, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
-        data.extend_from_slice(text.as_bytes());
-        data.push(0);
-        message.put(rule::USERDATA, &data)
+        message.put(rule::USERDATA, &user_data)
     }
 
     /// A rule behind all others of its chain.
@@ -168,12 +179,22 @@ impl Table {
     }
 }
 
+/// One piece of a rule's user data.
+fn user_data(kind: u8, text: &str) -> Vec<u8> {
+    let mut data = vec![kind, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
+    data.extend_from_slice(text.as_bytes());
+    data.push(0);
+    data
+}
+
 /// A rule as the kernel shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rule {
     handle: Vec<u8>,
-    /// Its comment or owner's key, or empty.
+    /// Its owner's key, else its comment, or empty.
     pub mark: String,
+    /// Its comment, that of nft or that of iptables, or empty.
+    pub comment: String,
     /// The chain that it jumps or goes to.
     pub target: Option<String>,
     /// What it compares, in order: each value as bytes.
@@ -192,7 +213,11 @@ fn parse(body: &[u8]) -> Rule {
                     read_expression(expression, &mut rule);
                 }
             }
-            7 => rule.mark = mark(value),
+            7 => {
+                let (key, comment) = (marked(value, KEY), marked(value, COMMENT));
+                rule.mark = key.or_else(|| comment.clone()).unwrap_or_default();
+                rule.comment = comment.unwrap_or(rule.comment);
+            }
             _ => {}
         }
     }
@@ -227,19 +252,25 @@ fn read_expression(bytes: &[u8], rule: &mut Rule) {
                 .map(text)
                 .or(rule.target.take());
         }
+        Some("match") if nested(data, xt_match::NAME).map(text).as_deref() == Some("comment") => {
+            let comment = nested(data, xt_match::INFO).unwrap_or_default();
+            let end = comment.iter().position(|b| *b == 0);
+            rule.comment = text(&comment[..end.unwrap_or(comment.len())]);
+        }
         _ => {}
     }
 }
 
-fn mark(mut bytes: &[u8]) -> String {
+/// The piece of this kind in a rule's user data.
+fn marked(mut bytes: &[u8], wanted: u8) -> Option<String> {
     while let [kind, length, rest @ ..] = bytes {
         let length = usize::from(*length);
-        if [COMMENT, KEY].contains(kind) {
-            return text(rest.get(..length).unwrap_or_default());
+        if *kind == wanted {
+            return Some(text(rest.get(..length).unwrap_or_default()));
         }
         bytes = rest.get(length..).unwrap_or_default();
     }
-    String::new()
+    None
 }
 
 /// A connection to the tables of the namespace that it was opened in.
@@ -409,8 +440,9 @@ mod tests {
 
     #[test]
     fn marks_are_found_among_other_user_data() {
-        assert_eq!(mark(&[7, 2, 1, 1, KEY, 3, b'a', b'b', 0]), "ab");
-        assert_eq!(mark(&[COMMENT, 2, b'x', 0]), "x");
-        assert_eq!(mark(&[5, 200, 1]), "");
+        let both = [COMMENT, 2, b'x', 0, 7, 2, 1, 1, KEY, 3, b'a', b'b', 0];
+        assert_eq!(marked(&both, KEY).as_deref(), Some("ab"));
+        assert_eq!(marked(&both, COMMENT).as_deref(), Some("x"));
+        assert_eq!(marked(&[COMMENT, 200, 1], KEY), None);
     }
 }

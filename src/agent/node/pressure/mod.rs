@@ -31,7 +31,7 @@ use crate::core::node::eviction::{
 use crate::core::node::ledger::Eviction;
 use crate::core::pod;
 use crate::sys::memory_notice::MemoryNotices;
-use measure::Measured;
+use measure::{Filesystems, Measured};
 
 /// The reason of the event about a pod that is evicted.
 const EVICTED: &str = "Evicted";
@@ -89,6 +89,7 @@ enum Source {
     Others {
         /// A directory on the filesystem with the images, once the runtime has said where they are.
         images: watch::Receiver<Option<PathBuf>>,
+        filesystems: Filesystems,
         _asking: AbortOnDropHandle<()>,
     },
 }
@@ -117,6 +118,7 @@ impl Source {
         let asking = tokio::spawn(find_images(Arc::clone(context), found));
         Source::Others {
             images,
+            filesystems: Filesystems::default(),
             _asking: AbortOnDropHandle::new(asking),
         }
     }
@@ -159,9 +161,13 @@ impl Manager {
                 left: measure::memory(self.context.host.cgroup_of_all()).await,
                 separate_images: false,
             },
-            Source::Others { images, .. } => {
+            Source::Others {
+                images,
+                filesystems,
+                ..
+            } => {
                 let images = images.borrow().clone();
-                measure::others(self.context.config.root_dir.clone(), images).await
+                measure::others(filesystems, self.context.config.root_dir.clone(), images).await
             }
         }
     }
@@ -473,7 +479,7 @@ impl Manager {
             Ok(0) => return false,
             Ok(freed) => tracing::info!(freed, "unused images were removed: the disk is short"),
             Err(error) => {
-                tracing::warn!(error, "unused images could not be removed");
+                tracing::warn!(%error, "unused images could not be removed");
                 return false;
             }
         }

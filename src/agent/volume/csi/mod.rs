@@ -28,7 +28,7 @@ use crate::core::volume::expansion::Expansions;
 use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
 use crate::host::blocking;
-use crate::host::volume::csi::{CsiDirs, Published, is_mounted};
+use crate::host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
 use crate::kubeapi::pods::TokenFor;
 use crate::sys::machine::Room;
 use crate::sys::patient::Patient;
@@ -303,7 +303,8 @@ async fn to_its_end<T: Send + 'static>(
 }
 
 /// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
-/// had it not yet. The answer is whether its files have their SELinux label from the mount.
+/// had it not yet. The answer is whether its files need no SELinux label of their own: they have it from the mount, or can have
+/// none.
 pub async fn publish(
     context: &Context,
     pod: &Pod,
@@ -361,7 +362,12 @@ pub async fn publish(
     };
     let staging = mount(context, pod, &wanted, told).await?;
     expansion::grow(context, pod, &wanted, staging, is_new).await;
-    Ok(volume.label.is_some())
+    if volume.label.is_some() || volume.block || context.machine.selinux.is_none() {
+        return Ok(volume.label.is_some());
+    }
+    // The runtime would fail at giving labels to files of NFS, for instance (upstream `hostutil`, `GetSELinuxSupport`).
+    let target = wanted.place.target.clone();
+    Ok(!blocking(move || labels_files(&target)).await?)
 }
 
 fn republishes(driver: Option<&CSIDriver>) -> bool {
