@@ -28,7 +28,7 @@ use crate::core::time::seconds;
 
 mod missing;
 
-pub use end::keep_end;
+pub use end::{keep_end, rejected};
 pub use patch::{patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
@@ -777,31 +777,6 @@ pub fn names_containers(status: &PodStatus) -> bool {
     ];
     let mut containers = lists.into_iter().flatten().flatten();
     containers.any(|container| container.container_id.is_some())
-}
-
-/// The status of a pod that admission refused before anything of it was made: nothing is said of its containers.
-#[must_use]
-pub fn rejected(
-    pod: &Pod,
-    previous: &PodStatus,
-    refusal: (&str, &str),
-    now: Timestamp,
-) -> PodStatus {
-    let (reason, message) = refusal;
-    let qos = || Some(qos::of(pod::spec(pod)).name().into());
-    PodStatus {
-        phase: Some("Failed".into()),
-        reason: Some(reason.into()),
-        message: Some(format!("Pod was rejected: {message}")),
-        start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
-        qos_class: previous.qos_class.clone().or_else(qos),
-        observed_generation: pod.metadata.generation,
-        // They may have been told to be waiting by then.
-        init_container_statuses: None,
-        container_statuses: None,
-        ephemeral_container_statuses: None,
-        ..previous.clone()
-    }
 }
 
 #[cfg(test)]

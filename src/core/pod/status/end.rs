@@ -1,6 +1,10 @@
-//! The end of a pod that the API tells already. Pure.
+//! Ends that do not follow from a pod's containers: one that the API tells already, and a refusal. Pure.
 
-use k8s_openapi::api::core::v1::{ContainerStatus, PodStatus};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
+
+use crate::core::pod::{self, qos};
+use crate::core::time::seconds;
 
 fn has_ended(status: &ContainerStatus) -> bool {
     let state = status.state.as_ref();
@@ -31,5 +35,30 @@ pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
                 container.clone_from(ended);
             }
         }
+    }
+}
+
+/// The status of a pod that admission refused before anything of it was made: nothing is said of its containers.
+#[must_use]
+pub fn rejected(
+    pod: &Pod,
+    previous: &PodStatus,
+    refusal: (&str, &str),
+    now: Timestamp,
+) -> PodStatus {
+    let (reason, message) = refusal;
+    let qos = || Some(qos::of(pod::spec(pod)).name().into());
+    PodStatus {
+        phase: Some("Failed".into()),
+        reason: Some(reason.into()),
+        message: Some(format!("Pod was rejected: {message}")),
+        start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
+        qos_class: previous.qos_class.clone().or_else(qos),
+        observed_generation: pod.metadata.generation,
+        // They may have been told to be waiting by then.
+        init_container_statuses: None,
+        container_statuses: None,
+        ephemeral_container_statuses: None,
+        ..previous.clone()
     }
 }
