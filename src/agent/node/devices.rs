@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -39,8 +40,6 @@ const SOCKET: &str = "kubelet.sock";
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
 /// How long a container that starts waits for a plugin that has not registered since the agent started, before that is told.
 const COMES_BACK: Duration = Duration::from_secs(5);
-/// How long a connection to a socket of this machine may take.
-const CONNECTION: Duration = Duration::from_secs(1);
 /// How long a checkpoint that could not be written, or a runtime that did not answer, waits for the next try.
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -380,15 +379,12 @@ impl Register for Registrar {
     }
 }
 
-/// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again. They stay where
-/// somebody else serves that socket, also one that does not answer: a connection to one that takes none would wait for ever.
-async fn listen(dir: &Path) -> std::io::Result<UnixListener> {
-    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+/// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again.
+fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true).mode(0o750).create(dir)?;
     let own = dir.join(SOCKET);
-    let served = tokio::time::timeout(CONNECTION, UnixStream::connect(&own)).await;
-    if served.is_ok_and(|s| s.is_err_and(|e| [ConnectionRefused, NotFound].contains(&e.kind()))) {
+    if UnixStream::connect(&own).is_err() {
         for entry in std::fs::read_dir(dir)?.flatten() {
             if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
                 std::fs::remove_file(entry.path())?;
@@ -405,7 +401,7 @@ pub async fn run(
     hints: mpsc::Sender<Hint>,
 ) {
     let dir = &context.devices.dir;
-    let listener = match listen(dir).await {
+    let listener = match listen(dir) {
         Ok(listener) => listener,
         Err(error) => {
             tracing::warn!(%error, dir = %dir.display(), "no device plugin can be registered: the socket cannot be made");
@@ -483,29 +479,4 @@ async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
     };
     let exists = |uid: &str| roster.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
     context.devices.change(|state| state.devices.retain(exists));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Of an agent that is stopped, for instance.
-    #[tokio::test]
-    async fn a_socket_that_takes_no_connection_is_not_waited_for() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let own = dir.path().join(SOCKET);
-        let silent = tokio::net::UnixSocket::new_stream().expect("a socket");
-        silent.bind(&own).expect("bound");
-        let _silent = silent.listen(1).expect("listening");
-        // As many as may wait for their turn.
-        let mut waiting = vec![];
-        while let Ok(next) = UnixStream::connect(&own).await {
-            waiting.push(next);
-        }
-        let plugin = dir.path().join("plugin.sock");
-        let _plugin = std::os::unix::net::UnixListener::bind(&plugin).expect("a socket");
-        let listening = tokio::time::timeout(Duration::from_secs(30), listen(dir.path())).await;
-        listening.expect("it is not waited for").expect("a socket");
-        assert!(plugin.exists(), "who serves it may know that plugin");
-    }
 }
