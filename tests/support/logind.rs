@@ -9,7 +9,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use zbus::connection::Builder;
-use zbus::fdo;
 use zbus::object_server::SignalEmitter;
 
 const PATH: &str = "/org/freedesktop/login1";

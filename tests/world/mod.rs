@@ -282,6 +282,7 @@ impl World {
             images: Images::new(4),
             machine: self.machine_now(),
             node_ips: watch::channel(vec!["192.0.2.1".into()]).0,
+            node_addresses: watch::Sender::default(),
             resolver: watch::channel(Arc::default()).0,
             network: network_state,
             node: OwnNode::new("node", None),
