@@ -441,6 +441,9 @@ impl World {
         for n in 0..maps {
             let volume = json!({"name": format!("m{n}"), "configMap": {"name": format!("m{n}")}});
             pod["spec"]["volumes"].as_array_mut().unwrap().push(volume);
+            let mount = json!({"name": format!("m{n}"), "mountPath": format!("/m{n}")});
+            let mounts = &mut pod["spec"]["containers"][0]["volumeMounts"];
+            mounts.as_array_mut().unwrap().push(mount);
         }
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);
