@@ -776,15 +776,9 @@ fn what_a_container_sends_comes_from_its_mac() {
     let result = world.ok("bridge", "ADD", &config);
     assert!(reaches(&world, "10.198.1.1"));
     world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
-    ip(&[
-        "-n",
-        &world.container,
-        "link",
-        "set",
-        "eth0",
-        "address",
-        "c2:66:66:66:66:66",
-    ]);
+    let change = "link set eth0 address c2:66:66:66:66:66".split(' ');
+    let inside = ["-n", &world.container].into_iter();
+    ip(&inside.chain(change).collect::<Vec<_>>());
     assert!(
         !pings(&world, "10.198.1.1"),
         "another address is not let in: {}",

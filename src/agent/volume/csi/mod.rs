@@ -362,11 +362,20 @@ pub async fn publish(
     };
     let staging = mount(context, pod, &wanted, told).await?;
     expansion::grow(context, pod, &wanted, staging, is_new).await;
+    Ok(needs_no_labels(context, volume, &wanted.place).await?)
+}
+
+/// Whether the runtime is to give a volume's files no labels: it has one, or its files cannot have any.
+async fn needs_no_labels(
+    context: &Context,
+    volume: &Volume,
+    place: &Published,
+) -> Result<bool, String> {
     if volume.label.is_some() || volume.block || context.machine.selinux.is_none() {
         return Ok(volume.label.is_some());
     }
     // The runtime would fail at giving labels to files of NFS, for instance (upstream `hostutil`, `GetSELinuxSupport`).
-    let target = wanted.place.target.clone();
+    let target = place.target.clone();
     Ok(!blocking(move || labels_files(&target)).await?)
 }
 

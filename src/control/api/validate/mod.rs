@@ -91,28 +91,7 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         "Job" => batch::job(object, &mut errors),
         "CronJob" => batch::cron_job(object, &mut errors),
         "ConfigMap" | "Secret" => {
-            for field in ["data", "binaryData"] {
-                for key in at(object, &[field])
-                    .and_then(Value::as_object)
-                    .into_iter()
-                    .flat_map(|m| m.keys())
-                {
-                    if key.is_empty()
-                        || key.len() > 253
-                        || !key
-                            .chars()
-                            .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-                        || key == "."
-                        || key == ".."
-                    {
-                        errors.push(FieldError::invalid(
-                            format!("{field}[{key}]"),
-                            &key.as_str().into(),
-                            KEY,
-                        ));
-                    }
-                }
-            }
+            data_keys(object, &mut errors);
             if resource.kind == "Secret" {
                 secret_data(object, &mut errors);
             }
@@ -140,6 +119,21 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         }
     }
     errors
+}
+
+/// The keys of a ConfigMap or Secret: each may become a file's name.
+fn data_keys(object: &Value, errors: &mut Errors) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    for field in ["data", "binaryData"] {
+        let entries = at(object, &[field]).and_then(Value::as_object);
+        for key in entries.into_iter().flat_map(|m| m.keys()) {
+            let has_length = (1..=253).contains(&key.len());
+            if !has_length || !key.chars().all(is_plain) || key == "." || key == ".." {
+                let path = format!("{field}[{key}]");
+                errors.push(FieldError::invalid(path, &key.as_str().into(), KEY));
+            }
+        }
+    }
 }
 
 fn priority_class(object: &Value, errors: &mut Errors) {
