@@ -169,7 +169,9 @@ fn jobs_run_to_their_end() {
     wait("some", "failed");
     let job: Value =
         serde_json::from_str(&cluster.kubectl(&["get", "job", "some", "-o", "json"])).unwrap();
-    assert_eq!(job["status"]["failed"], 1, "{job}");
+    // Those that still run then are stopped, and count as well.
+    let failed = job["status"]["failed"].as_u64();
+    assert!(failed.is_some_and(|n| (1..=3).contains(&n)), "{job}");
     assert!(
         !job["status"]["completedIndexes"].to_string().contains('1'),
         "{job}"
