@@ -106,7 +106,7 @@ struct State {
     hooking: BTreeSet<(u64, String)>,
     /// Whose every container is or was.
     owners: BTreeMap<String, String>,
-    /// Pods that have a container that was started, until their directories go; those that came to their end since.
+    /// Pods that have a container that was started or has ended, until their directories go; those that came to their end since.
     ran: BTreeSet<String>,
     ended: BTreeSet<String>,
     /// When the watch told that a pod's object is gone, and objects of which it has not yet.
@@ -658,6 +658,8 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         let uid = c.uid.clone();
         let line = format!("{now} ended {uid}/{} {id} {code}", c.container.name);
         state.trace.push(line);
+        // One that was killed before it was started has ended as well: nobody has to start it again.
+        state.ran.insert(uid.clone());
         state.hint(&uid, id, EventKind::Stopped);
     }
 }

@@ -262,18 +262,30 @@ pub struct Resizing {
 }
 
 impl Resizing {
-    /// That of an agent before this one, as the pod's status tells it. What it was doing then may have been done or not.
+    /// That of an agent before this one, as the pod's status tells it. What it was doing then may have been done or not, and
+    /// a container that was started without being told has the size that was asked for at that time.
     #[must_use]
     pub fn adopted(pod: &Pod) -> Resizing {
-        let conditions = pod
-            .status
-            .iter()
-            .flat_map(|s| s.conditions.iter().flatten());
-        let mut under_way = conditions.filter(|c| c.type_ == IN_PROGRESS && c.status == "True");
-        let sizes = under_way.next().map(|_| wanted(pod));
+        let status = pod.status.as_ref();
+        let mut conditions = status.iter().flat_map(|s| s.conditions.iter().flatten());
+        let is_under_way = conditions.any(|c| c.type_ == IN_PROGRESS && c.status == "True");
+        let has_changed = status.is_some_and(|s| {
+            s.observed_generation.is_some() && s.observed_generation != pod.metadata.generation
+        });
+        let is_told = |name: &String| {
+            let lists = status.iter().flat_map(|s| {
+                let init = s.init_container_statuses.iter().flatten();
+                init.chain(s.container_statuses.iter().flatten())
+            });
+            lists
+                .filter(|c| c.name == *name)
+                .any(|c| c.resources.is_some())
+        };
+        let mut unsettled = wanted(pod).containers;
+        unsettled.retain(|name, _| is_under_way || (has_changed && !is_told(name)));
         Resizing {
             actuated: actuated(pod),
-            unsettled: sizes.unwrap_or_default().containers,
+            unsettled,
             ..Resizing::default()
         }
     }

@@ -358,3 +358,34 @@ fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
     assert!(!resizing.is_under_way(&wanted(&small), |_| true));
     assert_eq!(lowered(&resizing), None);
 }
+
+/// An agent was killed after it had started a container and before it could tell so, and the pod asks for another size by then.
+#[test]
+fn a_container_that_was_never_told_of_may_have_another_size_than_is_asked_for() {
+    let told = |generation: i64, container: Value| -> Pod {
+        let mut pod = pod("1", "64Mi", json!([]));
+        pod.metadata.generation = Some(2);
+        let status = json!({"phase": "Pending", "observedGeneration": generation, "containerStatuses": [container]});
+        pod.status = Some(serde_json::from_value(status).expect("a status"));
+        pod
+    };
+    let of = |resources: Value| {
+        let mut container =
+            json!({"name": "a", "image": "i", "imageID": "", "ready": false, "restartCount": 0});
+        container["resources"] = resources;
+        container
+    };
+    let limits = json!({"memory": "64Mi", "example.com/x": "1"});
+    let size = json!({"requests": {"cpu": "1", "memory": "64Mi"}, "limits": limits});
+    for (generation, container, expected) in [
+        (1, of(Value::Null), Change::Update),
+        (2, of(Value::Null), Change::None),
+        (1, of(size), Change::None),
+    ] {
+        let pod = told(generation, container);
+        let resizing = Resizing::adopted(&pod);
+        let first = &pod::spec(&pod).containers[0];
+        let found = change(first, &wanted(&pod), &resizing);
+        assert_eq!(found, expected, "{generation} {:?}", pod.status);
+    }
+}
