@@ -193,6 +193,8 @@ fn jobs_run_to_their_end() {
 
     cluster.kubectl(&["delete", "job", "hello", "some"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
+    // Objects of pods that have ended go at once, what the node has of them just after.
+    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
     cluster.assert_clean();
 }
 
