@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet, ReplicaSetSpec};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
@@ -16,6 +16,7 @@ use super::Pending;
 use super::any_change;
 use super::controller_of;
 use super::event;
+use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
 use crate::control::api::object;
 use crate::control::api::selector::Selector;
@@ -210,17 +211,6 @@ async fn own(
         }
     }
     Ok(owned)
-}
-
-fn owner(deployment: &Deployment) -> OwnerReference {
-    OwnerReference {
-        api_version: "apps/v1".into(),
-        kind: "Deployment".into(),
-        name: deployment.name_any(),
-        uid: deployment.uid().unwrap_or_default(),
-        controller: Some(true),
-        block_owner_deletion: Some(true),
-    }
 }
 
 /// Whether a set that has the name of `wanted` is of another template or another owner. If not it was made a moment ago and has

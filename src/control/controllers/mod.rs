@@ -13,6 +13,7 @@ mod garbage;
 mod job;
 mod namespace;
 mod nodes;
+mod owned;
 mod replicaset;
 mod rollout;
 

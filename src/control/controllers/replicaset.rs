@@ -1,13 +1,11 @@
 //! ReplicaSets: as many pods as asked for (control-plane spec, 5.7).
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::ReplicaSet;
 use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
-use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
@@ -17,9 +15,10 @@ use super::Pending;
 use super::any_change;
 use super::controller_of;
 use super::event;
+use super::owned::{Failures, create, owner};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
-use crate::core::lock::lock;
+use crate::core::pod;
 use crate::kubeapi::cache::{key, revision};
 
 /// The most pods created or deleted in one go.
@@ -28,52 +27,6 @@ const COMPONENT: &str = "replicaset-controller";
 
 /// The pause before pods of a set are created anew after a failure: at first, and at most.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(120));
-
-/// Sets whose pods cannot be created, by uid: they are tried again after a while, or when the set is another.
-#[derive(Default)]
-struct Failures(Mutex<HashMap<String, Failure>>);
-
-struct Failure {
-    generation: Option<i64>,
-    next: Instant,
-    retry: Doubling,
-}
-
-impl Failures {
-    fn all(&self) -> MutexGuard<'_, HashMap<String, Failure>> {
-        lock(&self.0)
-    }
-
-    fn may_try(&self, set: &ReplicaSet, now: Instant) -> bool {
-        let all = self.all();
-        let failure = set.uid().and_then(|uid| all.get(&uid));
-        failure.is_none_or(|f| f.generation != set.metadata.generation || f.next <= now)
-    }
-
-    fn note(&self, set: &ReplicaSet, failed: bool, now: Instant) {
-        let (mut all, uid) = (self.all(), set.uid().unwrap_or_default());
-        let generation = set.metadata.generation;
-        let before = all
-            .remove(&uid)
-            .filter(|f| failed && f.generation == generation);
-        if failed {
-            let mut retry = before.map_or(RETRY, |f| f.retry);
-            let next = now + retry.pause();
-            let failure = Failure {
-                generation,
-                next,
-                retry,
-            };
-            all.insert(uid, failure);
-        }
-    }
-
-    /// Forgets sets that are gone.
-    fn keep(&self, sets: &[Arc<ReplicaSet>]) {
-        self.all()
-            .retain(|uid, _| sets.iter().any(|s| s.metadata.uid.as_ref() == Some(uid)));
-    }
-}
 
 /// What to do about one ReplicaSet.
 #[derive(Debug, Default, PartialEq)]
@@ -85,15 +38,8 @@ struct Plan {
     status: serde_json::Value,
 }
 
-fn phase(pod: &Pod) -> &str {
-    pod.status
-        .as_ref()
-        .and_then(|s| s.phase.as_deref())
-        .unwrap_or("Pending")
-}
-
 fn is_active(pod: &Pod) -> bool {
-    !matches!(phase(pod), "Succeeded" | "Failed") && pod.metadata.deletion_timestamp.is_none()
+    !pod::is_terminal(pod) && pod.metadata.deletion_timestamp.is_none()
 }
 
 fn ready_since(pod: &Pod) -> Option<jiff::Timestamp> {
@@ -119,7 +65,7 @@ pub(super) fn deletion_rank(
         .as_ref()
         .and_then(|s| s.node_name.as_deref())
         .is_some_and(|n| !n.is_empty());
-    let phase = match phase(pod) {
+    let phase = match pod::phase(pod) {
         "Pending" => 0,
         "Unknown" => 1,
         _ => 2,
@@ -219,7 +165,7 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
 
 pub(super) async fn run(client: Client, caches: Caches) {
     let mut changes = [caches.replica_sets.changes(), caches.pods.changes()];
-    let (pending, failures) = (Arc::new(Pending::default()), Failures::default());
+    let (pending, failures) = (Arc::new(Pending::default()), Failures::new(RETRY));
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -281,9 +227,10 @@ async fn reconcile(
             "releasing a pod",
         );
     }
-    if plan.create > 0 && failures.may_try(set, Instant::now()) {
-        let created = create(client, &api, set, plan.create, pending).await;
-        failures.note(set, !created, Instant::now());
+    if plan.create > 0 && failures.pause(set, Instant::now()).is_none() {
+        let pods = vec![new_pod(set); plan.create];
+        let (_, failure) = create(client, (set, COMPONENT), &pods, pending).await;
+        failures.note(set, failure.is_some(), Instant::now());
     }
     let deletions = plan.delete.iter().map(|pod| {
         let api = &api;
@@ -339,17 +286,6 @@ fn note(result: Result<Pod, kube::Error>, owner: &str, pending: &Pending, what: 
     }
 }
 
-fn owner(set: &ReplicaSet) -> OwnerReference {
-    OwnerReference {
-        api_version: "apps/v1".into(),
-        kind: "ReplicaSet".into(),
-        name: set.name_any(),
-        uid: set.uid().unwrap_or_default(),
-        controller: Some(true),
-        block_owner_deletion: Some(true),
-    }
-}
-
 fn new_pod(set: &ReplicaSet) -> Pod {
     let template = set
         .spec
@@ -366,61 +302,6 @@ fn new_pod(set: &ReplicaSet) -> Pod {
         spec: template.spec,
         status: None,
     }
-}
-
-/// Creates in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template
-/// that cannot work does not flood the API. Says whether all could be created.
-async fn create(
-    client: &Client,
-    api: &Api<Pod>,
-    set: &ReplicaSet,
-    count: usize,
-    pending: &Pending,
-) -> bool {
-    let uid = set.uid().unwrap_or_default();
-    let pod = new_pod(set);
-    let (mut left, mut batch) = (count, 1);
-    while left > 0 {
-        let size = batch.min(left);
-        let parameters = PostParams::default();
-        let results =
-            futures::future::join_all((0..size).map(|_| api.create(&parameters, &pod))).await;
-        let mut failure = None;
-        for result in results {
-            match result {
-                Ok(pod) => {
-                    pending.wrote(&uid, &pod);
-                    event(
-                        client,
-                        set,
-                        "ReplicaSet",
-                        "apps/v1",
-                        COMPONENT,
-                        "SuccessfulCreate",
-                        format!("Created pod: {}", pod.name_any()),
-                    )
-                    .await;
-                }
-                Err(error) => failure = Some(error),
-            }
-        }
-        if let Some(error) = failure {
-            event(
-                client,
-                set,
-                "ReplicaSet",
-                "apps/v1",
-                COMPONENT,
-                "FailedCreate",
-                format!("Error creating: {error}"),
-            )
-            .await;
-            return false;
-        }
-        left -= size;
-        batch *= 2;
-    }
-    true
 }
 
 #[cfg(test)]
@@ -450,32 +331,6 @@ mod tests {
             }))
             .expect("a pod"),
         )
-    }
-
-    #[test]
-    fn what_cannot_be_created_is_tried_later_or_when_it_is_another() {
-        let (failures, now) = (Failures::default(), Instant::now());
-        let mut set = set(1);
-        set.metadata.generation = Some(1);
-        let mut pauses = vec![];
-        let mut at = now;
-        for _ in 0..9 {
-            failures.note(&set, true, at);
-            assert!(!failures.may_try(&set, at));
-            let pause = (0..).find(|s| failures.may_try(&set, at + Duration::from_secs(*s)));
-            pauses.push(pause.expect("some time"));
-            at += Duration::from_secs(pauses[pauses.len() - 1]);
-        }
-        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 64, 120, 120]);
-        set.metadata.generation = Some(2);
-        assert!(failures.may_try(&set, at), "another template may work");
-        failures.note(&set, true, at);
-        assert!(failures.may_try(&set, at + Duration::from_secs(1)));
-        failures.note(&set, false, at);
-        assert!(failures.may_try(&set, at));
-        failures.note(&set, true, at);
-        failures.keep(&[]);
-        assert!(failures.all().is_empty());
     }
 
     #[test]

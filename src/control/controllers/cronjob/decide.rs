@@ -7,10 +7,11 @@ use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::batch::v1::{CronJob, CronJobStatus, Job};
 use k8s_openapi::api::core::v1::ObjectReference;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use kube::ResourceExt as _;
 
 use super::super::job::ended_with;
+use super::super::owned::owner;
 use crate::core::schedule::Schedule;
 
 /// The annotation of a job with the time that it was meant for.
@@ -251,14 +252,7 @@ fn job(cron: &CronJob, name: String, time: Timestamp, zone: &TimeZone) -> Job {
             namespace: cron.namespace(),
             labels: meta.labels,
             annotations: Some(annotations),
-            owner_references: Some(vec![OwnerReference {
-                api_version: "batch/v1".into(),
-                kind: "CronJob".into(),
-                name: cron.name_any(),
-                uid: cron.uid().unwrap_or_default(),
-                controller: Some(true),
-                block_owner_deletion: Some(true),
-            }]),
+            owner_references: Some(vec![owner(cron)]),
             ..ObjectMeta::default()
         },
         spec: template.spec,

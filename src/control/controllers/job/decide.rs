@@ -19,6 +19,7 @@ use super::backoff::{self, Backoff};
 use super::pods::{self, New};
 use super::policy::{self, Verdict, verdict};
 use crate::core::indexes::Indexes;
+use crate::core::pod;
 
 /// The most pods that are created, or deleted, in one turn.
 const MOST_AT_ONCE: usize = 500;
@@ -193,7 +194,7 @@ pub(super) fn decide(seen: &Seen<'_>) -> Plan {
 
 impl<'a> Turn<'a> {
     fn new(seen: &'a Seen<'a>, spec: &'a JobSpec, before: &'a JobStatus) -> Turn<'a> {
-        let active = |p: &&Pod| !pods::ended(p) && !pods::deleting(p);
+        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::deleting(p);
         Turn {
             seen,
             spec,
@@ -224,12 +225,10 @@ impl<'a> Turn<'a> {
     fn count_new(&mut self) -> Backoff {
         let new = |named: &Option<Vec<String>>, ended: &dyn Fn(&Pod) -> bool| -> Vec<&'a Pod> {
             let named: HashSet<&str> = named.iter().flatten().map(String::as_str).collect();
-            let new = |p: &&Pod| !named.contains(uid(p)) && ended(p);
+            let new = |p: &&Pod| !named.contains(pod::uid(p)) && ended(p);
             self.tracked().filter(new).collect()
         };
-        let succeeded = new(&self.uncounted.succeeded, &|p| {
-            pods::phase(p) == "Succeeded"
-        });
+        let succeeded = new(&self.uncounted.succeeded, &|p| pod::phase(p) == "Succeeded");
         let failed = new(&self.uncounted.failed, &|p| pods::failed(self.spec, p));
         let counted: Vec<_> = failed
             .iter()
@@ -266,7 +265,7 @@ impl<'a> Turn<'a> {
             let Some(index) = pods::index(spec, pod) else {
                 continue;
             };
-            if pods::phase(pod) == "Succeeded" {
+            if pod::phase(pod) == "Succeeded" {
                 indexes.insert(index);
             }
             if spec.backoff_limit_per_index.is_some() && pods::fails_index(spec, pod) {
@@ -365,7 +364,7 @@ impl<'a> Turn<'a> {
         if template.and_then(|s| s.restart_policy.as_deref()) != Some("OnFailure") {
             return false;
         }
-        let running = self.seen.pods.iter().filter(|p| !pods::ended(p));
+        let running = self.seen.pods.iter().filter(|p| !pod::is_terminal(p));
         let statuses = running.filter_map(|p| p.status.as_ref());
         let containers = statuses.flat_map(|s| {
             let first = s.init_container_statuses.iter().flatten();
@@ -408,7 +407,7 @@ impl<'a> Turn<'a> {
         };
         let surplus = self.surplus(active, usize::try_from(have - wanted).unwrap_or(0));
         if !surplus.is_empty() || self.suspended {
-            active.retain(|pod| !surplus.iter().any(|s| uid(s) == uid(pod)));
+            active.retain(|pod| !surplus.iter().any(|s| pod::uid(s) == pod::uid(pod)));
             plan.delete = surplus
                 .iter()
                 .map(|pod| Surplus {
@@ -432,7 +431,7 @@ impl<'a> Turn<'a> {
 
     fn terminating(&self) -> i32 {
         let pods = self.seen.pods.iter();
-        let terminating = pods.filter(|p| pods::deleting(p) && !pods::ended(p));
+        let terminating = pods.filter(|p| pods::deleting(p) && !pod::is_terminal(p));
         i32::try_from(terminating.count()).unwrap_or(i32::MAX)
     }
 
@@ -501,7 +500,7 @@ impl<'a> Turn<'a> {
         }
         let ended_only = pods::replaces_ended_only(self.spec);
         for pod in &self.seen.pods {
-            let counts = !pods::ended(pod) && (ended_only || !pods::deleting(pod));
+            let counts = !pod::is_terminal(pod) && (ended_only || !pods::deleting(pod));
             if let Some(index) = pods::index(self.spec, pod).filter(|_| counts) {
                 taken.insert(index);
             }
@@ -583,7 +582,7 @@ impl<'a> Turn<'a> {
             .pods
             .iter()
             .filter(|p| pods::tracked(p))
-            .map(|p| uid(p))
+            .map(|p| pod::uid(p))
             .collect();
         let (mut done, succeeded) = settle(&self.uncounted.succeeded, self.before.succeeded, &held);
         let (mut lost, failed) = settle(&self.uncounted.failed, self.before.failed, &held);
@@ -598,7 +597,7 @@ impl<'a> Turn<'a> {
                 continue;
             }
             plan.release.push(pod.name_any());
-            let (own, is) = (uid(pod).to_owned(), pods::phase(pod));
+            let (own, is) = (pod::uid(pod).to_owned(), pod::phase(pod));
             let of_index = !self.indexed() || pods::index(self.spec, pod).is_some();
             let given_up = end.is_some_and(|end| !end.succeeded);
             if is == "Succeeded" && !lost.contains(&own) {
@@ -635,12 +634,12 @@ impl<'a> Turn<'a> {
     /// Whether the end of a pod can be counted.
     fn may_go(&self, pod: &Pod, end: Option<&End>) -> bool {
         let over = end.is_some() || self.seen.job.metadata.deletion_timestamp.is_some();
-        if over || pods::phase(pod) == "Succeeded" {
+        if over || pod::phase(pod) == "Succeeded" {
             return true;
         }
         let awaited = pods::index(self.spec, pod)
             .and_then(|index| self.awaiting.get(&index))
-            .is_some_and(|awaited| uid(awaited) == uid(pod));
+            .is_some_and(|awaited| pod::uid(awaited) == pod::uid(pod));
         pods::failed(self.spec, pod) && !awaited
     }
 
@@ -686,10 +685,6 @@ fn settle(
     let named = named.iter().flatten().cloned();
     let (left, gone): (Vec<_>, Vec<_>) = named.partition(|uid| held.contains(uid.as_str()));
     (left, was.unwrap_or(0).saturating_add(count(&gone)))
-}
-
-fn uid(pod: &Pod) -> &str {
-    pod.metadata.uid.as_deref().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use kube::{Api, Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
+use super::owned::{self, Failures, owner};
 use super::{Caches, Pending, any_change, controller_of, event};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
@@ -37,15 +38,7 @@ const IDLE: Duration = Duration::from_secs(5);
 /// The pauses after a turn that failed, at first and at most.
 const AGAIN: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// A job whose last turn failed: it is looked at after a pause, or when it is another.
-struct Again {
-    generation: Option<i64>,
-    at: Instant,
-    pauses: Doubling,
-}
-
 /// What the controller remembers between two turns.
-#[derive(Default)]
 struct Memory {
     /// Jobs, and pods, that were written and not seen yet, by the uid of the job. They are kept apart as a pod and a job
     /// may have one name.
@@ -53,46 +46,30 @@ struct Memory {
     pods: Pending,
     /// Failures of pods, by the uid of the job.
     failures: Mutex<HashMap<String, Backoff>>,
-    again: Mutex<HashMap<String, Again>>,
+    again: Failures,
 }
 
 impl Memory {
-    /// How long a job that failed is left alone.
-    fn pause(&self, job: &Job) -> Option<Duration> {
-        let all = lock(&self.again);
-        let again = all.get(job.metadata.uid.as_ref()?)?;
-        let left = again.at.saturating_duration_since(Instant::now());
-        (again.generation == job.metadata.generation && !left.is_zero()).then_some(left)
-    }
-
-    /// Notes how a turn ended. Returns the pause after one that failed.
-    fn ended(&self, job: &Job, failed: bool) -> Option<Duration> {
-        let (mut all, uid) = (lock(&self.again), job.uid().unwrap_or_default());
-        let before = all.remove(&uid).filter(|_| failed);
-        let mut pauses = before.map_or(AGAIN, |again| again.pauses);
-        failed.then(|| {
-            let pause = pauses.pause();
-            let again = Again {
-                generation: job.metadata.generation,
-                at: Instant::now() + pause,
-                pauses,
-            };
-            all.insert(uid, again);
-            pause
-        })
+    fn new() -> Memory {
+        Memory {
+            jobs: Pending::default(),
+            pods: Pending::default(),
+            failures: Mutex::default(),
+            again: Failures::new(AGAIN),
+        }
     }
 
     /// Forgets jobs that are gone.
     fn keep(&self, jobs: &[Arc<Job>]) {
         let known = |uid: &String| jobs.iter().any(|j| j.metadata.uid.as_ref() == Some(uid));
         lock(&self.failures).retain(|uid, _| known(uid));
-        lock(&self.again).retain(|uid, _| known(uid));
+        self.again.keep(jobs);
     }
 }
 
 pub(super) async fn run(client: Client, caches: Caches) {
     let mut changes = [caches.jobs.changes(), caches.pods.changes()];
-    let memory = Memory::default();
+    let memory = Memory::new();
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -138,7 +115,7 @@ async fn turn(
     if !memory.jobs.settled(&uid, of_job) || !memory.pods.settled(&uid, of_pod) {
         return None;
     }
-    if let Some(left) = memory.pause(job) {
+    if let Some(left) = memory.again.pause(job, Instant::now()) {
         return Some(left);
     }
     let result = if finished(job).is_some() {
@@ -149,7 +126,7 @@ async fn turn(
     } else {
         reconcile(client, memory, job, of).await
     };
-    let pause = memory.ended(job, result.is_err());
+    let pause = memory.again.note(job, result.is_err(), Instant::now());
     result.unwrap_or_else(|error| {
         tracing::debug!(%error, job = job.name_any(), "a job could not be reconciled; it is tried again");
         pause
@@ -214,7 +191,7 @@ async fn reconcile(
     };
     let mut plan = decide(&seen);
     remove(client, &api, memory, job, &plan).await?;
-    let failure = create(client, &api, memory, job, &mut plan).await;
+    let failure = create(client, memory, job, &mut plan).await;
     write(client, memory, job, &plan).await?;
     let release = plan.release.iter().map(|name| release(&api, name));
     for pod in futures::future::join_all(release).await {
@@ -252,7 +229,7 @@ async fn claim(
         .iter()
         .filter(|pod| !deleting && !pods::deleting(pod) && matches(pod));
     let found = found.map(|pod| {
-        (pod, json!({"metadata": {"uid": pod.uid(), "ownerReferences": [pods::owner(job)], "finalizers": [pods::FINALIZER]}}))
+        (pod, json!({"metadata": {"uid": pod.uid(), "ownerReferences": [owner(job)], "finalizers": [pods::FINALIZER]}}))
     });
     let patches: Vec<_> = lost.chain(found).collect();
     if patches.is_empty() {
@@ -312,53 +289,22 @@ async fn release(api: &Api<Pod>, name: &str) -> Result<Option<Pod>, kube::Error>
     gone(api.patch(name, &PatchParams::default(), &patch).await)
 }
 
-/// Creates in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template that cannot work does
-/// not flood the API. What could not be created is taken off the status. Returns the failure.
+/// Creates the pods of a plan. What could not be created is taken off the status. Returns the failure.
 async fn create(
     client: &Client,
-    api: &Api<Pod>,
     memory: &Memory,
     job: &Job,
     plan: &mut Plan,
 ) -> Option<kube::Error> {
-    let uid = job.uid().unwrap_or_default();
-    let (mut left, mut batch) = (plan.create.as_slice(), 1);
-    let mut failure = None;
-    let mut failed = 0;
-    while !left.is_empty() && failure.is_none() {
-        let (now, later) = left.split_at(batch.min(left.len()));
-        let parameters = PostParams::default();
-        let created = now.iter().map(|new| {
-            let (pod, parameters) = (pods::object(job, new), &parameters);
-            async move { api.create(parameters, &pod).await }
-        });
-        for result in futures::future::join_all(created).await {
-            match result {
-                Ok(pod) => {
-                    memory.pods.wrote(&uid, &pod);
-                    let message = format!("Created pod: {}", pod.name_any());
-                    tell(client, job, "SuccessfulCreate", message).await;
-                }
-                Err(error) => {
-                    failed += 1;
-                    failure = Some(error);
-                }
-            }
-        }
-        (left, batch) = (later, batch * 2);
-    }
-    let missing = i32::try_from(failed + left.len()).unwrap_or(i32::MAX);
+    let pods: Vec<Pod> = plan
+        .create
+        .iter()
+        .map(|new| pods::object(job, new))
+        .collect();
+    let (missing, failure) = owned::create(client, (job, COMPONENT), &pods, &memory.pods).await;
+    let missing = i32::try_from(missing).unwrap_or(i32::MAX);
     let active = plan.status.active.unwrap_or(0).saturating_sub(missing);
     plan.status.active = (active > 0).then_some(active);
-    if let Some(error) = &failure {
-        tell(
-            client,
-            job,
-            "FailedCreate",
-            format!("Error creating: {error}"),
-        )
-        .await;
-    }
     failure
 }
 
@@ -433,32 +379,5 @@ async fn let_go(client: &Client, caches: &Caches, pod: &Pod) {
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     if let Err(error) = release(&api, &name).await {
         tracing::debug!(%error, name, "a pod of a job that is gone could not be let go; it is tried again");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test(start_paused = true)]
-    async fn a_job_that_cannot_be_worked_on_is_tried_later_and_later_or_when_it_is_another() {
-        let memory = Memory::default();
-        let mut job = Job::default();
-        job.metadata.uid = Some("u".into());
-        assert_eq!(memory.pause(&job), None);
-        for pause in [1, 2, 4, 8, 16, 32, 60, 60] {
-            let pause = Duration::from_secs(pause);
-            assert_eq!(memory.ended(&job, true), Some(pause));
-            assert_eq!(memory.pause(&job), Some(pause));
-            tokio::time::advance(pause).await;
-            assert_eq!(memory.pause(&job), None);
-        }
-        memory.ended(&job, true);
-        job.metadata.generation = Some(2);
-        assert_eq!(memory.pause(&job), None, "another template may work");
-        assert_eq!(memory.ended(&job, false), None);
-        assert_eq!(memory.ended(&job, true), Some(Duration::from_secs(1)));
-        memory.keep(&[]);
-        assert_eq!(memory.pause(&job), None);
     }
 }

@@ -4,10 +4,11 @@ use k8s_openapi::api::batch::v1::{Job, JobSpec};
 use k8s_openapi::api::core::v1::{
     Container, EnvVar, EnvVarSource, ObjectFieldSelector, Pod, PodSpec,
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
+use super::super::owned::owner;
 use super::policy::{Verdict, verdict};
+use crate::core::pod;
 
 /// Keeps a pod until the status of its job says how it ended.
 pub(super) const FINALIZER: &str = "batch.kubernetes.io/job-tracking";
@@ -29,17 +30,8 @@ pub(super) struct New {
     pub failures: Option<(i32, i32)>,
 }
 
-pub(super) fn phase(pod: &Pod) -> &str {
-    let phase = pod.status.as_ref().and_then(|s| s.phase.as_deref());
-    phase.unwrap_or("Pending")
-}
-
 pub(super) fn deleting(pod: &Pod) -> bool {
     pod.metadata.deletion_timestamp.is_some()
-}
-
-pub(super) fn ended(pod: &Pod) -> bool {
-    matches!(phase(pod), "Succeeded" | "Failed")
 }
 
 pub(super) fn ready(pod: &Pod) -> bool {
@@ -74,7 +66,7 @@ pub(super) fn replaces_ended_only(spec: &JobSpec) -> bool {
 }
 
 pub(super) fn failed(spec: &JobSpec, pod: &Pod) -> bool {
-    let phase = phase(pod);
+    let phase = pod::phase(pod);
     phase == "Failed" || !replaces_ended_only(spec) && deleting(pod) && phase != "Succeeded"
 }
 
@@ -111,18 +103,6 @@ pub(super) fn fails_index(spec: &JobSpec, pod: &Pod) -> bool {
             Verdict::Ignore => false,
             Verdict::Count | Verdict::FailJob(_) => failures_before(pod).0 >= limit,
         }
-}
-
-/// The reference to a job that controls something.
-pub(super) fn owner(job: &Job) -> OwnerReference {
-    OwnerReference {
-        api_version: "batch/v1".into(),
-        kind: "Job".into(),
-        name: job.name_any(),
-        uid: job.uid().unwrap_or_default(),
-        controller: Some(true),
-        block_owner_deletion: Some(true),
-    }
 }
 
 /// The pod to be created, without a name: the API generates it.

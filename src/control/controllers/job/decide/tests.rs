@@ -126,7 +126,7 @@ impl World {
     }
 
     fn active(&self) -> Vec<String> {
-        let active = |p: &&Pod| !pods::ended(p) && !pods::deleting(p);
+        let active = |p: &&Pod| !pod::is_terminal(p) && !pods::deleting(p);
         self.pods
             .iter()
             .filter(active)

@@ -1,0 +1,170 @@
+//! What controllers have in common that make objects for another: the reference to it, the creation of pods, and the pauses
+//! after a failure.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::api::PostParams;
+use kube::{Api, Client, Resource, ResourceExt as _};
+use tokio::time::Instant;
+
+use super::{Pending, event};
+use crate::core::backoff::Doubling;
+use crate::core::lock::lock;
+
+/// The reference to the object that controls something.
+pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {
+    OwnerReference {
+        api_version: K::api_version(&()).into(),
+        kind: K::kind(&()).into(),
+        name: object.name_any(),
+        uid: object.uid().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: Some(true),
+    }
+}
+
+/// Creates pods in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template that cannot work
+/// does not flood the API; tells of both as `component`. Returns how many were not created, and why.
+pub(super) async fn create<K: Resource<DynamicType = ()>>(
+    client: &Client,
+    (owner, component): (&K, &str),
+    pods: &[Pod],
+    pending: &Pending,
+) -> (usize, Option<kube::Error>) {
+    let namespace = owner.namespace().unwrap_or_default();
+    let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
+    let uid = owner.uid().unwrap_or_default();
+    let (kind, version) = (K::kind(&()), K::api_version(&()));
+    let tell = |reason: &'static str, message: String| {
+        event(client, owner, &kind, &version, component, reason, message)
+    };
+    let (mut left, mut batch) = (pods, 1);
+    while !left.is_empty() {
+        let (now, later) = left.split_at(batch.min(left.len()));
+        let parameters = PostParams::default();
+        let created = now.iter().map(|pod| api.create(&parameters, pod));
+        let (mut failed, mut failure) = (0, None);
+        for result in futures::future::join_all(created).await {
+            match result {
+                Ok(pod) => {
+                    pending.wrote(&uid, &pod);
+                    let message = format!("Created pod: {}", pod.name_any());
+                    tell("SuccessfulCreate", message).await;
+                }
+                Err(error) => {
+                    failed += 1;
+                    failure = Some(error);
+                }
+            }
+        }
+        if let Some(error) = failure {
+            tell("FailedCreate", format!("Error creating: {error}")).await;
+            return (failed + later.len(), Some(error));
+        }
+        (left, batch) = (later, batch * 2);
+    }
+    (0, None)
+}
+
+/// Objects whose last turn failed, by uid: they are tried again after a while, or when they are others.
+pub(super) struct Failures {
+    /// The pauses after one that failed, at first and at most.
+    pauses: Doubling,
+    all: Mutex<HashMap<String, Failure>>,
+}
+
+struct Failure {
+    generation: Option<i64>,
+    next: Instant,
+    pauses: Doubling,
+}
+
+impl Failures {
+    pub(super) fn new(pauses: Doubling) -> Failures {
+        Failures {
+            pauses,
+            all: Mutex::default(),
+        }
+    }
+
+    /// How long an object is left alone yet, if it is.
+    pub(super) fn pause<K: Resource>(&self, object: &K, now: Instant) -> Option<Duration> {
+        let (all, meta) = (lock(&self.all), object.meta());
+        let failure = all.get(meta.uid.as_ref()?)?;
+        let left = failure.next.saturating_duration_since(now);
+        (failure.generation == meta.generation && !left.is_zero()).then_some(left)
+    }
+
+    /// Notes how a turn ended. Returns the pause after one that failed.
+    pub(super) fn note<K: Resource>(
+        &self,
+        object: &K,
+        failed: bool,
+        now: Instant,
+    ) -> Option<Duration> {
+        let (mut all, uid) = (lock(&self.all), object.uid().unwrap_or_default());
+        let generation = object.meta().generation;
+        let before = all
+            .remove(&uid)
+            .filter(|f| failed && f.generation == generation);
+        let mut pauses = before.map_or(self.pauses, |f| f.pauses);
+        failed.then(|| {
+            let pause = pauses.pause();
+            let failure = Failure {
+                generation,
+                next: now + pause,
+                pauses,
+            };
+            all.insert(uid, failure);
+            pause
+        })
+    }
+
+    /// Forgets objects that are gone.
+    pub(super) fn keep<K: Resource>(&self, objects: &[Arc<K>]) {
+        let known = |uid: &String| objects.iter().any(|o| o.meta().uid.as_ref() == Some(uid));
+        lock(&self.all).retain(|uid, _| known(uid));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::batch::v1::Job;
+
+    use super::*;
+
+    #[test]
+    fn what_failed_is_tried_later_and_later_or_when_it_is_another() {
+        for (most, expected) in [
+            (120, [1, 2, 4, 8, 16, 32, 64, 120, 120]),
+            (60, [1, 2, 4, 8, 16, 32, 60, 60, 60]),
+        ] {
+            let pauses = Doubling::new(Duration::from_secs(1), Duration::from_secs(most));
+            let (failures, mut at) = (Failures::new(pauses), Instant::now());
+            let mut object = Job::default();
+            object.metadata.uid = Some("u".into());
+            object.metadata.generation = Some(1);
+            assert_eq!(failures.pause(&object, at), None);
+            for pause in expected.map(Duration::from_secs) {
+                assert_eq!(failures.note(&object, true, at), Some(pause));
+                assert_eq!(failures.pause(&object, at), Some(pause));
+                at += pause;
+                assert_eq!(failures.pause(&object, at), None);
+            }
+            failures.note(&object, true, at);
+            object.metadata.generation = Some(2);
+            assert_eq!(failures.pause(&object, at), None, "another may work");
+            let first = Some(Duration::from_secs(1));
+            assert_eq!(failures.note(&object, true, at), first);
+            assert_eq!(failures.note(&object, false, at), None);
+            assert_eq!(failures.pause(&object, at), None);
+            assert_eq!(failures.note(&object, true, at), first);
+            failures.keep::<Job>(&[]);
+            assert!(lock(&failures.all).is_empty());
+        }
+    }
+}
