@@ -15,6 +15,7 @@ use serde_json::json;
 
 use super::Caches;
 use super::any_change;
+use crate::kubeapi::cache::Cache;
 use crate::kubeapi::client::code;
 
 /// What happens to one object.
@@ -127,6 +128,16 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
     counts
 }
 
+/// The metadata of the object that has an owner's name, as the cache has it.
+fn meta_of<K>(cache: &Cache<K>, namespace: &str, owner: &OwnerReference) -> Option<ObjectMeta>
+where
+    K: Resource + Clone + DeserializeOwned + std::fmt::Debug + Send + Sync + 'static,
+    K::DynamicType: Default,
+{
+    let found = cache.get(namespace, &owner.name)?;
+    Some(found.meta().clone())
+}
+
 async fn act<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
     K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
@@ -138,22 +149,10 @@ where
     let namespace = meta.namespace.as_deref().unwrap_or_default();
     let look = |owner: &OwnerReference| {
         let found = match owner.kind.as_str() {
-            "Deployment" => caches
-                .deployments
-                .get(namespace, &owner.name)
-                .map(|d| d.metadata.clone()),
-            "ReplicaSet" => caches
-                .replica_sets
-                .get(namespace, &owner.name)
-                .map(|s| s.metadata.clone()),
-            "Job" => caches
-                .jobs
-                .get(namespace, &owner.name)
-                .map(|j| j.metadata.clone()),
-            "CronJob" => caches
-                .cron_jobs
-                .get(namespace, &owner.name)
-                .map(|c| c.metadata.clone()),
+            "Deployment" => meta_of(&caches.deployments, namespace, owner),
+            "ReplicaSet" => meta_of(&caches.replica_sets, namespace, owner),
+            "Job" => meta_of(&caches.jobs, namespace, owner),
+            "CronJob" => meta_of(&caches.cron_jobs, namespace, owner),
             // Other kinds (a mirror pod's Node, for one) are not collected here.
             _ => return Owner::Alive,
         };
@@ -199,26 +198,32 @@ where
     }
 }
 
+/// The uid of the object of a name, as the API itself has it.
+async fn uid_of<K>(
+    client: &Client,
+    namespace: &str,
+    name: &str,
+) -> Result<Option<String>, kube::Error>
+where
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
+        + Clone
+        + DeserializeOwned
+        + std::fmt::Debug,
+    K::DynamicType: Default,
+{
+    let api: Api<K> = Api::namespaced(client.clone(), namespace);
+    let found = api.get_opt(name).await?;
+    Ok(found.and_then(|found| found.meta().uid.clone()))
+}
+
 /// Asks the API itself whether every owner is gone.
 async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
-            "Deployment" => Api::<Deployment>::namespaced(client.clone(), namespace)
-                .get_opt(&owner.name)
-                .await
-                .map(|o| o.and_then(|o| o.metadata.uid)),
-            "Job" => Api::<Job>::namespaced(client.clone(), namespace)
-                .get_opt(&owner.name)
-                .await
-                .map(|o| o.and_then(|o| o.metadata.uid)),
-            "CronJob" => Api::<CronJob>::namespaced(client.clone(), namespace)
-                .get_opt(&owner.name)
-                .await
-                .map(|o| o.and_then(|o| o.metadata.uid)),
-            _ => Api::<ReplicaSet>::namespaced(client.clone(), namespace)
-                .get_opt(&owner.name)
-                .await
-                .map(|o| o.and_then(|o| o.metadata.uid)),
+            "Deployment" => uid_of::<Deployment>(client, namespace, &owner.name).await,
+            "Job" => uid_of::<Job>(client, namespace, &owner.name).await,
+            "CronJob" => uid_of::<CronJob>(client, namespace, &owner.name).await,
+            _ => uid_of::<ReplicaSet>(client, namespace, &owner.name).await,
         };
         match found {
             Ok(None) => {}
