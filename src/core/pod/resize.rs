@@ -7,7 +7,9 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Container, Pod, PodStatus, ResourceRequirements};
+use k8s_openapi::api::core::v1::{
+    Container, ContainerStatus, Pod, PodStatus, ResourceRequirements,
+};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Text;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -173,6 +175,13 @@ pub fn wanted(pod: &Pod) -> Sizes {
     Sizes { pod, containers }
 }
 
+/// The statuses of the containers whose sizes have been told.
+fn with_sizes(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {
+    let statuses = [&status.container_statuses, &status.init_container_statuses];
+    let statuses = statuses.into_iter().flatten().flatten();
+    statuses.filter(|status| status.resources.is_some())
+}
+
 /// The sizes that the pod's status shows as carried out; what it does not show is as the spec has it.
 #[must_use]
 pub fn known(pod: &Pod) -> Sizes {
@@ -184,9 +193,7 @@ pub fn known(pod: &Pod) -> Sizes {
     if !asked.is_empty() {
         sizes.pod = known_of_pod(pod, status, &asked);
     }
-    let statuses = [&status.container_statuses, &status.init_container_statuses];
-    let statuses = statuses.into_iter().flatten().flatten();
-    for status in statuses.filter(|s| s.resources.is_some()) {
+    for status in with_sizes(status) {
         let Some(size) = sizes.containers.get_mut(&status.name) else {
             continue;
         };
@@ -272,15 +279,8 @@ impl Resizing {
         let has_changed = status.is_some_and(|s| {
             s.observed_generation.is_some() && s.observed_generation != pod.metadata.generation
         });
-        let is_told = |name: &String| {
-            let lists = status.iter().flat_map(|s| {
-                let init = s.init_container_statuses.iter().flatten();
-                init.chain(s.container_statuses.iter().flatten())
-            });
-            lists
-                .filter(|c| c.name == *name)
-                .any(|c| c.resources.is_some())
-        };
+        let is_told =
+            |name: &String| status.is_some_and(|s| with_sizes(s).any(|c| c.name == *name));
         let mut unsettled = wanted(pod).containers;
         unsettled.retain(|name, _| is_under_way || (has_changed && !is_told(name)));
         Resizing {
