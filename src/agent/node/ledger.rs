@@ -141,8 +141,8 @@ impl LedgerHandle {
         Admission(answer)
     }
 
-    /// Whether a pod may have the sizes that its spec has; `has` is the pod with those that it has. If not, it gets [`Input::RoomFreed`] when there is room for it and
-    /// its turn has come.
+    /// Whether a pod may have the sizes that its spec has; `has` is the pod with those that it has. If not, it gets
+    /// [`Input::RoomFreed`] when there is room for it and its turn has come.
     pub async fn grow(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
         self.ask(|reply| Request::Grow { pod, has, reply }).await
     }

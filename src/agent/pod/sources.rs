@@ -76,10 +76,7 @@ fn seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc
     for pod in &mut pods {
         let known = before.iter().find(|b| pod::uid(b) == pod::uid(pod));
         let known = known.and_then(|known| pod::annotation(known, pod::SEEN));
-        let first = known.map_or_else(
-            || now.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string(),
-            str::to_owned,
-        );
+        let first = known.map_or_else(|| pod::seen_at(now), str::to_owned);
         let metadata = &mut Arc::make_mut(pod).metadata;
         let annotations = metadata.annotations.get_or_insert_default();
         annotations.insert(pod::SEEN.into(), first);

@@ -72,8 +72,7 @@ fn marked(mut pod: Pod, seen: Timestamp) -> Pod {
     if !pod::is_static(&pod) {
         let annotations = pod.metadata.annotations.get_or_insert_default();
         annotations.insert(pod::SOURCE.into(), "api".into());
-        let seen = seen.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string();
-        annotations.insert(pod::SEEN.into(), seen);
+        annotations.insert(pod::SEEN.into(), pod::seen_at(seen));
     }
     pod
 }

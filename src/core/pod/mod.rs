@@ -32,6 +32,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec, PodStatus};
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +44,7 @@ pub use container_hash::container_hash;
 pub const SOURCE: &str = "kubernetes.io/config.source";
 /// The identity of a static pod's manifest.
 pub const HASH: &str = "kubernetes.io/config.hash";
-/// When an agent that runs has seen a static pod first; the API's pods have it in the kubelet alone.
+/// When an agent that runs has seen a pod first, as [`seen_at`] writes it. Pods of the API have it in `/pods` alone.
 pub const SEEN: &str = "kubernetes.io/config.seen";
 /// On mirror pods: the hash of the static pod they stand for.
 pub const MIRROR: &str = "kubernetes.io/config.mirror";
@@ -58,6 +59,12 @@ pub fn full_name(pod: &Pod) -> String {
 #[must_use]
 pub fn full_name_of(namespace: &str, name: &str) -> String {
     format!("{name}_{namespace}")
+}
+
+/// A time as [`SEEN`] has it: RFC 3339 with nanoseconds.
+#[must_use]
+pub fn seen_at(time: Timestamp) -> String {
+    time.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string()
 }
 
 /// `name_namespace(uid)`, as in messages.
