@@ -209,7 +209,7 @@ async fn post(
         if let Some((name, count)) = verdict.counted {
             let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});
             match api.count_event(&namespace, &name, &patch).await {
-                Err(ApiFailure::NotFound(_)) => correlator.forget(&verdict.key),
+                Err(ApiFailure::NotFound(_)) => correlator.forget(verdict.key),
                 Err(error) => tracing::debug!(%error, "an event could not be counted"),
                 Ok(()) => {}
             }

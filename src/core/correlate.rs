@@ -1,7 +1,8 @@
 //! Which events are posted anew, which only counted, and which are too many: the correlation that clients
 //! of the API are expected to do (kubelet spec, chapter 17). Pure: the clock is an argument.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -28,11 +29,22 @@ pub struct Said<'a> {
     pub message: &'a str,
 }
 
+/// Identifies what is said. It is a hash: the texts of thousands of events would stay in memory, each in a page of its own,
+/// and by a collision nobody gains more than that an event is counted instead of posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key(u64);
+
+fn key(parts: &[&str]) -> Key {
+    let mut hasher = DefaultHasher::new();
+    parts.hash(&mut hasher);
+    Key(hasher.finish())
+}
+
 /// What is to be done with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     /// Identifies the event in [`Correlator::posted`].
-    pub key: String,
+    pub key: Key,
     /// The message, perhaps merged.
     pub message: String,
     /// The event that is counted up instead, and to what.
@@ -41,7 +53,8 @@ pub struct Verdict {
 
 #[derive(Debug)]
 struct Group {
-    messages: BTreeSet<String>,
+    /// At most one more than [`SIMILAR`].
+    messages: Vec<Key>,
     last: Timestamp,
 }
 
@@ -55,13 +68,13 @@ struct Known {
 /// Remembers what has been posted.
 #[derive(Debug, Default)]
 pub struct Correlator {
-    groups: HashMap<String, Group>,
-    buckets: HashMap<String, Bucket>,
-    known: HashMap<String, Known>,
+    groups: HashMap<Key, Group>,
+    buckets: HashMap<Key, Bucket>,
+    known: HashMap<Key, Known>,
 }
 
 /// Evicts old entries when the map is full; all of them if that is not enough.
-fn bound<V>(map: &mut HashMap<String, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
+fn bound<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
     if map.len() >= REMEMBERED {
         map.retain(|_, value| now.duration_since(last(value)) < WINDOW);
     }
@@ -73,37 +86,29 @@ fn bound<V>(map: &mut HashMap<String, V>, now: Timestamp, last: impl Fn(&V) -> T
 impl Correlator {
     /// Decides; `None` if the object has had too many.
     pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
-        let group_key = format!("{}\u{0}{}", said.about, said.reason);
+        let group_key = key(&[said.about, said.reason]);
+        let own_key = key(&[said.about, said.reason, said.message]);
         bound(&mut self.groups, now, |g| g.last);
-        let group = self
-            .groups
-            .entry(group_key.clone())
-            .or_insert_with(|| Group {
-                messages: BTreeSet::new(),
-                last: now,
-            });
+        let group = self.groups.entry(group_key).or_insert_with(|| Group {
+            messages: vec![],
+            last: now,
+        });
         if now.duration_since(group.last) > WINDOW {
             group.messages.clear();
         }
         group.last = now;
-        if group.messages.len() <= SIMILAR {
-            group.messages.insert(said.message.to_owned());
+        if group.messages.len() <= SIMILAR && !group.messages.contains(&own_key) {
+            group.messages.push(own_key);
         }
-        let merged = group.messages.len() > SIMILAR;
-        let (key, message) = if merged {
-            (
-                group_key,
-                format!("(combined from similar events): {}", said.message),
-            )
+        let (key, message) = if group.messages.len() > SIMILAR {
+            let merged = format!("(combined from similar events): {}", said.message);
+            (group_key, merged)
         } else {
-            (
-                format!("{group_key}\u{0}{}", said.message),
-                said.message.to_owned(),
-            )
+            (own_key, said.message.to_owned())
         };
         bound(&mut self.buckets, now, Bucket::last);
         self.buckets
-            .entry(said.about.to_owned())
+            .entry(self::key(&[said.about]))
             .or_insert_with(|| Bucket::new(RATE, BURST, now))
             .take(now)
             .ok()?;
@@ -120,7 +125,7 @@ impl Correlator {
     }
 
     /// A new event has been posted under this name.
-    pub fn posted(&mut self, key: String, name: String, now: Timestamp) {
+    pub fn posted(&mut self, key: Key, name: String, now: Timestamp) {
         bound(&mut self.known, now, |k| k.last);
         self.known.insert(
             key,
@@ -133,8 +138,8 @@ impl Correlator {
     }
 
     /// The event that was to be counted is not there any more.
-    pub fn forget(&mut self, key: &str) {
-        self.known.remove(key);
+    pub fn forget(&mut self, key: Key) {
+        self.known.remove(&key);
     }
 }
 
@@ -156,7 +161,7 @@ mod tests {
             at(s),
         )?;
         if verdict.counted.is_none() {
-            correlator.posted(verdict.key.clone(), format!("e{s}"), at(s));
+            correlator.posted(verdict.key, format!("e{s}"), at(s));
         }
         Some(verdict)
     }
