@@ -135,6 +135,10 @@ impl Worker {
             return;
         };
         let op = self.in_flight.remove(at);
+        if self.in_flight.is_empty() {
+            // A pod at rest is not to keep the room of all that its start needed at once.
+            self.in_flight = vec![];
+        }
         match outcome {
             Outcome::Failed(error) => {
                 self.failed(facts.now, key);
