@@ -11,7 +11,7 @@ deps: ## Install what running needs (containerd, runc) from the distribution
 	@sh tests/support/install.sh containerd runc
 
 test-deps: ## Install what the tests need besides
-	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf
+	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf secilc
 
 # The plugins need no libraries: a third of what starting one costs would be finding them.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')

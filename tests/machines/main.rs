@@ -4,8 +4,10 @@
 mod apparmor;
 mod power;
 mod resources;
+mod selinux;
 #[path = "../support/mod.rs"]
 mod support;
+mod units;
 #[path = "../support/vm.rs"]
 mod vm;
 

@@ -187,7 +187,14 @@ struct Machine {
 }
 
 impl Machine {
-    fn boot(kernel: &Path, mut disk: Archive, init: &str, more: &[String]) -> Machine {
+    /// Its kernel is given the `arguments` besides its own; `more` are qemu's.
+    fn boot(
+        kernel: &Path,
+        mut disk: Archive,
+        init: &str,
+        arguments: &str,
+        more: &[String],
+    ) -> Machine {
         disk.file(Path::new("/init"), init.as_bytes());
         disk.entry("TRAILER!!!", 0, b"");
         let work = tempfile::tempdir().unwrap();
@@ -205,7 +212,7 @@ impl Machine {
             .arg(&image)
             .args([
                 "-append",
-                &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 systemd.default_timeout_start_sec=900 {MARK}"),
+                &format!("console=ttyS0 quiet panic=-1 systemd.unified_cgroup_hierarchy=1 systemd.default_timeout_start_sec=900 {MARK} {arguments}"),
             ])
             .args(more)
             .stdin(Stdio::null())
@@ -245,11 +252,11 @@ impl Machine {
 }
 
 /// The processors of a machine, as qemu's arguments have it.
-const PLAIN: &str = "-smp 2";
+pub const PLAIN: &str = "-smp 2";
 
 /// Boots it, and waits for the test's end.
-fn boot(kernel: &Path, disk: Archive, init: &str, more: &[String]) {
-    let mut machine = Machine::boot(kernel, disk, init, more);
+fn boot(kernel: &Path, disk: Archive, init: &str, arguments: &str, more: &[String]) {
+    let mut machine = Machine::boot(kernel, disk, init, arguments, more);
     machine.wait(None);
     let said = machine.said();
     assert!(
@@ -279,7 +286,7 @@ pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
         disk.program(Path::new(program), Path::new(program));
     }
     init += &format!("{}\nbusybox poweroff -f\n", test(name));
-    boot(&kernel, disk, &init, &words(PLAIN));
+    boot(&kernel, disk, &init, "", &words(PLAIN));
 }
 
 /// A whole Debian with systemd, containerd and cgroup v2, in which the programs lie where they lie here.
@@ -287,6 +294,7 @@ pub struct Node {
     kernel: PathBuf,
     disk: Archive,
     init: String,
+    arguments: &'static str,
 }
 
 impl Node {
@@ -326,14 +334,32 @@ impl Node {
         // A login on the console would hang up what the test writes there, if it comes after the test has begun.
         init += "busybox ln -sf /dev/null /node/etc/systemd/system/serial-getty@ttyS0.service\n";
         init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
-        Some(Node { kernel, disk, init })
+        Some(Node {
+            kernel,
+            disk,
+            init,
+            arguments: "",
+        })
+    }
+
+    /// With a file at its place there.
+    pub fn with_file(mut self, at: &Path, content: &[u8]) -> Node {
+        let at = Path::new("/carried").join(at.strip_prefix("/").unwrap());
+        self.disk.file(&at, content);
+        self
+    }
+
+    /// With more arguments for its kernel.
+    pub fn with_kernel_arguments(mut self, arguments: &'static str) -> Node {
+        self.arguments = arguments;
+        self
     }
 
     /// Boots it with these processors and memory (qemu's arguments); what it writes is lost when the test has passed.
     pub fn run(self, machine: &str) {
         let mut more = words(machine);
         more.extend(drive(&self.kernel.join("node.img"), "snapshot=on"));
-        boot(&self.kernel, self.disk, &self.init, &more);
+        boot(&self.kernel, self.disk, &self.init, self.arguments, &more);
     }
 
     /// A disk that outlives the machine, as a file below `dir`.
@@ -352,7 +378,13 @@ impl Node {
     pub fn run_until(&self, disk: &Path, mark: &str, after: Duration) -> String {
         let mut more = words(PLAIN);
         more.extend(drive(disk, "cache=unsafe"));
-        let mut machine = Machine::boot(&self.kernel, self.disk.clone(), &self.init, &more);
+        let mut machine = Machine::boot(
+            &self.kernel,
+            self.disk.clone(),
+            &self.init,
+            self.arguments,
+            &more,
+        );
         if machine.wait(Some(mark)) {
             std::thread::sleep(after);
             machine.cut();

@@ -1,0 +1,234 @@
+//! SELinux, which the kernel at hand lacks (issue 18): the processes of a pod have the label that it asks for, and may use
+//! what has theirs.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::resources::wait_for;
+use crate::support::{self, Cluster, condition};
+use crate::{IQN, an_uplink, line, programs, run, share_disk, vm};
+
+/// Compiled here, as the node has no compiler; it lies at the same place there.
+const POLICY: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/selinux/policy");
+/// The version that Debian 12's kernel reads.
+const VERSION: &str = "33";
+/// The labels that the kernel gives by itself, in its order (`security/selinux/include/initial_sid_to_string.h`).
+const INITIAL: &str = "kernel security unlabeled fs file file_labels init any_socket port netif netmsg node igmp_packet icmp_socket tcp_socket sysctl_modprobe sysctl sysctl_fs sysctl_kernel sysctl_net sysctl_net_unix sysctl_vm sysctl_dev kmod policy scmp_packet devnull";
+const IMAGE: &str = "test.local/busybox:1";
+/// What the shared directory is labelled with, and the pods that may use it.
+const LEVEL: &str = "s0:c10,c20";
+
+#[test]
+fn labels_are_enforced() {
+    compile_policy();
+    let mut files = programs();
+    files.push(POLICY.into());
+    if let Some(node) = vm::Node::new("selinux::inside", &files) {
+        node.with_kernel_arguments("security=selinux")
+            .run(vm::PLAIN);
+    }
+}
+
+fn compile_policy() {
+    let mut source = include_str!("selinux.cil").to_owned();
+    let categories = (0..1024).map(|n| format!("c{n}"));
+    let categories: Vec<String> = categories.collect();
+    for category in &categories {
+        writeln!(source, "(category {category})").unwrap();
+    }
+    writeln!(source, "(categoryorder ({}))", categories.join(" ")).unwrap();
+    for label in INITIAL.split(' ') {
+        writeln!(source, "(sid {label})\n(sidcontext {label} system)").unwrap();
+    }
+    writeln!(source, "(sidorder ({INITIAL}))").unwrap();
+    let policy = PathBuf::from(POLICY);
+    std::fs::create_dir_all(policy.parent().unwrap()).unwrap();
+    let file = policy.with_extension("cil");
+    std::fs::write(&file, source).unwrap();
+    let compiled = Command::new("secilc")
+        .args(["--policyvers", VERSION, "--filecontexts", "/dev/null"])
+        .args(["--output", POLICY])
+        .arg(file)
+        .status();
+    let compiled = compiled.expect("secilc is installed (make test does that)");
+    assert!(compiled.success());
+}
+
+#[test]
+#[ignore = "runs in a virtual machine"]
+fn inside() {
+    assert!(vm::is_inside(), "this changes what the machine's users may");
+    enforce();
+    an_uplink();
+    share_disk();
+    let cluster = Cluster::new("selinux", 46).configured("cgroupDriver: systemd\n");
+    // The machine goes with the test, and the cluster with it.
+    let cluster = std::mem::ManuallyDrop::new(cluster);
+    cluster.up();
+    support::busybox_alone(&cluster, IMAGE);
+    make_files(&cluster);
+    labels_decide_what_pods_can_use(&cluster);
+    a_volume_of_one_pod_is_mounted_with_its_label(&cluster);
+}
+
+/// Tells the runtime's libraries of the policy, loads and enforces it.
+fn enforce() {
+    let dir = Path::new("/etc/selinux");
+    std::fs::create_dir_all(dir.join("test/contexts")).unwrap();
+    std::fs::write(dir.join("config"), "SELINUX=enforcing\nSELINUXTYPE=test\n").unwrap();
+    let contexts = "process = \"system_u:system_r:container_t:s0\"\nfile = \"system_u:object_r:container_file_t:s0\"\n";
+    std::fs::write(dir.join("test/contexts/lxc_contexts"), contexts).unwrap();
+    let kernel = Path::new("/sys/fs/selinux");
+    if !kernel.join("load").exists() {
+        run(
+            "mount",
+            &["-t", "selinuxfs", "selinuxfs", "/sys/fs/selinux"],
+        );
+    }
+    std::fs::write(kernel.join("load"), std::fs::read(POLICY).unwrap()).unwrap();
+    std::fs::write(kernel.join("enforce"), "1").unwrap();
+    assert_eq!(line(&kernel.join("enforce")), "1");
+}
+
+/// A directory for pods of one level, and one that is no container's.
+fn make_files(cluster: &Cluster) {
+    for dir in ["/srv/shared", "/srv/system"] {
+        std::fs::create_dir_all(dir).unwrap();
+        std::fs::write(Path::new(dir).join("file"), "").unwrap();
+    }
+    let label = format!("system_u:object_r:container_file_t:{LEVEL}");
+    run("chcon", &["--recursive", &label, "/srv/shared"]);
+    // As policies label the runtime's directory.
+    let images = cluster.data().join("containerd");
+    let label = "system_u:object_r:container_ro_file_t:s0";
+    run("chcon", &["--recursive", label, images.to_str().unwrap()]);
+    cluster.kubectl(&["create", "configmap", "settings", "--from-literal=file=x"]);
+}
+
+/// A pod whose container tells, as it ends, its label and which files it can use.
+fn pod(name: &str, of_pod: &Value, of_container: &Value) -> Value {
+    let script = "read -r label </proc/self/attr/current; (echo x >/empty/file) 2>/dev/null; for at in empty settings shared system; do if busybox cat /$at/file >/dev/null 2>&1; then label=\"$label $at\"; fi; done; echo \"$label\" >/dev/termination-log";
+    let mounts = ["empty", "settings", "shared", "system"]
+        .map(|volume| json!({"name": volume, "mountPath": format!("/{volume}")}));
+    json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {
+        "restartPolicy": "Never",
+        "securityContext": of_pod,
+        "containers": [{"name": "c", "image": IMAGE, "command": ["busybox", "sh", "-c", script],
+            "securityContext": of_container, "volumeMounts": mounts}],
+        "volumes": [
+            {"name": "empty", "emptyDir": {}},
+            {"name": "settings", "configMap": {"name": "settings"}},
+            {"name": "shared", "hostPath": {"path": "/srv/shared"}},
+            {"name": "system", "hostPath": {"path": "/srv/system"}}]}})
+}
+
+fn options(key: &str, value: &str) -> Value {
+    json!({"seLinuxOptions": {key: value}})
+}
+
+/// What the kernel has denied.
+fn denied() -> String {
+    let said = Command::new("dmesg").output().unwrap().stdout;
+    let said = String::from_utf8_lossy(&said).into_owned();
+    let lines = said.lines().filter(|line| line.contains("denied"));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// What a pod has for itself is labelled for it; what is the machine's is not.
+fn labels_decide_what_pods_can_use(cluster: &Cluster) {
+    let none = json!({});
+    let pods = [
+        pod("chosen", &none, &none),
+        pod("same", &options("level", LEVEL), &none),
+        pod(
+            "other",
+            &options("level", LEVEL),
+            &options("level", "s0:c30,c40"),
+        ),
+        pod("free", &none, &options("type", "spc_t")),
+    ];
+    cluster.apply(&pods.map(|p| p.to_string()).join("\n"));
+    // A label that the policy does not have is no label.
+    let unknown = pod("unknown", &none, &options("type", "unknown_t"));
+    cluster.apply(&unknown.to_string());
+    let names = ["chosen", "same", "other", "free"];
+    let has_ended = |pod: &Value| {
+        ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
+    };
+    cluster.wait_quietly("the pods to end", || {
+        // Asking costs as much as what is waited for.
+        std::thread::sleep(Duration::from_secs(3));
+        cluster.pods().iter().all(has_ended)
+    });
+    let pods = cluster.pods();
+    let state = |name: &str| {
+        let found = pods.iter().find(|pod| pod["metadata"]["name"] == *name);
+        found.unwrap()["status"]["containerStatuses"][0]["state"].clone()
+    };
+    let container = "system_u:system_r:container_t:s0:c";
+    for (name, label, files) in [
+        ("chosen", container.to_owned(), "empty settings"),
+        (
+            "same",
+            format!("system_u:system_r:container_t:{LEVEL}"),
+            "empty settings shared",
+        ),
+        (
+            "other",
+            "system_u:system_r:container_t:s0:c30,c40".into(),
+            "empty settings",
+        ),
+        (
+            "free",
+            "system_u:system_r:spc_t:s0:c".into(),
+            "empty settings shared system",
+        ),
+    ] {
+        let state = state(name);
+        let said = state["terminated"]["message"].as_str().unwrap_or_default();
+        let (own, found) = said.trim().split_once(' ').unwrap_or_default();
+        let denied = denied();
+        assert!(own.starts_with(&label), "{name}: {state}\n{denied}");
+        assert_eq!(found, files, "{name}: {state}\n{denied}");
+    }
+    let of_unknown = state("unknown");
+    assert_eq!(of_unknown["terminated"]["exitCode"], 128, "{of_unknown}");
+    let mut names = names.to_vec();
+    names.push("unknown");
+    names.extend(["--grace-period=1"]);
+    cluster.kubectl(&[&["delete", "pod"], &names[..]].concat());
+}
+
+/// A claim of which one pod alone has the volume: nobody labels its files one by one (KEP-1710).
+fn a_volume_of_one_pod_is_mounted_with_its_label(cluster: &Cluster) {
+    let capacity = json!({"storage": "32Mi"});
+    let disk = json!({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "disk"}, "spec": {
+        "capacity": capacity, "accessModes": ["ReadWriteOncePod"], "storageClassName": "",
+        "claimRef": {"namespace": "default", "name": "disk"},
+        "iscsi": {"targetPortal": "192.0.2.10", "iqn": IQN, "lun": 0, "fsType": "ext4"}}});
+    let claim = json!({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "disk"}, "spec": {
+        "accessModes": ["ReadWriteOncePod"], "storageClassName": "", "volumeName": "disk",
+        "resources": {"requests": capacity}}});
+    let command = "echo x >/disk/file && busybox sleep 100000";
+    let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "alone"}, "spec": {
+        "terminationGracePeriodSeconds": 0,
+        "securityContext": options("level", LEVEL),
+        "containers": [{"name": "c", "image": IMAGE, "command": ["busybox", "sh", "-c", command],
+            "volumeMounts": [{"name": "disk", "mountPath": "/disk"}]}],
+        "volumes": [{"name": "disk", "persistentVolumeClaim": {"claimName": "disk"}}]}});
+    cluster.apply(&[disk, claim, pod].map(|o| o.to_string()).join("\n"));
+    wait_for(cluster, "condition=Ready", &["alone"]);
+    assert_eq!(condition(&cluster.pod("alone"), "Ready"), "True");
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let mut of_volume = mounts
+        .lines()
+        .filter(|l| l.contains("/volumes/kubernetes.io~iscsi/disk "));
+    let mount = of_volume.next().expect("the volume is mounted");
+    let context = format!("context=\"system_u:object_r:container_file_t:{LEVEL}\"");
+    assert!(mount.contains(&context), "{mount}");
+    cluster.kubectl(&["delete", "pod", "alone"]);
+}
