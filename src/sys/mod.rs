@@ -10,6 +10,7 @@ pub mod file;
 pub mod kmsg;
 pub mod link;
 pub mod logind;
+pub mod loop_device;
 pub mod machine;
 pub mod memory;
 pub mod memory_notice;

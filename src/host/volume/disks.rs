@@ -213,7 +213,9 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), String> {
     let Some(_turn) = Turn::at(place) else {
         return Ok(());
     };
-    let marked = || entries(place).iter().any(|e| e.is_symlink());
+    // A pod's mark is our link, or what a kubelet has mounted there.
+    let is_mark = |entry: &PathBuf| entry.is_symlink() || mount::is_mounted(entry).unwrap_or(true);
+    let marked = || entries(place).iter().any(is_mark);
     if mount::is_mounted(place).map_err(|e| e.to_string())? || marked() {
         return Ok(());
     }

@@ -6,6 +6,7 @@ pub mod csi;
 mod device;
 mod directory;
 mod disks;
+mod mapped;
 mod staging_lock;
 mod tear_down;
 

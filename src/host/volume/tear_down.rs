@@ -15,7 +15,7 @@ use nix::mount::MntFlags;
 
 use super::KERNEL_TIMEOUT;
 use super::staging_lock::Turn;
-use super::{csi, disks};
+use super::{csi, disks, mapped};
 use crate::core::lock::lock;
 use crate::host::linux::{LinuxHost, doing, remove, segment};
 use crate::host::{OnTakenAway, TakenAway, blocking};
@@ -121,6 +121,7 @@ impl LinuxHost {
     ) -> Result<(), String> {
         let failed = |e: String| format!("volumes cannot be unmounted: {e}");
         self.end_setting_up(uid).await?;
+        self.release_mapped(uid).await.map_err(failed)?;
         let dir = self.pod_dir(uid)?;
         let look = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
@@ -153,9 +154,7 @@ impl LinuxHost {
         // What others have mounted there, and parts of volumes; but not what drivers have to undo yet.
         let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
         self.unmount_below(&dir, is_known).await.map_err(failed)?;
-        self.unstage_idle(&table, &had, each)
-            .await
-            .map_err(failed)?;
+        self.unstage_idle(&had, each).await.map_err(failed)?;
         self.let_sessions_go(uid).await.map_err(failed)
     }
 
@@ -177,16 +176,22 @@ impl LinuxHost {
     /// Unmounts the staged devices that no pod has. One of those that the pod `had` must go.
     async fn unstage_idle(
         &self,
-        table: &[Mount],
         had: &BTreeSet<&str>,
         each: OnTakenAway<'_>,
     ) -> Result<(), String> {
-        let staging = self.staging();
+        let (staging, pods) = (self.staging(), self.root.join("pods"));
+        // Read anew: what this pod had is unmounted.
+        let table = blocking(|| mount::table().map_err(|e| e.to_string())).await?;
         let of = |m: &Mount| staging.iter().find(|(_, dir)| m.point.starts_with(dir));
-        let staged = table.iter().filter_map(|m| Some((m, of(m)?.0)));
+        // What a kubelet has made of the devices of other pods is theirs.
+        let staged = table.iter().filter(|m| !mapped::is_mapped(&m.point));
+        let staged = staged.filter_map(|m| Some((m, of(m)?.0)));
         for (staged, plugin) in staged {
+            if is_in_use(staged, &table, &pods) {
+                continue;
+            }
             let begun = Instant::now();
-            let (key, pods) = (staged.point.display().to_string(), self.root.join("pods"));
+            let (key, pods) = (staged.point.display().to_string(), pods.clone());
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
             let work = move || unstage(&pods, &staged);
             let outcome = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
@@ -241,9 +246,27 @@ impl LinuxHost {
         .await
     }
 
-    /// Unmounts the parts of volumes that containers had: before a driver is asked to unpublish what they are part of.
+    /// Takes away what a kubelet has made of the devices of a pod.
+    async fn release_mapped(&self, uid: &str) -> Result<(), String> {
+        let (root, own) = (self.root.clone(), segment(uid)?.to_owned());
+        let look = move || {
+            let root = fs::canonicalize(&root).unwrap_or(root);
+            let table = mount::table().map_err(|e| e.to_string())?;
+            Ok(mapped::of_pod(&root, &own, &table))
+        };
+        for point in blocking(look).await? {
+            let key = format!("release {}", point.display());
+            let work = move || mapped::release(&point);
+            self.patient.call(&key, KERNEL_TIMEOUT, work).await?;
+        }
+        Ok(())
+    }
+
+    /// Unmounts the parts of volumes that containers had, and what a kubelet has made of devices: before a driver is asked
+    /// to unpublish what they are of.
     pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
         self.end_setting_up(uid).await?;
+        self.release_mapped(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
         self.unmount_below(&dir, |_| false)
             .await
@@ -362,6 +385,12 @@ impl LinuxHost {
     }
 }
 
+/// Whether a pod has a staged device mounted.
+fn is_in_use(staged: &Mount, table: &[Mount], pods: &Path) -> bool {
+    let mut of_pods = table.iter().filter(|m| m.point.starts_with(pods));
+    of_pods.any(|m| m.device == staged.device)
+}
+
 /// Unmounts a staged device if no pod has it mounted; whether it has done so.
 fn unstage(pods: &Path, staged: &Mount) -> Result<bool, String> {
     // Whoever has its turn is about to use it, or does just this.
@@ -370,11 +399,7 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, String> {
     };
     let table = mount::table().map_err(|e| e.to_string())?;
     let there = table.iter().any(|m| m.point == staged.point);
-    if !there
-        || table
-            .iter()
-            .any(|m| m.device == staged.device && m.point.starts_with(pods))
-    {
+    if !there || is_in_use(staged, &table, pods) {
         return Ok(false);
     }
     // Its session ends although others may have it mounted where nobody sees it.
@@ -560,6 +585,107 @@ pub(super) mod tests {
         other.wait().expect("ended");
         assert_eq!(unstaged, Ok(true));
         assert!(there.windows(text.len()).any(|part| part == text));
+    }
+
+    /// Many pods may end at once, and each looks for staged devices that nobody has any more: one that another pod has is
+    /// looked at no further, so that their looks are not in each other's way.
+    #[tokio::test]
+    async fn a_device_that_another_pod_has_holds_up_no_end() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = host(dir.path());
+        let staged = host
+            .root
+            .join("plugins/kubernetes.io/local-volume/mounts/pv");
+        fs::create_dir_all(&staged).expect("mkdir");
+        mount::tmpfs(&staged, 0).expect("mounted");
+        for uid in ["u", "w"] {
+            let point = host
+                .root
+                .join("pods")
+                .join(uid)
+                .join("volumes/kubernetes.io~local-volume/pv");
+            fs::create_dir_all(&point).expect("mkdir");
+            let status = std::process::Command::new("mount")
+                .arg("--bind")
+                .args([&staged, &point])
+                .status();
+            assert!(status.expect("mount").success());
+        }
+        let iscsi = host.root.join("plugins/kubernetes.io/iscsi");
+        let mapped = iscsi.join("volumeDevices/iface-default/10.0.0.1:3260-iqn.x-lun-0/w");
+        fs::create_dir_all(mapped.parent().expect("a parent")).expect("mkdir");
+        fs::write(&mapped, "").expect("a file");
+        let mut bind = std::process::Command::new("mount");
+        let bind = bind.args(["--bind", "/dev/null"]).arg(&mapped).status();
+        assert!(bind.expect("mount").success());
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        let hang = move || held.recv().map_err(|e| e.to_string());
+        let key = staged.display().to_string();
+        let looked = host.patient.call(&key, Duration::ZERO, hang).await;
+        let outcome = host.tear_down("u", &|_| ()).await;
+        release.send(()).expect("it waits");
+        let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("looked at"));
+        mount::unmount_all(&host.root).expect("unmounted");
+        assert!(looked.is_err());
+        assert_eq!(are_mounted, [true; 2]);
+        assert_eq!(outcome, Ok(()));
+    }
+
+    /// A kubelet that ran the pod before has mounted its device over a file and made a loop device of that, so that it stays
+    /// open: no driver could take the device away.
+    #[tokio::test]
+    async fn what_a_kubelet_has_made_of_a_device_goes_with_the_pod() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let run = |program: &str, arguments: &[&str]| {
+            let output = std::process::Command::new(program).args(arguments).output();
+            let output = output.expect("a program");
+            assert!(output.status.success(), "{program}: {output:?}");
+            String::from_utf8(output.stdout)
+                .expect("text")
+                .trim()
+                .to_owned()
+        };
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = host(dir.path());
+        let image = dir.path().join("image");
+        let file = fs::File::create(&image).expect("an image");
+        file.set_len(1 << 20).expect("as large");
+        let device = run("losetup", &["-f", "--show", &image.display().to_string()]);
+        let devices = host.root.join("plugins/kubernetes.io/csi/volumeDevices");
+        let map = |point: &Path| {
+            fs::create_dir_all(point.parent().expect("a parent")).expect("mkdir");
+            fs::write(point, "").expect("a file");
+            run("mount", &["--bind", &device, &point.display().to_string()]);
+        };
+        let [own, of_driver] = ["pv/dev/u", "publish/pv/u"].map(|name| devices.join(name));
+        map(&own);
+        map(&of_driver);
+        let held = run("losetup", &["-f", "--show", &own.display().to_string()]);
+        let backing = Path::new("/sys/block").join(&held["/dev/".len()..]);
+        let begun = Instant::now();
+        while !backing.join("loop/backing_file").exists() {
+            assert!(begun.elapsed().as_secs() < 60, "it has a file");
+        }
+        let unbound = host.unbind_sub_paths("u").await;
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        let (left, published) = (is_mounted(&own), is_mounted(&of_driver));
+        let open = crate::sys::loop_device::of(&own).expect("looked at");
+        for device in [&held, &device] {
+            // The one that went is given back already.
+            let _ = crate::sys::loop_device::detach(Path::new(device));
+        }
+        mount::unmount_all(&devices).expect("unmounted");
+        assert_eq!(unbound, Ok(()));
+        assert!(
+            !left && published && open.is_empty(),
+            "{left} {published} {open:?}"
+        );
+        assert!(!devices.join("pv/dev").exists());
     }
 
     /// A driver may be gone for long: what else the pod had is given back, and the driver finds its own as it has left it.
