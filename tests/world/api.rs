@@ -15,6 +15,11 @@ impl PodApi for World {
         let lost = self.request().await?;
         let mut state = self.state();
         let earlier = state.pods.get(&uid).cloned();
+        let version = earlier.as_ref().map(|pod| &pod["metadata"]["resourceVersion"]);
+        let demanded = &patch["metadata"]["resourceVersion"];
+        if !demanded.is_null() && version.is_some_and(|version| version != demanded) {
+            return Err(ApiFailure::Conflict("the object has been modified".into()));
+        }
         let Some(pod) = state.pods.get_mut(&uid) else {
             return Err(ApiFailure::NotFound("gone".into()));
         };
@@ -91,6 +96,18 @@ impl PodApi for World {
             return Err(ApiFailure::Timeout("the answer was lost".into()));
         }
         Ok(serde_json::from_value(pod).unwrap())
+    }
+
+    async fn pod(&self, _: &str, name: &str) -> Result<Pod, ApiFailure> {
+        self.request().await?;
+        let mut state = self.state();
+        let mut pods = state.pods.iter();
+        let found = pods.find(|(_, pod)| pod["metadata"]["name"] == *name);
+        let Some((uid, pod)) = found.map(|(uid, pod)| (uid.clone(), faults::object(pod))) else {
+            return Err(ApiFailure::NotFound("gone".into()));
+        };
+        state.spend("get_pod", &uid);
+        Ok(pod)
     }
 
     async fn delete(&self, _: &str, _: &str, uid: &str) -> Result<(), ApiFailure> {
