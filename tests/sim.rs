@@ -420,8 +420,10 @@ fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_steady_pod("p");
         tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(world.asked_for_sandboxes().len(), 1);
         world.deafen(true);
         world.tell_end("p");
         tokio::time::sleep(Duration::from_secs(20)).await;
