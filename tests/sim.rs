@@ -56,7 +56,11 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
 }
 
 async fn scenario(world: &World) -> Result<(), String> {
+    world.choose_troubles();
     let mut agent = world.start_agent();
+    if world.has_wide_pod() {
+        world.create_pod_with_objects("wide", 300);
+    }
     let pods = 2 + world.pick(5);
     for n in 0..pods {
         world.create_pod(&format!("p{n}"));
@@ -65,11 +69,13 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.set_faults(true);
     for step in 0..50 {
         happen(world, &mut agent, step).await;
+        world.trouble();
         tokio::time::sleep(Duration::from_millis(world.pick(2500))).await;
     }
     world.set_faults(false);
     world.freeze(false);
     world.deafen(false);
+    world.end_troubles();
     // Long enough for the longest hang, back-off and grace.
     tokio::time::sleep(Duration::from_secs(540)).await;
     world.begin_quiet();
@@ -90,6 +96,9 @@ async fn scenario(world: &World) -> Result<(), String> {
             world.last_decisions(late)
         ));
     }
+    if world.has_far_volume() {
+        a_volume_hangs(world).await?;
+    }
     world.delete_all_pods();
     world.remove_all_manifests();
     // The longest grace period, and the least that a container is given at its end.
@@ -102,6 +111,42 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.check_empty()?;
     agent.abort();
     world.broken()
+}
+
+/// A volume that hangs holds up the pod that has it, which says so, and no other: neither its start nor its end.
+async fn a_volume_hangs(world: &World) -> Result<(), String> {
+    let hour = Duration::from_secs(3600);
+    let late = |phase: &str, name: &str| {
+        let is = world.phase(name).unwrap_or_default().0;
+        match is == phase {
+            true => Ok(()),
+            false => Err(format!(
+                "{name} is {is:?} and not {phase:?}\n  {}",
+                world.last_decisions(name)
+            )),
+        }
+    };
+    world.silence_far(hour, world.pick(2) == 0);
+    world.create_far_pod("held");
+    world.create_steady_pod("free");
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    late("Running", "free")?;
+    late("Pending", "held")?;
+    tokio::time::sleep(Duration::from_secs(12)).await;
+    world.check_says("held", "volume far")?;
+    world.answer_far();
+    // The longest pause after a failure.
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    late("Running", "held")?;
+    world.silence_far(hour, world.pick(2) == 0);
+    world.delete_pod("held");
+    world.delete_pod("free");
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    late("", "free")?;
+    world.check_says("held", "It is ending: it was deleted. Now: ")?;
+    world.answer_far();
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    late("", "held")
 }
 
 fn simulate<T>(seed: u64, work: impl Future<Output = T>) -> T {
@@ -271,7 +316,7 @@ fn probes_follow_the_address_of_the_node() {
         };
         tokio::time::sleep(Duration::from_secs(10)).await;
         assert!(is_well(&world.object("proxy")), "{}", world.object("proxy"));
-        world.move_node("192.0.2.99");
+        world.move_node(&["192.0.2.99"]);
         for _ in 0..60 {
             tokio::time::sleep(Duration::from_secs(1)).await;
             assert!(is_well(&world.object("proxy")), "{}", world.object("proxy"));
@@ -364,6 +409,50 @@ fn three_hundred_objects_in_use_cost_a_few_refreshes() {
         assert_eq!(world.check_at_rest(), Ok(()), "all are shown");
         let refreshes = world.refreshes("wide", "k299");
         assert!((1..=3).contains(&refreshes), "{refreshes}");
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}
+
+/// The garbage collector of pods or another agent tells a pod's end just while its start is written: the watch may be late.
+#[test]
+fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.create_steady_pod("p");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(world.asked_for_sandboxes().len(), 1);
+        world.deafen(true);
+        world.tell_end("p");
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(world.in_phase("Failed"), ["p"]);
+        assert_eq!(world.broken(), Ok(()));
+        world.deafen(false);
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}
+
+/// Somebody else has told a pod's end. Until it has been seen that nothing of it runs any more, others do not get what it has.
+#[test]
+fn what_may_still_run_under_a_told_end_is_given_to_nobody() {
+    simulate(1, async {
+        let world = World::new(1);
+        world.resize_node(2);
+        let agent = world.start_agent();
+        world.create_pod_with_processors("one");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.hang(&world.uid("one"));
+        world.tell_end("one");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.create_pod_with_processors("other");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let refused = Some(("Failed".to_owned(), "OutOfcpu".to_owned()));
+        assert_eq!(world.phase("other"), refused);
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });

@@ -155,6 +155,8 @@ pub trait PodApi: Send + Sync + 'static {
         name: &str,
         patch: &Value,
     ) -> Result<Pod, ApiFailure>;
+    /// A pod, as it is now.
+    async fn pod(&self, namespace: &str, name: &str) -> Result<Pod, ApiFailure>;
     /// Removes a pod at once, if it still has this uid.
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure>;
     /// Creates a (mirror) pod.
@@ -289,6 +291,11 @@ impl PodApi for KubePods {
         Ok(api
             .patch_status(name, &PatchParams::default(), &Patch::Strategic(patch))
             .await?)
+    }
+
+    async fn pod(&self, namespace: &str, name: &str) -> Result<Pod, ApiFailure> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        Ok(api.get(name).await?)
     }
 
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure> {

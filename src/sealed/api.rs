@@ -76,6 +76,10 @@ impl PodApi for SealedApi {
         self.api.patch_status(namespace, name, patch).await
     }
 
+    async fn pod(&self, namespace: &str, name: &str) -> Result<Pod, ApiFailure> {
+        self.api.pod(namespace, name).await
+    }
+
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure> {
         self.api.delete(namespace, name, uid).await
     }

@@ -14,47 +14,17 @@ impl PodApi for World {
         self.state().spend("patch_status", &uid);
         let lost = self.request().await?;
         let mut state = self.state();
-        let earlier = state.pods.get(&uid).cloned();
-        let Some(pod) = state.pods.get_mut(&uid) else {
+        let Some(earlier) = state.pods.get(&uid).cloned() else {
             return Err(ApiFailure::NotFound("gone".into()));
         };
-        for (key, value) in patch["status"]
-            .as_object()
-            .unwrap()
-            .iter()
-            .filter(|(k, _)| !k.starts_with('$'))
-        {
-            if key == "conditions" {
-                let mut list = pod["status"]["conditions"]
-                    .as_array()
-                    .cloned()
-                    .unwrap_or_default();
-                for condition in value.as_array().unwrap() {
-                    list.retain(|c| c["type"] != condition["type"]);
-                    if condition["$patch"] == "delete" {
-                        continue;
-                    }
-                    let mut condition = condition.clone();
-                    condition
-                        .as_object_mut()
-                        .unwrap()
-                        .retain(|_, v| !v.is_null());
-                    list.push(condition);
-                }
-                pod["status"]["conditions"] = list.into();
-            } else if value.is_null() {
-                pod["status"].as_object_mut().unwrap().remove(key);
-            } else {
-                let mut value = value.clone();
-                if let Some(list) = value.as_array_mut() {
-                    list.retain(|item| item["$patch"] != "delete");
-                }
-                pod["status"][key] = value;
-            }
+        let demanded = &patch["metadata"]["resourceVersion"];
+        if !demanded.is_null() && *demanded != earlier["metadata"]["resourceVersion"] {
+            return Err(ApiFailure::Conflict("the object has been modified".into()));
         }
+        let pod = patch::merged(&earlier, patch)?;
+        state.pods.insert(uid.clone(), pod.clone());
         let phase = pod["status"]["phase"].as_str().unwrap().to_owned();
-        let pod = pod.clone();
-        let earlier = earlier.unwrap();
+        state.is_not_taken_back(&uid, &pod);
         let runtime_uid = state.runtime_uid(&uid);
         let earlier = state.of_this_life(&runtime_uid, earlier);
         let live: Vec<String> = state
@@ -69,7 +39,14 @@ impl PodApi for World {
                 state.deny(what);
             }
         }
-        for broken in invariants::of_status(&earlier, &pod, &live, &state.probed) {
+        let is_ours = !state.told.contains_key(&uid);
+        let live = live.as_slice();
+        let after = invariants::After {
+            pod: &pod,
+            live,
+            is_ours,
+        };
+        for broken in invariants::of_status(&earlier, &after, &state.probed) {
             state.deny(format!("{uid}: {broken}"));
         }
         let (at, status) = (self.1.now(), &pod["status"]);
@@ -83,6 +60,10 @@ impl PodApi for World {
         // A write that is about something else may come before its writer has seen the end that stands there.
         let is_told = patch["status"]["phase"].is_string();
         if is_told && matches!(phase.as_str(), "Succeeded" | "Failed") {
+            let reason = pod["status"]["reason"].as_str().unwrap_or_default();
+            if nodes::REFUSALS.contains(&reason) {
+                state.is_refused(&uid, reason);
+            }
             state.ended.insert(runtime_uid);
             state.final_phase.insert(uid.clone(), phase);
         }
@@ -91,6 +72,18 @@ impl PodApi for World {
             return Err(ApiFailure::Timeout("the answer was lost".into()));
         }
         Ok(serde_json::from_value(pod).unwrap())
+    }
+
+    async fn pod(&self, _: &str, name: &str) -> Result<Pod, ApiFailure> {
+        self.request().await?;
+        let mut state = self.state();
+        let mut pods = state.pods.iter();
+        let found = pods.find(|(_, pod)| pod["metadata"]["name"] == *name);
+        let Some((uid, pod)) = found.map(|(uid, pod)| (uid.clone(), faults::object(pod))) else {
+            return Err(ApiFailure::NotFound("gone".into()));
+        };
+        state.spend("get_pod", &uid);
+        Ok(pod)
     }
 
     async fn delete(&self, _: &str, _: &str, uid: &str) -> Result<(), ApiFailure> {

@@ -69,6 +69,10 @@ impl State {
         if let (Some(writer), true) = (&self.watcher, hears) {
             writer.apply(object(pod));
         }
+        self.node.has(uid);
+        if hears {
+            self.end_is_known(uid);
+        }
     }
 
     /// Removes a pod's object.
@@ -81,6 +85,8 @@ impl State {
             self.graces.insert(uid.to_owned(), grace);
         }
         self.unseen.insert(uid.to_owned());
+        self.told.remove(uid);
+        self.disrupted.remove(uid);
         if self.hears() {
             self.all_is_seen();
         }
@@ -99,7 +105,8 @@ impl State {
     /// Whether a container of a pod may be started: the pod is wanted, or it is not known yet that it is not.
     pub(super) fn may_start(&self, uid: &str) -> bool {
         let gone = self.gone_at.get(uid);
-        self.is_known(uid)
+        let is_known = self.is_known(uid) && !self.has_ended_elsewhere(uid);
+        is_known
             || self.unseen.contains(uid)
             || gone.is_some_and(|at| at.elapsed() < Duration::from_secs(1))
     }
@@ -108,6 +115,7 @@ impl State {
     pub(super) fn list_anew(&mut self) {
         if self.hears() {
             self.all_is_seen();
+            self.all_ends_are_known();
         }
         if let Some(writer) = self.watcher.clone().filter(|_| self.hears()) {
             writer.replace(self.pods.values().map(object).collect());
@@ -147,18 +155,6 @@ impl State {
 /// A pod's object with its type.
 pub(super) fn object(pod: &Value) -> Pod {
     serde_json::from_value(pod.clone()).unwrap()
-}
-
-fn node(version: u64, zone: &str, tainted: bool) -> Node {
-    let taints = match tainted {
-        true => json!([{"key": "sim", "effect": "NoSchedule"}]),
-        false => json!(null),
-    };
-    serde_json::from_value(json!({
-        "metadata": {"name": "node", "uid": "node", "resourceVersion": version.to_string(), "labels": {"zone": zone, "kubernetes.io/os": "linux"}},
-        "spec": {"taints": taints}
-    }))
-    .unwrap()
 }
 
 impl World {
@@ -209,18 +205,6 @@ impl World {
         let mut state = self.state();
         state.down = down;
         state.hinted = None;
-    }
-
-    /// The Node gets another label or taint.
-    pub fn change_node(&self) {
-        let mut state = self.state();
-        state.revision += 1;
-        let zone = ["a", "a", "b"][usize::try_from(state.pick(3)).unwrap()];
-        let tainted = state.pick(2) == 0;
-        state.node = node(state.revision, zone, tainted);
-        if let Some(context) = &state.context {
-            context.node.see(state.node.clone());
-        }
     }
 
     /// The machine's clock is set forward or back, by minutes or days.

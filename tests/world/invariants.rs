@@ -27,13 +27,18 @@ fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
         .as_str()
 }
 
+/// What a write has come to.
+pub struct After<'a> {
+    pub pod: &'a Value,
+    /// The containers of the pod that run.
+    pub live: &'a [String],
+    /// Nobody else has told the pod's end: what it says is the agent's.
+    pub is_ours: bool,
+}
+
 /// Checks a write, and gives every rule that it breaks.
-pub fn of_status(
-    before: &Value,
-    after: &Value,
-    live: &[String],
-    probed: &BTreeSet<String>,
-) -> Vec<String> {
+pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Vec<String> {
+    let (is_ours, live, after) = (after.is_ours, after.live, after.pod);
     let mut broken = vec![];
     let mut rule = |holds: bool, what: String| {
         if !holds {
@@ -90,7 +95,7 @@ pub fn of_status(
             || condition(after, "PodScheduled").is_none(),
         "a pod on this node is scheduled".into(),
     );
-    let ended = ["Succeeded", "Failed"].contains(&phase);
+    let ended = ["Succeeded", "Failed"].contains(&phase) && is_ours;
     rule(
         !ended || condition(after, "Ready") != Some("True"),
         "ended and ready".into(),

@@ -86,6 +86,32 @@ impl World {
     }
 }
 
+impl World {
+    /// Makes or refreshes a volume of this machine.
+    async fn make_volume(
+        &self,
+        pod: &Pod,
+        volume: &ResolvedVolume,
+        files: Option<Files>,
+    ) -> Result<(), Problem> {
+        let version = files.and_then(|files| {
+            let file = files.get("version")?;
+            Some(String::from_utf8(file.content.clone()).unwrap())
+        });
+        self.machine(|s| {
+            if let Some(version) = version {
+                s.shown.insert((uid(pod), volume.volume.clone()), version);
+            }
+            if !s.dirs.contains(&uid(pod)) {
+                s.deny(format!("{}: a volume without its directory", uid(pod)));
+            }
+            s.volumes.insert(uid(pod));
+        })
+        .await?;
+        Ok(())
+    }
+}
+
 fn uid(pod: &Pod) -> String {
     pod.metadata.uid.clone().unwrap()
 }
@@ -126,21 +152,11 @@ impl PodHost for World {
     ) -> Result<(), Problem> {
         self.state()
             .spend("set_up_volume", &format!("{} {}", uid(pod), volume.volume));
-        let version = files.and_then(|files| {
-            let file = files.get("version")?;
-            Some(String::from_utf8(file.content.clone()).unwrap())
-        });
-        self.machine(|s| {
-            if let Some(version) = version {
-                s.shown.insert((uid(pod), volume.volume.clone()), version);
-            }
-            if !s.dirs.contains(&uid(pod)) {
-                s.deny(format!("{}: a volume without its directory", uid(pod)));
-            }
-            s.volumes.insert(uid(pod));
-        })
-        .await?;
-        Ok(())
+        if volume.volume == far::FAR {
+            Ok(self.mount_far(&uid(pod)).await?)
+        } else {
+            self.make_volume(pod, volume, files).await
+        }
     }
 
     async fn mount_source(
@@ -233,6 +249,7 @@ impl PodHost for World {
     }
 
     async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), String> {
+        self.unmount_far(uid).await?;
         self.machine(|s| {
             if !s.live(uid).is_empty() {
                 s.deny(format!(
@@ -250,7 +267,7 @@ impl PodHost for World {
 
     async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
         self.machine(|s| {
-            if s.volumes.contains(&uid(pod)) {
+            if s.volumes.contains(&uid(pod)) || s.far.holds(&uid(pod)) {
                 s.deny(format!(
                     "{}: directories were removed with a volume mounted",
                     uid(pod)

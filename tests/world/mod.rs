@@ -1,17 +1,21 @@
 //! The simulated world: runtime, API and machine over one shared state, steered by a seed.
 
 mod api;
+mod ends;
+mod far;
 mod faults;
 mod hooks;
 mod invariants;
 mod logs;
 mod machine;
 mod nodes;
+mod patch;
 mod processors;
 mod rest;
 mod runtime;
 mod shutdown;
 mod sizes;
+mod troubles;
 mod workload;
 
 pub use shutdown::Logind;
@@ -78,9 +82,29 @@ struct Ctr {
     container: Container,
 }
 
+/// xorshift64*: the same seed gives the same run.
+#[derive(Default)]
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn pick(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % below.max(1)
+    }
+}
+
 #[derive(Default)]
 struct State {
-    random: u64,
+    random: Random,
+    /// What the troubles are drawn from, so that a seed's other choices are the same with and without them.
+    draws: Random,
+    troubles: troubles::Troubles,
     life: u64,
     faults: bool,
     next: u64,
@@ -139,7 +163,12 @@ struct State {
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
     statics_sender: Option<watch::Sender<Statics>>,
-    node: Node,
+    node: nodes::OfNode,
+    /// Ends of pods that somebody else has told, and what others have said of pods that they delete, by uid.
+    told: BTreeMap<String, ends::Told>,
+    disrupted: BTreeMap<String, Value>,
+    /// A volume that another machine serves.
+    far: far::Far,
     /// Versions of ConfigMaps that are not the first.
     maps: BTreeMap<String, u64>,
     /// Who is told of changes of which ConfigMaps.
@@ -148,8 +177,6 @@ struct State {
     shown: BTreeMap<(String, String), String>,
     /// When requests and calls were made, by pod and kind, within the last minute.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
-    /// How many processors the node has, if not the usual number.
-    cpus: Option<u32>,
     /// The root directory of a node that gives containers processors of their own.
     processors: Option<PathBuf>,
     /// Who announces shutdowns, and what they wait for.
@@ -174,11 +201,7 @@ enum Fault {
 
 impl State {
     fn pick(&mut self, below: u64) -> u64 {
-        // xorshift64*: the same seed gives the same run.
-        self.random ^= self.random >> 12;
-        self.random ^= self.random << 25;
-        self.random ^= self.random >> 27;
-        (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % below.max(1)
+        self.random.pick(below)
     }
 
     fn id(&mut self, kind: &str) -> String {
@@ -218,7 +241,8 @@ impl World {
     pub fn new(seed: u64) -> World {
         let clock = Clock::starting_at("2026-11-20T00:00:00Z".parse().unwrap());
         let state = State {
-            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            random: Random::new(seed),
+            draws: Random::new(!seed),
             has_events: !seed.is_multiple_of(3),
             ..State::default()
         };
@@ -281,7 +305,7 @@ impl World {
             events,
             images: Images::new(4),
             machine: self.machine_now(),
-            node_ips: watch::channel(vec!["192.0.2.1".into()]).0,
+            node_ips: watch::channel(self.state().node.ips.clone()).0,
             node_addresses: watch::Sender::default(),
             resolver: watch::channel(Arc::default()).0,
             network: network_state,
@@ -303,7 +327,7 @@ impl World {
             started: self.1.now(),
             config,
         });
-        let node = self.state().node.clone();
+        let node = self.state().node.begin_life();
         context.node.see(node);
         self.state().context = Some(Arc::clone(&context));
         let agent = Agent {
@@ -385,12 +409,6 @@ impl World {
             spec["containers"][0][kind] = probe.clone();
         }
         state.publish(&uid);
-    }
-
-    /// The node has another address, as after a DHCP lease that was not renewed.
-    pub fn move_node(&self, address: &str) {
-        let context = self.state().context.clone().unwrap();
-        context.node_ips.send_replace(vec![address.to_owned()]);
     }
 
     /// A pod's object as the API has it.
@@ -534,7 +552,9 @@ impl World {
     /// The present agent is dead.
     pub fn kill_agent(&self) {
         self.note("the agent is killed", true);
-        self.state().life += 1;
+        let mut state = self.state();
+        state.life += 1;
+        World::nobody_waits_for_mounts(&mut state);
     }
 
     async fn only_alive(&self) {

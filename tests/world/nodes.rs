@@ -1,15 +1,210 @@
-//! How large the node is, and pods that ran on it before this agent.
+//! The node: its size, addresses, labels and taints, all of which change, and pods that ran on it before this agent.
 
 use super::*;
 
 /// How many processors a node has, if nothing else is said.
-pub(super) const CPUS: u32 = 64;
+const CPUS: u32 = 64;
+/// A resource that somebody has written into the Node's status; no device plugin has it.
+pub(super) const LANE: &str = "sim.example/lane";
+/// Why a node does not take a pod that it has no place for.
+pub(super) const REFUSALS: [&str; 4] = [
+    "NodeAffinity",
+    "TaintToleration",
+    "OutOfcpu",
+    "OutOfsim.example/lane",
+];
+
+/// What the Node's object says from a time on.
+#[derive(Debug, Clone)]
+struct Said {
+    since: Instant,
+    zone: &'static str,
+    no_schedule: bool,
+    no_execute: bool,
+    lanes: u64,
+}
+
+impl Said {
+    fn selected_by(&self, pod: &Value) -> bool {
+        let zone = &pod["spec"]["nodeSelector"]["zone"];
+        zone.is_null() || *zone == self.zone
+    }
+
+    fn tolerated_by(&self, pod: &Value) -> bool {
+        !self.no_execute || !pod["spec"]["tolerations"].is_null()
+    }
+}
+
+/// The node as it is, and as it was.
+pub(super) struct OfNode {
+    object: Node,
+    said: Vec<Said>,
+    /// Its addresses.
+    pub ips: Vec<String>,
+    /// How many processors the machine has, and what the agent has found when it started.
+    cpus: u32,
+    found: u32,
+    /// When the present agent started.
+    began: Option<Instant>,
+    /// Pods that it has begun to run since.
+    taken: BTreeSet<String>,
+    /// When pods came into the API.
+    born: BTreeMap<String, Instant>,
+}
+
+impl Default for OfNode {
+    fn default() -> OfNode {
+        OfNode {
+            object: Node::default(),
+            said: vec![],
+            ips: vec!["192.0.2.1".into()],
+            cpus: CPUS,
+            found: CPUS,
+            began: None,
+            taken: BTreeSet::new(),
+            born: BTreeMap::new(),
+        }
+    }
+}
+
+impl OfNode {
+    /// An agent starts, and finds the machine as it is.
+    pub(super) fn begin_life(&mut self) -> Node {
+        self.taken.clear();
+        self.began = Some(Instant::now());
+        self.found = self.cpus;
+        self.object.clone()
+    }
+
+    /// What pods may have of the processors, in thousandths, as the agent has found it.
+    pub(super) fn milli(&self) -> i64 {
+        i64::from(self.found) * 1000
+    }
+
+    /// A pod is in the API.
+    pub(super) fn has(&mut self, uid: &str) {
+        self.born.entry(uid.to_owned()).or_insert_with(Instant::now);
+    }
+
+    /// What the agent may have seen since it knows a pod, for all that it can know.
+    fn seen(&self, uid: &str) -> impl Iterator<Item = &Said> {
+        let since = self.born.get(uid).copied().max(self.began);
+        let until = self.said.iter().skip(1).map(|said| Some(said.since));
+        let until = until.chain([None]);
+        let both = self.said.iter().zip(until);
+        both.filter(move |(_, until)| until.is_none() || *until >= since)
+            .map(|(said, _)| said)
+    }
+}
+
+/// How many lanes a pod asks for.
+fn lanes(pod: &Value) -> u64 {
+    let asked = pod["spec"]["containers"][0]["resources"]["requests"][LANE].as_str();
+    asked.map_or(0, |lanes| lanes.parse().unwrap())
+}
+
+impl State {
+    /// The agent begins to run a pod: at some time since it knows it the node was fit for it.
+    pub(super) fn is_taken(&mut self, uid: &str, life: u64) {
+        if life != self.life || !self.pods.contains_key(uid) {
+            return;
+        }
+        if !self.node.taken.insert(uid.to_owned()) {
+            return;
+        }
+        let pod = &self.pods[uid];
+        let fits = |said: &Said| said.selected_by(pod) && said.tolerated_by(pod);
+        // Whatever is said of a pod, what still runs of it has what it asked for.
+        let others = self.pods.iter().filter(|(other, _)| {
+            *other != uid && self.node.taken.contains(*other) && !self.live(other).is_empty()
+        });
+        let used = others.map(|(_, pod)| lanes(pod)).sum::<u64>();
+        let most = self.node.seen(uid).map(|said| said.lanes).max();
+        let mut wrong = vec![];
+        if !self.node.seen(uid).any(fits) {
+            wrong.push(format!("{uid}: begun on a node that it does not fit on"));
+        }
+        if lanes(pod) > 0 && lanes(pod) + used > most.unwrap_or(0) {
+            wrong.push(format!("{uid}: begun with {used} lanes in use of {most:?}"));
+        }
+        wrong.into_iter().for_each(|what| self.deny(what));
+    }
+
+    /// A status says that the node does not take a pod: it has not begun to run it before, and had a reason.
+    pub(super) fn is_refused(&mut self, uid: &str, reason: &str) {
+        if self.node.taken.contains(uid) {
+            self.deny(format!("{uid}: refused ({reason}) after it was taken"));
+        }
+        let pod = &self.pods[uid];
+        let mut seen = self.node.seen(uid);
+        let has_cause = match reason {
+            "NodeAffinity" => seen.any(|said| !said.selected_by(pod)),
+            "TaintToleration" => seen.any(|said| !said.tolerated_by(pod)),
+            _ => true,
+        };
+        drop(seen);
+        if !has_cause {
+            self.deny(format!("{uid}: refused ({reason}) without a cause"));
+        }
+    }
+
+    /// A pod that runs tells the addresses of the node as they are now.
+    pub(super) fn has_the_nodes_addresses(&self, pod: &Value) -> Result<(), String> {
+        let (status, ips) = (&pod["status"], &self.node.ips);
+        let of = |list: &Value| -> Vec<String> {
+            let items = list.as_array().into_iter().flatten();
+            items
+                .map(|item| item["ip"].as_str().unwrap().to_owned())
+                .collect()
+        };
+        let on_host = pod["spec"]["hostNetwork"] == true;
+        let is_right = status["hostIP"] == ips[0]
+            && of(&status["hostIPs"]) == *ips
+            && (!on_host || of(&status["podIPs"]) == *ips);
+        match is_right {
+            true => Ok(()),
+            false => Err(format!("the node has {ips:?}, and it tells {status}")),
+        }
+    }
+
+    /// The Node's object says something else from now on.
+    fn say(&mut self, change: impl FnOnce(&mut Said)) {
+        self.revision += 1;
+        let mut said = self.node.said.last().cloned().unwrap_or(Said {
+            since: Instant::now(),
+            zone: "a",
+            no_schedule: false,
+            no_execute: false,
+            lanes: 2,
+        });
+        change(&mut said);
+        said.since = Instant::now();
+        let taint = |is_there: bool, effect: &str| {
+            is_there.then(|| json!({"key": "sim", "effect": effect}))
+        };
+        let taints = [
+            taint(said.no_schedule, "NoSchedule"),
+            taint(said.no_execute, "NoExecute"),
+        ];
+        let taints: Vec<Value> = taints.into_iter().flatten().collect();
+        let object = json!({
+            "metadata": {"name": "node", "uid": "node", "resourceVersion": self.revision.to_string(),
+                "labels": {"zone": said.zone, "kubernetes.io/os": "linux"}},
+            "spec": {"taints": taints},
+            "status": {"allocatable": {LANE: said.lanes.to_string()}, "capacity": {LANE: said.lanes.to_string()}},
+        });
+        self.node.said.push(said);
+        self.node.object = serde_json::from_value(object).unwrap();
+        if let Some(context) = &self.context {
+            context.node.see(self.node.object.clone());
+        }
+    }
+}
 
 impl World {
     pub(super) fn machine_now(&self) -> Machine {
-        let cpus = self.state().cpus.unwrap_or(CPUS);
         Machine {
-            cpus,
+            cpus: self.state().node.cpus,
             memory: 1 << 40,
             storage: 1 << 40,
             ..Machine::default()
@@ -18,7 +213,65 @@ impl World {
 
     /// From its next start on the agent has so many processors for pods.
     pub fn resize_node(&self, cpus: u32) {
-        self.state().cpus = Some(cpus);
+        self.state().node.cpus = cpus;
+    }
+
+    /// The Node gets another label or taint.
+    pub fn change_node(&self) {
+        let mut state = self.state();
+        let zone = ["a", "a", "b"][usize::try_from(state.pick(3)).unwrap()];
+        let tainted = state.pick(2) == 0;
+        state.say(|said| (said.zone, said.no_schedule) = (zone, tainted));
+    }
+
+    /// The node has other addresses, as after a DHCP lease that was not renewed.
+    pub fn move_node(&self, addresses: &[&str]) {
+        let ips: Vec<String> = addresses.iter().map(|ip| (*ip).to_owned()).collect();
+        let mut state = self.state();
+        state.node.ips.clone_from(&ips);
+        if let Some(context) = &state.context {
+            context.node_ips.send_replace(ips);
+        }
+    }
+
+    /// One of the node's addresses, or both.
+    pub(super) fn move_node_somewhere(&self) {
+        let places: [&[&str]; 4] = [
+            &["192.0.2.1"],
+            &["192.0.2.2"],
+            &["192.0.2.2", "2001:db8::2"],
+            &["2001:db8::1", "192.0.2.1"],
+        ];
+        let place = self.state().draw(4);
+        self.move_node(places[usize::try_from(place).unwrap()]);
+    }
+
+    /// Something else of the node changes: pods that do not tolerate it are to leave, lanes come or go, it moves, or has
+    /// another size when the agent starts next.
+    pub(super) fn change_more_of_node(&self) {
+        let kind = self.state().draw(4);
+        match kind {
+            0 => {
+                let mut state = self.state();
+                let tainted = state.draw(3) == 0;
+                state.say(|said| said.no_execute = tainted);
+            }
+            1 => {
+                let mut state = self.state();
+                let lanes = [0, 1, 2, 4][usize::try_from(state.draw(4)).unwrap()];
+                state.say(|said| said.lanes = lanes);
+            }
+            2 => self.move_node_somewhere(),
+            _ => {
+                let cpus = [16, 32, 64][usize::try_from(self.state().draw(3)).unwrap()];
+                self.resize_node(cpus);
+            }
+        }
+    }
+
+    /// Whatever pod comes, tolerates the node.
+    pub(super) fn tolerate_node(&self) {
+        self.state().say(|said| said.no_execute = false);
     }
 
     /// A pod that an earlier agent has started at `started`; it asks for a processor.

@@ -33,6 +33,20 @@ impl World {
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
     }
 
+    /// The explanation of a pod, which says this.
+    pub fn check_says(&self, name: &str, what: &str) -> Result<(), String> {
+        let context = self.state().context.clone().unwrap();
+        let known = context.journals.find("ns", name);
+        let said = known
+            .into_iter()
+            .map(|(uid, journal)| explain::explain("ns", name, &uid, journal, None).sentence);
+        let said: Vec<String> = said.collect();
+        match said.iter().any(|sentence| sentence.contains(what)) {
+            true => Ok(()),
+            false => Err(format!("{name}: {said:?} does not say {what:?}")),
+        }
+    }
+
     /// From now on until the next check little is to be asked of the API.
     pub fn begin_quiet(&self) {
         self.state().spent.clear();
@@ -165,7 +179,10 @@ impl State {
                 false => wrong(format!("deleted and still there: {}", pod["status"])),
             };
         }
-        let refused = ["NodeAffinity", "OutOfcpu"].map(Value::from);
+        if let Some(told) = self.has_come_to_the_told_end(uid) {
+            return told.or_else(wrong);
+        }
+        let refused = nodes::REFUSALS.map(Value::from);
         if refused.contains(&pod["status"]["reason"]) && live.is_empty() {
             return Ok(());
         }
@@ -205,6 +222,7 @@ impl State {
             return wrong(why);
         }
         if running > 0 {
+            self.has_the_nodes_addresses(pod).or_else(wrong)?;
             self.shows_the_newest(pod, &runtime_uid)?;
         }
         Ok(())

@@ -83,6 +83,7 @@ impl Runtime for World {
         let now = self.1.now();
         let metadata = config.metadata.clone().unwrap();
         self.state().spend("run_sandbox", &metadata.uid);
+        self.state().is_taken(&metadata.uid, self.2);
         let linux = config.linux.and_then(|l| l.security_context);
         let host_network = linux
             .and_then(|s| s.namespace_options)

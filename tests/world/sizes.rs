@@ -1,9 +1,6 @@
 //! Sizes of pods, what the node has room for, and what resizes come to (KEP-1287).
 
-use super::nodes::CPUS;
 use super::*;
-
-const NODE: i64 = CPUS as i64 * 1000;
 
 /// What a resource list has of the processors, in thousandths.
 fn milli(resources: &Value) -> Option<i64> {
@@ -61,8 +58,8 @@ impl State {
             .filter(|c| c.shares > 2)
             .map(|c| (c.uid.as_str(), c.shares))
             .collect();
-        match used.iter().map(|(_, shares)| shares).sum::<i64>() > shares(NODE) {
-            true => Err(format!("{used:?} are in use of {} shares", shares(NODE))),
+        match used.iter().map(|(_, shares)| shares).sum::<i64>() > shares(self.node.milli()) {
+            true => Err(format!("{used:?} are in use of {} m", self.node.milli())),
             false => Ok(()),
         }
     }
@@ -96,10 +93,11 @@ impl State {
                 Some(told.unwrap_or(asked))
             })
             .sum();
+        let node = self.node.milli();
         let right = match reason {
             None => asked == told,
-            Some("Infeasible") => asked > NODE,
-            Some("Deferred") => asked <= NODE && asked + of_others > NODE,
+            Some("Infeasible") => asked > node,
+            Some("Deferred") => asked <= node && asked + of_others > node,
             Some(_) => false,
         };
         match right {

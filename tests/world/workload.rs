@@ -124,7 +124,8 @@ impl World {
         let now = self.1.now();
         let mut state = self.state();
         let uid = state.id("uid");
-        let pod = state.some_pod(name, &uid, now);
+        let mut pod = state.some_pod(name, &uid, now);
+        state.trouble_pod(&mut pod);
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);
     }

@@ -32,6 +32,10 @@ impl PodApi for NoApi {
         none()
     }
 
+    async fn pod(&self, _: &str, _: &str) -> Result<Pod, ApiFailure> {
+        none()
+    }
+
     async fn delete(&self, _: &str, _: &str, _: &str) -> Result<(), ApiFailure> {
         none()
     }

@@ -1,11 +1,13 @@
 //! Publishing the status of one pod: the newest wanted status wins, what lies between is skipped, and
 //! failures are tried again.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, PodStatus};
 use kube::ResourceExt as _;
+use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
@@ -14,7 +16,7 @@ use crate::agent::Metrics;
 use crate::core::backoff::Doubling;
 use crate::core::pod::{self, status};
 use crate::kubeapi::cache::revision;
-use crate::kubeapi::pods::PodApi;
+use crate::kubeapi::pods::{ApiFailure, PodApi};
 
 const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(10));
 
@@ -84,11 +86,54 @@ impl StatusWriter {
     }
 }
 
-/// What the API answered to a write, without the rest of the pod.
-struct Written {
+/// An object as the API has answered with it, without the rest of the pod.
+struct Answered {
     uid: Option<String>,
+    version: Option<String>,
     revision: u64,
     status: Option<PodStatus>,
+}
+
+impl From<Pod> for Answered {
+    fn from(pod: Pod) -> Answered {
+        Answered {
+            uid: pod.uid(),
+            version: pod.resource_version(),
+            revision: revision(&pod),
+            status: pod.status,
+        }
+    }
+}
+
+/// What is to be written to an object, from the newest that is known of it. An end that stands there stays; a static pod's
+/// mirror binds nobody.
+fn due(object: &Pod, last: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
+    let newer = last.filter(|last| last.uid == object.uid() && last.revision > revision(object));
+    let (base, version) = match newer {
+        Some(last) => (&last.status, &last.version),
+        None => (&object.status, &object.metadata.resource_version),
+    };
+    let none = PodStatus::default();
+    let base = base.as_ref().unwrap_or(&none);
+    let wanted = match pod::is_mirror(object) {
+        true => Cow::Borrowed(wanted),
+        false => status::allowed(base, wanted)?,
+    };
+    let target = status::Target {
+        uid: pod::uid(object),
+        version: version.as_deref(),
+    };
+    status::patch(target, base, &wanted)
+}
+
+/// Reads an object that somebody else has written to.
+async fn read_anew(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> {
+    let namespace = object.namespace().unwrap_or_default();
+    let pod = api.pod(&namespace, &object.name_any()).await?;
+    match pod.uid() == object.uid() {
+        true => Ok(pod.into()),
+        false => Err(ApiFailure::Replaced("another pod has its name".into())),
+    }
 }
 
 async fn write(
@@ -97,41 +142,36 @@ async fn write(
     done: watch::Sender<u64>,
     metrics: Arc<Metrics>,
 ) {
-    // What the API had after our last write: newer than what the watch has shown so far.
-    let mut last: Option<Written> = None;
-    let none = PodStatus::default();
+    // What the API had last, by its answers: newer than what the watch has shown so far.
+    let mut last: Option<Answered> = None;
     let mut pauses = RETRY;
     while changes.changed().await.is_ok() {
         let begun = Instant::now();
+        let mut is_first_conflict = true;
         loop {
             let wanted = changes.borrow_and_update().clone();
-            let Some(object) = &wanted.object else {
+            let object = wanted.object.as_deref();
+            let patch = object.and_then(|object| due(object, last.as_ref(), &wanted.status));
+            let (Some(object), Some(patch)) = (object, patch) else {
                 done.send_replace(wanted.version);
                 break;
             };
-            let newer = last
-                .as_ref()
-                .filter(|l| l.uid == object.uid() && l.revision > revision(&**object));
-            let base = newer.map_or(&object.status, |last| &last.status);
-            let base = base.as_ref().unwrap_or(&none);
-            let Some(patch) = status::patch(pod::uid(object), base, &wanted.status) else {
-                done.send_replace(wanted.version);
-                break;
-            };
-            match api
-                .patch_status(
-                    &object.namespace().unwrap_or_default(),
-                    &object.name_any(),
-                    &patch,
-                )
-                .await
-            {
+            let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+            let mut answer = api.patch_status(&namespace, &name, &patch).await;
+            if let Err(ApiFailure::Conflict(_)) = answer {
+                match read_anew(&*api, object).await {
+                    Ok(read) => {
+                        last = Some(read);
+                        if std::mem::take(&mut is_first_conflict) {
+                            continue;
+                        }
+                    }
+                    Err(error) => answer = Err(error),
+                }
+            }
+            match answer {
                 Ok(pod) => {
-                    last = Some(Written {
-                        uid: pod.uid(),
-                        revision: revision(&pod),
-                        status: pod.status,
-                    });
+                    last = Some(pod.into());
                     metrics.status_written(begun.elapsed());
                     pauses.reset();
                     done.send_replace(wanted.version);

@@ -320,8 +320,7 @@ impl Shell {
 
     /// Nothing runs any more under a final phase: others may have what the pod asked for, before the scheduler gives it away.
     fn uncount(&mut self) {
-        let ended = self.worker.published().is_some_and(pod::is_final);
-        if ended && !std::mem::replace(&mut self.uncounted, true) {
+        if self.worker.has_told_its_end() && !std::mem::replace(&mut self.uncounted, true) {
             let uid = pod::uid(self.worker.pod());
             self.context().ledger.uncount(uid, true);
         }

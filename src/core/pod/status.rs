@@ -29,7 +29,7 @@ use crate::core::time::seconds;
 mod missing;
 
 pub use end::{keep_end, rejected};
-pub use patch::{patch, substance};
+pub use patch::{Target, allowed, patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;

@@ -1,7 +1,11 @@
 //! Bringing the status in the API up to the one that is wanted. Pure.
 
+use std::borrow::Cow;
+
 use k8s_openapi::api::core::v1::{PodCondition, PodStatus};
 use serde_json::{Value, json};
+
+use crate::core::pod;
 
 /// The condition types that are ours; all others belong to somebody else.
 const OWN: &[&str] = &[
@@ -18,9 +22,43 @@ const OWN: &[&str] = &[
 /// Those of them that are there only while they hold.
 const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
 
+/// The object that a patch is for; another one refuses it.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'a> {
+    /// Its uid.
+    pub uid: &'a str,
+    /// Its resourceVersion, where it has one: what somebody else has written since is not written over unseen.
+    pub version: Option<&'a str>,
+}
+
+/// What of `wanted` may be written over a status that the API has. A pod's end stays as it was told first, whoever has told
+/// it: another end is told with that phase, reason and message, and what was wanted before the end was known is not
+/// written at all. The kubelet reads the pod before each write, too (`syncPod` in `status_manager.go`), but writes over an
+/// end that it finds there.
+#[must_use]
+pub fn allowed<'a>(api: &PodStatus, wanted: &'a PodStatus) -> Option<Cow<'a, PodStatus>> {
+    let of = |status: &PodStatus| {
+        let texts = [&status.phase, &status.reason, &status.message];
+        texts.map(Clone::clone)
+    };
+    if !pod::is_final(api) || of(api) == of(wanted) {
+        return Some(Cow::Borrowed(wanted));
+    }
+    if !pod::is_final(wanted) {
+        return None;
+    }
+    let [phase, reason, message] = of(api);
+    Some(Cow::Owned(PodStatus {
+        phase,
+        reason,
+        message,
+        ..wanted.clone()
+    }))
+}
+
 /// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
 #[must_use]
-pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
+pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
     let (old, new) = (
         serde_json::to_value(api).ok()?,
         serde_json::to_value(wanted).ok()?,
@@ -93,7 +131,11 @@ pub fn patch(uid: &str, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
         changes.insert("$setElementOrder/conditions".into(), order.into());
         changes.insert("conditions".into(), conditions.into());
     }
-    (!changes.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": changes}))
+    let mut metadata = json!({"uid": target.uid});
+    if let Some(version) = target.version {
+        metadata["resourceVersion"] = version.into();
+    }
+    (!changes.is_empty()).then(|| json!({"metadata": metadata, "status": changes}))
 }
 
 /// Whether the API says the same: it answers with empty objects where nothing was written (`lastState`), and drops

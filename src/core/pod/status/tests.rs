@@ -3,6 +3,11 @@ use crate::core::pod::observed::Sandbox;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 
+const AS_READ: Target<'_> = Target {
+    uid: "u",
+    version: Some("7"),
+};
+
 fn time(s: i64) -> Timestamp {
     Timestamp::from_second(s).expect("a time")
 }
@@ -346,7 +351,7 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
         false,
         &PodStatus::default(),
     );
-    assert_eq!(patch("u", &status, &status), None);
+    assert_eq!(patch(AS_READ, &status, &status), None);
     let mut api = status.clone();
     api.conditions
         .as_mut()
@@ -357,7 +362,7 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
             ..PodCondition::default()
         });
     assert_eq!(
-        patch("u", &api, &status),
+        patch(AS_READ, &api, &status),
         None,
         "a foreign condition is not ours to remove"
     );
@@ -366,13 +371,55 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
         container.last_state = Some(k8s_openapi::api::core::v1::ContainerState::default());
         container.resources = Some(k8s_openapi::api::core::v1::ResourceRequirements::default());
     }
-    assert_eq!(patch("u", &api, &status), None);
+    assert_eq!(patch(AS_READ, &api, &status), None);
     api.phase = Some("Pending".into());
-    let patch = patch("u", &api, &status).expect("a patch");
+    let patch = patch(AS_READ, &api, &status).expect("a patch");
     assert_eq!(
         patch,
-        json!({"metadata": {"uid": "u"}, "status": {"phase": "Running"}})
+        json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {"phase": "Running"}})
     );
+    let unread = Target {
+        version: None,
+        ..AS_READ
+    };
+    let patch = super::patch(unread, &api, &status).expect("a patch");
+    assert_eq!(patch["metadata"], json!({"uid": "u"}));
+}
+
+/// Others may tell a pod's end: the garbage collector of pods, a kubelet that had the node before.
+#[test]
+fn an_end_that_the_api_has_is_not_written_over() {
+    let of = |phase: &str, reason: Option<&str>, message: Option<&str>| PodStatus {
+        phase: Some(phase.into()),
+        reason: reason.map(Into::into),
+        message: message.map(Into::into),
+        host_ip: Some(phase.into()),
+        ..PodStatus::default()
+    };
+    let told = of("Failed", Some("Evicted"), None);
+    let cases = [
+        ("Running", None, None, false),
+        ("Pending", None, None, false),
+        ("Succeeded", None, None, true),
+        ("Failed", None, None, true),
+        ("Failed", Some("DeadlineExceeded"), Some("m"), true),
+        ("Failed", Some("Evicted"), None, true),
+    ];
+    for (phase, reason, message, is_written) in cases {
+        let wanted = of(phase, reason, message);
+        let expected = PodStatus {
+            phase: told.phase.clone(),
+            reason: told.reason.clone(),
+            message: None,
+            ..wanted.clone()
+        };
+        let expected = is_written.then_some(expected);
+        let allowed = allowed(&told, &wanted).map(std::borrow::Cow::into_owned);
+        assert_eq!(allowed, expected, "{phase} {reason:?}");
+        let lives = of("Running", None, None);
+        let over_running = super::allowed(&lives, &wanted);
+        assert_eq!(over_running.as_deref(), Some(&wanted), "{phase}");
+    }
 }
 
 #[test]
@@ -385,17 +432,19 @@ fn addresses_that_change_take_the_place_of_those_before() {
     let before = status(&["10.0.0.1", "fd00::1"], &["192.0.2.1"]);
     let after = status(&["10.0.0.2", "fd00::1"], &["192.0.2.2"]);
     assert_eq!(
-        patch("u", &before, &after),
-        Some(json!({"metadata": {"uid": "u"}, "status": {
-            "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
-            "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
-            "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
-            "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
-            "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
-        }}))
+        patch(AS_READ, &before, &after),
+        Some(
+            json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {
+                "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
+                "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
+                "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
+                "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
+                "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
+            }})
+        )
     );
     let other_order = status(&["fd00::1", "10.0.0.1"], &["192.0.2.1"]);
-    let patch = patch("u", &before, &other_order).expect("a patch");
+    let patch = patch(AS_READ, &before, &other_order).expect("a patch");
     assert_eq!(
         patch["status"]["$setElementOrder/podIPs"],
         json!([{"ip": "fd00::1"}, {"ip": "10.0.0.1"}])

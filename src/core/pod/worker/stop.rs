@@ -123,6 +123,15 @@ impl Worker {
         self.unsure || self.in_flight.iter().any(starts)
     }
 
+    /// Whether the pod's end was told and nothing of it runs any more. Of an end that somebody else has told the containers
+    /// may still run: as long as they do, they have what they were given (upstream's `filterOutInactivePods`).
+    #[must_use]
+    pub fn has_told_its_end(&self) -> bool {
+        let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
+        let is_told = self.published().is_some_and(pod::is_final);
+        is_told && !self.observed.as_deref().is_none_or(runs)
+    }
+
     /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.
     pub(super) fn has_stopped(&self) -> bool {
         let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {

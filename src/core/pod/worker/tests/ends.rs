@@ -73,7 +73,9 @@ fn an_end_that_the_api_tells_later_is_not_taken_back() {
         run.input(Input::Update(with_status(2, ended(phase))));
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
         is_told_as_ended(&run, phase);
+        assert!(!run.worker.has_told_its_end(), "it has what it was given");
         run.settle();
+        assert!(run.worker.has_told_its_end());
         is_told_as_ended(&run, phase);
         assert_eq!((run.runtime.live().count(), run.count(&start("c"))), (0, 1));
         // Whoever writes over it is not believed.

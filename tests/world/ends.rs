@@ -1,0 +1,209 @@
+//! Ends of pods that somebody else tells in the API (the garbage collector of pods, an agent that had the node before,
+//! `kubectl`), and deletions whose cause somebody has written into the status (taints, the eviction API).
+
+use super::*;
+
+/// What an end says: nothing of it may change any more.
+const END: [&str; 3] = ["phase", "reason", "message"];
+
+/// An end that somebody else has told.
+pub(super) struct Told {
+    end: [Value; 3],
+    /// When the watch has shown it.
+    known: Option<Instant>,
+}
+
+fn end_of(pod: &Value) -> [Value; 3] {
+    END.map(|key| pod["status"][key].clone())
+}
+
+fn is_final(pod: &Value) -> bool {
+    pod["status"]["phase"] == "Failed" || pod["status"]["phase"] == "Succeeded"
+}
+
+fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a Value> {
+    let conditions = pod["status"]["conditions"].as_array();
+    conditions.into_iter().flatten().find(|c| c["type"] == kind)
+}
+
+/// Somebody says why a pod is to go.
+fn disrupt(pod: &mut Value, reason: &str) -> Value {
+    let target = json!({"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "told by others"});
+    let status = &mut pod["status"];
+    if status["conditions"].is_null() {
+        status["conditions"] = json!([]);
+    }
+    let conditions = status["conditions"].as_array_mut().unwrap();
+    conditions.retain(|c| c["type"] != "DisruptionTarget");
+    conditions.push(target.clone());
+    target
+}
+
+/// All containers that the status tells have ended.
+fn end_containers(pod: &mut Value, now: Timestamp) {
+    let statuses = pod["status"]["containerStatuses"].as_array_mut();
+    for status in statuses.into_iter().flatten() {
+        let ended = json!({"exitCode": 7, "reason": "Error", "finishedAt": now.to_string(), "containerID": status["containerID"]});
+        status["state"] = json!({"terminated": ended});
+        status["ready"] = false.into();
+        status["started"] = false.into();
+    }
+}
+
+impl State {
+    /// The watch has shown how a pod stands.
+    pub(super) fn end_is_known(&mut self, uid: &str) {
+        if let Some(told) = self.told.get_mut(uid) {
+            told.known.get_or_insert_with(Instant::now);
+        }
+    }
+
+    pub(super) fn all_ends_are_known(&mut self) {
+        let uids: Vec<String> = self.told.keys().cloned().collect();
+        uids.iter().for_each(|uid| self.end_is_known(uid));
+    }
+
+    /// Whether the agent has known for a while that a pod has ended: nothing of it is begun any more.
+    pub(super) fn has_ended_elsewhere(&self, uid: &str) -> bool {
+        let known = self.told.get(uid).and_then(|told| told.known);
+        known.is_some_and(|at| at.elapsed() >= Duration::from_secs(1))
+    }
+
+    /// A status was written: what others have told stands there as before.
+    pub(super) fn is_not_taken_back(&mut self, uid: &str, pod: &Value) {
+        if let Some(told) = self.told.get(uid)
+            && told.end != end_of(pod)
+        {
+            let what = format!(
+                "{uid}: its end was taken back: {:?} became {:?}",
+                told.end,
+                end_of(pod)
+            );
+            self.deny(what);
+        }
+        if let Some(target) = self.disrupted.get(uid)
+            && condition(pod, "DisruptionTarget") != Some(target)
+        {
+            let what = format!("{uid}: why it is disrupted was written over: {target}");
+            self.deny(what);
+        }
+    }
+
+    /// A pod whose end others have told has ended, and holds nothing.
+    pub(super) fn has_come_to_the_told_end(&self, uid: &str) -> Option<Result<(), String>> {
+        let told = self.told.get(uid)?;
+        let pod = &self.pods[uid];
+        let statuses = pod["status"]["containerStatuses"].as_array();
+        let mut statuses = statuses.into_iter().flatten();
+        let runs = statuses.any(|s| s["ready"] == true || !s["state"]["running"].is_null());
+        let is_ready = condition(pod, "Ready").is_some_and(|c| c["status"] == "True");
+        let holds = !self.live(uid).is_empty()
+            || self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+            || self.volumes.contains(uid)
+            || self.cgroups.contains(uid);
+        let result = match told.end == end_of(pod) && !runs && !is_ready && !holds {
+            true => Ok(()),
+            false => Err(format!(
+                "somebody has told its end ({:?}); runs, ready, holds: {:?}: {}",
+                told.end,
+                (runs, is_ready, holds),
+                pod["status"]
+            )),
+        };
+        Some(result)
+    }
+
+    /// A pod of the API, or a mirror, that has not ended.
+    fn some_that_lives(&mut self, mirrors: bool) -> Option<String> {
+        let lives = |uid: &&String| {
+            (self.runtime_uid(uid) != **uid) == mirrors && !is_final(&self.pods[*uid])
+        };
+        let all: Vec<String> = self.pods.keys().filter(lives).cloned().collect();
+        let place = self.draw(all.len() as u64);
+        all.get(usize::try_from(place).unwrap()).cloned()
+    }
+
+    fn tell(&mut self, uid: &str, change: impl FnOnce(&mut Value)) {
+        let pod = self.pods.get_mut(uid).unwrap();
+        change(pod);
+        let end = end_of(pod);
+        let line = format!("somebody tells the end of {uid}: {end:?}");
+        self.trace.push(line);
+        self.told.insert(uid.to_owned(), Told { end, known: None });
+        self.publish(uid);
+    }
+}
+
+impl World {
+    /// Somebody else tells the end of a pod.
+    pub(super) fn tell_some_end(&self) {
+        let now = self.1.now();
+        let mut state = self.state();
+        let Some(uid) = state.some_that_lives(false) else {
+            return;
+        };
+        match state.draw(4) {
+            0 => {
+                // The garbage collector of pods: the node was gone for too long.
+                let mut target = Value::Null;
+                state.tell(&uid, |pod| {
+                    target = disrupt(pod, "DeletionByPodGC");
+                    pod["status"]["phase"] = "Failed".into();
+                });
+                state.disrupted.insert(uid.clone(), target);
+                if state.draw(2) == 0 {
+                    state.remove(&uid);
+                }
+            }
+            1 => state.tell(&uid, |pod| {
+                // A kubelet that had the node before has evicted it.
+                pod["status"]["phase"] = "Failed".into();
+                pod["status"]["reason"] = "Evicted".into();
+                pod["status"]["message"] = "The node was low on resource: memory.".into();
+                pod["status"]["containerStatuses"] = json!([]);
+            }),
+            2 => state.tell(&uid, |pod| {
+                pod["status"]["phase"] = "Failed".into();
+                pod["status"]["reason"] = "NodeLost".into();
+                end_containers(pod, now);
+            }),
+            _ => state.tell(&uid, |pod| pod["status"]["phase"] = "Succeeded".into()),
+        }
+    }
+
+    /// Somebody writes an end into a mirror, which binds nobody.
+    pub(super) fn tell_some_mirrors_end(&self) {
+        let mut state = self.state();
+        if let Some(uid) = state.some_that_lives(true) {
+            state.pods.get_mut(&uid).unwrap()["status"]["phase"] = "Failed".into();
+            state.publish(&uid);
+        }
+    }
+
+    /// A pod is deleted by a taint or through the eviction API, which say so.
+    pub(super) fn disrupt_some_pod(&self) {
+        let uid = {
+            let mut state = self.state();
+            let Some(uid) = state.some_that_lives(false) else {
+                return;
+            };
+            let reasons = ["DeletionByTaintManager", "EvictionByEvictionAPI"];
+            let reason = reasons[usize::try_from(state.draw(2)).unwrap()];
+            let target = disrupt(state.pods.get_mut(&uid).unwrap(), reason);
+            state.disrupted.insert(uid.clone(), target);
+            state.publish(&uid);
+            uid
+        };
+        self.mark_deleted(&uid);
+    }
+
+    /// Somebody else tells that a pod has failed.
+    pub fn tell_end(&self, name: &str) {
+        let uid = self.uid(name);
+        let mut state = self.state();
+        state.tell(&uid, |pod| {
+            pod["status"]["phase"] = "Failed".into();
+            pod["status"]["reason"] = "Evicted".into();
+        });
+    }
+}

@@ -1,0 +1,156 @@
+//! A volume that another machine serves, and that hangs at times: neither its mount nor its unmount is answered then.
+//! What was begun goes on when the other machine is back, whether or not somebody still waits for it.
+
+use super::*;
+
+/// The name of the volume in pods.
+pub(super) const FAR: &str = "far";
+/// How long a host that does not wait for ever waits.
+const PATIENCE: Duration = Duration::from_secs(10);
+const STEP: Duration = Duration::from_millis(250);
+
+/// The other machine, and which pods have its volume.
+#[derive(Default)]
+pub(super) struct Far {
+    /// Until when it answers nothing.
+    silent_until: Option<Instant>,
+    /// Whether the host gives up waiting, and says so.
+    is_given_up: bool,
+    /// Mounts under way, and whether somebody still wants them.
+    mounting: BTreeMap<String, bool>,
+    mounted: BTreeSet<String>,
+}
+
+impl Far {
+    fn is_silent(&self) -> bool {
+        self.silent_until
+            .is_some_and(|until| Instant::now() < until)
+    }
+
+    /// Whether a mount may still land in a pod's directories, or has.
+    pub(super) fn holds(&self, uid: &str) -> bool {
+        self.mounted.contains(uid) || self.mounting.get(uid) == Some(&true)
+    }
+}
+
+/// Gives a pod's first container the volume.
+pub(super) fn show_far(pod: &mut Value) {
+    let spec = &mut pod["spec"];
+    let mounts = spec["containers"][0]["volumeMounts"].as_array_mut();
+    mounts
+        .unwrap()
+        .push(json!({"name": FAR, "mountPath": "/far"}));
+    let volumes = spec["volumes"].as_array_mut().unwrap();
+    volumes.push(json!({"name": FAR, "nfs": {"server": "far.example", "path": "/"}}));
+}
+
+fn unanswered() -> String {
+    "the kernel has not answered for a while; it is waited for".into()
+}
+
+impl World {
+    /// The other machine is silent for a while. The host waits for it as long as it takes, or gives up after some time.
+    pub fn silence_far(&self, time: Duration, is_given_up: bool) {
+        let mut state = self.state();
+        let far = &mut state.far;
+        (far.silent_until, far.is_given_up) = (Some(Instant::now() + time), is_given_up);
+        self.note_locked(&mut state, "the far volume hangs");
+    }
+
+    fn note_locked(&self, state: &mut State, what: &str) {
+        let at = self.1.now();
+        state.trace.push(format!("{at} {what}"));
+    }
+
+    /// The other machine answers again.
+    pub fn answer_far(&self) {
+        self.state().far.silent_until = None;
+    }
+
+    /// A pod that stays up by itself and has the volume.
+    pub fn create_far_pod(&self, name: &str) {
+        self.create_steady_pod(name);
+        let uid = self.uid(name);
+        let mut state = self.state();
+        show_far(state.pods.get_mut(&uid).unwrap());
+        state.publish(&uid);
+    }
+
+    async fn while_silent(&self) {
+        while self.state().far.is_silent() {
+            tokio::time::sleep(STEP).await;
+        }
+    }
+
+    /// Mounts the volume for a pod, unless it is.
+    pub(super) async fn mount_far(&self, uid: &str) -> Result<(), String> {
+        let is_given_up = {
+            let mut state = self.state();
+            if state.far.mounted.contains(uid) {
+                return Ok(());
+            }
+            if state.far.mounting.contains_key(uid) {
+                return Err(unanswered());
+            }
+            state.far.mounting.insert(uid.to_owned(), true);
+            state.far.is_given_up
+        };
+        let (world, of) = (self.clone(), uid.to_owned());
+        let mount = tokio::spawn(async move {
+            world.while_silent().await;
+            let mut state = world.state();
+            let not_wanted = Err("it is not wanted any more".to_owned());
+            if state.life != world.2 {
+                return not_wanted;
+            }
+            if state.far.mounting.remove(&of) != Some(true) {
+                return not_wanted;
+            }
+            if !state.dirs.contains(&of) {
+                state.deny(format!("{of}: a mount without its directory"));
+            }
+            state.volumes.insert(of.clone());
+            state.far.mounted.insert(of);
+            Ok(())
+        });
+        let mounted = match is_given_up {
+            true => tokio::time::timeout(PATIENCE, mount).await,
+            false => Ok(mount.await),
+        };
+        mounted.map_or_else(|_| Err(unanswered()), Result::unwrap)
+    }
+
+    /// Unmounts the volume of a pod. What is being mounted is waited for, and not wanted any more.
+    pub(super) async fn unmount_far(&self, uid: &str) -> Result<(), String> {
+        let begun = Instant::now();
+        loop {
+            self.only_alive().await;
+            {
+                let mut state = self.state();
+                let is_silent = state.far.is_silent();
+                let is_given_up = state.far.is_given_up && begun.elapsed() >= PATIENCE;
+                let mounting = state
+                    .far
+                    .mounting
+                    .get_mut(uid)
+                    .map(|wanted| *wanted = false);
+                if mounting.is_none() || is_given_up {
+                    match state.far.mounted.contains(uid) && is_silent {
+                        true if is_given_up => return Err(unanswered()),
+                        true => {}
+                        false => {
+                            state.far.mounted.remove(uid);
+                            return Ok(());
+                        }
+                    }
+                }
+            }
+            tokio::time::sleep(STEP).await;
+        }
+    }
+
+    /// The machine of an agent that was killed: whoever waited for a mount waits no more.
+    pub(super) fn nobody_waits_for_mounts(state: &mut State) {
+        state.far.mounting.clear();
+    }
+}

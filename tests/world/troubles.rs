@@ -1,0 +1,107 @@
+//! What else may go wrong in a seed, beside what goes wrong in all of them: ends that others tell, a volume that hangs, a
+//! node that changes under its pods, a pod with very many objects. Drawn apart, so that a seed's other choices stay.
+
+use super::far::show_far;
+use super::nodes::LANE;
+use super::*;
+
+/// Which of them a seed has.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Troubles {
+    ends: bool,
+    far: bool,
+    node: bool,
+    wide: bool,
+}
+
+impl State {
+    /// A choice that is about a trouble.
+    pub(super) fn draw(&mut self, below: u64) -> u64 {
+        self.draws.pick(below)
+    }
+
+    /// A pod that may have to do with the seed's troubles.
+    pub(super) fn trouble_pod(&mut self, pod: &mut Value) {
+        let troubles = self.troubles;
+        if troubles.far && self.draw(3) == 0 {
+            show_far(pod);
+        }
+        if !troubles.node {
+            return;
+        }
+        let spec = &mut pod["spec"];
+        match self.draw(8) {
+            0 => spec["hostNetwork"] = true.into(),
+            1 | 2 => {
+                let lanes = (1 + self.draw(2)).to_string();
+                let resources = &mut spec["containers"][0]["resources"];
+                resources["requests"][LANE] = lanes.clone().into();
+                resources["limits"][LANE] = lanes.into();
+            }
+            _ => {}
+        }
+        if self.draw(2) == 0 {
+            spec["tolerations"] = json!([{"operator": "Exists"}]);
+        }
+    }
+}
+
+impl World {
+    /// Chooses what troubles the seed has.
+    pub fn choose_troubles(&self) {
+        let mut state = self.state();
+        let chosen = state.draw(8);
+        state.troubles = Troubles {
+            ends: chosen & 1 != 0,
+            far: chosen & 2 != 0,
+            node: chosen & 4 != 0,
+            wide: state.draw(16) == 0,
+        };
+        let line = format!("{:?}", state.troubles);
+        state.trace.push(line);
+    }
+
+    /// Whether the seed has a volume that hangs.
+    pub fn has_far_volume(&self) -> bool {
+        self.state().troubles.far
+    }
+
+    /// Whether the seed has a pod with very many objects.
+    pub fn has_wide_pod(&self) -> bool {
+        self.state().troubles.wide
+    }
+
+    /// One trouble, or none.
+    pub fn trouble(&self) {
+        let (troubles, kind) = {
+            let mut state = self.state();
+            let kind = state.draw(24);
+            (state.troubles, kind)
+        };
+        match kind {
+            0 if troubles.ends => self.tell_some_end(),
+            1 if troubles.ends => self.disrupt_some_pod(),
+            2 if troubles.ends => self.tell_some_mirrors_end(),
+            3 | 4 if troubles.far => {
+                let (seconds, is_given_up) = {
+                    let mut state = self.state();
+                    let most = [20, 400][usize::try_from(state.draw(2)).unwrap()];
+                    (1 + state.draw(most), state.draw(2) == 0)
+                };
+                self.silence_far(Duration::from_secs(seconds), is_given_up);
+            }
+            5 if troubles.far => self.answer_far(),
+            6..=8 if troubles.node => self.change_more_of_node(),
+            _ => {}
+        }
+    }
+
+    /// The troubles are over. What the node has become, it stays.
+    pub fn end_troubles(&self) {
+        self.answer_far();
+        if self.state().troubles.node {
+            self.tolerate_node();
+            self.move_node_somewhere();
+        }
+    }
+}
