@@ -250,6 +250,14 @@ pub enum Problem {
     /// It cannot be had as a device.
     #[error("{0}")]
     Map(String),
+    /// A call for it has not ended: nothing has failed yet, and it is tried again when that has ended.
+    #[error("{why}")]
+    UnderWay {
+        /// The kubelet's name of the step that waits for it.
+        step: &'static str,
+        /// What has not ended.
+        why: String,
+    },
     /// Its files are still being given to the pod's group.
     #[error("{}", .0.progress)]
     Permissions(Giving),
@@ -292,16 +300,43 @@ impl Problem {
             Problem::Map(_) => "FailedMapVolume",
             Problem::Permissions(_) => permissions::REASON,
             Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
-            Problem::Step { step, .. } | Problem::Unattached { step, .. }
+            Problem::Step { step, .. }
+            | Problem::Unattached { step, .. }
+            | Problem::UnderWay { step, .. }
                 if step.starts_with("MapVolume.") =>
             {
                 "FailedMapVolume"
             }
             Problem::Step { .. }
             | Problem::Unattached { .. }
+            | Problem::UnderWay { .. }
             | Problem::Claim(_)
             | Problem::SetUp(_)
             | Problem::Mismatch(_) => "FailedMount",
+        }
+    }
+
+    /// A call for a volume that has not ended.
+    #[must_use]
+    pub fn under_way(why: String) -> Problem {
+        let step = "MountVolume.SetUp";
+        Problem::UnderWay { step, why }
+    }
+
+    /// Whether something for the volume is still being done, so that there is no outcome yet.
+    #[must_use]
+    pub fn is_under_way(&self) -> bool {
+        matches!(self, Problem::UnderWay { .. } | Problem::Permissions(_))
+    }
+
+    /// The same of a volume that is a device.
+    #[must_use]
+    pub fn of_device(self) -> Problem {
+        let step = "MapVolume.SetUpDevice";
+        match self {
+            Problem::SetUp(why) => Problem::Map(why),
+            Problem::UnderWay { why, .. } => Problem::UnderWay { step, why },
+            other => other,
         }
     }
 
@@ -332,7 +367,7 @@ impl Problem {
             Problem::Map(why) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
             }
-            Problem::Unattached { step, why, .. } => {
+            Problem::Unattached { step, why, .. } | Problem::UnderWay { step, why } => {
                 format!("{step} failed for volume {volume:?} : {why}")
             }
             Problem::Step { step, of, why } => {
