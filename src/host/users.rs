@@ -48,7 +48,8 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
             "the user {USER} has other ids in /etc/subuid ({}) than in /etc/subgid ({}): make them equal",
             users.trim(),
             groups.trim()
-        ).into());
+        )
+        .into());
     }
     let ids = subordinate(&users).ok_or_else(|| {
         format!(
