@@ -164,7 +164,7 @@ fn host(
         config.pod_pids,
         config.cpu_period,
     );
-    host.users = users::pool(config.ids_per_pod, config.max_pods).map_err(anyhow::Error::msg)?;
+    host.users = users::pool(config.ids_per_pod, config.max_pods)?;
     host.reserves_memory = config.enforcement.memory.is_some_and(|m| m.reserves);
     let counted = Arc::clone(metrics);
     host.given = Some(Arc::new(move |plugin, took, has_failed| {
@@ -297,7 +297,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         );
     }
     let images = Images::configured(&config)?;
-    let claims = super::ClaimManager::new(&config.root_dir).map_err(anyhow::Error::msg)?;
+    let claims = super::ClaimManager::new(&config.root_dir)?;
     let context = Arc::new(Context {
         runtime,
         api,

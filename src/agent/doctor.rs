@@ -76,7 +76,7 @@ async fn local(config: &Config, clock: Clock) -> Facts {
         .and_then(|told| pod_network(&told.details));
     let runtime = told.map(|told| told.facts);
     let node_ips = network::addresses(config).await.unwrap_or_default();
-    let resolver = network::try_resolver(config, &node_ips);
+    let resolver = network::try_resolver(config, &node_ips).map_err(|e| e.to_string());
     Facts {
         now: clock.now(),
         refusals: machine::refusals(config),

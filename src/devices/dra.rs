@@ -11,7 +11,7 @@ use holdfast_proto::{dra as pb, dra_health, dra_v1beta1 as beta};
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use super::{channel, within};
+use super::{PluginError, channel, within};
 use crate::core::node::claims::Named;
 use crate::core::node::claims::checkpoint::Device;
 use crate::core::node::claims::health::Said;
@@ -181,18 +181,18 @@ impl Driver {
         paths: [&'static str; 2],
         begun: Instant,
         answer: Result<T, Failure>,
-    ) -> Result<T, String> {
+    ) -> Result<T, PluginError> {
         let path = match self.client {
             Client::V1(_) => paths[0],
             Client::V1beta1(_) => paths[1],
         };
         let code = answer.as_ref().err().map_or(Code::Ok, |e| e.code);
         (self.report)(path, code_name(code), begun.elapsed());
-        answer.map_err(|e| e.to_string())
+        answer.map_err(PluginError::from)
     }
 
     /// Has claims prepared; it may be repeated.
-    pub async fn prepare(&self, asked: &[Named]) -> Result<Answers<Vec<Device>>, String> {
+    pub async fn prepare(&self, asked: &[Named]) -> Result<Answers<Vec<Device>>, PluginError> {
         let begun = Instant::now();
         let answer = match self.client.clone() {
             Client::V1(mut client) => {
@@ -224,7 +224,7 @@ impl Driver {
     }
 
     /// Gives claims back; it may be repeated.
-    pub async fn give_back(&self, asked: &[Named]) -> Result<Answers<()>, String> {
+    pub async fn give_back(&self, asked: &[Named]) -> Result<Answers<()>, PluginError> {
         let begun = Instant::now();
         let answer: Result<Answers<()>, Failure> = match self.client.clone() {
             Client::V1(mut client) => {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::blocking;
+use super::{HostError, blocking};
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::cgroup::{self, Driver};
@@ -83,7 +83,7 @@ fn wanted(values: &Values, systemd: bool) -> Vec<Setting> {
 }
 
 /// Limits the huge pages of a slice, of which systemd knows nothing.
-async fn limit_huge_pages(path: String, mut settings: Vec<Setting>) -> Result<(), String> {
+async fn limit_huge_pages(path: String, mut settings: Vec<Setting>) -> Result<(), HostError> {
     settings.retain(|s| s.controller == Controller::HugeTlb);
     let (pause, most) = APPEARS;
     for _ in 0..most {
@@ -98,8 +98,8 @@ async fn limit_huge_pages(path: String, mut settings: Vec<Setting>) -> Result<()
         }
         sys::cgroup::pass_down(&path, Controller::HugeTlb)
             .and_then(|()| sys::cgroup::set(&path, &settings))
-            .map(drop)
-            .map_err(|e| e.to_string())
+            .map(drop)?;
+        Ok(())
     };
     blocking(set).await
 }
@@ -211,7 +211,7 @@ impl Cgroups {
         name: &str,
         owner: Owner,
         values: &Values,
-    ) -> Result<Vec<Difference>, String> {
+    ) -> Result<Vec<Difference>, HostError> {
         let given = {
             let mut known = self.known();
             let known = known.entry(name.to_owned()).or_insert_with(|| Known {
@@ -233,22 +233,22 @@ impl Cgroups {
         name: &str,
         owner: Owner,
         values: &Values,
-    ) -> Result<Vec<Difference>, String> {
+    ) -> Result<Vec<Difference>, HostError> {
         let (unified, path) = (sys::cgroup::is_v2(), self.path(name));
         if self.driver == Driver::Cgroupfs {
             let settings = values.settings(unified);
             return blocking(move || {
                 if owner != Owner::Somebody {
-                    sys::cgroup::make(&path).map_err(|e| e.to_string())?;
+                    sys::cgroup::make(&path)?;
                 }
-                sys::cgroup::set(&path, &settings).map_err(|e| e.to_string())
+                Ok(sys::cgroup::set(&path, &settings)?)
             })
             .await;
         }
         let settings = values.clone().rounded_by_systemd().settings(unified);
         let is_there = sys::cgroup::exists(&path);
         if owner == Owner::Somebody && !is_there {
-            return Err(format!("there is no slice {name}"));
+            return Err(format!("there is no slice {name}").into());
         }
         let changes = sys::cgroup::differences(&path, &settings);
         if !is_there || !changes.is_empty() {
@@ -258,7 +258,7 @@ impl Cgroups {
         if unified && sys::cgroup::has_controller(Controller::HugeTlb) {
             // A pod without these limits is better than none: its containers have them all the same.
             if let Err(error) = limit_huge_pages(path, settings).await {
-                tracing::debug!(name, error, "the huge pages of a slice are not limited");
+                tracing::debug!(name, %error, "the huge pages of a slice are not limited");
             }
         }
         Ok(changes)
@@ -271,7 +271,7 @@ impl Cgroups {
         class: QosClass,
         uid: &str,
         values: &Values,
-    ) -> Result<String, String> {
+    ) -> Result<String, HostError> {
         if self.flat {
             return Ok(String::new());
         }
@@ -292,7 +292,7 @@ impl Cgroups {
     pub(in crate::host) async fn apply(
         &self,
         tree: &[(Group, Values)],
-    ) -> Vec<Result<Vec<Difference>, String>> {
+    ) -> Vec<Result<Vec<Difference>, HostError>> {
         let mut answers = vec![];
         for (group, values) in tree {
             let name = group.name(&self.root, self.driver);
@@ -396,12 +396,16 @@ impl Cgroups {
         Some(Mended {
             cgroup: name,
             changes: found,
-            error: written.err(),
+            error: written.err().map(|e| e.to_string()),
         })
     }
 
     /// Removes a pod's.
-    pub(in crate::host) async fn remove(&self, class: QosClass, uid: &str) -> Result<(), String> {
+    pub(in crate::host) async fn remove(
+        &self,
+        class: QosClass,
+        uid: &str,
+    ) -> Result<(), HostError> {
         if self.flat {
             return Ok(());
         }
@@ -412,14 +416,12 @@ impl Cgroups {
         }
         match self.driver {
             Driver::Systemd => self.slices.remove(&name).await,
-            Driver::Cgroupfs => {
-                blocking(move || sys::cgroup::remove(&name).map_err(|e| e.to_string())).await
-            }
+            Driver::Cgroupfs => blocking(move || Ok(sys::cgroup::remove(&name)?)).await,
         }
     }
 
     /// The pods that have one, by uid.
-    pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, String> {
+    pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, HostError> {
         if self.flat {
             return Ok(vec![]);
         }

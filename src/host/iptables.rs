@@ -5,8 +5,8 @@
 //! kernel's two interfaces the node uses. `KUBE-FIREWALL` drops packets for 127.0.0.0/8 that come from elsewhere: where
 //! kube-proxy lets local addresses be routed, they would reach what listens on localhost only.
 
-use super::blocking;
 use super::tool::tool;
+use super::{HostError, blocking};
 
 const HINT: &str = "KUBE-IPTABLES-HINT";
 const FIREWALL: &str = "KUBE-FIREWALL";
@@ -18,34 +18,35 @@ const COMMENT: &str = "block incoming localnet connections";
 struct Family(&'static str);
 
 impl Family {
-    fn run(&self, table: &str, arguments: &[&str]) -> Result<(i32, String), String> {
+    fn run(&self, table: &str, arguments: &[&str]) -> Result<(i32, String), HostError> {
         let common = ["-w", "5", "-t", table];
         tool(self.0, &[&common[..], arguments].concat())
     }
 
     /// Whether what is asked about is there.
-    fn has(&self, table: &str, arguments: &[&str]) -> Result<bool, String> {
+    fn has(&self, table: &str, arguments: &[&str]) -> Result<bool, HostError> {
         // 1: it is not there; 2 to 4: it cannot be said.
         match self.run(table, arguments)? {
             (0, _) => Ok(true),
             (1, _) => Ok(false),
-            (code, said) => Err(format!("{} ended with {code}: {said}", self.0)),
+            (code, said) => Err(format!("{} ended with {code}: {said}", self.0).into()),
         }
     }
 
-    fn change(&self, table: &str, arguments: &[&str]) -> Result<(), String> {
+    fn change(&self, table: &str, arguments: &[&str]) -> Result<(), HostError> {
         match self.run(table, arguments)? {
             (0, _) => Ok(()),
             (code, said) => Err(format!(
                 "{} -t {table} {} ended with {code}: {said}",
                 self.0,
                 arguments.join(" ")
-            )),
+            )
+            .into()),
         }
     }
 
     /// Makes a chain that is not there; true if it was made.
-    fn chain(&self, table: &str, chain: &str) -> Result<bool, String> {
+    fn chain(&self, table: &str, chain: &str) -> Result<bool, HostError> {
         let missing = !self.has(table, &["-S", chain])?;
         if missing {
             self.change(table, &["-N", chain])?;
@@ -54,7 +55,7 @@ impl Family {
     }
 
     /// Puts a rule into a chain of the filter table, with `-I` first or with `-A` last, unless it is there.
-    fn rule(&self, place: &str, chain: &str, rule: &[&str]) -> Result<bool, String> {
+    fn rule(&self, place: &str, chain: &str, rule: &[&str]) -> Result<bool, HostError> {
         let missing = !self.has("filter", &[&["-C", chain], rule].concat())?;
         if missing {
             self.change("filter", &[&[place, chain], rule].concat())?;
@@ -62,7 +63,7 @@ impl Family {
         Ok(missing)
     }
 
-    fn ensure(&self) -> Result<bool, String> {
+    fn ensure(&self) -> Result<bool, HostError> {
         let mut made = self.chain("mangle", HINT)?;
         // There is no network of local addresses in IPv6.
         if self.0 == "iptables" {
@@ -82,7 +83,7 @@ impl Family {
 ///
 /// # Errors
 /// What cannot be made, and why; the other family is seen to nevertheless.
-pub async fn ensure() -> Result<bool, String> {
+pub async fn ensure() -> Result<bool, HostError> {
     blocking(|| {
         let families = [Family("iptables"), Family("ip6tables")];
         let results = families.map(|family| family.ensure());
@@ -135,6 +136,6 @@ mod tests {
     #[test]
     fn a_machine_without_iptables_says_so() {
         let missing = Family("no-such-iptables").ensure();
-        assert!(missing.is_err_and(|e| e.contains("install")));
+        assert!(missing.is_err_and(|e| e.message.contains("install")));
     }
 }

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt as _;
 
+use super::HostError;
 use super::Log;
 use super::OnTakenAway;
 use super::PodHost;
@@ -40,9 +41,10 @@ use crate::core::{
     serving::logs,
 };
 use crate::sys::beneath::Dir;
+use crate::sys::failure::doing;
 use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
-use crate::sys::{file, machine, mount, quota, removal};
+use crate::sys::{cgroup, file, machine, mount, quota, removal};
 
 /// How long a volume may be counted.
 const COUNTING: Duration = Duration::from_secs(300);
@@ -85,23 +87,17 @@ pub struct LinuxHost {
 }
 
 /// A pod's uid as one path segment; anything else is refused.
-pub(in crate::host) fn segment(text: &str) -> Result<&str, String> {
+pub(in crate::host) fn segment(text: &str) -> Result<&str, HostError> {
     let fine =
         !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
     if fine {
         Ok(text)
     } else {
-        Err(format!("{text:?} cannot be used as a directory name"))
+        Err(format!("{text:?} cannot be used as a directory name").into())
     }
 }
 
-pub(in crate::host) fn doing<E: std::fmt::Display>(
-    what: impl std::fmt::Display,
-) -> impl FnOnce(E) -> String {
-    move |error| format!("{what}: {error}")
-}
-
-pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), String> {
+pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), HostError> {
     fs::DirBuilder::new()
         .recursive(true)
         .mode(mode)
@@ -113,8 +109,8 @@ pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), String> {
 }
 
 /// Removes a directory and all in it, never across a mount; a missing one is fine. What stays is named.
-pub(in crate::host) fn remove(dir: &Path) -> Result<(), String> {
-    removal::remove_tree(dir).map_err(|left| left.to_string())
+pub(in crate::host) fn remove(dir: &Path) -> Result<(), HostError> {
+    removal::remove_tree(dir).map_err(|left| HostError::failed(left.to_string()))
 }
 
 /// The name of the file with the termination message of a container's instance.
@@ -158,18 +154,18 @@ impl LinuxHost {
         }
     }
 
-    pub(in crate::host) fn pod_dir(&self, uid: &str) -> Result<PathBuf, String> {
+    pub(in crate::host) fn pod_dir(&self, uid: &str) -> Result<PathBuf, HostError> {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
 
     /// Where the termination messages of a container lie.
-    fn messages(&self, uid: &str, container: &str) -> Result<PathBuf, String> {
+    fn messages(&self, uid: &str, container: &str) -> Result<PathBuf, HostError> {
         let of_all = self.pod_dir(uid)?.join("containers");
         Ok(of_all.join(segment(container)?))
     }
 
     /// The file of a termination message that the agent makes.
-    fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, String> {
+    fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, HostError> {
         Ok(self.messages(uid, container)?.join(message_name(attempt)))
     }
 
@@ -180,7 +176,7 @@ impl LinuxHost {
     }
 
     /// Where the logs of a container lie.
-    fn log_place(&self, of_pod: &Path, container: &str) -> Result<LogPlace, String> {
+    fn log_place(&self, of_pod: &Path, container: &str) -> Result<LogPlace, HostError> {
         let pod = of_pod.file_name().unwrap_or_default();
         Ok(LogPlace {
             logs: self.logs.clone(),
@@ -188,7 +184,7 @@ impl LinuxHost {
         })
     }
 
-    fn log_file(&self, log: &Log) -> Result<(LogPlace, String), String> {
+    fn log_file(&self, log: &Log) -> Result<(LogPlace, String), HostError> {
         let dir = format!("{}_{}_{}", log.namespace, log.pod, log.uid);
         let place = self.log_place(Path::new(segment(&dir)?), &log.container)?;
         Ok((place, format!("{}.log", log.attempt)))
@@ -197,7 +193,7 @@ impl LinuxHost {
 
 #[async_trait]
 impl PodHost for LinuxHost {
-    async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, String> {
+    async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, HostError> {
         let period = self.cpu_period.filter(|_| cpu_limit);
         let mut values = pod_values(pod, self.pids, period, self.cgroups.page_sizes());
         if self.reserves_memory {
@@ -214,7 +210,10 @@ impl PodHost for LinuxHost {
         self.cgroups.memory_in_use(class, pod::uid(pod))
     }
 
-    async fn apply_tree(&self, tree: &[(Group, Values)]) -> Vec<Result<Vec<Difference>, String>> {
+    async fn apply_tree(
+        &self,
+        tree: &[(Group, Values)],
+    ) -> Vec<Result<Vec<Difference>, HostError>> {
         self.cgroups.apply(tree).await
     }
 
@@ -235,7 +234,7 @@ impl PodHost for LinuxHost {
             .place(qos::of(pod::spec(pod)), pod::uid(pod), container)
     }
 
-    async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, String> {
+    async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, HostError> {
         let (pods, dir) = (self.root.join("pods"), self.pod_dir(pod::uid(pod))?);
         let pool = self.users;
         blocking(move || {
@@ -259,7 +258,7 @@ impl PodHost for LinuxHost {
             let free = pool.free(&taken);
             let free = free.ok_or("all ranges of user ids are taken by other pods")?;
             make(&dir, 0o750)?;
-            let text = serde_json::to_vec(&free).map_err(|e| e.to_string())?;
+            let text = serde_json::to_vec(&free)?;
             file::replace(&dir.join("userns"), &text)
                 .map_err(doing("the pod's user ids cannot be noted"))?;
             Ok(free)
@@ -267,7 +266,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
+    async fn make_directories(&self, pod: &Pod) -> Result<(), HostError> {
         let dir = self.pod_dir(pod::uid(pod))?;
         let logs = self.log_directory(pod);
         blocking(move || {
@@ -285,7 +284,11 @@ impl PodHost for LinuxHost {
         Some(found).filter(|found| *found != wanted)
     }
 
-    async fn grow_volume(&self, pod: &Pod, resolved: &ResolvedVolume) -> Result<(), String> {
+    async fn call_ends(&self, uid: &str) {
+        self.patient.one_ends(&format!("{uid}/")).await;
+    }
+
+    async fn grow_volume(&self, pod: &Pod, resolved: &ResolvedVolume) -> Result<(), HostError> {
         self.grow(pod::uid(pod), resolved).await
     }
 
@@ -308,7 +311,7 @@ impl PodHost for LinuxHost {
         pod: &Pod,
         resolved: &ResolvedVolume,
         place: &SubPath,
-    ) -> Result<PathBuf, String> {
+    ) -> Result<PathBuf, HostError> {
         self.source(pod::uid(pod), resolved, place).await
     }
 
@@ -317,12 +320,12 @@ impl PodHost for LinuxHost {
         pod: &Pod,
         resolved: &ResolvedVolume,
         path: &str,
-    ) -> Result<String, String> {
+    ) -> Result<String, HostError> {
         self.read(pod::uid(pod), resolved, path, ENV_FILE_LIMIT)
             .await
     }
 
-    async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, String> {
+    async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, HostError> {
         let path = self.pod_dir(pod::uid(pod))?.join("etc-hosts");
         blocking(move || {
             fs::write(&path, text)
@@ -339,7 +342,7 @@ impl PodHost for LinuxHost {
         pod: &Pod,
         container: &str,
         attempt: u32,
-    ) -> Result<PathBuf, String> {
+    ) -> Result<PathBuf, HostError> {
         let path = self.message_file(pod::uid(pod), container, attempt)?;
         blocking(move || {
             if let Some(parent) = path.parent() {
@@ -365,7 +368,7 @@ impl PodHost for LinuxHost {
             let file = Dir::open(&dir)?.open_file(Path::new(&name))?;
             last_bytes(file, MESSAGE_LIMIT)
         };
-        blocking(move || read().map_err(|e| e.to_string()))
+        blocking(move || Ok(read()?))
             .await
             .ok()
             .filter(|text| !text.is_empty())
@@ -375,9 +378,7 @@ impl PodHost for LinuxHost {
         let place = self.log_place(&self.log_directory(pod), container).ok()?;
         let name = format!("{attempt}.log");
         let read = move || last_bytes(place.open()?.open_log(&name)?, LOG_END);
-        let text = blocking(move || read().map_err(|e| e.to_string()))
-            .await
-            .ok()?;
+        let text = blocking(move || Ok(read()?)).await.ok()?;
         Some(logs::tail(&text, LOG_LINES, LOG_BYTES)).filter(|text| !text.is_empty())
     }
 
@@ -397,7 +398,7 @@ impl PodHost for LinuxHost {
         container: &str,
         attempt: u32,
         id: &str,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let target = self
             .log_directory(pod)
             .join(segment(container)?)
@@ -413,7 +414,7 @@ impl PodHost for LinuxHost {
             make(&links, 0o755)?;
             match std::os::unix::fs::symlink(target, &link) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    Err(format!("{} cannot be made: {error}", link.display()))
+                    Err(doing(format!("{} cannot be made", link.display()))(error))
                 }
                 _ => Ok(()),
             }
@@ -427,7 +428,7 @@ impl PodHost for LinuxHost {
         container: &str,
         attempt: u32,
         id: &str,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let place = self.log_place(&self.log_directory(pod), container)?;
         let link = self.log_links().join(segment(&logs::link_name(
             &pod.name_any(),
@@ -437,7 +438,7 @@ impl PodHost for LinuxHost {
         ))?);
         let message = self.message_file(pod::uid(pod), container, attempt)?;
         blocking(move || {
-            let failed = |e: io::Error| format!("logs of {} cannot be removed: {e}", place.name());
+            let failed = doing(format!("logs of {} cannot be removed", place.name()));
             match place.open() {
                 Ok(dir) => dir.remove_attempt(attempt).map_err(failed)?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -446,7 +447,9 @@ impl PodHost for LinuxHost {
             for file in [link, message] {
                 match fs::remove_file(&file) {
                     Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                        return Err(format!("{} cannot be removed: {error}", file.display()));
+                        return Err(doing(format!("{} cannot be removed", file.display()))(
+                            error,
+                        ));
                     }
                     _ => {}
                 }
@@ -477,7 +480,12 @@ impl PodHost for LinuxHost {
             .unwrap_or_else(|_| vec![None; count])
     }
 
-    async fn move_log_aside(&self, log: &Log, files: usize, stamp: &str) -> Result<String, String> {
+    async fn move_log_aside(
+        &self,
+        log: &Log,
+        files: usize,
+        stamp: &str,
+    ) -> Result<String, HostError> {
         let ((place, name), stamp) = (self.log_file(log)?, stamp.to_owned());
         blocking(move || {
             let moved = place
@@ -491,7 +499,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn compress_log(&self, log: &Log) -> Result<(), String> {
+    async fn compress_log(&self, log: &Log) -> Result<(), HostError> {
         let (place, name) = self.log_file(log)?;
         blocking(move || {
             let compressed = place.open().and_then(|dir| dir.compress_older(&name));
@@ -503,7 +511,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), String> {
+    async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), HostError> {
         let (place, name) = self.log_file(log)?;
         blocking(move || {
             let renamed = place.open().and_then(|dir| dir.put_back(&aside, &name));
@@ -515,7 +523,7 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, String> {
+    async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError> {
         let volumes = self.pod_dir(pod::uid(pod))?.join("volumes");
         let name = segment(volume)?.to_owned();
         let places = ["kubernetes.io~empty-dir", "kubernetes.io~configmap"]
@@ -540,7 +548,7 @@ impl PodHost for LinuxHost {
             .await
     }
 
-    async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, String> {
+    async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, HostError> {
         let dir = self.log_directory(pod).join(segment(container)?);
         blocking(move || {
             usage::of(&dir, u64::MAX)
@@ -550,11 +558,13 @@ impl PodHost for LinuxHost {
         .await
     }
 
-    async fn filesystem(&self, dir: &Path) -> Result<Filesystem, String> {
+    async fn filesystem(&self, dir: &Path) -> Result<Filesystem, HostError> {
         let dir = dir.to_owned();
         blocking(move || {
-            machine::filesystem(&dir)
-                .map_err(|e| format!("the filesystem of {} cannot be read: {e}", dir.display()))
+            machine::filesystem(&dir).map_err(doing(format!(
+                "the filesystem of {} cannot be read",
+                dir.display()
+            )))
         })
         .await
     }
@@ -563,32 +573,32 @@ impl PodHost for LinuxHost {
         self.give(volume, owner).await
     }
 
-    async fn unmount_within(&self, volume: &Published) -> Result<(), String> {
+    async fn unmount_within(&self, volume: &Published) -> Result<(), HostError> {
         LinuxHost::unmount_within(self, &volume.target).await
     }
 
-    async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
+    async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
         LinuxHost::unbind_sub_paths(self, uid).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), String> {
+    async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), HostError> {
         self.tear_down(uid, each).await
     }
 
-    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
+    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), HostError> {
         self.cgroups
             .remove(qos::of(pod::spec(pod)), pod::uid(pod))
             .await
     }
 
-    async fn remove_container_cgroup(&self, pod: &Pod, id: &str) -> Result<(), String> {
+    async fn remove_container_cgroup(&self, pod: &Pod, id: &str) -> Result<(), HostError> {
         let Some(place) = self.cgroup_path(pod, Some(id)) else {
             return Ok(());
         };
-        blocking(move || crate::sys::cgroup::remove(&place).map_err(|e| e.to_string())).await
+        blocking(move || Ok(cgroup::remove(&place)?)).await
     }
 
-    async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
+    async fn remove_directories(&self, pod: &Pod) -> Result<(), HostError> {
         let (dir, logs, links) = (
             self.pod_dir(pod::uid(pod))?,
             self.log_directory(pod),
@@ -638,7 +648,7 @@ impl PodHost for LinuxHost {
         uids
     }
 
-    async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
+    async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
         let dir = self.pod_dir(uid)?;
         for (class, _) in self
             .cgroups
@@ -673,7 +683,7 @@ impl PodHost for LinuxHost {
 }
 
 /// Removes the links that point below `logs`.
-fn remove_links(links: &Path, logs: &Path) -> Result<(), String> {
+fn remove_links(links: &Path, logs: &Path) -> Result<(), HostError> {
     for entry in fs::read_dir(links)
         .into_iter()
         .flatten()
@@ -690,14 +700,15 @@ fn remove_links(links: &Path, logs: &Path) -> Result<(), String> {
 }
 
 /// Removes a directory unless something is still mounted below it.
-fn remove_unmounted(dir: &Path) -> Result<(), String> {
-    let mounted = mount::below(dir).map_err(|e| e.to_string())?;
+fn remove_unmounted(dir: &Path) -> Result<(), HostError> {
+    let mounted = mount::below(dir)?;
     if let Some(mount) = mounted.first() {
         return Err(format!(
             "something is still mounted at {}: unmount it; {} is kept until then",
             mount.point.display(),
             dir.display()
-        ));
+        )
+        .into());
     }
     remove(dir)
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
+use super::HostError;
 use crate::core::backoff::Doubling;
 use crate::sys::patient::Call;
 
@@ -29,7 +30,7 @@ enum Limit<'a> {
 }
 
 /// Runs a tool of the system and waits for it, at most 110 seconds. The answer is its code and what it said.
-pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), String> {
+pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), HostError> {
     run(program, arguments, Stdio::null(), Limit::Time)
 }
 
@@ -38,7 +39,7 @@ pub(in crate::host) fn tool_while_wanted(
     program: &str,
     arguments: &[&str],
     call: &Call,
-) -> Result<(i32, String), String> {
+) -> Result<(i32, String), HostError> {
     run(program, arguments, Stdio::null(), Limit::Wanted(call))
 }
 
@@ -48,7 +49,7 @@ pub(in crate::host) fn tool_to_its_end(
     program: &str,
     arguments: &[&str],
     held: File,
-) -> Result<(i32, String), String> {
+) -> Result<(i32, String), HostError> {
     run(program, arguments, held.into(), Limit::None)
 }
 
@@ -57,20 +58,15 @@ fn run(
     arguments: &[&str],
     input: Stdio,
     limit: Limit<'_>,
-) -> Result<(i32, String), String> {
+) -> Result<(i32, String), HostError> {
     let missing = |e: std::io::Error| {
-        format!("{program} cannot be run ({e}): install the package that has it")
+        HostError::from(e).as_text(|why| {
+            format!("{program} cannot be run ({why}): install the package that has it")
+        })
     };
     // In memory, so that a full disk does not hide what is wrong.
-    let output = memfd_create(c"output", MFdFlags::MFD_CLOEXEC)
-        .map(File::from)
-        .map_err(|e| e.to_string())?;
-    let said = || {
-        output
-            .try_clone()
-            .map(Stdio::from)
-            .map_err(|e| e.to_string())
-    };
+    let output = memfd_create(c"output", MFdFlags::MFD_CLOEXEC).map(File::from)?;
+    let said = || output.try_clone().map(Stdio::from);
     let mut child = Command::new(program)
         .args(arguments)
         .stdin(input)
@@ -82,21 +78,19 @@ fn run(
     let text = {
         use std::io::{Read as _, Seek as _};
         let mut file = output;
-        file.rewind().map_err(|e| e.to_string())?;
+        file.rewind()?;
         let mut bytes = vec![];
-        file.take(8 << 10)
-            .read_to_end(&mut bytes)
-            .map_err(|e| e.to_string())?;
+        file.take(8 << 10).read_to_end(&mut bytes)?;
         String::from_utf8_lossy(&bytes).trim().to_owned()
     };
     Ok((status.code().unwrap_or(-1), text))
 }
 
-fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus, String> {
+fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus, HostError> {
     let start = Instant::now();
     let mut pauses = LOOK;
     loop {
-        if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
+        if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
         let late = || start.elapsed() > HELPER;
@@ -106,13 +100,14 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
             Limit::None => false,
         };
         if over {
-            child.kill().map_err(|e| e.to_string())?;
+            child.kill()?;
             // It may hang in the kernel even then; this thread is the only one that waits.
-            child.wait().map_err(|e| e.to_string())?;
+            child.wait()?;
             return Err(format!(
                 "{program} had not ended after {}s and was killed",
                 start.elapsed().as_secs()
-            ));
+            )
+            .into());
         }
         std::thread::sleep(pauses.pause());
     }
@@ -121,16 +116,17 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::HostErrorKind;
     use crate::sys::patient::Patient;
 
     #[test]
     fn what_a_tool_says_and_how_it_ends_is_known() {
         assert_eq!(tool("echo", &["hello"]), Ok((0, "hello".into())));
         assert_eq!(tool("false", &[]).map(|(code, _)| code), Ok(1));
-        assert!(
-            tool("no-such-tool", &[])
-                .is_err_and(|e| e.contains("no-such-tool") && e.contains("install"))
-        );
+        let missing = tool("no-such-tool", &[]).expect_err("it is missing");
+        assert_eq!(missing.kind, HostErrorKind::NotFound);
+        assert!(missing.message.starts_with("no-such-tool cannot be run"));
+        assert!(missing.message.contains("install"), "{missing}");
     }
 
     #[tokio::test]
@@ -154,8 +150,8 @@ mod tests {
         let (began, begun) = std::sync::mpsc::channel::<()>();
         let formatting = patient.call_with("u/v", short, move |call| {
             call.doing("formatting");
-            began.send(()).map_err(|e| e.to_string())?;
-            let held = File::open("/dev/null").map_err(|e| e.to_string())?;
+            began.send(()).expect("it is waited for");
+            let held = File::open("/dev/null")?;
             tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
         });
         // While a thread of tokio's waits, the clock stands: it is not given up before its thread has begun.
@@ -164,9 +160,9 @@ mod tests {
         let (formatting, begun) = tokio::join!(formatting, begun);
         tokio::time::resume();
         begun.expect("waited for").expect("it has begun");
-        assert!(formatting.is_err_and(|e| e.contains("formatting")));
+        assert!(formatting.is_err_and(|e| e.message.contains("formatting")));
         let cancelled = patient.cancel("u/", short).await;
-        assert!(cancelled.is_err_and(|e| e.contains("formatting")));
+        assert!(cancelled.is_err_and(|e| e.message.contains("formatting")));
         std::fs::write(&go, "").expect("written");
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
         assert!(done.exists(), "it was waited for");

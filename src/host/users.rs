@@ -2,8 +2,10 @@
 
 use nix::unistd::User;
 
+use super::HostError;
 use super::tool::tool;
 use crate::core::pod::users::{Pool, subordinate};
+use crate::sys::failure::doing;
 use crate::sys::process::find_program;
 
 /// Who asks for subordinate ids, as the machine knows the agent.
@@ -17,9 +19,9 @@ const GETSUBIDS: &str = "getsubids";
 /// # Errors
 ///
 /// They are not what pods can get, or cannot be read.
-pub fn pool(each: u32, pods: i64) -> Result<Pool, String> {
+pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
     let user =
-        User::from_name(USER).map_err(|e| format!("the user {USER} cannot be looked up: {e}"))?;
+        User::from_name(USER).map_err(doing(format!("the user {USER} cannot be looked up")))?;
     if user.is_none() {
         return Ok(Pool::all(each));
     }
@@ -29,13 +31,16 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, String> {
         );
         return Ok(Pool::all(each));
     }
-    let ask = |arguments: &[&str]| match tool(GETSUBIDS, arguments)? {
-        (0, said) => Ok(said),
-        (code, said) => Err(format!(
-            "{GETSUBIDS} {} ended with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove it",
-            arguments.join(" "),
-            said.trim()
-        )),
+    let ask = |arguments: &[&str]| -> Result<String, HostError> {
+        match tool(GETSUBIDS, arguments)? {
+            (0, said) => Ok(said),
+            (code, said) => Err(format!(
+                "{GETSUBIDS} {} ended with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove it",
+                arguments.join(" "),
+                said.trim()
+            )
+            .into()),
+        }
     };
     let (users, groups) = (ask(&[USER])?, ask(&["-g", USER])?);
     if users != groups {
@@ -43,7 +48,8 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, String> {
             "the user {USER} has other ids in /etc/subuid ({}) than in /etc/subgid ({}): make them equal",
             users.trim(),
             groups.trim()
-        ));
+        )
+        .into());
     }
     let ids = subordinate(&users).ok_or_else(|| {
         format!(
@@ -51,5 +57,5 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, String> {
             users.trim()
         )
     })?;
-    Pool::of(each, ids, pods).map_err(|e| e.to_string())
+    Pool::of(each, ids, pods).map_err(|e| e.to_string().into())
 }

@@ -7,18 +7,23 @@ use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
 use netlink_packet_route::route::{RouteAttribute, RouteHeader, RouteMessage, RouteType};
 use rtnetlink::{Handle, RouteMessageBuilder};
 
+use super::failure::{HostError, doing};
 use crate::core::node::addresses::Machine;
 
+impl From<rtnetlink::Error> for HostError {
+    fn from(error: rtnetlink::Error) -> HostError {
+        HostError::failed(error.to_string())
+    }
+}
+
 /// Reads them.
-pub async fn read() -> Result<Machine, String> {
-    let failed = |error: &dyn std::fmt::Display| {
-        format!("the kernel does not tell the machine's addresses: {error}")
-    };
-    let (connection, handle, _) = rtnetlink::new_connection().map_err(|e| failed(&e))?;
+pub async fn read() -> Result<Machine, HostError> {
+    const WHAT: &str = "the kernel does not tell the machine's addresses";
+    let (connection, handle, _) = rtnetlink::new_connection().map_err(doing(WHAT))?;
     let task = tokio::spawn(connection);
     let found = query(&handle).await;
     task.abort();
-    found.map_err(|e| failed(&e))
+    found.map_err(doing(WHAT))
 }
 
 /// The interfaces of the default routes among some, in the kernel's order: the lower metric first.

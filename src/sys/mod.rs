@@ -6,6 +6,7 @@ pub mod beneath;
 pub mod cgroup;
 pub mod clock;
 mod descent;
+pub mod failure;
 pub mod file;
 pub mod kmsg;
 pub mod link;

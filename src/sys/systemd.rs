@@ -7,6 +7,7 @@ use tokio::sync::Mutex;
 use zbus::Connection;
 use zbus::zvariant::Value;
 
+use super::failure::{HostError, doing};
 use crate::core::lock::lock;
 
 /// How long systemd may take for an answer.
@@ -44,12 +45,18 @@ pub struct Slices {
     known: std::sync::Mutex<HashMap<String, Vec<(&'static str, u64)>>>,
 }
 
+impl From<zbus::Error> for HostError {
+    fn from(error: zbus::Error) -> HostError {
+        HostError::failed(error.to_string())
+    }
+}
+
 fn is(error: &zbus::Error, name: &str) -> bool {
     matches!(error, zbus::Error::MethodError(found, _, _) if found.as_str() == name)
 }
 
 impl Slices {
-    async fn manager(&self) -> Result<ManagerProxy<'static>, String> {
+    async fn manager(&self) -> Result<ManagerProxy<'static>, HostError> {
         let mut held = self.connection.lock().await;
         let connection = match &*held {
             Some(connection) => connection.clone(),
@@ -57,33 +64,33 @@ impl Slices {
                 .insert(
                     Connection::system()
                         .await
-                        .map_err(|e| format!("systemd cannot be reached over D-Bus: {e}"))?,
+                        .map_err(doing("systemd cannot be reached over D-Bus"))?,
                 )
                 .clone(),
         };
         ManagerProxy::new(&connection)
             .await
-            .map_err(|e| format!("systemd cannot be asked: {e}"))
+            .map_err(doing("systemd cannot be asked"))
     }
 
     /// What a call came to. A connection that broke is made anew with the next.
     async fn answer<T>(
         &self,
-        what: String,
+        what: &str,
         call: impl Future<Output = zbus::Result<T>>,
-    ) -> Result<zbus::Result<T>, String> {
+    ) -> Result<zbus::Result<T>, HostError> {
         match tokio::time::timeout(REPLY_TIMEOUT, call).await {
             Ok(Err(error @ (zbus::Error::InputOutput(_) | zbus::Error::Handshake(_)))) => {
                 self.connection.lock().await.take();
-                Err(format!("{what}: {error}"))
+                Err(doing(what)(error))
             }
             Ok(result) => Ok(result),
             Err(_) => {
                 self.connection.lock().await.take();
-                Err(format!(
-                    "{what}: systemd has not answered for {}s",
-                    REPLY_TIMEOUT.as_secs()
-                ))
+                let seconds = REPLY_TIMEOUT.as_secs();
+                Err(HostError::failed(format!(
+                    "{what}: systemd has not answered for {seconds}s"
+                )))
             }
         }
     }
@@ -98,7 +105,7 @@ impl Slices {
         &self,
         name: &str,
         properties: Vec<(&'static str, u64)>,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         if self.known().get(name) == Some(&properties) {
             return Ok(());
         }
@@ -123,7 +130,7 @@ impl Slices {
         let what = format!("the slice {name} cannot be made");
         let made = self
             .answer(
-                what.clone(),
+                &what,
                 manager.start_transient_unit(name, "replace", &all, &[]),
             )
             .await?;
@@ -132,11 +139,13 @@ impl Slices {
             Err(error) if is(&error, "org.freedesktop.systemd1.UnitExists") => {
                 let own: Vec<(&str, Value<'_>)> = values().collect();
                 let set = self
-                    .answer(what, manager.set_unit_properties(name, true, &own))
+                    .answer(&what, manager.set_unit_properties(name, true, &own))
                     .await?;
-                set.map_err(|e| format!("the properties of the slice {name} cannot be set: {e}"))?;
+                set.map_err(doing(format!(
+                    "the properties of the slice {name} cannot be set"
+                )))?;
             }
-            Err(error) => return Err(format!("{what}: {error}")),
+            Err(error) => return Err(doing(what)(error)),
         }
         self.known().insert(name.to_owned(), properties);
         Ok(())
@@ -148,16 +157,16 @@ impl Slices {
     }
 
     /// Removes a slice with all below it; one that is not there is fine.
-    pub async fn remove(&self, name: &str) -> Result<(), String> {
+    pub async fn remove(&self, name: &str) -> Result<(), HostError> {
         self.forget(name);
         let manager = self.manager().await?;
         let what = format!("the slice {name} cannot be removed");
         match self
-            .answer(what.clone(), manager.stop_unit(name, "replace"))
+            .answer(&what, manager.stop_unit(name, "replace"))
             .await?
         {
             Err(error) if is(&error, "org.freedesktop.systemd1.NoSuchUnit") => Ok(()),
-            Err(error) => Err(format!("{what}: {error}")),
+            Err(error) => Err(doing(what)(error)),
             Ok(_) => Ok(()),
         }
     }

@@ -44,8 +44,8 @@ pub(super) fn show_far(pod: &mut Value) {
     volumes.push(json!({"name": FAR, "nfs": {"server": "far.example", "path": "/"}}));
 }
 
-fn unanswered() -> String {
-    "the kernel has not answered for a while; it is waited for".into()
+fn unanswered() -> HostError {
+    HostError::under_way("the kernel has not answered for a while; it is waited for")
 }
 
 impl World {
@@ -83,7 +83,7 @@ impl World {
     }
 
     /// Mounts the volume for a pod, unless it is.
-    pub(super) async fn mount_far(&self, uid: &str) -> Result<(), String> {
+    pub(super) async fn mount_far(&self, uid: &str) -> Result<(), HostError> {
         let is_given_up = {
             let mut state = self.state();
             if state.far.mounted.contains(uid) {
@@ -99,7 +99,7 @@ impl World {
         let mount = tokio::spawn(async move {
             world.while_silent().await;
             let mut state = world.state();
-            let not_wanted = Err("it is not wanted any more".to_owned());
+            let not_wanted = Err("it is not wanted any more".into());
             if state.life != world.2 {
                 return not_wanted;
             }
@@ -121,7 +121,7 @@ impl World {
     }
 
     /// Unmounts the volume of a pod. What is being mounted is waited for, and not wanted any more.
-    pub(super) async fn unmount_far(&self, uid: &str) -> Result<(), String> {
+    pub(super) async fn unmount_far(&self, uid: &str) -> Result<(), HostError> {
         let begun = Instant::now();
         loop {
             self.only_alive().await;

@@ -69,7 +69,7 @@ impl Dialer for World {
 
 impl World {
     /// A call to the machine: may fail before acting or after, or hang for minutes.
-    async fn machine<T>(&self, act: impl FnOnce(&mut State) -> T) -> Result<T, String> {
+    async fn machine<T>(&self, act: impl FnOnce(&mut State) -> T) -> Result<T, HostError> {
         let fault = self.fault().await;
         if matches!(fault, Fault::Hang) {
             let seconds = 60 + self.pick(120);
@@ -118,7 +118,7 @@ fn uid(pod: &Pod) -> String {
 
 #[async_trait]
 impl PodHost for World {
-    async fn ensure_cgroup(&self, pod: &Pod, _cpu_limit: bool) -> Result<String, String> {
+    async fn ensure_cgroup(&self, pod: &Pod, _cpu_limit: bool) -> Result<String, HostError> {
         self.check_processors(pod);
         self.machine(|s| s.cgroups.insert(uid(pod))).await?;
         Ok("/kubepods".into())
@@ -136,11 +136,14 @@ impl PodHost for World {
         None
     }
 
-    async fn user_mappings(&self, _: &Pod) -> Result<holdfast::core::pod::users::Mappings, String> {
+    async fn user_mappings(
+        &self,
+        _: &Pod,
+    ) -> Result<holdfast::core::pod::users::Mappings, HostError> {
         Err("no user namespaces here".into())
     }
 
-    async fn make_directories(&self, pod: &Pod) -> Result<(), String> {
+    async fn make_directories(&self, pod: &Pod) -> Result<(), HostError> {
         self.machine(|s| _ = s.dirs.insert(uid(pod))).await
     }
 
@@ -164,19 +167,19 @@ impl PodHost for World {
         _: &Pod,
         _: &ResolvedVolume,
         _: &SubPath,
-    ) -> Result<PathBuf, String> {
+    ) -> Result<PathBuf, HostError> {
         Ok("/v".into())
     }
 
-    async fn read_file(&self, _: &Pod, _: &ResolvedVolume, _: &str) -> Result<String, String> {
+    async fn read_file(&self, _: &Pod, _: &ResolvedVolume, _: &str) -> Result<String, HostError> {
         Ok(String::new())
     }
 
-    async fn write_hosts(&self, _: &Pod, _: String) -> Result<PathBuf, String> {
+    async fn write_hosts(&self, _: &Pod, _: String) -> Result<PathBuf, HostError> {
         self.machine(|_| "/h".into()).await
     }
 
-    async fn termination_log(&self, _: &Pod, _: &str, _: u32) -> Result<PathBuf, String> {
+    async fn termination_log(&self, _: &Pod, _: &str, _: u32) -> Result<PathBuf, HostError> {
         Ok("/t".into())
     }
 
@@ -196,11 +199,11 @@ impl PodHost for World {
         None
     }
 
-    async fn link_log(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), String> {
+    async fn link_log(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), HostError> {
         Ok(())
     }
 
-    async fn remove_instance(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), String> {
+    async fn remove_instance(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), HostError> {
         self.machine(|_| ()).await
     }
 
@@ -210,17 +213,17 @@ impl PodHost for World {
             .collect()
     }
 
-    async fn move_log_aside(&self, log: &Log, _: usize, _: &str) -> Result<String, String> {
+    async fn move_log_aside(&self, log: &Log, _: usize, _: &str) -> Result<String, HostError> {
         self.log_was_moved(&log.container);
         Ok("l".into())
     }
 
-    async fn compress_log(&self, log: &Log) -> Result<(), String> {
+    async fn compress_log(&self, log: &Log) -> Result<(), HostError> {
         self.compress_files_of(&log.container).await;
         Ok(())
     }
 
-    async fn put_log_back(&self, _: &Log, _: String) -> Result<(), String> {
+    async fn put_log_back(&self, _: &Log, _: String) -> Result<(), HostError> {
         Ok(())
     }
 
@@ -229,26 +232,26 @@ impl PodHost for World {
         _: &Pod,
         _: &str,
         _: u64,
-    ) -> Result<holdfast::sys::usage::Usage, String> {
+    ) -> Result<holdfast::sys::usage::Usage, HostError> {
         Ok(holdfast::sys::usage::Usage::default())
     }
 
-    async fn log_usage(&self, _: &Pod, _: &str) -> Result<u64, String> {
+    async fn log_usage(&self, _: &Pod, _: &str) -> Result<u64, HostError> {
         Ok(0)
     }
 
-    async fn filesystem(&self, _: &Path) -> Result<Filesystem, String> {
+    async fn filesystem(&self, _: &Path) -> Result<Filesystem, HostError> {
         Ok(Filesystem {
             capacity: 100,
             available: 50,
         })
     }
 
-    async fn unbind_sub_paths(&self, _: &str) -> Result<(), String> {
+    async fn unbind_sub_paths(&self, _: &str) -> Result<(), HostError> {
         self.machine(|_| ()).await
     }
 
-    async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), String> {
+    async fn tear_down_volumes(&self, uid: &str, _: OnTakenAway<'_>) -> Result<(), HostError> {
         self.unmount_far(uid).await?;
         self.machine(|s| {
             if !s.live(uid).is_empty() {
@@ -261,11 +264,11 @@ impl PodHost for World {
         .await
     }
 
-    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), String> {
+    async fn remove_cgroup(&self, pod: &Pod) -> Result<(), HostError> {
         self.machine(|s| _ = s.cgroups.remove(&uid(pod))).await
     }
 
-    async fn remove_directories(&self, pod: &Pod) -> Result<(), String> {
+    async fn remove_directories(&self, pod: &Pod) -> Result<(), HostError> {
         self.machine(|s| {
             if s.volumes.contains(&uid(pod)) || s.far.holds(&uid(pod)) {
                 s.deny(format!(
@@ -292,7 +295,7 @@ impl PodHost for World {
         state.dirs.union(&state.cgroups).cloned().collect()
     }
 
-    async fn remove_leftovers(&self, uid: &str) -> Result<(), String> {
+    async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
         self.machine(|s| {
             let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
             if s.pods.contains_key(uid) || is_static {

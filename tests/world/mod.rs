@@ -47,7 +47,7 @@ use holdfast::cri::{
     Credentials, Exec, Image, ListedPod, RunningContainer, Runtime, RuntimeError, RuntimeErrorKind,
     RuntimeStatus, Stock,
 };
-use holdfast::host::{Log, OnTakenAway, PodHost, SubPath};
+use holdfast::host::{HostError, Log, OnTakenAway, PodHost, SubPath};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, OnChange};
 use holdfast::kubeapi::pods::{

@@ -17,6 +17,7 @@ use crate::core::image::gc::{Filesystem, Judged, Present};
 use crate::core::node::collection::{Failures, Fate, ImageFate, Removal, Report};
 use crate::core::pod;
 use crate::cri::{RuntimeError, Stock};
+use crate::host::HostError;
 
 /// Why images, or not all of those that should go, are not removed.
 #[derive(Debug, thiserror::Error)]
@@ -26,7 +27,7 @@ pub enum CollectError {
     Unlisted(RuntimeError),
     /// The filesystem with the images cannot be measured.
     #[error("{0}")]
-    Unmeasured(String),
+    Unmeasured(HostError),
     /// It says that it has no room at all.
     #[error("invalid capacity 0 on image filesystem")]
     NoCapacity,

@@ -320,7 +320,7 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
         Ok(found) => found,
         Err(error) => {
             // As if somebody else's credentials had pulled it: a record that is lost must not open the image to all.
-            tracing::warn!(error, image = name, "the pod has to pull the image itself");
+            tracing::warn!(%error, image = name, "the pod has to pull the image itself");
             return false;
         }
     };
@@ -436,7 +436,7 @@ async fn attempt(
     }
     let start = Instant::now();
     let noted = match &images.records {
-        Some(records) => Some(records.begin(name).await?),
+        Some(records) => Some(records.begin(name).await.map_err(|e| e.message)?),
         None => None,
     };
     let mut errors: Vec<String> = Vec::new();
@@ -455,7 +455,8 @@ async fn attempt(
             image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
         if let Some(pull) = noted {
             let now = context.clock.now();
-            pull.done(&image.id, untagged(name), by, now).await?;
+            let done = pull.done(&image.id, untagged(name), by, now).await;
+            done.map_err(|e| e.message)?;
         }
         return Ok((image, start.elapsed()));
     }

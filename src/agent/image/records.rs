@@ -11,6 +11,8 @@ use serde_json::json;
 use crate::core::digest;
 use crate::core::image::pulled::{By, Record};
 use crate::core::lock::lock;
+use crate::host::{self, HostError};
+use crate::sys::failure::doing;
 use crate::sys::file;
 
 /// The directories `pulling` and `pulled` below the agent's.
@@ -41,11 +43,9 @@ fn name(of: &str) -> String {
 async fn blocking<T: Send + 'static>(
     what: &str,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> Result<T, String> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(done) => done.map_err(|e| format!("{what}: {e}")),
-        Err(_) => Err(format!("{what}: it ended unexpectedly")),
-    }
+) -> Result<T, HostError> {
+    let done = host::blocking(move || Ok(work()?)).await;
+    done.map_err(doing(what))
 }
 
 /// The record in a file, if there is one.
@@ -104,7 +104,7 @@ impl Records {
         &self,
         image: &str,
         reference: &str,
-    ) -> Result<(Option<Record>, bool), String> {
+    ) -> Result<(Option<Record>, bool), HostError> {
         let (record, intent) = (self.0.record(reference), self.0.intent(image));
         // The note first: a pull that ends meanwhile writes its record before the note goes.
         let read = move || {
@@ -115,7 +115,7 @@ impl Records {
     }
 
     /// A pull is begun. Without this note an image that a crash left behind would count as preloaded.
-    pub async fn begin(&self, image: &str) -> Result<Pull, String> {
+    pub async fn begin(&self, image: &str) -> Result<Pull, HostError> {
         let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
         let write = move || {
@@ -140,7 +140,7 @@ impl Pull {
         untagged: &str,
         by: By,
         now: jiff::Timestamp,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let (reference, untagged) = (reference.to_owned(), untagged.to_owned());
         let note = move || {
             let store = self.store.clone();
@@ -168,7 +168,7 @@ impl Pull {
             self.end()
         };
         if let Err(error) = blocking("it cannot be removed", end).await {
-            tracing::warn!(error, image, "the note of a pull that failed stays");
+            tracing::warn!(%error, image, "the note of a pull that failed stays");
         }
     }
 
@@ -215,7 +215,7 @@ mod tests {
         }
     }
 
-    async fn done(pull: Pull, by: By) -> Result<(), String> {
+    async fn done(pull: Pull, by: By) -> Result<(), HostError> {
         pull.done(ID, "r/x", by, jiff::Timestamp::UNIX_EPOCH).await
     }
 

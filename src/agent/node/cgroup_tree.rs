@@ -16,6 +16,7 @@ use crate::core::node::cgroup_tree::{Group, PIDS, Rules, Supply, as_granted, tre
 use crate::core::pod;
 use crate::core::pod::cgroup_values::{Mended, Values};
 use crate::core::quantity::Quantity;
+use crate::host::HostError;
 use crate::sys::meter;
 
 /// How long changes are collected: pods come and go in crowds.
@@ -92,7 +93,7 @@ fn said(config: &Config, group: &Group) -> Option<(String, String)> {
 /// What was told of one cgroup.
 struct Told {
     /// The failure; none after a success.
-    error: Option<String>,
+    error: Option<HostError>,
     at: Instant,
     reminder: Doubling,
     again: Duration,
@@ -103,7 +104,7 @@ fn tell(
     context: &Context,
     told: &mut HashMap<String, Told>,
     group: &Group,
-    error: Option<&String>,
+    error: Option<&HostError>,
 ) {
     let key = format!("{group:?}");
     let now = Instant::now();
@@ -129,7 +130,7 @@ fn tell(
     match (said(config, group), error) {
         (said, Some(error)) => {
             tracing::warn!(
-                error,
+                %error,
                 ?group,
                 "a cgroup of the node cannot be set: pods may get more or less than they ask for; it is tried again"
             );

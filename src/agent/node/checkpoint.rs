@@ -1,11 +1,12 @@
 //! A file that keeps what must outlive this process: it is written before others rely on what it keeps, and only where that
 //! has changed.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use tokio::sync::{Mutex, watch};
 
-use crate::host::blocking;
+use crate::host::{HostError, blocking};
 use crate::sys::file;
 
 /// How long a checkpoint may be, in bytes.
@@ -40,8 +41,8 @@ impl Checkpoint {
     /// # Errors
     ///
     /// It cannot be read, or is too long.
-    pub(super) fn read(&self) -> Result<Option<String>, String> {
-        file::read_text_if_there(&self.path, LIMIT).map_err(|e| e.to_string())
+    pub(super) fn read(&self) -> io::Result<Option<String>> {
+        file::read_text_if_there(&self.path, LIMIT)
     }
 
     /// The content has changed.
@@ -59,14 +60,14 @@ impl Checkpoint {
     /// # Errors
     ///
     /// The file cannot be written; it is tried again with the next call.
-    pub(super) async fn save(&self, text: impl FnOnce() -> String) -> Result<(), String> {
+    pub(super) async fn save(&self, text: impl FnOnce() -> String) -> Result<(), HostError> {
         let mut saved = self.saved.lock().await;
         let version = *self.version.borrow();
         if *saved == version {
             return Ok(());
         }
         let (path, text) = (self.path.clone(), text());
-        blocking(move || file::replace(&path, text.as_bytes()).map_err(|e| e.to_string())).await?;
+        blocking(move || Ok(file::replace(&path, text.as_bytes())?)).await?;
         *saved = version;
         Ok(())
     }
@@ -80,7 +81,8 @@ mod tests {
     async fn what_has_not_changed_is_not_written() {
         let dir = tempfile::tempdir().expect("a directory");
         let checkpoint = Checkpoint::new(dir.path().join("below/checkpoint"));
-        assert_eq!(checkpoint.read(), Ok(None));
+        let read = || checkpoint.read().expect("read");
+        assert_eq!(read(), None);
         let save = |text: &'static str| checkpoint.save(move || text.into());
         assert_eq!(save("nothing has changed").await, Ok(()));
         checkpoint.changed();
@@ -88,9 +90,9 @@ mod tests {
         std::fs::create_dir(dir.path().join("below")).expect("a directory");
         assert_eq!(save("first").await, Ok(()));
         assert_eq!(save("the same").await, Ok(()));
-        assert_eq!(checkpoint.read(), Ok(Some("first".into())));
+        assert_eq!(read().as_deref(), Some("first"));
         checkpoint.changed();
         assert_eq!(save("second").await, Ok(()));
-        assert_eq!(checkpoint.read(), Ok(Some("second".into())));
+        assert_eq!(read().as_deref(), Some("second"));
     }
 }

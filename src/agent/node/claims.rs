@@ -6,6 +6,7 @@
 //! of this agent, or an exchange for the kubelet, everything that was prepared is given back.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -28,7 +29,11 @@ use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wante
 use crate::core::node::claims::{checked, judge, references};
 use crate::core::pod;
 use crate::core::pod::status::devices::OfPod;
+use crate::devices::PluginError;
 use crate::devices::dra::{Answers, Driver, Report, Unheard};
+use crate::host::HostError;
+use crate::kubeapi::pods::ApiFailure;
+use crate::sys::failure::doing;
 
 /// How often what pods have left behind is given back, as the kubelet has it.
 const RECONCILE: Duration = Duration::from_secs(60);
@@ -68,15 +73,17 @@ pub struct ClaimManager {
     begun: tokio::time::Instant,
 }
 
-fn restored(checkpoint: &Checkpoint) -> Result<Claims, String> {
-    let read = || match checkpoint.read()? {
-        Some(text) => format::read(&text).map_err(|e| e.to_string()),
-        None => Ok(Claims::default()),
-    };
-    read().map_err(|error| {
+fn restored(checkpoint: &Checkpoint) -> Result<Claims, HostError> {
+    let unusable = |why: &dyn Display| {
         let path = checkpoint.path().display();
-        format!("{path} cannot be used: {error}; drain the node and delete the file")
-    })
+        HostError::failed(format!(
+            "{path} cannot be used: {why}; drain the node and delete the file"
+        ))
+    };
+    match checkpoint.read().map_err(|e| unusable(&e))? {
+        Some(text) => format::read(&text).map_err(|e| unusable(&e)),
+        None => Ok(Claims::default()),
+    }
 }
 
 /// What the drivers were asked for, until it is settled what came of it. Where the asking is cut off, nothing has.
@@ -101,8 +108,38 @@ impl Drop for Asking<'_> {
     }
 }
 
+/// Why a pod's claims are not prepared or given back; the words are the kubelet's.
+#[derive(Debug, thiserror::Error)]
+pub enum ClaimsFailed {
+    /// The pod may not use a claim, or its driver could not do it.
+    #[error("{0}")]
+    Claim(#[from] ClaimError),
+    /// A claim cannot be read.
+    #[error("fetch ResourceClaim {claim}: {why}")]
+    Unread {
+        /// The claim's name.
+        claim: String,
+        /// Why.
+        why: ApiFailure,
+    },
+    /// No such driver is there; when it registers, pods that wait for it are told.
+    #[error("DRA driver {0} is not registered")]
+    NoDriver(String),
+    /// A driver has not answered.
+    #[error("{call}: {why}")]
+    Driver {
+        /// The method.
+        call: &'static str,
+        /// Why.
+        why: PluginError,
+    },
+    /// What is prepared cannot be noted.
+    #[error("checkpoint ResourceClaim state: {0}")]
+    Checkpoint(HostError),
+}
+
 /// What all drivers of a batch have answered: what has succeeded, and the first failure.
-type Answered<T> = (BTreeMap<String, T>, Result<(), String>);
+type Answered<T> = (BTreeMap<String, T>, Result<(), ClaimsFailed>);
 
 impl ClaimManager {
     /// No drivers yet; which claims are prepared is read from below the agent's root directory.
@@ -110,7 +147,7 @@ impl ClaimManager {
     /// # Errors
     ///
     /// The checkpoint cannot be used: what it has kept would never be given back.
-    pub fn new(root: &Path) -> Result<ClaimManager, String> {
+    pub fn new(root: &Path) -> Result<ClaimManager, HostError> {
         let checkpoint = Checkpoint::new(root.join(FILE));
         let state = State {
             claims: restored(&checkpoint)?,
@@ -173,23 +210,23 @@ impl ClaimManager {
     }
 
     /// Writes the checkpoint where it is not up to date.
-    async fn save(&self) -> Result<(), String> {
+    async fn save(&self) -> Result<(), ClaimsFailed> {
         let saved = self.checkpoint.save(|| self.look(format::write)).await;
-        saved.map_err(|e| {
-            let path = self.checkpoint.path().display();
-            format!("checkpoint ResourceClaim state: {path} cannot be written: {e}")
-        })
+        let path = self.checkpoint.path().display();
+        saved
+            .map_err(doing(format!("{path} cannot be written")))
+            .map_err(ClaimsFailed::Checkpoint)
     }
 
-    fn require(&self, driver: &str) -> Result<(), String> {
+    fn require(&self, driver: &str) -> Result<(), ClaimsFailed> {
         match self.lock().drivers.contains_key(driver) {
             true => Ok(()),
-            false => Err(format!("DRA driver {driver} is not registered")),
+            false => Err(ClaimsFailed::NoDriver(driver.to_owned())),
         }
     }
 
     /// The newest instance of a driver that answers; where none does, the newest.
-    async fn driver(&self, name: &str) -> Result<Driver, String> {
+    async fn driver(&self, name: &str) -> Result<Driver, ClaimsFailed> {
         let instances: Vec<(Driver, PathBuf)> = {
             let state = self.lock();
             let newest_first = state.drivers.get(name).into_iter().flatten().rev();
@@ -205,7 +242,7 @@ impl ClaimManager {
                 }
             }
         }
-        newest.ok_or_else(|| format!("DRA driver {name} is not registered"))
+        newest.ok_or_else(|| ClaimsFailed::NoDriver(name.to_owned()))
     }
 
     /// Whether somebody is behind one of a driver's sockets.
@@ -232,7 +269,7 @@ impl ClaimManager {
     async fn ask<T>(
         &self,
         batches: &Batches,
-        call: impl AsyncFn(Driver, &[Named]) -> Result<T, String>,
+        call: impl AsyncFn(Driver, &[Named]) -> Result<T, ClaimsFailed>,
     ) -> Answered<T> {
         let asked = batches.iter().map(|(name, claims)| {
             let call = &call;
@@ -258,21 +295,24 @@ impl ClaimManager {
     ///
     /// # Errors
     ///
-    /// One of them is not to be used by the pod, or a driver could not prepare it; the words are the kubelet's.
-    pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), String> {
+    /// One of them is not to be used by the pod, or a driver could not prepare it.
+    pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
         let begun = Instant::now();
         let outcome = self.have_prepared(context, pod).await;
         claim_metrics::prepared(&context.metrics, outcome.is_err(), begun.elapsed());
-        outcome.map_err(|error| format!("prepare dynamic resources: {error}"))
+        outcome
     }
 
-    async fn have_prepared(&self, context: &Context, pod: &Pod) -> Result<(), String> {
+    async fn have_prepared(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
         let mut wanted: Vec<Wanted> = vec![];
-        for reference in references(pod).map_err(|e| e.to_string())? {
+        for reference in references(pod)? {
             let (namespace, name) = (meta::namespace(pod), &reference.name);
             let claim = context.api.device_claim(namespace, name).await;
-            let claim = claim.map_err(|e| format!("fetch ResourceClaim {name}: {e}"))?;
-            let claim = checked(pod, &reference, &claim).map_err(|e| e.to_string())?;
+            let claim = claim.map_err(|why| ClaimsFailed::Unread {
+                claim: name.clone(),
+                why,
+            })?;
+            let claim = checked(pod, &reference, &claim)?;
             for driver in &claim.drivers {
                 self.require(driver)?;
             }
@@ -282,7 +322,7 @@ impl ClaimManager {
         let batches = self.begin(|claims| claims.prepare(uid, &wanted)).await;
         let mut asking = Asking {
             manager: self,
-            batches: batches.map_err(|e| e.to_string())?,
+            batches: batches?,
             outcome: Outcome::Prepared(BTreeMap::new()),
         };
         self.save().await?;
@@ -300,22 +340,22 @@ impl ClaimManager {
     ///
     /// # Errors
     ///
-    /// A driver could not be asked, or could not do it; the words are the kubelet's.
-    pub async fn give_back(&self, context: &Context, uid: &str) -> Result<(), String> {
+    /// A driver could not be asked, or could not do it.
+    pub async fn give_back(&self, context: &Context, uid: &str) -> Result<(), ClaimsFailed> {
         if !self.look(|claims| claims.uses(uid)) {
             return Ok(());
         }
         let begun = Instant::now();
         let outcome = self.have_given_back(uid).await;
         claim_metrics::given_back(&context.metrics, outcome.is_err(), begun.elapsed());
-        outcome.map_err(|error| format!("unprepare dynamic resources: {error}"))
+        outcome
     }
 
-    async fn have_given_back(&self, uid: &str) -> Result<(), String> {
+    async fn have_given_back(&self, uid: &str) -> Result<(), ClaimsFailed> {
         let batches = self.begin(|claims| Ok(claims.give_back(uid))).await;
         let mut asking = Asking {
             manager: self,
-            batches: batches.map_err(|e| e.to_string())?,
+            batches: batches?,
             outcome: Outcome::GivenBack(false),
         };
         let call = async |driver: Driver, claims: &[Named]| {
@@ -333,8 +373,8 @@ impl ClaimManager {
     /// # Errors
     ///
     /// It refers to a claim that is not prepared for the pod.
-    pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, String> {
-        self.look(|claims| claims.cdi(pod, container).map_err(|e| e.to_string()))
+    pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, ClaimError> {
+        self.look(|claims| claims.cdi(pod, container))
     }
 
     /// The socket that a driver has registered with has gone; the answer is whether it was one of its.
@@ -363,10 +403,10 @@ impl ClaimManager {
 fn judged<T>(
     call: &'static str,
     asked: &[Named],
-    answer: Result<Answers<T>, String>,
-) -> Result<Vec<(Named, T)>, String> {
-    let answers = answer.map_err(|e| format!("{call}: {e}"))?;
-    judge(call, asked, answers).map_err(|e| e.to_string())
+    answer: Result<Answers<T>, PluginError>,
+) -> Result<Vec<(Named, T)>, ClaimsFailed> {
+    let answers = answer.map_err(|why| ClaimsFailed::Driver { call, why })?;
+    Ok(judge(call, asked, answers)?)
 }
 
 /// Whether somebody is behind a socket.
@@ -508,7 +548,7 @@ async fn give_back_left(context: &Context, roster: &watch::Receiver<Roster>) {
             ),
             Err(error) => {
                 tracing::warn!(
-                    error,
+                    %error,
                     pod = uid,
                     "the resource claims of a pod that is gone cannot be given back yet"
                 );

@@ -19,10 +19,11 @@ use crate::config::Config;
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::served;
 use crate::core::node::signing::{self, CLIENT, SERVING};
-use crate::host::blocking;
+use crate::host::{HostError, blocking};
 use crate::kubeapi::client::connect;
 use crate::kubeapi::signing::{CertificateRequest, obtain};
 use crate::sys::clock::Clock;
+use crate::sys::failure::doing;
 use crate::sys::file;
 
 /// How long the first certificate is waited for, and each later one.
@@ -137,7 +138,7 @@ fn first_name(key: &KeyPair, node: &str) -> String {
 }
 
 /// The key of the first request, kept until it is answered.
-fn first_key(dir: &Path) -> Result<KeyPair, String> {
+fn first_key(dir: &Path) -> Result<KeyPair, HostError> {
     let path = dir.join("kubelet-client.key.tmp");
     if let Some(key) = std::fs::read_to_string(&path)
         .ok()
@@ -145,10 +146,11 @@ fn first_key(dir: &Path) -> Result<KeyPair, String> {
     {
         return Ok(key);
     }
-    let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
+    let unmade = |e: rcgen::Error| HostError::failed(format!("no key can be made: {e}"));
+    let key = KeyPair::generate().map_err(unmade)?;
     let kept = std::fs::create_dir_all(dir)
         .and_then(|()| file::replace(&path, key.serialize_pem().as_bytes()));
-    kept.map_err(|e| format!("the key {} cannot be kept: {e}", path.display()))?;
+    kept.map_err(doing(format!("the key {} cannot be kept", path.display())))?;
     Ok(key)
 }
 
@@ -225,6 +227,10 @@ pub async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
     }
 }
 
+fn text(error: HostError) -> String {
+    error.message
+}
+
 async fn first(
     config: &Config,
     client: &Client,
@@ -233,7 +239,7 @@ async fn first(
     clock: Clock,
 ) -> Result<(), String> {
     let dir = config.cert_dir.clone();
-    let key = blocking(move || first_key(&dir)).await?;
+    let key = blocking(move || first_key(&dir)).await.map_err(text)?;
     let request = CertificateRequest {
         name: Some(first_name(&key, &config.node_name)),
         signer: CLIENT,
@@ -244,7 +250,7 @@ async fn first(
         .await
         .map_err(|e| e.to_string())?;
     let pair = Pair::client(&config.cert_dir);
-    let (text, target, now, dir) = (
+    let (kubeconfig, target, now, dir) = (
         kubeconfig(file_of, &pair.current())?,
         target.to_owned(),
         clock.now(),
@@ -252,21 +258,22 @@ async fn first(
     );
     blocking(move || {
         pair.keep(&certificate, &key.serialize_pem(), now)
-            .map_err(|e| format!("the certificate cannot be kept: {e}"))?;
+            .map_err(doing("the certificate cannot be kept"))?;
         if let Some(parent) = target.parent() {
             std::fs::create_dir_all(parent)
-                .map_err(|e| format!("{} cannot be made: {e}", parent.display()))?;
+                .map_err(doing(format!("{} cannot be made", parent.display())))?;
         }
-        file::replace(&target, text.as_bytes())
-            .map_err(|e| format!("{} cannot be written: {e}", target.display()))?;
+        file::replace(&target, kubeconfig.as_bytes())
+            .map_err(doing(format!("{} cannot be written", target.display())))?;
         match std::fs::remove_file(dir.join("kubelet-client.key.tmp")) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(format!("the first key cannot be removed: {error}"))
+                Err(doing("the first key cannot be removed")(error))
             }
             _ => Ok(()),
         }
     })
-    .await?;
+    .await
+    .map_err(text)?;
     tracing::info!(node = config.node_name, "the node has a certificate");
     Ok(())
 }
@@ -434,9 +441,10 @@ async fn renew(
     let pair = kept.pair.clone();
     blocking(move || {
         pair.keep(&certificate, &key.serialize_pem(), now)
-            .map_err(|e| format!("the certificate cannot be kept: {e}"))
+            .map_err(doing("the certificate cannot be kept"))
     })
     .await
+    .map_err(text)
 }
 
 #[cfg(test)]

@@ -33,6 +33,7 @@ use crate::core::pod::resources::Amounts;
 use crate::devices::{
     Options, Plugin, PluginError, Register, Registration, VERSION, serve_registration,
 };
+use crate::host::HostError;
 
 /// The socket that plugins register at.
 const SOCKET: &str = "kubelet.sock";
@@ -71,7 +72,7 @@ pub struct DeviceManager {
 }
 
 fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
-    let read = || match checkpoint.read()? {
+    let read = || match checkpoint.read().map_err(|e| e.to_string())? {
         Some(text) => format::read(&text).map(Some).map_err(|e| e.to_string()),
         None => Ok(None),
     };
@@ -79,7 +80,7 @@ fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
         Ok(Some(data)) => Devices::restored(data, now),
         Ok(None) => Devices::default(),
         Err(error) => {
-            tracing::error!(error, file = %checkpoint.path().display(), "which container has which device is not known: the checkpoint cannot be used");
+            tracing::error!(%error, file = %checkpoint.path().display(), "which container has which device is not known: the checkpoint cannot be used");
             Devices::default()
         }
     }
@@ -180,14 +181,14 @@ impl DeviceManager {
             }
         }
         let saved = self.save().await;
-        saved.map_err(|why| DeviceError::Checkpoint {
+        saved.map_err(|error| DeviceError::Checkpoint {
             path: self.checkpoint.path().display().to_string(),
-            why,
+            why: error.message,
         })
     }
 
     /// Writes the checkpoint where it is not up to date.
-    async fn save(&self) -> Result<(), String> {
+    async fn save(&self) -> Result<(), HostError> {
         let text = || format::write(self.look(Devices::to_keep));
         self.checkpoint.save(text).await
     }
@@ -427,7 +428,7 @@ async fn keep(context: &Context) {
         manager.change(|state| state.devices.expire(now));
         let saved = manager.save().await;
         if let Err(error) = &saved {
-            tracing::error!(error, file = %manager.checkpoint.path().display(), "which container has which device could not be written down; it is tried again");
+            tracing::error!(%error, file = %manager.checkpoint.path().display(), "which container has which device could not be written down; it is tried again");
         }
         let expiry = manager.look(Devices::next_expiry);
         let expiry =

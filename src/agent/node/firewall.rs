@@ -19,7 +19,7 @@ pub async fn keep_chains() {
             }
             Err(error) if last.as_ref().err() != Some(error) => {
                 tracing::info!(
-                    error,
+                    %error,
                     "the iptables chains for kube-proxy and network plugins cannot be made; it is tried every minute, unless makeIPTablesUtilChains is false"
                 );
             }

@@ -4,6 +4,7 @@
 //! before is compressed, which may take minutes. The first waits for nobody's second, so that logs that grow fast stay small.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::sync::{Arc, Mutex};
 
 use tokio::sync::Semaphore;
@@ -12,8 +13,8 @@ use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::core::lock::lock;
-use crate::cri::RunningContainer;
-use crate::host::Log;
+use crate::cri::{RunningContainer, RuntimeError};
+use crate::host::{HostError, HostErrorKind, Log};
 
 /// How many logs are moved aside at once, so that a runtime that does not answer for one holds up no other.
 const MOVES: usize = 16;
@@ -113,9 +114,9 @@ impl Rotation {
     }
 }
 
-fn tell(container: &RunningContainer, what: &str, error: &str) {
+fn tell(container: &RunningContainer, what: &str, error: &dyn Display) {
     let (pod, namespace) = (&container.pod, &container.namespace);
-    tracing::warn!(error, pod, namespace, container = container.name, "{what}");
+    tracing::warn!(%error, pod, namespace, container = container.name, "{what}");
 }
 
 fn log_of(container: &RunningContainer) -> Log {
@@ -128,22 +129,34 @@ fn log_of(container: &RunningContainer) -> Log {
     }
 }
 
+/// Why a log was not rotated.
+#[derive(Debug, thiserror::Error)]
+enum NotRotated {
+    /// It cannot be moved.
+    #[error("{0}")]
+    Host(#[from] HostError),
+    /// What was moved aside is back in its place.
+    #[error("the runtime does not open the log anew: {0}")]
+    Runtime(#[from] RuntimeError),
+}
+
 /// Has the runtime open a log anew.
-async fn reopen(context: &Context, id: &str) -> Result<(), String> {
-    let opened = context.runtime.reopen_log(id).await;
-    opened.map_err(|e| format!("the runtime does not open the log anew: {e}"))
+async fn reopen(context: &Context, id: &str) -> Result<(), NotRotated> {
+    Ok(context.runtime.reopen_log(id).await?)
 }
 
 /// Moves a log aside, if it is there, and has the runtime open a new one.
-async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<(), String> {
+async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<(), NotRotated> {
     if !exists {
         return reopen(context, id).await;
     }
     let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
-    let aside = context
-        .host
-        .move_log_aside(log, context.config.logs.max_files, &stamp)
-        .await?;
+    let files = context.config.logs.max_files;
+    let aside = match context.host.move_log_aside(log, files, &stamp).await {
+        // Somebody has removed it since it was measured.
+        Err(error) if error.kind == HostErrorKind::NotFound => return reopen(context, id).await,
+        moved => moved?,
+    };
     let Err(error) = reopen(context, id).await else {
         return Ok(());
     };

@@ -9,7 +9,8 @@ use crate::agent::Context;
 use crate::config::Config;
 use crate::core::node::addresses::{Origin, changed, origin};
 use crate::core::pod::dns::{Resolver, check_host};
-use crate::host::blocking;
+use crate::host::{HostError, blocking};
+use crate::sys::failure::doing;
 use crate::sys::{addresses, file};
 
 /// The largest resolver configuration that is read.
@@ -19,13 +20,13 @@ const LIMIT: u64 = 64 << 10;
 const RESOLVED: Duration = Duration::from_secs(3);
 
 /// The node's addresses as they are now, or why there are none.
-pub async fn addresses(config: &Config) -> Result<Vec<String>, String> {
+pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     let machine = addresses::read().await?;
     if !config.node_ips.is_empty() {
         return match machine.lacks(&config.node_ips) {
             Some(ip) => Err(format!(
                 "--node-ip: this machine has no address {ip}: name one that `ip address` shows; if it is still to come, it is waited for"
-            )),
+            ).into()),
             None => Ok(config.node_ips.iter().map(ToString::to_string).collect()),
         };
     }
@@ -37,9 +38,9 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, String> {
     };
     let own = machine.of_node(name, &resolved, config.prefers_ipv6);
     let missing = || {
-        format!(
+        HostError::failed(format!(
             "no address is known for the node: the name {name:?} resolves to none of this machine's, and no interface with a default route has one; name one with --node-ip, or bring the network up"
-        )
+        ))
     };
     own.map(|ip| vec![ip.to_string()]).ok_or_else(missing)
 }
@@ -51,7 +52,7 @@ pub async fn first_addresses(config: &Config) -> Vec<String> {
         return vec![];
     }
     addresses(config).await.unwrap_or_else(|error| {
-        tracing::error!(error, "the node has no address yet; it is looked for again");
+        tracing::error!(%error, "the node has no address yet; it is looked for again");
         vec![]
     })
 }
@@ -67,7 +68,7 @@ fn local_servers(node_ips: &[String]) -> Vec<String> {
 }
 
 /// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
-pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, String> {
+pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, HostError> {
     let own = if config.resolv_conf.is_empty() {
         // Nothing of the node's: a server on the same machine, and the root alone to search.
         Resolver {
@@ -77,7 +78,8 @@ pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, St
         }
     } else {
         let text = file::read_text(config.resolv_conf.as_ref(), LIMIT);
-        Resolver::parse(&text.map_err(|e| format!("resolvConf {}: {e}", config.resolv_conf))?)
+        let unread = doing(format!("resolvConf {}", config.resolv_conf));
+        Resolver::parse(&text.map_err(unread)?)
     };
     Ok(Resolver {
         cluster_dns: config.cluster_dns.clone(),
@@ -90,7 +92,7 @@ pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, St
 pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     try_resolver(config, node_ips).unwrap_or_else(|error| {
         tracing::error!(
-            error,
+            %error,
             "pods inherit no name resolution from the node; the file is tried again"
         );
         Resolver {
@@ -102,7 +104,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
 }
 
 /// The addresses of the host of pods as they are now: the Node's where a cloud controller sets them.
-async fn of_host(context: &Context) -> Result<Vec<String>, String> {
+async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
     let config = &context.config;
     let external = config.external_cloud && context.node.api().is_some();
     let node = context.node.borrow().clone();
@@ -132,7 +134,7 @@ pub async fn follow(context: Arc<Context>) {
         let looked = of_host(&context).await;
         let error = looked.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
-            tracing::warn!(error, "the node keeps the addresses that are known");
+            tracing::warn!(%error, "the node keeps the addresses that are known");
         }
         complaint = error;
         let found = looked.unwrap_or_default();
@@ -165,7 +167,7 @@ pub async fn follow(context: Arc<Context>) {
                 );
             }
             Ok(_) => {}
-            Err(error) => tracing::debug!(error, "the node's name resolution stays as it was"),
+            Err(error) => tracing::debug!(%error, "the node's name resolution stays as it was"),
         }
     }
 }
@@ -181,7 +183,7 @@ mod tests {
         let mut config = load(None, &Overrides::default(), "n").expect("a configuration");
         config.resolv_conf = dir.path().join("resolv.conf").display().to_string();
         config.cluster_dns = vec!["10.96.0.10".into()];
-        assert!(try_resolver(&config, &[]).is_err_and(|e| e.contains("resolv.conf")));
+        assert!(try_resolver(&config, &[]).is_err_and(|e| e.message.contains("resolv.conf")));
         assert_eq!(resolver(&config, &[]).cluster_dns, ["10.96.0.10"]);
         std::fs::write(&config.resolv_conf, "nameserver 192.0.2.53\n").expect("written");
         let found = try_resolver(&config, &[]).expect("it is there now");

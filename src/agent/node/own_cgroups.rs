@@ -61,7 +61,7 @@ pub(super) async fn keep(context: &Context) {
                 }
                 told = failed;
             }
-            Err(error) => tracing::warn!(error, "processes could not be moved to their cgroups"),
+            Err(error) => tracing::warn!(%error, "processes could not be moved to their cgroups"),
         }
         tokio::time::sleep(PERIOD).await;
     }

@@ -13,10 +13,12 @@ use tokio::time::Instant;
 
 use super::dispatch::Roster;
 use super::mirror;
+use crate::agent::volume::csi::VolumeError;
 use crate::agent::{Context, volume};
 use crate::core::backoff::Doubling;
 use crate::core::pod;
 use crate::cri::RuntimeError;
+use crate::host::HostError;
 
 /// How often directories and cgroups without a pod are looked for.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
@@ -173,11 +175,14 @@ async fn remove(context: Arc<Context>, uid: String, cleared: Cleared) -> (String
             // Pods that waited for them need not wait for their next try.
             context.ledger.volumes_freed();
         }
-        context.host.remove_leftovers(&uid).await
+        context.host.remove_leftovers(&uid).await?;
+        Ok::<_, VolumeError>(())
     };
     let removed = tokio::time::timeout(REMOVAL_TIMEOUT, removal)
         .await
-        .unwrap_or_else(|_| Err(format!("not done after {REMOVAL_TIMEOUT:?}")));
+        .unwrap_or_else(|_| {
+            Err(HostError::under_way(format!("not done after {REMOVAL_TIMEOUT:?}")).into())
+        });
     match &removed {
         Ok(()) => tracing::info!(uid, "orphaned pod directory removed"),
         Err(error) => {

@@ -469,7 +469,7 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     };
     let read = || async {
         let system = std::path::Path::new(topology::SYSTEM);
-        let read = blocking(move || Ok::<_, String>(topology::read(system)));
+        let read = blocking(move || Ok(topology::read(system)));
         read.await.unwrap_or_default()
     };
     let layout = server.figures.topology.get_or_init(read).await;

@@ -13,8 +13,9 @@ use super::Server;
 use super::streams;
 use crate::core::serving::Place;
 use crate::core::serving::query;
-use crate::host::blocking;
+use crate::host::{HostError, blocking};
 use crate::https::{Body, text};
+use crate::sys::failure::doing;
 use crate::sys::machine::Room;
 
 /// A checkpoint is as large as the container's memory: it is made only while this part of the disk, one in so many, is
@@ -41,14 +42,15 @@ pub async fn make(
     let id = streams::running(server, place).await?;
     let dir = server.context.config.root_dir.join("checkpoints");
     let (own, made) = (dir.clone(), dir.clone());
-    let failed = |why: String| {
+    let failed = |why: &dyn std::fmt::Display| {
         let (namespace, pod, container) = (&place.namespace, &place.pod, &place.container);
         Refusal(
             StatusCode::INTERNAL_SERVER_ERROR,
             format!("checkpointing of {namespace}/{pod}/{container} failed ({why})"),
         )
     };
-    blocking(move || prepare(&own)).await.map_err(failed)?;
+    let prepared = blocking(move || prepare(&own)).await;
+    prepared.map_err(|e| failed(&e))?;
     let at = server
         .context
         .clock
@@ -67,7 +69,7 @@ pub async fn make(
         .runtime
         .checkpoint(&id, &path, Duration::from_secs(seconds.into()))
         .await;
-    done.map_err(|e| failed(e.message))?;
+    done.map_err(|e| failed(&e.message))?;
     let mut response = text(StatusCode::OK, json!({"items": [path]}).to_string());
     response
         .headers_mut()
@@ -75,21 +77,22 @@ pub async fn make(
     Ok(response)
 }
 
-fn prepare(dir: &Path) -> Result<(), String> {
+fn prepare(dir: &Path) -> Result<(), HostError> {
     use std::os::unix::fs::DirBuilderExt as _;
     std::fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
         .create(dir)
-        .map_err(|e| format!("{} cannot be made: {e}", dir.display()))?;
-    let room = Room::of(dir).map_err(|e| e.to_string())?;
+        .map_err(doing(format!("{} cannot be made", dir.display())))?;
+    let room = Room::of(dir)?;
     if room.available < room.capacity / FREE {
         return Err(format!(
             "the disk of {} has only {} of {} bytes left: remove old checkpoints",
             dir.display(),
             room.available,
             room.capacity
-        ));
+        )
+        .into());
     }
     Ok(())
 }

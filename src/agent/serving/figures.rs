@@ -524,7 +524,7 @@ async fn read(
             at,
             depth,
             rate: of_meter.rate("/", &machine.usage),
-            root: Room::of(&root_dir).map_err(|e| e.to_string())?,
+            root: Room::of(&root_dir)?,
             pods: placed.into_iter().map(|p| of_meter.pod(p)).collect(),
             systems: systems
                 .into_iter()
@@ -540,10 +540,10 @@ async fn read(
         *settings(&server) = kept;
         Ok(snapshot)
     };
-    blocking(read).await.map_err(|message| RuntimeError {
+    blocking(read).await.map_err(|error| RuntimeError {
         kind: RuntimeErrorKind::Failed,
         code: None,
-        message,
+        message: error.message,
     })
 }
 
@@ -603,7 +603,7 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
                 };
                 figures.volumes.push(own);
             }
-            Err(error) => tracing::debug!(error, volume, "a volume could not be counted"),
+            Err(error) => tracing::debug!(%error, volume, "a volume could not be counted"),
         }
     }
     for (_, container) in pod::containers(pod) {

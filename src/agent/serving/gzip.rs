@@ -42,8 +42,8 @@ pub(super) async fn compressed(
     let (mut head, body) = response.into_parts();
     let whole = body.collect().await.map_err(|e| failed(e.to_string()))?;
     let bytes = whole.to_bytes();
-    let packed = blocking(move || gzip(&bytes).map_err(|e| e.to_string()));
-    let packed = packed.await.map_err(failed)?;
+    let packed = blocking(move || Ok(gzip(&bytes)?)).await;
+    let packed = packed.map_err(|e| failed(e.to_string()))?;
     head.headers
         .insert(CONTENT_ENCODING, HeaderValue::from_static("gzip"));
     Ok(Response::from_parts(head, full(packed)))

@@ -208,8 +208,7 @@ pub async fn of_container(
     let dir = context.host.log_directory(&known.pod);
     let name = PathBuf::from(container).join(format!("{}.log", instance.attempt));
     let (whole, tail, path) = (dir.clone(), options.tail, dir.join(&name));
-    let opened =
-        blocking(move || LogFile::open(&whole, &name, tail).map_err(|e| e.to_string())).await;
+    let opened = blocking(move || Ok(LogFile::open(&whole, &name, tail)?)).await;
     let log = opened.map_err(|e| {
         let open = || format!("failed to open log file {path:?}: {e}");
         bad(instance.forgotten.unwrap_or_else(open))
@@ -267,9 +266,9 @@ async fn read_to_end(
 ) -> Option<LogFile> {
     loop {
         let took = blocking(move || {
-            let piece = log.read().map_err(|e| e.to_string())?;
+            let piece = log.read()?;
             let next = match piece.is_empty() {
-                true => log.follow().map_err(|e| e.to_string())?,
+                true => log.follow()?,
                 false => Next::Same,
             };
             Ok((log, piece, next))
@@ -280,7 +279,7 @@ async fn read_to_end(
                 (piece, next)
             }
             Err(error) => {
-                tracing::debug!(error, "a log cannot be read any further");
+                tracing::debug!(%error, "a log cannot be read any further");
                 return None;
             }
         };
@@ -363,7 +362,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
     let root = Path::new("/var/log");
     let path = PathBuf::from(if path.is_empty() { "." } else { path });
     let found = blocking(move || {
-        let dir = crate::sys::beneath::Dir::open(root).map_err(|e| e.to_string())?;
+        let dir = crate::sys::beneath::Dir::open(root)?;
         Ok(match dir.list(&path) {
             Ok(names) => lists.then_some(Err(names)),
             // The links to logs in `containers` have absolute paths.
@@ -373,7 +372,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
     let missing = || Refusal(StatusCode::NOT_FOUND, "404 page not found".into());
     match found
         .await
-        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e))?
+        .map_err(|e| Refusal(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))?
         .ok_or_else(missing)?
     {
         Err(names) => Ok(text(
@@ -389,8 +388,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
                 loop {
                     let took = blocking(move || {
                         let mut piece = vec![0; 64 << 10];
-                        let length = std::io::Read::read(&mut file, &mut piece)
-                            .map_err(|e| e.to_string())?;
+                        let length = std::io::Read::read(&mut file, &mut piece)?;
                         piece.truncate(length);
                         Ok((file, piece))
                     });

@@ -143,7 +143,7 @@ impl Rooms<'_> {
 async fn rooms(dirs: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, Room> {
     let read = move || {
         let room = |dir: PathBuf| Some((dir.clone(), Room::of(&dir).ok()?));
-        Ok::<_, String>(dirs.into_iter().filter_map(room).collect())
+        Ok(dirs.into_iter().filter_map(room).collect())
     };
     blocking(read).await.unwrap_or_default()
 }

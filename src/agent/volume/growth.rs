@@ -10,8 +10,9 @@ use crate::agent::{Context, Kind};
 use crate::core::volume::claims::Grown;
 use crate::core::volume::expansion::Tried;
 use crate::core::volume::resize::Resize;
-use crate::core::volume::resolved::{ResolvedVolume, Source};
+use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::csi::CsiError;
+use crate::host::HostError;
 
 /// Why a volume was not grown.
 pub(super) struct NotGrown {
@@ -64,9 +65,16 @@ impl NotGrown {
     }
 }
 
-impl From<String> for NotGrown {
-    fn from(why: String) -> NotGrown {
-        NotGrown::new(why, false)
+impl From<HostError> for NotGrown {
+    fn from(error: HostError) -> NotGrown {
+        let is_final = !error.is_under_way();
+        NotGrown::new(error.message, is_final)
+    }
+}
+
+impl From<Problem> for NotGrown {
+    fn from(problem: Problem) -> NotGrown {
+        NotGrown::new(problem.to_string(), false)
     }
 }
 
@@ -104,10 +112,12 @@ pub(super) async fn of_local(
     }
     let begun = Instant::now();
     let outcome = match begin(context, grown).await {
-        Ok(()) => context.host.grow_volume(pod, resolved).await,
-        Err(why) => Err(why),
+        Ok(()) => {
+            let grown = context.host.grow_volume(pod, resolved).await;
+            grown.map_err(NotGrown::from)
+        }
+        Err(failed) => Err(failed),
     };
-    let outcome = outcome.map_err(NotGrown::from);
     if !is_new {
         count(context, &resolved.qualified_plugin(), &outcome, begun);
     }
@@ -115,13 +125,13 @@ pub(super) async fn of_local(
 }
 
 /// Tells the claim that its volume is about to be grown here, if anybody wants to know.
-pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), String> {
+pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
     if !grown.is_followed {
         return Ok(());
     }
     let told = context.api.claim_resize(grown, Resize::Begun);
     told.await
-        .map_err(|e| format!("the claim could not be told: {e}"))
+        .map_err(|e| NotGrown::new(format!("the claim could not be told: {e}"), false))
 }
 
 /// Tells the claim of a failure, if anybody wants to know.
@@ -279,6 +289,17 @@ mod tests {
                 failed.why,
                 "Expander.NodeExpand failed to expand the volume : rpc error: code = Internal desc = no"
             );
+        }
+        for (error, expected) in [
+            (
+                HostError::under_way("resize2fs has been running"),
+                Tried::Unknown,
+            ),
+            (HostError::failed("resize2fs failed with 1"), Tried::Failed),
+        ] {
+            let why = error.message.clone();
+            let failed = NotGrown::from(error);
+            assert_eq!((failed.tried(), failed.told()), (expected, Some(&*why)));
         }
         let failed = NotGrown::unsupported("d");
         assert_eq!(

@@ -10,13 +10,15 @@ pub mod projected;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
+use self::csi::VolumeError;
 use self::objects::Fetched;
 use self::permissions::Telling;
 use self::projected::Held;
@@ -53,6 +55,8 @@ pub struct Volumes {
     changed: OnChange,
     /// Those whose files are being given to the pod's group.
     telling: Telling,
+    /// Waits for the end of what is under way for them, and says that something has changed then.
+    waiting: Option<AbortOnDropHandle<()>>,
 }
 
 /// Why the volumes of a pod are not all there.
@@ -63,10 +67,18 @@ pub enum NotSetUp {
     LimitExceeded(String),
 }
 
-impl From<String> for NotSetUp {
-    fn from(why: String) -> NotSetUp {
-        NotSetUp::Failed(why)
+impl From<ApiFailure> for NotSetUp {
+    fn from(failure: ApiFailure) -> NotSetUp {
+        NotSetUp::Failed(failure.to_string())
     }
+}
+
+/// A problem that a pod was told of.
+struct Told {
+    message: String,
+    is_under_way: bool,
+    /// Whether it is that the volume is not attached.
+    unattached: Option<Unattached>,
 }
 
 impl Volumes {
@@ -81,6 +93,7 @@ impl Volumes {
             resolved: BTreeMap::new(),
             changed,
             telling: Telling::default(),
+            waiting: None,
         }
     }
 
@@ -145,6 +158,7 @@ impl Volumes {
     ) -> Result<(Fetched, Option<String>), NotSetUp> {
         self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
+        self.waiting = None;
         let mut fetched = log
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
             .await?;
@@ -181,14 +195,18 @@ impl Volumes {
                 let is_new = !known_before;
                 let outcome =
                     one(context, volume, &resolved, &around, &fetched, held, is_new).await;
-                // Looking once more at what is set up is no operation.
-                if outcome.is_err() || !known_before {
-                    let failed = outcome.as_ref().err();
+                let failed = outcome.as_ref().err();
+                // Looking once more at what is set up is no operation, and what is under way is none yet.
+                let has_ended = match failed {
+                    Some(problem) => !problem.is_under_way(),
+                    None => !known_before,
+                };
+                if has_ended {
                     tell_attempt(context, pod, &resolved, failed, begun.elapsed());
                 }
-                let labelled = outcome.map_err(|problem| match problem {
-                    Problem::SetUp(why) if resolved.block => Problem::Map(why),
-                    other => other,
+                let labelled = outcome.map_err(|problem| match resolved.block {
+                    true => problem.of_device(),
+                    false => problem,
                 })?;
                 Ok(ResolvedVolume {
                     labelled,
@@ -201,15 +219,18 @@ impl Volumes {
             if made.block && !resolved.contains_key(&volume.name) {
                 tell_mapped(context, pod, &made);
             }
-            Ok(made)
+            Ok::<_, Told>(made)
         });
         let (mut failed, mut unattached) = (None, vec![]);
         for result in futures::future::join_all(work).await {
             match result {
                 Ok(resolved) => self.has_come(context, resolved),
-                Err((error, of)) => {
-                    failed = failed.or(Some(error));
-                    unattached.extend::<Option<Unattached>>(of);
+                Err(problem) => {
+                    if problem.is_under_way {
+                        self.wait(context, pod);
+                    }
+                    unattached.extend(problem.unattached);
+                    failed = failed.or(Some(problem.message));
                 }
             }
         }
@@ -227,8 +248,7 @@ impl Volumes {
         }
     }
 
-    /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known. The answer is the same in
-    /// words, and whether it is not attached.
+    /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known.
     fn tell_problem(
         &self,
         context: &Context,
@@ -236,7 +256,7 @@ impl Volumes {
         volume: &Volume,
         name: Option<&String>,
         problem: Problem,
-    ) -> (String, Option<Unattached>) {
+    ) -> Told {
         let of_claim = matches!(problem, Problem::Claim(_));
         let name = name.filter(|_| !of_claim);
         let message = problem.told(name.unwrap_or(&volume.name));
@@ -245,14 +265,28 @@ impl Volumes {
             Problem::Permissions(giving) => self.telling.begin(events, pod, giving),
             _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
         }
-        let unattached = match problem {
-            Problem::Unattached { is_full, .. } => Some(Unattached {
-                volume: volume.name.clone(),
-                is_full,
-            }),
-            _ => None,
+        Told {
+            message,
+            is_under_way: problem.is_under_way(),
+            unattached: match problem {
+                Problem::Unattached { is_full, .. } => Some(Unattached {
+                    volume: volume.name.clone(),
+                    is_full,
+                }),
+                _ => None,
+            },
+        }
+    }
+
+    /// What is under way is tried again as soon as it has ended, and not only after the pause that follows a failure.
+    fn wait(&mut self, context: &Context, pod: &Pod) {
+        let (host, uid) = (Arc::clone(&context.host), pod::uid(pod).to_owned());
+        let changed = Arc::clone(&self.changed);
+        let end = async move {
+            host.call_ends(&uid).await;
+            changed();
         };
-        (message, unattached)
+        self.waiting = Some(AbortOnDropHandle::new(tokio::spawn(end)));
     }
 
     /// Why the pod is given up, if the node can have no more volumes attached.
@@ -319,7 +353,7 @@ async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume)
 
 /// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs. A driver that is gone holds up its
 /// own alone: disks and exports of others, which somebody else may wait for, go all the same.
-pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
+pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let unpublished = csi::unpublish(context, uid).await;
     let each = |taken: TakenAway| {
         context.metrics.volume(VolumeOperation {
@@ -335,7 +369,8 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), String> {
         });
     };
     let torn_down = context.host.tear_down_volumes(uid, &each).await;
-    unpublished.and(torn_down)?;
+    unpublished?;
+    torn_down?;
     context.metrics.pod_has_no_volumes(uid);
     Ok(())
 }
@@ -404,7 +439,7 @@ async fn resolve(
 async fn passwords(
     context: &Context,
     resolved: &ResolvedVolume,
-) -> Result<Option<ResolvedVolume>, String> {
+) -> Result<Option<ResolvedVolume>, Problem> {
     let Source::Disk { disk, filesystem } = &resolved.source else {
         return Ok(None);
     };
@@ -418,11 +453,9 @@ async fn passwords(
     else {
         return Ok(None);
     };
-    let secret = context
-        .api
-        .secret(namespace, name)
-        .await
-        .map_err(|e| format!("the secret {namespace}/{name} cannot be read: {e}"))?;
+    let secret = context.api.secret(namespace, name).await.map_err(|e| {
+        Problem::SetUp(format!("the secret {namespace}/{name} cannot be read: {e}"))
+    })?;
     let known = secret
         .data
         .iter()

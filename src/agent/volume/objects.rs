@@ -35,16 +35,16 @@ impl Objects for Fetched {
     }
 }
 
-fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, String> {
+fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, ApiFailure> {
     match result {
         Ok(object) => Ok(Some(object)),
         Err(ApiFailure::NotFound(_)) => Ok(None),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(error),
     }
 }
 
 /// Fetches everything the pod refers to. An error is one that trying again may cure.
-pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, String> {
+pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, ApiFailure> {
     let namespace = pod.namespace().unwrap_or_default();
     let wanted = references::of(pod);
     let mut fetched = Fetched {

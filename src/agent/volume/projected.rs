@@ -13,7 +13,8 @@ use tokio::sync::Mutex;
 use crate::agent::Context;
 use crate::core::volume::certificates::{self, CertificateSource, Outcome};
 use crate::core::volume::payload::{self, Credential, Given, TokenSource};
-use crate::host::blocking;
+use crate::core::volume::resolved::Problem;
+use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
 /// How often a request for a certificate is looked at before the volume's next try does so.
@@ -56,7 +57,7 @@ impl Held {
         context: &Context,
         pod: &Pod,
         volume: &Volume,
-    ) -> Result<Given, String> {
+    ) -> Result<Given, Problem> {
         let mut given = Given::default();
         for source in payload::tokens(volume) {
             given.tokens.insert(
@@ -66,11 +67,10 @@ impl Held {
         }
         let bundles = certificates::bundles(volume);
         if !bundles.is_empty() {
-            let all = context
-                .api
-                .trust_bundles()
-                .await
-                .map_err(|e| format!("the trust bundles cannot be read: {e}"))?;
+            let all =
+                context.api.trust_bundles().await.map_err(|e| {
+                    Problem::SetUp(format!("the trust bundles cannot be read: {e}"))
+                })?;
             for source in bundles {
                 given
                     .bundles
@@ -91,7 +91,7 @@ impl Held {
         context: &Context,
         pod: &Pod,
         source: &TokenSource,
-    ) -> Result<String, String> {
+    ) -> Result<String, Problem> {
         let place = (source.volume.clone(), source.path.clone());
         let now = context.clock.now();
         let known = self
@@ -124,7 +124,7 @@ impl Held {
                 Ok(text)
             }
             (Err(_), Some((text, _, true))) => Ok(text),
-            (Err(error), _) => Err(format!("failed to fetch token: {error}")),
+            (Err(error), _) => Err(Problem::SetUp(format!("failed to fetch token: {error}"))),
         }
     }
 
@@ -134,7 +134,7 @@ impl Held {
         pod: &Pod,
         volume: &str,
         source: &CertificateSource,
-    ) -> Result<Credential, String> {
+    ) -> Result<Credential, Problem> {
         let place = (volume.to_owned(), source.place);
         // Taken out while the API is asked; what is learnt is put back, whatever comes of it.
         let mut certified = self
@@ -155,16 +155,16 @@ impl Held {
             (Some(credential), Ok(())) => Ok(credential),
             (Some(credential), Err(error)) => {
                 tracing::warn!(
-                    error,
+                    %error,
                     "a certificate cannot be renewed yet: the old one stays"
                 );
                 Ok(credential)
             }
             (None, Err(error)) => Err(error),
-            (None, Ok(())) => Err(format!(
+            (None, Ok(())) => Err(Problem::SetUp(format!(
                 "the certificate of signer {} has ended before it came",
                 source.signer
-            )),
+            ))),
         }
     }
 }
@@ -175,7 +175,7 @@ async fn certify(
     pod: &Pod,
     source: &CertificateSource,
     certified: &mut Certified,
-) -> Result<(), String> {
+) -> Result<(), Problem> {
     let now = context.clock.now();
     if certified
         .issued
@@ -206,14 +206,15 @@ async fn certify(
         let found = match context.api.certificate(&namespace, &asked.request).await {
             Err(ApiFailure::NotFound(_)) => {
                 certified.asked = None;
-                return Err(format!("{about} was removed before it was answered"));
+                let why = format!("{about} was removed before it was answered");
+                return Err(Problem::SetUp(why));
             }
-            other => other.map_err(|e| format!("{about} cannot be read: {e}"))?,
+            other => other.map_err(|e| Problem::SetUp(format!("{about} cannot be read: {e}")))?,
         };
         match certificates::outcome(found.status.as_ref(), now) {
             Outcome::Pending => {}
             // It stays as it is: asking again would be refused again.
-            Outcome::Refused(why) => return Err(format!("{about} was {why}")),
+            Outcome::Refused(why) => return Err(Problem::SetUp(format!("{about} was {why}"))),
             Outcome::Issued {
                 chain,
                 refresh,
@@ -232,16 +233,16 @@ async fn certify(
             }
         }
     }
-    Err(format!(
+    Err(Problem::SetUp(format!(
         "{about} is awaited: its signer {} has not decided yet",
         source.signer
-    ))
+    )))
 }
 
 /// Makes a key and asks for a certificate.
-async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, String> {
+async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, Problem> {
     let Some(node) = context.node.borrow().clone() else {
-        return Err("the node is not registered yet".into());
+        return Err(Problem::SetUp("the node is not registered yet".into()));
     };
     let kind = source.key_type.clone();
     let (key, request) = blocking(move || make(&kind)).await?;
@@ -255,10 +256,10 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
         })
         .await;
     let request = asked.map_err(|e| {
-        format!(
-            "a certificate of signer {} cannot be asked for: {e}",
-            source.signer
-        )
+        let signer = &source.signer;
+        Problem::SetUp(format!(
+            "a certificate of signer {signer} cannot be asked for: {e}"
+        ))
     })?;
     Ok(Asked {
         request,
@@ -268,8 +269,9 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
 }
 
 /// A key of this kind, PEM, and a request that is signed with it, DER. Takes long for RSA.
-fn make(kind: &str) -> Result<(String, Vec<u8>), String> {
-    let failed = |e: rcgen::Error| format!("a key of type {kind} cannot be made: {e}");
+fn make(kind: &str) -> Result<(String, Vec<u8>), HostError> {
+    let failed =
+        |e: rcgen::Error| HostError::failed(format!("a key of type {kind} cannot be made: {e}"));
     let key = match kind {
         "ED25519" => KeyPair::generate_for(&rcgen::PKCS_ED25519),
         "ECDSAP256" => KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256),
@@ -280,7 +282,7 @@ fn make(kind: &str) -> Result<(String, Vec<u8>), String> {
         other => {
             return Err(format!(
                 "key type {other:?} is not known: use RSA3072, RSA4096, ECDSAP256, ECDSAP384, ECDSAP521 or ED25519"
-            ));
+            ).into());
         }
     };
     let key = key.map_err(failed)?;
@@ -309,6 +311,8 @@ mod tests {
                 "{kind}"
             );
         }
-        assert!(make("DSA").is_err_and(|e| e.contains("DSA") && e.contains("ED25519")));
+        assert!(
+            make("DSA").is_err_and(|e| e.message.contains("DSA") && e.message.contains("ED25519"))
+        );
     }
 }

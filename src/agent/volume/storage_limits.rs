@@ -14,6 +14,7 @@ use crate::core::volume::counting::{Counting, PERIOD};
 use crate::core::volume::local_storage::{self, Limits, Usage};
 use crate::core::{node::preempt, pod};
 use crate::cri::Layer;
+use crate::host::HostError;
 
 /// The writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
@@ -88,7 +89,7 @@ async fn check(context: &Context, pod: &Pod, limits: &Limits, layers: &Layers) {
             }
         }
         Err(error) => {
-            tracing::warn!(error, pod = %pod::full_name(pod), "what the pod uses of the disk cannot be counted")
+            tracing::warn!(%error, pod = %pod::full_name(pod), "what the pod uses of the disk cannot be counted")
         }
     }
 }
@@ -99,7 +100,7 @@ async fn usage(
     pod: &Pod,
     limits: &Limits,
     layers: &Layers,
-) -> Result<Usage, String> {
+) -> Result<Usage, HostError> {
     let mut usage = Usage::default();
     for volume in local_storage::counted(pod) {
         if limits.volumes.contains_key(&volume) || limits.pod.is_some() {

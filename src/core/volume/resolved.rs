@@ -1,6 +1,10 @@
 //! A pod's volume once its claim is resolved: where it lies on this node and how it comes there
 //! (kubelet spec, 9.1 and 9.3). Pure.
 
+mod problem;
+
+pub use problem::Problem;
+
 use std::path::Path;
 
 use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
@@ -8,7 +12,6 @@ use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeCl
 use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
-use super::permissions::{self, Giving};
 use super::{migrated, selinux};
 use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
@@ -235,111 +238,6 @@ impl Claimed {
         let spec = self.volume.spec.as_ref();
         let modes = spec.and_then(|s| s.access_modes.as_deref());
         modes.is_some_and(|modes| modes == ["ReadWriteOncePod"])
-    }
-}
-
-/// Why a volume cannot be had.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Problem {
-    /// Its claim is in the way.
-    #[error("{0}")]
-    Claim(String),
-    /// It cannot be set up.
-    #[error("{0}")]
-    SetUp(String),
-    /// It cannot be had as a device.
-    #[error("{0}")]
-    Map(String),
-    /// Its files are still being given to the pod's group.
-    #[error("{}", .0.progress)]
-    Permissions(Giving),
-    /// Its disk has another filesystem than it asks for.
-    #[error("{0}")]
-    Mismatch(String),
-    /// It is not attached yet.
-    #[error("{step} failed: {why}")]
-    Unattached {
-        /// The kubelet's name of the step that waits for it.
-        step: &'static str,
-        /// Why.
-        why: String,
-        /// Its driver serves no more volumes on this node, and says how often it is to be asked for their number.
-        is_full: bool,
-    },
-    /// One of several steps has failed.
-    #[error("{step} failed: {why}")]
-    Step {
-        /// The kubelet's name of it, `MountVolume.MountDevice` for instance.
-        step: &'static str,
-        /// The name of the persistent volume, where it is not known otherwise.
-        of: Option<String>,
-        /// Why.
-        why: String,
-    },
-}
-
-impl From<String> for Problem {
-    fn from(why: String) -> Problem {
-        Problem::SetUp(why)
-    }
-}
-
-impl Problem {
-    /// The reason of the pod's event.
-    #[must_use]
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Problem::Map(_) => "FailedMapVolume",
-            Problem::Permissions(_) => permissions::REASON,
-            Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
-            Problem::Step { step, .. } | Problem::Unattached { step, .. }
-                if step.starts_with("MapVolume.") =>
-            {
-                "FailedMapVolume"
-            }
-            Problem::Step { .. }
-            | Problem::Unattached { .. }
-            | Problem::Claim(_)
-            | Problem::SetUp(_)
-            | Problem::Mismatch(_) => "FailedMount",
-        }
-    }
-
-    /// A step that has failed.
-    #[must_use]
-    pub fn at(step: &'static str, why: impl Into<String>) -> Problem {
-        Problem::Step {
-            step,
-            of: None,
-            why: why.into(),
-        }
-    }
-
-    /// The message of the pod's event (kubelet spec, 9.1 and 9.4). `volume` is the pod's name for it where its claim is in the
-    /// way, else the persistent volume's, if there is one.
-    #[must_use]
-    pub fn told(&self, volume: &str) -> String {
-        match self {
-            Problem::Claim(why) => {
-                format!(
-                    "Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}"
-                )
-            }
-            Problem::SetUp(why) | Problem::Mismatch(why) => {
-                format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
-            }
-            Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
-            Problem::Map(why) => {
-                format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
-            }
-            Problem::Unattached { step, why, .. } => {
-                format!("{step} failed for volume {volume:?} : {why}")
-            }
-            Problem::Step { step, of, why } => {
-                let volume = of.as_deref().unwrap_or(volume);
-                format!("{step} failed for volume {volume:?} : {why}")
-            }
-        }
     }
 }
 

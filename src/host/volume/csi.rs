@@ -10,7 +10,9 @@ use crate::core::digest;
 use crate::core::pod::Ownership;
 use crate::core::volume::csi::VolumeData;
 use crate::core::volume::resolved::Problem;
-use crate::host::linux::{LinuxHost, doing, make, segment};
+use crate::host::HostError;
+use crate::host::linux::{LinuxHost, make, segment};
+use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{file, mount};
 
@@ -56,11 +58,12 @@ fn names(dir: &Path) -> Vec<String> {
         .collect()
 }
 
-fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), String> {
+fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), HostError> {
     match result {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(format!("{} cannot be removed: {error}", path.display()))
-        }
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(doing(format!(
+            "{} cannot be removed",
+            path.display()
+        ))(error)),
         _ => Ok(()),
     }
 }
@@ -77,7 +80,7 @@ pub(super) fn noted_in(pod: &Path) -> Vec<PathBuf> {
 }
 
 impl CsiDirs {
-    fn of_pod(&self, uid: &str) -> Result<PathBuf, String> {
+    fn of_pod(&self, uid: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .0
             .join("pods")
@@ -87,7 +90,7 @@ impl CsiDirs {
     }
 
     /// Where the devices of a pod are listed.
-    fn devices_of(&self, uid: &str) -> Result<PathBuf, String> {
+    fn devices_of(&self, uid: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .0
             .join("pods")
@@ -101,7 +104,7 @@ impl CsiDirs {
     }
 
     /// Where a driver publishes a device for a pod.
-    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .devices()
             .join("publish")
@@ -109,7 +112,7 @@ impl CsiDirs {
             .join(segment(uid)?))
     }
 
-    fn of_staging(&self, data: &VolumeData, block: bool) -> Result<(PathBuf, PathBuf), String> {
+    fn of_staging(&self, data: &VolumeData, block: bool) -> Result<(PathBuf, PathBuf), HostError> {
         if block {
             let name = segment(&data.spec_vol_id)?;
             return Ok((
@@ -132,7 +135,7 @@ impl CsiDirs {
         data: VolumeData,
         block: bool,
         claim: Option<(String, String)>,
-    ) -> Result<Published, String> {
+    ) -> Result<Published, HostError> {
         let name = segment(&data.spec_vol_id)?.to_owned();
         let target = if block {
             self.device(uid, &name)?
@@ -150,7 +153,7 @@ impl CsiDirs {
     }
 
     /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
-    pub fn prepare(&self, volume: &Published) -> Result<(), String> {
+    pub fn prepare(&self, volume: &Published) -> Result<(), HostError> {
         let target = &volume.target;
         let parent = target.parent().unwrap_or(target);
         if !volume.block {
@@ -162,17 +165,17 @@ impl CsiDirs {
         let list = self.devices_of(&volume.uid)?;
         make(&list, 0o750)?;
         match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(format!(
-                "the device of {} cannot be noted: {error}",
-                volume.name
-            )),
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                let what = format!("the device of {} cannot be noted", volume.name);
+                Err(doing(what)(error))
+            }
             _ => Ok(()),
         }
     }
 
-    fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), String> {
+    fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), HostError> {
         make(dir, 0o750)?;
-        let text = serde_json::to_vec(data).map_err(|e| e.to_string())?;
+        let text = serde_json::to_vec(data)?;
         // Looked at with every refresh, and written once.
         if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
             return Ok(());
@@ -184,7 +187,7 @@ impl CsiDirs {
     }
 
     /// Makes the directory in which a driver stages a volume for all pods.
-    pub fn stage(&self, volume: &Published) -> Result<PathBuf, String> {
+    pub fn stage(&self, volume: &Published) -> Result<PathBuf, HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         make(&place, 0o750)?;
         self.note(&dir, &volume.data)?;
@@ -298,7 +301,7 @@ impl CsiDirs {
 
     /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error. `is_last` says
     /// that no other pod has it.
-    pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), String> {
+    pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), HostError> {
         still(&volume.target)?;
         if volume.block {
             let name = segment(&volume.name)?;
@@ -317,7 +320,7 @@ impl CsiDirs {
     }
 
     /// Removes what is kept of a device for all pods.
-    fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), String> {
+    fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), HostError> {
         let (note, _) = self.of_staging(data, true)?;
         gone(fs::remove_file(note.join(NOTE)), &note)?;
         let of_volume = self.devices().join(name);
@@ -333,7 +336,7 @@ impl CsiDirs {
     }
 
     /// The same for one that was unstaged, and that no other pod has.
-    pub fn unstaged(&self, volume: &Published) -> Result<(), String> {
+    pub fn unstaged(&self, volume: &Published) -> Result<(), HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         still(&place)?;
         gone(fs::remove_dir(&place), &place)?;
@@ -346,24 +349,25 @@ impl CsiDirs {
     }
 }
 
-fn still(path: &Path) -> Result<(), String> {
-    if mount::is_mounted(path).map_err(|e| e.to_string())? {
+fn still(path: &Path) -> Result<(), HostError> {
+    if mount::is_mounted(path)? {
         return Err(format!(
             "{} is still mounted, though its driver says that it is not",
             path.display()
-        ));
+        )
+        .into());
     }
     Ok(())
 }
 
 /// Whether a volume is mounted.
-pub fn is_mounted(target: &Path) -> Result<bool, String> {
-    mount::is_mounted(target).map_err(|e| e.to_string())
+pub fn is_mounted(target: &Path) -> Result<bool, HostError> {
+    Ok(mount::is_mounted(target)?)
 }
 
 /// Whether the files of a mounted volume have SELinux labels of their own.
-pub fn labels_files(target: &Path) -> Result<bool, String> {
-    mount::labels_files(target).map_err(|e| e.to_string())
+pub fn labels_files(target: &Path) -> Result<bool, HostError> {
+    Ok(mount::labels_files(target)?)
 }
 
 impl LinuxHost {
@@ -384,12 +388,10 @@ impl LinuxHost {
             giver
                 .give(&target, (group, owner), false, call)
                 .map_err(doing("the volume's group cannot be set"))
+                .map_err(Problem::from)
         };
         let outcome = self.patient.call_with(&key, KERNEL_TIMEOUT, give).await;
-        match (outcome, self.giving(&volume.target, &volume.target, owner)) {
-            (Err(_), Some(progress)) => Err(Problem::Permissions(progress)),
-            (outcome, _) => Ok(outcome?),
-        }
+        self.or_giving(outcome, &[&volume.target], &volume.target, owner)
     }
 }
 

@@ -1,20 +1,23 @@
 //! Volumes that are mounted: exports of servers, disks behind a network, local devices and directories.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
 use nix::mount::MntFlags;
 
+use super::csi::is_mounted;
 use super::staging_lock::Turn;
 use super::{Giver, disks};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
-use crate::host::linux::{doing, make};
+use crate::host::HostError;
+use crate::host::linux::make;
 use crate::host::tool::{tool, tool_to_its_end, tool_while_wanted};
 use crate::sys::beneath::Found;
+use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, mount};
 
@@ -53,8 +56,8 @@ pub(super) fn nfs(
     dir: &Path,
     resolved: &ResolvedVolume,
     call: &Call,
-) -> Result<(), String> {
-    if mount::is_mounted(dir).map_err(|e| e.to_string())? {
+) -> Result<(), HostError> {
+    if mount::is_mounted(dir)? {
         return Ok(());
     }
     make(dir, 0o750)?;
@@ -70,11 +73,11 @@ pub(super) fn remote(
     resolved: &ResolvedVolume,
     to: &Target<'_>,
 ) -> Result<(), Problem> {
-    if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
+    if is_mounted(to.dir)? {
         return Ok(());
     }
     let _turn = Turn::of_pod(to.staged)?;
-    if !mount::is_mounted(to.staged).map_err(|e| e.to_string())? {
+    if !is_mounted(to.staged)? {
         disks::note(disk, to.staged)?;
         let device = disks::attach(disk)?;
         stage(&device, filesystem, resolved, to)?;
@@ -105,7 +108,7 @@ pub(super) fn local(
         let restricted = mount::restrict(to.dir, options);
         restricted.map_err(doing(format!("{} cannot be restricted", to.dir.display())))
     };
-    if mount::is_mounted(to.dir).map_err(|e| e.to_string())? {
+    if is_mounted(to.dir)? {
         return Ok(restrict()?);
     }
     let _turn = Turn::of_pod(to.staged)?;
@@ -133,18 +136,18 @@ pub(super) fn local(
 }
 
 /// Whether another pod has the volume that is to be mounted in the directory `dir` of a pod.
-fn is_shared(dir: &Path) -> Result<bool, String> {
+fn is_shared(dir: &Path) -> Result<bool, HostError> {
     // pods/<uid>/volumes/<plugin>/<name>
     let above: Vec<&Path> = dir.ancestors().take(5).collect();
     let [_, _, _, pod, pods] = above.as_slice() else {
         return Ok(false);
     };
-    let below = dir.strip_prefix(pod).map_err(|e| e.to_string())?;
+    let below = dir.strip_prefix(pod).expect("it is an ancestor");
     let all = fs::read_dir(pods).map_err(doing(format!("{} cannot be read", pods.display())))?;
     for other in all {
-        let other = other.map_err(|e| e.to_string())?.path();
+        let other = other?.path();
         let is_pod = other != **pod && other.is_dir();
-        if is_pod && mount::is_mounted(&other.join(below)).map_err(|e| e.to_string())? {
+        if is_pod && mount::is_mounted(&other.join(below))? {
             return Ok(true);
         }
     }
@@ -152,7 +155,7 @@ fn is_shared(dir: &Path) -> Result<bool, String> {
 }
 
 /// Binds what is mounted for all pods into one, and gives it to the pod's group.
-fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), String> {
+fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), HostError> {
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.owned) {
         let read_only = resolved.read_only;
@@ -163,12 +166,12 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
         )))?;
     }
     if to.call.is_cancelled() {
-        return Err(format!("volume {} is not wanted any more", resolved.volume));
+        return Err(format!("volume {} is not wanted any more", resolved.volume).into());
     }
     make(dir, 0o750)?;
     let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
     bind_if_wanted(
-        &base.itself().map_err(|e| e.to_string())?,
+        &base.itself()?,
         dir,
         to.call,
         format!("{} cannot be bound to {}", source.display(), dir.display()),
@@ -181,14 +184,14 @@ pub(super) fn bind_if_wanted(
     target: &Path,
     call: &Call,
     failed: String,
-) -> Result<(), String> {
-    let unwanted = || format!("{failed}: its pod has ended");
+) -> Result<(), HostError> {
+    let unwanted = || HostError::failed(format!("{failed}: its pod has ended"));
     if call.is_cancelled() {
         return Err(unwanted());
     }
-    mount::bind(found, target).map_err(|e| format!("{failed}: {e}"))?;
+    mount::bind(found, target).map_err(doing(&failed))?;
     if call.is_cancelled() {
-        mount::unmount(target, MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
+        mount::unmount(target, MntFlags::MNT_DETACH)?;
         return Err(unwanted());
     }
     Ok(())
@@ -201,7 +204,7 @@ fn stage(
     resolved: &ResolvedVolume,
     to: &Target<'_>,
 ) -> Result<(), Problem> {
-    if mount::is_mounted(to.staged).map_err(|e| e.to_string())? {
+    if is_mounted(to.staged)? {
         return Ok(());
     }
     let shown = device.display().to_string();
@@ -241,16 +244,22 @@ fn is_read_only(read_only: bool, options: &[String]) -> bool {
 /// Formats an empty device and checks one that is not, unless it is read-only: then nothing is written, as the disk may be
 /// mounted on another machine. The answer is what `blkid` found. However long that takes, it is
 /// never cut off, and the device stays locked meanwhile, also if this agent ends before its tool.
-fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Result<String, String> {
+fn prepare(
+    device: &str,
+    filesystem: &str,
+    read_only: bool,
+    call: &Call,
+) -> Result<String, HostError> {
     if call.is_cancelled() {
-        return Err(format!("{device} is not prepared: its pod has ended"));
+        return Err(format!("{device} is not prepared: its pod has ended").into());
     }
     let held = locked(device)?;
     let found = on(device)?;
     if found.is_none() && read_only {
         return Err(format!(
             "{device} is empty, and the volume is read-only: nothing can be mounted"
-        ));
+        )
+        .into());
     }
     if found.is_none() {
         legible(&held).map_err(doing(format!(
@@ -258,7 +267,7 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
         )))?;
         // What could not be read a moment ago was nothing to blkid.
         if let Some(said) = on(device)? {
-            return Err(format!("{device} is not formatted: it has {said}"));
+            return Err(format!("{device} is not formatted: it has {said}").into());
         }
         let program = format!("mkfs.{filesystem}");
         let mut arguments = match filesystem {
@@ -269,7 +278,9 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
         call.doing(format!("{program} {device}"));
         match tool_to_its_end(&program, &arguments, held)? {
             (0, _) => {}
-            (code, said) => return Err(format!("{program} {device} failed with {code}: {said}")),
+            (code, said) => {
+                return Err(format!("{program} {device} failed with {code}: {said}").into());
+            }
         }
     } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
@@ -278,7 +289,8 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
             (4, said) => {
                 return Err(format!(
                     "fsck found errors on {device} that it could not mend: {said}"
-                ));
+                )
+                .into());
             }
             (code, said) if code > 1 => {
                 tracing::warn!(code, said, device, "fsck could not check a volume")
@@ -290,15 +302,15 @@ fn prepare(device: &str, filesystem: &str, read_only: bool, call: &Call) -> Resu
 }
 
 /// What `blkid` finds on a device, if it finds anything.
-fn on(device: &str) -> Result<Option<String>, String> {
+fn on(device: &str) -> Result<Option<String>, HostError> {
     let what = ["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device];
     match tool("blkid", &what)? {
         (0, said) => Ok(Some(said)),
         // So it ends where it finds nothing, and also where it could not read.
         (2, _) => Ok(None),
-        (code, said) => Err(format!(
-            "blkid cannot tell what is on {device} ({code}): {said}"
-        )),
+        (code, said) => {
+            Err(format!("blkid cannot tell what is on {device} ({code}): {said}").into())
+        }
     }
 }
 
@@ -314,21 +326,23 @@ fn legible(mut device: &File) -> std::io::Result<()> {
 }
 
 /// Makes the filesystem of a device that is mounted as large as the device; a directory has what its filesystem has.
-pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), String> {
+pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), HostError> {
     let shown = device.display().to_string();
     let found = fs::metadata(device).map_err(doing(format!("local volume {shown}")))?;
     if !found.file_type().is_block_device() {
         return Ok(());
     }
     let mounted = staged.display().to_string();
-    let mounts = mount::table().map_err(|e| e.to_string())?;
+    let mounts = mount::table()?;
     let there = mounts.iter().rfind(|m| m.point == staged);
     let there = there.ok_or_else(|| format!("{shown} is not mounted at {mounted}"))?;
     let (program, arguments) = match there.kind.as_str() {
         "ext2" | "ext3" | "ext4" => ("resize2fs", vec![shown.as_str()]),
         "xfs" => ("xfs_growfs", vec![mounted.as_str()]),
         "btrfs" => ("btrfs", vec!["filesystem", "resize", "max", &mounted]),
-        other => return Err(format!("a filesystem of type {other} cannot be grown")),
+        other => {
+            return Err(format!("a filesystem of type {other} cannot be grown").into());
+        }
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
     // Another pod that has it may see at the same time that it has grown: one after the other.
@@ -336,25 +350,28 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Stri
     held.lock()
         .map_err(doing(format!("{shown} cannot be locked")))?;
     if call.is_cancelled() {
-        return Err(format!("{shown} is not grown: its pod has ended"));
+        return Err(format!("{shown} is not grown: its pod has ended").into());
     }
     match tool_to_its_end(program, &arguments, held)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!("{program} {shown} failed with {code}: {said}")),
+        (code, said) => Err(format!("{program} {shown} failed with {code}: {said}").into()),
     }
 }
 
-fn opened(device: &str) -> Result<File, String> {
+fn opened(device: &str) -> Result<File, HostError> {
     File::open(device).map_err(doing(format!("{device} cannot be opened")))
 }
 
 /// A device held with a lock that whoever formats or checks it inherits.
-fn locked(device: &str) -> Result<File, String> {
+fn locked(device: &str) -> Result<File, HostError> {
     let file = opened(device)?;
-    file.try_lock().map_err(doing(format!(
-        "{device} is locked: another program formats, checks or probes it just now"
-    )))?;
-    Ok(file)
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(HostError::under_way(format!(
+            "{device} is locked: another program formats, checks or probes it just now"
+        ))),
+        Err(TryLockError::Error(error)) => Err(doing(format!("{device} cannot be locked"))(error)),
+    }
 }
 
 /// What is on a device by the words of `blkid`, if it is not what is asked for.
@@ -381,14 +398,16 @@ fn mount_with_tool(
     dir: &Path,
     options: &[String],
     call: &Call,
-) -> Result<(), String> {
+) -> Result<(), HostError> {
     call.doing(format!("mount -t {kind} {device}"));
     let outcome = match mount_called(kind, device, dir, options, call) {
-        Ok(()) if call.is_cancelled() => Err(format!("mount -t {kind} {device} came too late")),
+        Ok(()) if call.is_cancelled() => {
+            Err(format!("mount -t {kind} {device} came too late").into())
+        }
         other => other,
     };
-    if outcome.is_err() && mount::is_mounted(dir).map_err(|e| e.to_string())? {
-        mount::unmount(dir, MntFlags::MNT_DETACH).map_err(|e| e.to_string())?;
+    if outcome.is_err() && mount::is_mounted(dir)? {
+        mount::unmount(dir, MntFlags::MNT_DETACH)?;
     }
     outcome
 }
@@ -399,7 +418,7 @@ fn mount_called(
     dir: &Path,
     options: &[String],
     call: &Call,
-) -> Result<(), String> {
+) -> Result<(), HostError> {
     let (options, dir) = (options.join(","), dir.display().to_string());
     let mut arguments = vec!["-t", kind];
     if !options.is_empty() {
@@ -408,9 +427,7 @@ fn mount_called(
     arguments.extend([device, &dir]);
     match tool_while_wanted("mount", &arguments, call)? {
         (0, _) => Ok(()),
-        (code, said) => Err(format!(
-            "mount -t {kind} {device} failed with {code}: {said}"
-        )),
+        (code, said) => Err(format!("mount -t {kind} {device} failed with {code}: {said}").into()),
     }
 }
 
@@ -457,7 +474,7 @@ mod tests {
             let staged = root.join("staged/pv");
             let resolved = a_local_volume(&path);
             let work = move |call: &Call| {
-                fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+                fs::create_dir_all(&dir).expect("mkdir");
                 let giver = Giver {
                     plugin: "local".into(),
                     given: None,
@@ -467,7 +484,7 @@ mod tests {
                     ..Ownership::default()
                 };
                 let to = Target::new([&staged, &dir], owner, &giver, call);
-                local(&path, "ext4", &resolved, &to).map_err(|e| e.to_string())
+                local(&path, "ext4", &resolved, &to)
             };
             let patient = Patient::default();
             let outcome = patient.call_with(uid, Duration::from_secs(60), work).await;

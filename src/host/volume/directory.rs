@@ -9,12 +9,14 @@ use std::path::{Path, PathBuf};
 
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::Medium;
-use crate::host::linux::{doing, make};
+use crate::host::HostError;
+use crate::host::linux::make;
+use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{atomic_dir, beneath, mount, quota};
 
 /// Checks a hostPath volume's type (kubelet spec, 9.3).
-pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
+pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), HostError> {
     let found = fs::metadata(path);
     let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
         if found.as_ref().is_ok_and(is) {
@@ -23,7 +25,8 @@ pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
             Err(format!(
                 "hostPath type check failed: {} is not a {what}",
                 path.display()
-            ))
+            )
+            .into())
         }
     };
     match kind {
@@ -40,7 +43,7 @@ pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), String> {
         "Socket" => must_be("socket file", |m| m.file_type().is_socket()),
         "CharDevice" => must_be("character device", |m| m.file_type().is_char_device()),
         "BlockDevice" => must_be("block device", |m| m.file_type().is_block_device()),
-        other => Err(format!("hostPath type {other:?} is not known")),
+        other => Err(format!("hostPath type {other:?} is not known").into()),
     }
 }
 
@@ -52,7 +55,7 @@ pub(super) fn empty_dir(
     ready: &Path,
     medium: &Medium,
     group: Option<u32>,
-) -> Result<(), String> {
+) -> Result<(), HostError> {
     let is_ready = || -> std::io::Result<bool> {
         Ok(ready.exists()
             && match medium {
@@ -100,9 +103,8 @@ pub(super) fn empty_dir(
 
 /// Keeps a volume in a tmpfs of its own, where the kubelet has it too. What may be secret never reaches a disk, also after
 /// somebody has unmounted it.
-pub(super) fn keep_in_memory(dir: &Path) -> Result<(), String> {
-    let looked = |e: std::io::Error| format!("{} cannot be looked at: {e}", dir.display());
-    if !mount::is_mounted(dir).map_err(looked)? {
+pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
+    if !mount::is_mounted(dir).map_err(doing(format!("{} cannot be looked at", dir.display())))? {
         make(dir, 0o777)?;
         mount::tmpfs(dir, 0).map_err(doing(format!(
             "a tmpfs cannot be mounted at {}",
@@ -114,20 +116,18 @@ pub(super) fn keep_in_memory(dir: &Path) -> Result<(), String> {
         false => Err(format!(
             "something other than memory is mounted at {}: unmount it",
             dir.display()
-        )),
+        )
+        .into()),
     }
 }
 
 /// Undoes what was mounted for a pod that has ended meanwhile.
-pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), String> {
+pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), HostError> {
     if !call.is_cancelled() {
         return Ok(());
     }
-    mount::unmount_all(dir).map_err(|e| e.to_string())?;
-    Err(format!(
-        "{} is not mounted: its pod has ended",
-        dir.display()
-    ))
+    mount::unmount_all(dir)?;
+    Err(format!("{} is not mounted: its pod has ended", dir.display()).into())
 }
 
 /// The directory that containers see: an emptyDir, as in the kubelet, and so as open as one; a tmpfs has the sticky bit
@@ -158,7 +158,7 @@ pub(super) fn write_files(
     volume: &str,
     content: Option<Content>,
     group: Option<u32>,
-) -> Result<(), String> {
+) -> Result<(), HostError> {
     let content = content.ok_or_else(|| format!("volume {volume:?} has no content"))?;
     make(dir, 0o777)?;
     root_of_files(dir, group).map_err(doing("the volume's mode cannot be set"))?;
@@ -238,7 +238,10 @@ mod tests {
         let disk = crate::sys::beneath::Dir::open(&disk).expect("open");
         mount::bind(&disk.itself().expect("itself"), &dir).expect("bound");
         let refused = write(&dir).expect_err("a disk is no memory");
-        assert!(refused.contains("something other than memory"), "{refused}");
+        assert!(
+            refused.message.contains("something other than memory"),
+            "{refused}"
+        );
         assert_eq!(fs::read_dir(&dir).expect("listed").count(), 0);
         mount::unmount_all(&dir).expect("unmounted");
     }

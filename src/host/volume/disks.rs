@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::staging_lock::Turn;
 use crate::core::volume::disks::{Disk, Iscsi};
-use crate::host::linux::{doing, make};
+use crate::host::HostError;
+use crate::host::linux::make;
 use crate::host::tool::tool;
+use crate::sys::failure::doing;
 use crate::sys::{file, mount};
 
 /// How long a disk may take to appear once it is there.
@@ -61,7 +63,7 @@ fn together(device: &Path) -> Option<PathBuf> {
 }
 
 /// Makes the node have a disk; the answer is its device.
-pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, String> {
+pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
     if let Some(device) = find(disk) {
         return Ok(device);
     }
@@ -77,7 +79,8 @@ pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, String> {
                 return Err(format!(
                     "the disk does not appear below /dev/disk: {}",
                     disk.place().last().cloned().unwrap_or_default()
-                ));
+                )
+                .into());
             }
             None => std::thread::sleep(Duration::from_millis(100)),
         }
@@ -85,7 +88,7 @@ pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, String> {
 }
 
 /// Logs in at all portals; one that works is enough.
-fn log_in(iscsi: &Iscsi) -> Result<(), String> {
+fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
     let mut failed = vec![];
     for portal in &iscsi.portals {
         match iscsi.login(portal).iter().try_for_each(|call| told(call)) {
@@ -98,38 +101,35 @@ fn log_in(iscsi: &Iscsi) -> Result<(), String> {
             "failed to attach iSCSI target {}: {}",
             iscsi.iqn,
             failed.join("; ")
-        ))
+        )
+        .into())
     } else {
         Ok(())
     }
 }
 
 /// One call; what is already so is fine. Passwords are not repeated.
-fn told(call: &[String]) -> Result<(), String> {
+fn told(call: &[String]) -> Result<(), HostError> {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     match tool("iscsiadm", &words)? {
         (0 | SESSION_EXISTS, _) => Ok(()),
         (code, said) => {
             let shown: Vec<&str> = words.iter().take_while(|w| **w != "-v").copied().collect();
-            Err(format!(
-                "iscsiadm {} failed with {code}: {said}",
-                shown.join(" ")
-            ))
+            Err(format!("iscsiadm {} failed with {code}: {said}", shown.join(" ")).into())
         }
     }
 }
 
 /// Logs out everywhere. A session that is gone is fine.
-fn log_out(iscsi: &Iscsi) -> Result<(), String> {
+fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
     for call in iscsi.portals.iter().flat_map(|portal| iscsi.logout(portal)) {
         let words: Vec<&str> = call.iter().map(String::as_str).collect();
         match tool("iscsiadm", &words)? {
             (0 | NOTHING, _) => {}
             (code, said) => {
-                return Err(format!(
-                    "iscsiadm {} failed with {code}: {said}",
-                    words.join(" ")
-                ));
+                return Err(
+                    format!("iscsiadm {} failed with {code}: {said}", words.join(" ")).into(),
+                );
             }
         }
     }
@@ -140,17 +140,17 @@ fn log_out(iscsi: &Iscsi) -> Result<(), String> {
 const SESSION: &str = "iscsi.json";
 
 /// Notes a disk's session before there is one.
-pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), String> {
+pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> {
     let Disk::Iscsi(session) = disk else {
         return Ok(());
     };
     make(place, 0o750)?;
-    let text = serde_json::to_vec(session).map_err(|e| e.to_string())?;
+    let text = serde_json::to_vec(session)?;
     file::replace(&place.join(SESSION), &text).map_err(doing("the session cannot be noted"))
 }
 
 /// Makes the node have a disk that a pod gets as a device. `marks` are the links by which it is known that it does.
-pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), String> {
+pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), HostError> {
     let _turn = Turn::of_pod(place)?;
     note(disk, place)?;
     if let Disk::Iscsi(session) = disk {
@@ -167,7 +167,7 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
             make(mark.parent().unwrap_or(mark), 0o750)?;
             match std::os::unix::fs::symlink(&device, mark) {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                    return Err(format!("{} cannot be made: {error}", mark.display()));
+                    return Err(doing(format!("{} cannot be made", mark.display()))(error));
                 }
                 _ => {}
             }
@@ -177,11 +177,13 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
 }
 
 /// Takes a pod's mark away; the answer is whether there was one.
-pub(in crate::host) fn unmark(mark: &Path) -> Result<bool, String> {
+pub(in crate::host) fn unmark(mark: &Path) -> Result<bool, HostError> {
     match fs::remove_file(mark) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(format!("{} cannot be removed: {error}", mark.display())),
+        Err(error) => Err(doing(format!("{} cannot be removed", mark.display()))(
+            error,
+        )),
     }
 }
 
@@ -209,14 +211,14 @@ pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
 }
 
 /// Ends the session of a disk that is neither mounted nor any pod's device nor about to be.
-pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), String> {
+pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
     let Some(_turn) = Turn::at(place) else {
         return Ok(());
     };
     // A pod's mark is our link, or what a kubelet has mounted there.
     let is_mark = |entry: &PathBuf| entry.is_symlink() || mount::is_mounted(entry).unwrap_or(true);
     let marked = || entries(place).iter().any(is_mark);
-    if mount::is_mounted(place).map_err(|e| e.to_string())? || marked() {
+    if mount::is_mounted(place)? || marked() {
         return Ok(());
     }
     end_session(place)?;
@@ -224,14 +226,13 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), String> {
 }
 
 /// Ends the session of a disk that nobody has any more, unless another disk of the same target is there or on its way.
-pub(in crate::host) fn end_session(place: &Path) -> Result<(), String> {
+pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     let note = place.join(SESSION);
+    let what = format!("{} cannot be read", note.display());
     let session: Iscsi = match fs::read(&note) {
-        Ok(text) => {
-            Iscsi::noted(&text).map_err(doing(format!("{} cannot be read", note.display())))?
-        }
+        Ok(text) => Iscsi::noted(&text).map_err(doing(&what))?,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(format!("{} cannot be read: {error}", note.display())),
+        Err(error) => return Err(doing(what)(error)),
     };
     let interface = place.parent().and_then(Path::file_name);
     let root = place
@@ -245,7 +246,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), String> {
         });
         named && other != place && other.parent().and_then(Path::file_name) == interface
     };
-    let table = mount::table().map_err(|e| e.to_string())?;
+    let table = mount::table()?;
     // What is mounted is not asked for its note: it may hang.
     let has_it =
         |other: &PathBuf| table.iter().any(|m| m.point == *other) || other.join(SESSION).exists();
@@ -259,7 +260,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), String> {
 }
 
 /// Has all hosts of the node look for new disks.
-fn rescan() -> Result<(), String> {
+fn rescan() -> Result<(), HostError> {
     for host in fs::read_dir("/sys/class/scsi_host")
         .into_iter()
         .flatten()

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::MntFlags;
 
-use crate::host::linux::doing;
+use crate::host::HostError;
+use crate::sys::failure::doing;
 use crate::sys::loop_device;
 use crate::sys::mount::{self, Mount};
 
@@ -36,15 +37,17 @@ pub(super) fn of_pod(root: &Path, uid: &str, table: &[Mount]) -> Vec<PathBuf> {
 }
 
 /// Takes one of them away, the loop devices first.
-pub(super) fn release(point: &Path) -> Result<(), String> {
-    let failed = |e: std::io::Error| {
+pub(super) fn release(point: &Path) -> Result<(), HostError> {
+    let failed = || {
         let point = point.display();
-        format!("the loop device that a kubelet has made of {point} cannot be taken away: {e}")
+        doing(format!(
+            "the loop device that a kubelet has made of {point} cannot be taken away"
+        ))
     };
-    for device in loop_device::of(point).map_err(failed)? {
-        loop_device::detach(&device).map_err(failed)?;
+    for device in loop_device::of(point).map_err(failed())? {
+        loop_device::detach(&device).map_err(failed())?;
     }
-    mount::unmount(point, MntFlags::empty()).map_err(|e| e.to_string())?;
+    mount::unmount(point, MntFlags::empty())?;
     if point.iter().any(|part| part == "iscsi") {
         // The file is the mark by which the end of the session knows the pod (`disks::unmark`).
         return Ok(());

@@ -19,13 +19,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::SubPath;
-use super::blocking;
-use super::linux::{LinuxHost, doing, make, segment};
+use super::linux::{LinuxHost, make, segment};
+use super::{HostError, SubPath, blocking};
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::permissions::Giving;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
+use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
 
@@ -60,6 +60,15 @@ impl Giver {
     }
 }
 
+impl From<HostError> for Problem {
+    fn from(error: HostError) -> Problem {
+        match error.is_under_way() {
+            true => Problem::under_way(error.message),
+            false => Problem::SetUp(error.message),
+        }
+    }
+}
+
 impl LinuxHost {
     fn giver(&self, plugin: String) -> Giver {
         Giver {
@@ -84,7 +93,23 @@ impl LinuxHost {
         })
     }
 
-    fn staged(&self, name: &str) -> Result<PathBuf, String> {
+    /// The outcome of a call that may be giving a volume at one of these `places` to its pod's group, and go on: then how far
+    /// that has come is what is told.
+    fn or_giving(
+        &self,
+        outcome: Result<(), Problem>,
+        places: &[&Path],
+        dir: &Path,
+        owner: Ownership,
+    ) -> Result<(), Problem> {
+        outcome.map_err(|problem| {
+            let mut places = places.iter().filter(|_| problem.is_under_way());
+            let giving = places.find_map(|place| self.giving(place, dir, owner));
+            giving.map_or(problem, Problem::Permissions)
+        })
+    }
+
+    fn staged(&self, name: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .root
             .join("plugins/kubernetes.io/local-volume/mounts")
@@ -92,7 +117,7 @@ impl LinuxHost {
     }
 
     /// Where a disk behind a network is mounted for all pods.
-    fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, String> {
+    fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
         disk.place()
             .iter()
             .try_fold(self.root.join("plugins"), |path, name| {
@@ -101,7 +126,7 @@ impl LinuxHost {
     }
 
     /// Where it is noted which pods have it as a device.
-    fn mapped_disk(&self, disk: &Disk) -> Result<PathBuf, String> {
+    fn mapped_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
         disk.device_place()
             .iter()
             .try_fold(self.root.join("plugins"), |path, name| {
@@ -121,7 +146,7 @@ impl LinuxHost {
     }
 
     /// What says that a volume was set up, so that it is done once: whatever the pod does with its mode stays.
-    fn ready_mark(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, String> {
+    fn ready_mark(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, HostError> {
         Ok(self
             .pod_dir(uid)?
             .join("plugins")
@@ -131,7 +156,7 @@ impl LinuxHost {
     }
 
     /// The directory of a volume in a pod's.
-    fn volume_dir(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, String> {
+    fn volume_dir(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, HostError> {
         Ok(match &resolved.source {
             Source::HostPath { path, .. } => PathBuf::from(path),
             Source::Local { path, .. } if resolved.block => PathBuf::from(path),
@@ -165,7 +190,7 @@ impl LinuxHost {
         let (pods, own) = (self.root.join("pods"), uid.to_owned());
         let (plugin, name) = (resolved.plugin(), resolved.name.clone());
         let look = move || {
-            let others = fs::read_dir(pods).map_err(|e| e.to_string())?.flatten();
+            let others = fs::read_dir(pods)?.flatten();
             let mut others = others.filter(|pod| *pod.file_name() != *own);
             // The mount itself is not asked: it may hang.
             let has = |pod: fs::DirEntry| {
@@ -174,12 +199,12 @@ impl LinuxHost {
                 volumes.any(|volume| *volume.file_name() == *name)
             };
             if !others.any(has) {
-                return Ok(None);
+                return Ok::<_, HostError>(None);
             }
-            let found = fs::metadata(&path).map_err(|e| e.to_string())?;
+            let found = fs::metadata(&path)?;
             let root = match found.is_dir() {
                 true => found,
-                false => fs::metadata(&staged).map_err(|e| e.to_string())?,
+                false => fs::metadata(&staged)?,
             };
             Ok(Some(root.gid()))
         };
@@ -240,42 +265,29 @@ impl LinuxHost {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
                 let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
                 let own = dir.clone();
-                let result: Result<(), Problem> = self
+                let outcome = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target::new([&staged, &dir], owner, &giver, call);
-                        Ok(device::remote(&disk, &filesystem, &resolved, &to))
+                        device::remote(&disk, &filesystem, &resolved, &to)
                     })
-                    .await
-                    .map_err(Problem::from)
-                    .flatten();
-                if let (Err(_), Some(progress)) = (&result, self.giving(&given, &own, owner)) {
-                    return Err(Problem::Permissions(progress));
-                }
-                return result;
+                    .await;
+                return self.or_giving(outcome, &[&given], &own, owner);
             }
             Source::Local {
                 path, filesystem, ..
             } => {
                 let (staged, resolved) = (self.staged(&resolved.name)?, resolved.clone());
                 let giver = self.giver(resolved.qualified_plugin());
-                let (given, own) = ([staged.clone(), PathBuf::from(&path)], dir.clone());
-                let result: Result<(), Problem> = self
+                let (given, source, own) = (staged.clone(), PathBuf::from(&path), dir.clone());
+                let outcome = self
                     .patient
                     .call_with(&key, KERNEL_TIMEOUT, move |call| {
                         let to = device::Target::new([&staged, &dir], owner, &giver, call);
-                        Ok(device::local(Path::new(&path), &filesystem, &resolved, &to))
+                        device::local(Path::new(&path), &filesystem, &resolved, &to)
                     })
-                    .await
-                    .map_err(Problem::from)
-                    .flatten();
-                let progress = given
-                    .iter()
-                    .find_map(|place| self.giving(place, &own, owner));
-                if let (Err(_), Some(progress)) = (&result, progress) {
-                    return Err(Problem::Permissions(progress));
-                }
-                return result;
+                    .await;
+                return self.or_giving(outcome, &[&given, &source], &own, owner);
             }
         };
         Ok(done?)
@@ -286,7 +298,7 @@ impl LinuxHost {
         &self,
         uid: &str,
         resolved: &ResolvedVolume,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let Source::Local { path, .. } = &resolved.source else {
             return Ok(());
         };
@@ -306,7 +318,7 @@ impl LinuxHost {
         uid: &str,
         name: &str,
         disk: Box<Disk>,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let place = self.mapped_disk(&disk)?;
         let list = self.pod_dir(uid)?.join("volumeDevices").join(disk.plugin());
         let (mark, link) = (place.join(segment(uid)?), list.join(segment(name)?));
@@ -319,8 +331,8 @@ impl LinuxHost {
         &self,
         key: &str,
         dir: PathBuf,
-        make: impl FnOnce(&Path) -> Result<(), String> + Send + 'static,
-    ) -> Result<(), String> {
+        make: impl FnOnce(&Path) -> Result<(), HostError> + Send + 'static,
+    ) -> Result<(), HostError> {
         let work = move |call: &Call| {
             make(&dir)?;
             directory::undo_if_unwanted(&dir, call)
@@ -333,7 +345,7 @@ impl LinuxHost {
         uid: &str,
         resolved: &ResolvedVolume,
         place: &SubPath,
-    ) -> Result<PathBuf, String> {
+    ) -> Result<PathBuf, HostError> {
         let base = self.volume_dir(uid, resolved)?;
         let Some(sub) = place.path.clone() else {
             return Ok(base);
@@ -352,29 +364,27 @@ impl LinuxHost {
         let work = move |call: &Call| {
             let of = format!("for volumeMount {volume:?} of container {container:?}");
             // Whoever owns the pod reads the answer, and may not learn from it what is on the machine: the log has why.
-            let hidden = |what: &str, error: &dyn std::fmt::Display| {
+            let hidden = |what: &str, error: HostError| {
                 let message = format!("failed to {what} {of}");
                 tracing::warn!(%error, volume, container, "{message}");
-                message
+                error.as_text(|_| message)
             };
-            let unprepared = |error: std::io::Error| hidden("prepare subPath", &error);
+            let unprepared = |error: std::io::Error| hidden("prepare subPath", error.into());
             let base = beneath::Dir::open(&base).map_err(unprepared)?;
             let sub = Path::new(&sub);
             let found = match base.find(sub).map_err(unprepared)? {
                 Some(found) => found,
                 None => base
                     .find_or_make(sub)
-                    .map_err(|error| hidden("create subPath directory", &error))?,
+                    .map_err(|error| hidden("create subPath directory", error.into()))?,
             };
             if call.is_cancelled() {
-                return Err(format!(
-                    "volume {volume:?} is not mounted: its pod has ended"
-                ));
+                return Err(format!("volume {volume:?} is not mounted: its pod has ended").into());
             }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());
             device::bind_if_wanted(&found, &target, call, target.display().to_string())
-                .map_err(|error| hidden("prepare subPath", &error))?;
+                .map_err(|error| hidden("prepare subPath", error))?;
             Ok(target)
         };
         self.patient.call_with(&key, KERNEL_TIMEOUT, work).await
@@ -386,7 +396,7 @@ impl LinuxHost {
         resolved: &ResolvedVolume,
         path: &str,
         limit: u64,
-    ) -> Result<String, String> {
+    ) -> Result<String, HostError> {
         let (dir, path) = (self.volume_dir(uid, resolved)?, PathBuf::from(path));
         blocking(move || {
             let dir = beneath::Dir::open(&dir).map_err(doing("the volume cannot be opened"))?;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use crate::core::lock::lock;
+use crate::host::HostError;
 
 /// The places that somebody is at.
 static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
@@ -21,8 +22,9 @@ impl Turn {
     }
 
     /// The same, as whoever sets up a volume is told of it.
-    pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, String> {
-        Turn::at(place).ok_or_else(|| "another pod is mounting or unmounting it just now".into())
+    pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, HostError> {
+        let taken = "another pod is mounting or unmounting it just now";
+        Turn::at(place).ok_or_else(|| HostError::under_way(taken))
     }
 }
 

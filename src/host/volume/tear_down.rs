@@ -17,8 +17,9 @@ use super::KERNEL_TIMEOUT;
 use super::staging_lock::Turn;
 use super::{csi, disks, mapped};
 use crate::core::lock::lock;
-use crate::host::linux::{LinuxHost, doing, remove, segment};
-use crate::host::{OnTakenAway, TakenAway, blocking};
+use crate::host::linux::{LinuxHost, remove, segment};
+use crate::host::{HostError, OnTakenAway, TakenAway, blocking};
+use crate::sys::failure::doing;
 use crate::sys::mount::{self, Mount};
 
 /// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
@@ -74,9 +75,11 @@ fn is_remote(kind: &str) -> bool {
 #[derive(Debug)]
 enum Refusal {
     /// The kernel has not answered: it waits for somebody else.
-    Silent(String),
+    Silent(HostError),
     /// It has answered so.
     Refused(PathBuf, Errno),
+    /// It was not asked.
+    Unasked(HostError),
 }
 
 impl Refusal {
@@ -85,14 +88,24 @@ impl Refusal {
         match self {
             Refusal::Silent(_) => true,
             Refusal::Refused(_, error) => matches!(error, Errno::EIO | Errno::ESTALE),
+            Refusal::Unasked(_) => false,
         }
     }
 }
 
-impl From<Refusal> for String {
-    fn from(refusal: Refusal) -> String {
+impl From<HostError> for Refusal {
+    fn from(error: HostError) -> Refusal {
+        match error.is_under_way() {
+            true => Refusal::Silent(error),
+            false => Refusal::Unasked(error),
+        }
+    }
+}
+
+impl From<Refusal> for HostError {
+    fn from(refusal: Refusal) -> HostError {
         match refusal {
-            Refusal::Silent(why) => why,
+            Refusal::Silent(why) | Refusal::Unasked(why) => why,
             Refusal::Refused(point, error) => {
                 let busy = match error {
                     Errno::EBUSY => {
@@ -100,10 +113,18 @@ impl From<Refusal> for String {
                     }
                     _ => "",
                 };
-                format!("{} cannot be unmounted: {error}{busy}", point.display())
+                HostError::failed(format!(
+                    "{} cannot be unmounted: {error}{busy}",
+                    point.display()
+                ))
             }
         }
     }
+}
+
+/// Whether it is known what came of something: a call that has not ended is told of when it has.
+fn has_ended<T>(outcome: &Result<T, HostError>) -> bool {
+    !outcome.as_ref().is_err_and(HostError::is_under_way)
 }
 
 /// What an unmounting is known by while it is under way.
@@ -118,14 +139,14 @@ impl LinuxHost {
         &self,
         uid: &str,
         each: OnTakenAway<'_>,
-    ) -> Result<(), String> {
-        let failed = |e: String| format!("volumes cannot be unmounted: {e}");
+    ) -> Result<(), HostError> {
+        let failed = || doing("volumes cannot be unmounted");
         self.end_setting_up(uid).await?;
-        self.release_mapped(uid).await.map_err(failed)?;
+        self.release_mapped(uid).await.map_err(failed())?;
         let dir = self.pod_dir(uid)?;
         let look = move || {
             let dir = fs::canonicalize(&dir).unwrap_or(dir);
-            let table = mount::table().map_err(|e| e.to_string())?;
+            let table = mount::table()?;
             Ok((places(&dir), table, csi::noted_in(&dir), dir))
         };
         let (places, table, noted, dir) = blocking(look).await?;
@@ -139,33 +160,35 @@ impl LinuxHost {
             let (begun, plugin, block) =
                 (Instant::now(), place.plugin.replace('~', "/"), place.block);
             let outcome = self.take_away(place, &dir, &table).await;
-            each(TakenAway {
-                plugin,
-                block,
-                staged: false,
-                has_failed: outcome.is_err(),
-                took: begun.elapsed(),
-            });
+            if has_ended(&outcome) {
+                each(TakenAway {
+                    plugin,
+                    block,
+                    staged: false,
+                    has_failed: outcome.is_err(),
+                    took: begun.elapsed(),
+                });
+            }
             outcome
         });
         for outcome in futures::future::join_all(work).await {
-            outcome.map_err(failed)?;
+            outcome.map_err(failed())?;
         }
         // What others have mounted there, and parts of volumes; but not what drivers have to undo yet.
         let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
-        self.unmount_below(&dir, is_known).await.map_err(failed)?;
-        self.unstage_idle(&had, each).await.map_err(failed)?;
-        self.let_sessions_go(uid).await.map_err(failed)
+        self.unmount_below(&dir, is_known).await.map_err(failed())?;
+        self.unstage_idle(&had, each).await.map_err(failed())?;
+        self.let_sessions_go(uid).await.map_err(failed())
     }
 
     /// Ends what is being set up for a pod: what was given up on may be under way yet. It is waited for a while; what never
     /// ends, as a look at a dead filesystem, must not hold up the pod's end: a mount that comes later finds that it was
     /// cancelled, and is undone by who made it.
-    async fn end_setting_up(&self, uid: &str) -> Result<(), String> {
+    async fn end_setting_up(&self, uid: &str) -> Result<(), HostError> {
         let begun = format!("{}/", segment(uid)?);
         if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
             tracing::warn!(
-                progress,
+                %progress,
                 uid,
                 "a pod's volumes are unmounted while one is being set up"
             );
@@ -178,10 +201,10 @@ impl LinuxHost {
         &self,
         had: &BTreeSet<&str>,
         each: OnTakenAway<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let (staging, pods) = (self.staging(), self.root.join("pods"));
         // Read anew: what this pod had is unmounted.
-        let table = blocking(|| mount::table().map_err(|e| e.to_string())).await?;
+        let table = blocking(|| Ok(mount::table()?)).await?;
         let of = |m: &Mount| staging.iter().find(|(_, dir)| m.point.starts_with(dir));
         // What a kubelet has made of the devices of other pods is theirs.
         let staged = table.iter().filter(|m| !mapped::is_mapped(&m.point));
@@ -195,7 +218,7 @@ impl LinuxHost {
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
             let work = move || unstage(&pods, &staged);
             let outcome = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
-            if outcome != Ok(false) {
+            if outcome != Ok(false) && has_ended(&outcome) {
                 each(TakenAway {
                     plugin: plugin.into(),
                     block: false,
@@ -208,7 +231,7 @@ impl LinuxHost {
                 // Another pod's device that hangs is no reason to stay.
                 Err(error) if own => return Err(error),
                 Err(error) => tracing::warn!(
-                    error,
+                    %error,
                     volume = key,
                     "a local volume that no pod uses stays mounted for now"
                 ),
@@ -219,7 +242,7 @@ impl LinuxHost {
     }
 
     /// Takes one volume away from the pod with this directory: what is mounted there goes, and what the agent has made.
-    async fn take_away(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), String> {
+    async fn take_away(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
         for mount in mount::among(table, &place.dir) {
             self.unmount(mount).await?;
         }
@@ -237,21 +260,21 @@ impl LinuxHost {
             match removed.map_err(|e| (e.kind(), e)) {
                 // What lies where something was mounted is not ours.
                 Ok(()) | Err((ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty, _)) => Ok(()),
-                Err((_, error)) => Err(format!(
-                    "{} cannot be removed: {error}",
-                    place.dir.display()
-                )),
+                Err((_, error)) => {
+                    let what = format!("{} cannot be removed", place.dir.display());
+                    Err(doing(what)(error))
+                }
             }
         })
         .await
     }
 
     /// Takes away what a kubelet has made of the devices of a pod.
-    async fn release_mapped(&self, uid: &str) -> Result<(), String> {
+    async fn release_mapped(&self, uid: &str) -> Result<(), HostError> {
         let (root, own) = (self.root.clone(), segment(uid)?.to_owned());
         let look = move || {
             let root = fs::canonicalize(&root).unwrap_or(root);
-            let table = mount::table().map_err(|e| e.to_string())?;
+            let table = mount::table()?;
             Ok(mapped::of_pod(&root, &own, &table))
         };
         for point in blocking(look).await? {
@@ -264,17 +287,17 @@ impl LinuxHost {
 
     /// Unmounts the parts of volumes that containers had, and what a kubelet has made of devices: before a driver is asked
     /// to unpublish what they are of.
-    pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), String> {
+    pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
         self.end_setting_up(uid).await?;
         self.release_mapped(uid).await?;
         let dir = self.pod_dir(uid)?.join("volume-subpaths");
         self.unmount_below(&dir, |_| false)
             .await
-            .map_err(|e| format!("subPath mounts cannot be unmounted: {e}"))
+            .map_err(doing("subPath mounts cannot be unmounted"))
     }
 
     /// Unmounts what is mounted below a directory, and not what is mounted at it.
-    pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), String> {
+    pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), HostError> {
         let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name());
         let parent = parent.to_owned();
         // What is mounted there is not asked: it may hang.
@@ -288,16 +311,16 @@ impl LinuxHost {
         &self,
         dir: &Path,
         stays: impl Fn(&Mount) -> bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), HostError> {
         let dir = dir.to_owned();
-        let mounts = blocking(move || mount::below(&dir).map_err(|e| e.to_string())).await?;
+        let mounts = blocking(move || Ok(mount::below(&dir)?)).await?;
         for mount in mounts.into_iter().filter(|mount| !stays(mount)) {
             self.unmount(mount).await?;
         }
         Ok(())
     }
 
-    async fn unmount(&self, mount: Mount) -> Result<(), String> {
+    async fn unmount(&self, mount: Mount) -> Result<(), HostError> {
         let point = mount.point.clone();
         let Err(refusal) = self.unmount_with(&point, MntFlags::empty()).await else {
             return self.unmounted(&point);
@@ -316,12 +339,12 @@ impl LinuxHost {
         tracing::warn!(
             mount = %point.display(),
             kind = mount.kind,
-            why = String::from(refusal),
+            why = %HostError::from(refusal),
             "a volume of another machine that does not answer is unmounted by force: what was not written yet is lost"
         );
         let device = mount.device;
         let shared = blocking(move || {
-            let table = mount::table().map_err(|e| e.to_string())?;
+            let table = mount::table()?;
             Ok(table.iter().filter(|m| m.device == device).count() > 1)
         });
         // Mounts of one export share its connection, and forcing one would fail the calls of all.
@@ -332,23 +355,21 @@ impl LinuxHost {
         self.unmounted(&point)
     }
 
-    fn unmounted(&self, point: &Path) -> Result<(), String> {
+    fn unmounted(&self, point: &Path) -> Result<(), HostError> {
         lock(&self.silent).remove(point);
         Ok(())
     }
 
     async fn unmount_with(&self, point: &Path, flags: MntFlags) -> Result<(), Refusal> {
         let (key, own) = (unmounting(point, flags), point.to_owned());
-        let work = move || Ok(mount::try_unmount(&own, flags));
-        let answer = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
-        answer
-            .map_err(Refusal::Silent)?
-            .map_err(|error| Refusal::Refused(point.to_owned(), error))
+        let work =
+            move || mount::try_unmount(&own, flags).map_err(|error| Refusal::Refused(own, error));
+        self.patient.call(&key, KERNEL_TIMEOUT, work).await
     }
 
     /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
     /// nothing or whose agent was killed.
-    async fn let_sessions_go(&self, uid: &str) -> Result<(), String> {
+    async fn let_sessions_go(&self, uid: &str) -> Result<(), HostError> {
         let (iscsi, mark) = (
             self.root.join("plugins/kubernetes.io/iscsi"),
             segment(uid)?.to_owned(),
@@ -374,7 +395,7 @@ impl LinuxHost {
             {
                 Err(error) if own => return Err(error),
                 Err(error) => tracing::warn!(
-                    error,
+                    %error,
                     disk = key,
                     "a session that no pod uses stays for now"
                 ),
@@ -392,12 +413,12 @@ fn is_in_use(staged: &Mount, table: &[Mount], pods: &Path) -> bool {
 }
 
 /// Unmounts a staged device if no pod has it mounted; whether it has done so.
-fn unstage(pods: &Path, staged: &Mount) -> Result<bool, String> {
+fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
     // Whoever has its turn is about to use it, or does just this.
     let Some(_turn) = Turn::at(&staged.point) else {
         return Ok(false);
     };
-    let table = mount::table().map_err(|e| e.to_string())?;
+    let table = mount::table()?;
     let there = table.iter().any(|m| m.point == staged.point);
     if !there || is_in_use(staged, &table, pods) {
         return Ok(false);
@@ -407,7 +428,7 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, String> {
         let point = staged.point.display();
         tracing::warn!(%error, %point, "what was written to a volume last may be lost");
     }
-    mount::unmount_all(&staged.point).map_err(|e| e.to_string())?;
+    mount::unmount_all(&staged.point)?;
     disks::end_session(&staged.point)?;
     fs::remove_dir(&staged.point).map_err(doing(format!(
         "{} cannot be removed",
@@ -422,6 +443,7 @@ pub(super) mod tests {
     use crate::core::pod::cgroup::Driver;
     use crate::host::cgroups::Cgroups;
     use std::os::fd::AsRawFd as _;
+    use std::sync::mpsc::Receiver;
 
     /// The machine with a root directory that is a link, as `/var/lib/kubelet` may be.
     pub(in crate::host::volume) fn host(dir: &Path) -> LinuxHost {
@@ -436,10 +458,29 @@ pub(super) mod tests {
         )
     }
 
+    fn is_busy(error: &HostError) -> bool {
+        error.message.contains("EBUSY") && error.message.contains("is not forced")
+    }
+
+    /// Work that ends when it is told to.
+    fn held(until: Receiver<()>) -> Result<(), HostError> {
+        until.recv().expect("it is told");
+        Ok(())
+    }
+
     #[test]
     fn only_a_server_that_is_gone_is_forced() {
         let refused = |error| Refusal::Refused("/v".into(), error);
-        assert!(Refusal::Silent("no answer".into()).is_of_a_lost_server());
+        for (error, expected) in [
+            (HostError::under_way("no answer"), true),
+            // The kernel was not even asked: that says nothing of a server.
+            (HostError::failed("no thread can be made"), false),
+            (Errno::ENOENT.into(), false),
+        ] {
+            let refusal = Refusal::from(error.clone());
+            assert_eq!(refusal.is_of_a_lost_server(), expected, "{error}");
+            assert_eq!(HostError::from(refusal), error);
+        }
         for (error, expected) in [
             (Errno::EIO, true),
             (Errno::ESTALE, true),
@@ -449,11 +490,7 @@ pub(super) mod tests {
         ] {
             assert_eq!(refused(error).is_of_a_lost_server(), expected, "{error}");
         }
-        let busy = String::from(refused(Errno::EBUSY));
-        assert!(
-            busy.contains("EBUSY") && busy.contains("is not forced"),
-            "{busy}"
-        );
+        assert!(is_busy(&refused(Errno::EBUSY).into()));
     }
 
     /// A filesystem of a program that never answers, and who holds it.
@@ -496,7 +533,7 @@ pub(super) mod tests {
         host.force_after = Duration::ZERO;
         for _ in 0..2 {
             let busy = host.tear_down("u", &|_| ()).await;
-            assert!(busy.is_err_and(|e| e.contains("EBUSY") && e.contains("is not forced")));
+            assert!(busy.is_err_and(|e| is_busy(&e)));
             assert!(is_mounted());
         }
         // No answer: as an unmounting has none that waits for a server.
@@ -504,16 +541,20 @@ pub(super) mod tests {
         let real = fs::canonicalize(dir.path()).expect("a path");
         let real = real.join("disk/pods/u/volumes/kubernetes.io~nfs/v");
         let key = unmounting(&real, MntFlags::empty());
-        let silent = move || answer.recv().map_err(|e| e.to_string());
+        let silent = move || held(answer);
         let hung = host.patient.call(&key, Duration::from_millis(1), silent);
         assert!(hung.await.is_err(), "it is given up");
         host.force_after = FORCE_AFTER;
-        let waits = host.tear_down("u", &|_| ()).await;
-        assert!(waits.is_err_and(|e| e.contains("not answered")));
+        let told = std::sync::Mutex::new(vec![]);
+        let each = |taken: TakenAway| lock(&told).push(taken.has_failed);
+        let waits = host.tear_down("u", &each).await;
+        assert!(waits.is_err_and(|e| e.is_under_way() && e.message.contains("not answered")));
         assert!(is_mounted(), "not before its time");
+        assert!(lock(&told).is_empty(), "nothing has come of it yet");
         host.force_after = Duration::ZERO;
-        assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
+        assert_eq!(host.tear_down("u", &each).await, Ok(()));
         assert!(!is_mounted());
+        assert_eq!(*lock(&told), [false]);
         release.send(()).expect("it waits");
     }
 
@@ -530,11 +571,8 @@ pub(super) mod tests {
         mount::tmpfs(&point, 0).expect("mounted");
         let held = fs::File::create(point.join("file")).expect("held");
         for _ in 0..2 {
-            assert!(
-                host.tear_down("u", &|_| ())
-                    .await
-                    .is_err_and(|e| e.contains("EBUSY"))
-            );
+            let busy = host.tear_down("u", &|_| ()).await;
+            assert!(busy.is_err_and(|e| is_busy(&e)));
         }
         drop(held);
         // A program that another test starts just now holds it too, until it is executed.
@@ -622,7 +660,7 @@ pub(super) mod tests {
         let bind = bind.args(["--bind", "/dev/null"]).arg(&mapped).status();
         assert!(bind.expect("mount").success());
         let (release, held) = std::sync::mpsc::channel::<()>();
-        let hang = move || held.recv().map_err(|e| e.to_string());
+        let hang = move || held.recv().map_err(|e| HostError::failed(e.to_string()));
         let key = staged.display().to_string();
         let looked = host.patient.call(&key, Duration::ZERO, hang).await;
         let outcome = host.tear_down("u", &|_| ()).await;
@@ -729,13 +767,13 @@ pub(super) mod tests {
         let point = host.root.join("pods/u/volumes/kubernetes.io~nfs/v");
         fs::create_dir_all(&point).expect("mkdir");
         let late = point.clone();
-        let (release, held) = std::sync::mpsc::channel::<()>();
+        let (release, until) = std::sync::mpsc::channel();
         let mounting = host
             .patient
             .call("u/v", Duration::from_millis(20), move || {
-                held.recv().map_err(|e| e.to_string())?;
+                held(until)?;
                 std::thread::sleep(Duration::from_millis(300));
-                mount::tmpfs(&late, 0).map_err(|e| e.to_string())
+                mount::tmpfs(&late, 0).map_err(HostError::from)
             });
         assert!(mounting.await.is_err(), "it is given up");
         release.send(()).expect("it waits");
@@ -749,12 +787,10 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let host = host(dir.path());
         fs::create_dir_all(host.root.join("pods/u")).expect("mkdir");
-        let (release, held) = std::sync::mpsc::channel::<()>();
+        let (release, until) = std::sync::mpsc::channel();
         let looking = host
             .patient
-            .call("u/v", Duration::from_millis(20), move || {
-                held.recv().map_err(|e| e.to_string())
-            });
+            .call("u/v", Duration::from_millis(20), move || held(until));
         assert!(looking.await.is_err(), "it is given up");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");

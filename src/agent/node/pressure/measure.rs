@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::core::node::eviction::{Amount, Observations, Signal};
 use crate::core::serving::cgroup_stats::Depth;
-use crate::host::blocking;
+use crate::host::{HostError, blocking};
 use crate::sys::machine::Room;
 use crate::sys::meter;
 use crate::sys::patient::Patient;
@@ -91,11 +91,11 @@ impl Default for Filesystems {
 impl Filesystems {
     async fn room(&self, dir: PathBuf) -> Option<Found> {
         let (read, key) = (self.read, dir.display().to_string());
-        let work = move || read(&dir).map_err(|e| e.to_string());
+        let work = move || read(&dir).map_err(HostError::from);
         let room = self.calls.call(&key, self.patience, work).await;
-        room.inspect_err(|error| {
-            tracing::debug!(error, dir = key, "the filesystem cannot be measured")
-        })
+        room.inspect_err(
+            |error| tracing::debug!(%error, dir = key, "the filesystem cannot be measured"),
+        )
         .ok()
     }
 }

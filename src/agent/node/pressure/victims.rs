@@ -146,7 +146,7 @@ async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> Pod
                     figures.disk += used.bytes;
                     figures.inodes += used.inodes;
                 }
-                Err(error) => tracing::debug!(error, volume, "a volume could not be counted"),
+                Err(error) => tracing::debug!(%error, volume, "a volume could not be counted"),
             }
         }
     }

@@ -26,7 +26,7 @@ pub struct Setup {
 impl Job {
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
         let (context, pod) = (self.context(), &self.pod);
-        let (handler, users) = self.isolation().await.map_err(failed)?;
+        let (handler, users) = self.isolation().await?;
         // A resize brings it to another size, and looks before at what is used.
         let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
@@ -68,13 +68,13 @@ impl Job {
     }
 
     /// The runtime's handler that the pod asks for, and its user namespace's ids.
-    async fn isolation(&self) -> std::result::Result<(String, Option<Mappings>), String> {
+    async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
         let fail = |error: String| {
             let message = format!("Failed to create pod sandbox: {error}");
             self.say(Kind::Warning, "FailedCreatePodSandBox", message.clone());
-            message
+            failed(message)
         };
         let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
             None => String::new(),
@@ -97,7 +97,8 @@ impl Job {
                 "can't set `spec.hostUsers: false`, {which} does not support user namespaces"
             )));
         }
-        let users = context.host.user_mappings(pod).await.map_err(fail)?;
+        let users = context.host.user_mappings(pod).await;
+        let users = users.map_err(|e| fail(e.message))?;
         Ok((handler, Some(users)))
     }
 

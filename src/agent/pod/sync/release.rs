@@ -1,5 +1,7 @@
 //! Giving back what a pod held, and removing what has ended and nobody needs.
 
+use std::fmt::Display;
+
 use kube::ResourceExt as _;
 
 use super::{Job, Result, failed};
@@ -15,11 +17,14 @@ impl Job {
             if content {
                 self.remove_from_runtime().await?;
             }
-            crate::agent::volume::tear_down(context, pod::uid(pod)).await?;
+            let torn_down = crate::agent::volume::tear_down(context, pod::uid(pod));
+            torn_down.await.map_err(|e| e.to_string())?;
             let remove = context.host.remove_cgroup(pod);
-            self.count_cgroup("destroy", remove).await?;
+            let removed = self.count_cgroup("destroy", remove).await;
+            removed.map_err(|e| e.to_string())?;
             if content {
-                context.host.remove_directories(pod).await?;
+                let removed = context.host.remove_directories(pod).await;
+                removed.map_err(|e| e.to_string())?;
             }
             Ok::<_, String>(())
         };
@@ -34,7 +39,11 @@ impl Job {
     /// Tells the drivers of the pod's resource claims that nothing uses them here any more.
     pub(super) async fn return_claims(&self) -> Result<Outcome> {
         let context = self.context();
-        let give_back = context.claims.give_back(context, pod::uid(&self.pod));
+        let give_back = async {
+            let given_back = context.claims.give_back(context, pod::uid(&self.pod));
+            let told = |why| format!("unprepare dynamic resources: {why}");
+            given_back.await.map_err(told)
+        };
         let step = self.log().step(Step::ReturnClaims, "", give_back);
         step.await.map_err(failed)?;
         Ok(Outcome::Done)
@@ -99,25 +108,24 @@ impl Job {
         sandboxes: &[String],
     ) -> Outcome {
         let context = self.context();
-        let later = |error: String| {
+        let later = |error: &dyn Display| {
             tracing::warn!(
-                error,
+                %error,
                 "an ended container or sandbox could not be removed yet"
             );
         };
         for (id, name, attempt) in containers {
             match context.runtime.remove_container(id).await {
-                Ok(()) => context
-                    .host
-                    .remove_instance(&self.pod, name, *attempt, id)
-                    .await
-                    .unwrap_or_else(later),
-                Err(error) => later(error.to_string()),
+                Ok(()) => {
+                    let removed = context.host.remove_instance(&self.pod, name, *attempt, id);
+                    removed.await.unwrap_or_else(|e| later(&e));
+                }
+                Err(error) => later(&error),
             }
         }
         for sandbox in sandboxes {
             let removed = context.runtime.remove_sandbox(sandbox).await;
-            removed.unwrap_or_else(|e| later(e.to_string()));
+            removed.unwrap_or_else(|e| later(&e));
         }
         Outcome::Done
     }

@@ -57,7 +57,8 @@ impl Job {
         resize::check_lowered(&checked)?;
         let larger = resize::with_larger(pod, &at_most, &resize::desired(pod));
         let widen = context.host.ensure_cgroup(&larger, self.cpu_limit());
-        self.count_cgroup("update", widen).await?;
+        let widened = self.count_cgroup("update", widen).await;
+        widened.map_err(|e| e.message)?;
         for (container, seen) in wanted {
             let resources = cri_config::resources(pod, container, &node);
             context
@@ -67,7 +68,8 @@ impl Job {
                 .map_err(|e| format!("container {} cannot be resized: {e}", container.name))?;
         }
         let set = context.host.ensure_cgroup(pod, self.cpu_limit());
-        self.count_cgroup("update", set).await.map(drop)
+        let set = self.count_cgroup("update", set).await;
+        set.map(drop).map_err(|e| e.message)
     }
 
     fn lowered_of_pod(&self) -> Option<Lowered> {

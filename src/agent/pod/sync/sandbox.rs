@@ -41,7 +41,8 @@ impl Job {
             return Ok(());
         }
         let prepare = async {
-            context.claims.prepare(context, pod).await.map_err(|error| {
+            context.claims.prepare(context, pod).await.map_err(|why| {
+                let error = format!("prepare dynamic resources: {why}");
                 let message = format!("Failed to prepare dynamic resources: {error}");
                 self.say(Kind::Warning, "FailedPrepareDynamicResources", message);
                 error

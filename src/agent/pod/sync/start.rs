@@ -214,7 +214,7 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
         .await
     {
         tracing::warn!(
-            error,
+            %error,
             container = name,
             "log collectors will not find this container's log"
         );
@@ -324,7 +324,10 @@ async fn environment(
             .get(&volume)
             .filter(|b| matches!(b.source, Source::EmptyDir(_)));
         let text = match found {
-            Some(found) => s.context.host.read_file(s.pod, found, &path).await,
+            Some(found) => {
+                let read = s.context.host.read_file(s.pod, found, &path).await;
+                read.map_err(|e| e.message)
+            }
             None => Err(format!("volume {volume:?} is not an emptyDir of the pod")),
         };
         files.insert((volume, path), text);
@@ -348,7 +351,11 @@ async fn container_config(
     let given = s.context.devices.prepare(pod::uid(s.pod), &container.name);
     let given = given.await?;
     let claimed = match s.job.update.with_status() {
-        pod if has_claims(pod) => s.context.claims.cdi(pod, container)?,
+        pod if has_claims(pod) => s
+            .context
+            .claims
+            .cdi(pod, container)
+            .map_err(|e| e.to_string())?,
         _ => vec![],
     };
     // Where both name a variable or a path, the container's own counts.
@@ -456,13 +463,8 @@ async fn volume_mount(
         index,
         path: sub_path,
     };
-    message.host_path = s
-        .context
-        .host
-        .mount_source(s.pod, resolved, &place)
-        .await?
-        .display()
-        .to_string();
+    let source = s.context.host.mount_source(s.pod, resolved, &place).await;
+    message.host_path = source.map_err(|e| e.message)?.display().to_string();
     Ok(message)
 }
 
@@ -489,9 +491,10 @@ async fn devices(
             path: None,
         };
         let path = match &resolved.source {
-            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &resolved.name)?,
-            _ => s.context.host.mount_source(s.pod, resolved, &place).await?,
+            Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &resolved.name),
+            _ => s.context.host.mount_source(s.pod, resolved, &place).await,
         };
+        let path = path.map_err(|e| e.message)?;
         let permissions = if resolved.read_only { "r" } else { "mrw" };
         devices.push(pb::Device {
             container_path: device.device_path.clone(),
@@ -528,23 +531,17 @@ async fn mounts(
             &s.context.config.cluster_domain,
             &s.context.host.node_hosts().await,
         );
-        mounts.push(file(
-            "/etc/hosts",
-            s.context.host.write_hosts(s.pod, text).await?,
-        ));
+        let hosts = s.context.host.write_hosts(s.pod, text).await;
+        mounts.push(file("/etc/hosts", hosts.map_err(|e| e.message)?));
     }
     if let Some(path) = container
         .termination_message_path
         .as_ref()
         .filter(|p| !p.is_empty())
     {
-        mounts.push(file(
-            path,
-            s.context
-                .host
-                .termination_log(s.pod, &container.name, start.attempt)
-                .await?,
-        ));
+        let (host, name) = (&s.context.host, &container.name);
+        let made = host.termination_log(s.pod, name, start.attempt).await;
+        mounts.push(file(path, made.map_err(|e| e.message)?));
     }
     Ok(mounts)
 }

@@ -26,8 +26,8 @@ pub(super) struct NotAttached {
     pub(super) is_full: bool,
 }
 
-impl From<String> for NotAttached {
-    fn from(why: String) -> NotAttached {
+impl NotAttached {
+    fn new(why: String) -> NotAttached {
         NotAttached {
             why,
             is_full: false,
@@ -65,9 +65,9 @@ async fn attached(
     let node = &context.config.node_name;
     // What was seen before may be older than the report.
     if !context.node.refresh().await {
-        return Err(format!(
+        return Err(NotAttached::new(format!(
             "volume is not attached yet: the API does not answer whether volumesAttached of node {node} lists {volume}; it is asked again"
-        ).into());
+        )));
     }
     let (name, driver) = (&data.attachment_id, &data.driver_name);
     let mut has_no_room = false;
@@ -75,7 +75,7 @@ async fn attached(
         .api
         .attachment(name)
         .await
-        .map_err(|e| e.to_string())?
+        .map_err(|e| NotAttached::new(e.to_string()))?
     {
         Attachment::Done(told) if listed(context, &volume).await => return Ok(told),
         Attachment::Done(_) => format!(
@@ -104,14 +104,14 @@ async fn attached(
 }
 
 /// Waits until the node's status says that a volume is in use.
-async fn reported(context: &Context, volume: &str) -> Result<(), String> {
+async fn reported(context: &Context, volume: &str) -> Result<(), NotAttached> {
     let mut reported = context.csi.reported.subscribe();
     let says = reported.wait_for(|names| names.contains(volume));
     match tokio::time::timeout(REPORTING, says).await {
         Ok(Ok(_)) => Ok(()),
-        _ => Err(format!(
+        _ => Err(NotAttached::new(format!(
             "the node's status does not say yet that {volume} is in use"
-        )),
+        ))),
     }
 }
 

@@ -5,6 +5,7 @@ mod expansion;
 mod registry;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -27,11 +28,42 @@ use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
 use crate::core::volume::expansion::Expansions;
 use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
-use crate::host::blocking;
 use crate::host::volume::csi::{CsiDirs, Published, is_mounted, labels_files};
+use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::TokenFor;
 use crate::sys::machine::Room;
 use crate::sys::patient::Patient;
+
+/// Why a volume is not undone yet, or cannot be asked about.
+#[derive(Debug, thiserror::Error)]
+pub enum VolumeError {
+    /// Its driver is gone; when it registers, pods that wait for it are told.
+    #[error("driver name {0} not found in the list of registered CSI drivers")]
+    NoDriver(String),
+    /// Its driver has refused, or has not answered.
+    #[error("{0}: {1}")]
+    Driver(&'static str, CsiError),
+    /// What this machine has of it is in the way.
+    #[error("{0}")]
+    Host(#[from] HostError),
+    /// One of a pod's volumes of drivers.
+    #[error("volume {volume} cannot be unpublished: {why}")]
+    Published {
+        /// Its directory's name.
+        volume: String,
+        /// Why.
+        why: Box<VolumeError>,
+    },
+}
+
+impl From<VolumeError> for Problem {
+    fn from(error: VolumeError) -> Problem {
+        match error {
+            VolumeError::Host(error) => error.into(),
+            other => Problem::SetUp(other.to_string()),
+        }
+    }
+}
 
 /// How long a volume's filesystem may take to say how full it is.
 const ASKING: Duration = Duration::from_secs(10);
@@ -99,11 +131,9 @@ impl Csi {
         }
     }
 
-    fn driver(&self, name: &str) -> Result<Registered, String> {
+    fn driver(&self, name: &str) -> Result<Registered, VolumeError> {
         let found = lock(&self.drivers).get(name).cloned();
-        found.ok_or_else(|| {
-            format!("driver name {name} not found in the list of registered CSI drivers")
-        })
+        found.ok_or_else(|| VolumeError::NoDriver(name.to_owned()))
     }
 
     /// Whether a driver makes filesystems as large as their volumes have become.
@@ -198,7 +228,7 @@ impl Csi {
     }
 
     /// Where the device of a pod's volume is published.
-    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, String> {
+    pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, HostError> {
         self.dirs.device(uid, name)
     }
 
@@ -247,14 +277,14 @@ async fn secret(
     context: &Context,
     field: &str,
     reference: Option<&(String, String)>,
-) -> Result<HashMap<String, String>, String> {
+) -> Result<HashMap<String, String>, Problem> {
     let Some((namespace, name)) = reference else {
         return Ok(HashMap::new());
     };
     let found = context.api.secret(namespace, name).await.map_err(|e| {
-        format!(
+        Problem::SetUp(format!(
             "fetching {field} {namespace}/{name} failed: kubernetes.io/csi: failed to find the secret {name} in the namespace {namespace} with error: {e}"
-        )
+        ))
     })?;
     Ok(found
         .data
@@ -264,8 +294,8 @@ async fn secret(
         .collect())
 }
 
-fn failed(what: &str) -> impl Fn(CsiError) -> String {
-    move |error| format!("{what}: {error}")
+fn failed(call: &'static str) -> impl Fn(CsiError) -> VolumeError {
+    move |error| VolumeError::Driver(call, error)
 }
 
 /// A volume for a pod, with all that is known of it.
@@ -370,7 +400,7 @@ async fn needs_no_labels(
     context: &Context,
     volume: &Volume,
     place: &Published,
-) -> Result<bool, String> {
+) -> Result<bool, HostError> {
     if volume.label.is_some() || volume.block || context.machine.selinux.is_none() {
         return Ok(volume.label.is_some());
     }
@@ -384,7 +414,7 @@ fn republishes(driver: Option<&CSIDriver>) -> bool {
 }
 
 /// Whether a volume is there for its pod: it is mounted, or its driver has published it without that.
-async fn there(context: &Context, place: &Published) -> Result<bool, String> {
+async fn there(context: &Context, place: &Published) -> Result<bool, HostError> {
     let target = place.target.clone();
     let is_mounted = blocking(move || is_mounted(&target)).await?;
     Ok(is_mounted || lock(&context.csi.unmounted).contains(&place.key()))
@@ -491,7 +521,7 @@ async fn stage(
     before: bool,
 ) -> Result<(), Problem> {
     let Wanted { volume, place, .. } = wanted;
-    let failed = |why: String| Problem::at(csi::steps(volume)[1], why);
+    let failed = |why: &dyn Display| Problem::at(csi::steps(volume)[1], why.to_string());
     let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
     if before && lock(&context.csi.staged).contains(&name) {
         return Ok(());
@@ -503,7 +533,7 @@ async fn stage(
         volume_capability: Some(capability),
         secrets: secret(context, "NodeStageSecretRef", volume.stage_secret.as_ref())
             .await
-            .map_err(failed)?,
+            .map_err(|problem| failed(&problem))?,
         volume_context: volume.attributes.clone().into_iter().collect(),
     };
     let driver = wanted.registered.driver.clone();
@@ -524,7 +554,7 @@ async fn stage(
         })
         .await?;
     }
-    Err(failed(error.to_string()))
+    Err(failed(&error))
 }
 
 /// The tokens that a driver wants of the pod's service account.
@@ -532,7 +562,7 @@ async fn tokens(
     context: &Context,
     pod: &Pod,
     driver: Option<&CSIDriver>,
-) -> Result<Option<Value>, String> {
+) -> Result<Option<Value>, Problem> {
     let wanted = driver
         .and_then(|d| d.spec.token_requests.as_ref())
         .filter(|t| !t.is_empty());
@@ -548,7 +578,7 @@ async fn tokens(
             .api
             .token(asked)
             .await
-            .map_err(|e| format!("failed to fetch token: {e}"))?;
+            .map_err(|e| Problem::SetUp(format!("failed to fetch token: {e}")))?;
         all.insert(
             wanted.audience.clone(),
             json!({"token": token.text, "expirationTimestamp": token.expires.to_string()}),
@@ -559,7 +589,7 @@ async fn tokens(
 
 /// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone. One whose
 /// driver is gone, or refuses, holds up no other.
-pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
+pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let of_pod = |place: &&Published| place.uid == uid;
     let all: Vec<Published> = lock(&context.csi.published)
         .values()
@@ -576,7 +606,7 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), String> {
     outcomes.into_iter().collect()
 }
 
-async fn unpublish_one(context: &Context, place: &Published) -> Result<(), String> {
+async fn unpublish_one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     // A call that is under way is waited for.
     let turn = context.csi.turn(&place.data);
     let _turn = turn.lock().await;
@@ -592,11 +622,16 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Strin
         has_failed: outcome.is_err(),
         took: begun.elapsed(),
     });
-    if outcome.is_err() && !place.block {
+    if let Err(VolumeError::Driver(..)) = outcome
+        && !place.block
+    {
         // A privileged pod may have mounted something within it, which is a reason for its driver to find it busy.
         context.host.unmount_within(place).await?;
     }
-    outcome.map_err(|e| format!("volume {} cannot be unpublished: {e}", place.name))?;
+    outcome.map_err(|why| VolumeError::Published {
+        volume: place.name.clone(),
+        why: Box::new(why),
+    })?;
     context.csi.forget(place);
     Ok(())
 }
@@ -610,18 +645,18 @@ pub async fn unknown(context: &Context, uid: &str) -> u64 {
 }
 
 /// Where a volume is staged, if it is. What is mounted there may hang.
-async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, String> {
+async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, HostError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     blocking(move || Ok(dirs.staged(&own))).await
 }
 
 /// Whether a driver may have published the same volume for another pod: one that waits for its attachment does not count.
-async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, String> {
+async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
     let (dirs, others) = (context.csi.dirs.clone(), context.csi.others(place));
     blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
 }
 
-async fn one(context: &Context, place: &Published) -> Result<(), String> {
+async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // Of one that waits for its attachment its driver knows nothing, unless it was staged for another pod.
     let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
@@ -671,7 +706,8 @@ async fn one(context: &Context, place: &Published) -> Result<(), String> {
         // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
         dirs.forget(&own, is_last)
     })
-    .await
+    .await?;
+    Ok(())
 }
 
 /// How full the volumes are that drivers have published for a pod: as the driver says, or else as their filesystem does.
@@ -687,7 +723,7 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
         match full(context, &place).await {
             Ok(figures) => found.push(figures),
             Err(error) => tracing::debug!(
-                error,
+                %error,
                 volume = place.name,
                 "it cannot be told how full a volume is"
             ),
@@ -696,7 +732,7 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
     found
 }
 
-async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, String> {
+async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, VolumeError> {
     let (namespace, claim) = place.claim.clone().unzip();
     let mut figures = VolumeFigures {
         name: place.name.clone(),
@@ -734,7 +770,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Str
     }
     // A server that is gone pins one thread for each such volume, and none that others need.
     let (key, target) = (place.target.display().to_string(), place.target.clone());
-    let ask = move || Room::of(&target).map_err(|e| e.to_string());
+    let ask = move || Room::of(&target).map_err(HostError::from);
     let room = context.csi.rooms.call(&key, ASKING, ask).await?;
     figures.bytes = (
         room.capacity.saturating_sub(room.free),

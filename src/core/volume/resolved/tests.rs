@@ -250,6 +250,36 @@ fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
 }
 
 #[test]
+fn what_is_under_way_is_told_like_a_failure_and_is_none() {
+    let set_up = Problem::SetUp("w".into());
+    let waits = Problem::under_way("w".into());
+    for (problem, reason, step, is_under_way) in [
+        (set_up.clone(), "FailedMount", "MountVolume.SetUp", false),
+        (waits.clone(), "FailedMount", "MountVolume.SetUp", true),
+        (
+            set_up.of_device(),
+            "FailedMapVolume",
+            "MapVolume.SetUpDevice",
+            false,
+        ),
+        (
+            waits.of_device(),
+            "FailedMapVolume",
+            "MapVolume.SetUpDevice",
+            true,
+        ),
+    ] {
+        assert_eq!(problem.reason(), reason);
+        let told = format!("{step} failed for volume \"pv\" : w");
+        assert_eq!(
+            (problem.told("pv"), problem.to_string()),
+            (told, "w".into())
+        );
+        assert_eq!(problem.is_under_way(), is_under_way);
+    }
+}
+
+#[test]
 fn a_device_is_told_with_the_places_where_it_is_listed() {
     let of = |source: Value| {
         let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
