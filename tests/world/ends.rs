@@ -81,8 +81,12 @@ impl State {
             );
             self.deny(what);
         }
+        // The node's own eviction tells its own cause there, as a kubelet's does.
+        let cause = condition(pod, "DisruptionTarget");
+        let is_own = cause.is_some_and(|c| c["reason"] == "TerminationByKubelet");
         if let Some(target) = self.disrupted.get(uid)
-            && condition(pod, "DisruptionTarget") != Some(target)
+            && cause != Some(target)
+            && !is_own
         {
             let what = format!("{uid}: why it is disrupted was written over: {target}");
             self.deny(what);

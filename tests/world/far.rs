@@ -84,6 +84,7 @@ impl World {
 
     /// Mounts the volume for a pod, unless it is.
     pub(super) async fn mount_far(&self, uid: &str) -> Result<(), HostError> {
+        self.only_alive().await;
         let is_given_up = {
             let mut state = self.state();
             if state.far.mounted.contains(uid) {
@@ -100,10 +101,7 @@ impl World {
             world.while_silent().await;
             let mut state = world.state();
             let not_wanted = Err("it is not wanted any more".into());
-            if state.life != world.2 {
-                return not_wanted;
-            }
-            if state.far.mounting.remove(&of) != Some(true) {
+            if state.life != world.2 || state.far.mounting.remove(&of) != Some(true) {
                 return not_wanted;
             }
             if !state.dirs.contains(&of) {
