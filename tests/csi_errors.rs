@@ -139,6 +139,49 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
     assert_eq!(again.driver.count("unstage gone-1"), 1);
 }
 
+/// A driver that refuses to unstage holds up neither the pod that had the volume nor the next one, and is asked again: also by
+/// the next agent.
+fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, image: &str) {
+    let named = |name: &str| {
+        cluster.apply(&pod(name, image, ""));
+        cluster.wait("the pod", || {
+            condition(&cluster.pod(name), "Ready") == "True"
+        });
+    };
+    let delete = |name: &str| {
+        let begun = Instant::now();
+        cluster.kubectl(&["delete", "pod", name]);
+        assert!(
+            begun.elapsed() < Duration::from_secs(15),
+            "{name} went after {:?}",
+            begun.elapsed()
+        );
+    };
+    let counted = || ["stage v-1", "unstage v-1"].map(|call| driver.count(call));
+    let staging = cluster
+        .data()
+        .join("agent/plugins/kubernetes.io/csi")
+        .join(NAME);
+    let is_staged = || std::fs::read_dir(&staging).is_ok_and(|mut dirs| dirs.next().is_some());
+    let [staged, _] = counted();
+    driver.refuse("unstage", true);
+    named("first");
+    delete("first");
+    assert!(is_staged());
+    // It may be staged no more: whoever has it next does not rely on it.
+    named("second");
+    assert_eq!(counted()[0], staged + 2, "{:?}", driver.calls());
+    delete("second");
+    let [_, before] = counted();
+    cluster.wait("the driver to be asked again", || counted()[1] > before);
+    cluster.kill("agent");
+    driver.refuse("unstage", false);
+    let [_, before] = counted();
+    cluster.up();
+    cluster.wait("the next agent to have it unstaged", || !is_staged());
+    assert_eq!(counted(), [staged + 2, before + 1], "{:?}", driver.calls());
+}
+
 #[test]
 fn drivers_are_asked_for_what_is_needed_and_no_more() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
@@ -156,6 +199,7 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     registered_beside_those_that_hang(&cluster, &registry);
     what_was_refused_is_not_undone(&cluster, &driver, &image);
     gone_with_a_volume(&cluster, &driver, &image, &registry);
+    what_is_not_unstaged_holds_up_nobody(&cluster, &driver, &image);
 
     // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.
     let staged = driver.count("stage");
@@ -165,13 +209,14 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
         driver.count("publish v-1") > 3
     });
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
+    let unstaged = driver.count("unstage v-1");
     cluster.apply(&pod("two", &image, ""));
     cluster.wait("the second pod", || ready("two"));
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.kubectl(&["delete", "pod", "one"]);
     assert_eq!(
         (driver.count("busy"), driver.count("unstage v-1")),
-        (0, 0),
+        (0, unstaged),
         "{:?}",
         driver.calls()
     );

@@ -219,6 +219,7 @@ impl Agent {
         let local = serving::local::run(Arc::clone(&context));
         let upkeep = node::log_rotation::run(Arc::clone(&context));
         let csi = Box::pin(volume::csi::run(Arc::clone(&context), context.node.api()));
+        let unstaging = Box::pin(volume::csi::unstaging::run(Arc::clone(&context)));
         let limits = Box::pin(volume::storage_limits::run(Arc::clone(&context)));
         let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
         let server = Box::pin(async move {
@@ -243,6 +244,7 @@ impl Agent {
             biased;
             () = stopped => Ok(()),
             () = csi => anyhow::bail!("the registration of drivers ended"),
+            () = unstaging => anyhow::bail!("the unstaging of volumes ended"),
             () = devices => anyhow::bail!("the registration of device plugins ended"),
             () = claims => anyhow::bail!("the upkeep of resource claims ended"),
             () = slices => anyhow::bail!("the upkeep of ResourceSlices ended"),

@@ -299,6 +299,27 @@ impl CsiDirs {
         all
     }
 
+    /// All volumes that are staged here or may be, as of no pod.
+    #[must_use]
+    pub fn staged_volumes(&self) -> Vec<Published> {
+        let drivers = self.0.join("plugins/kubernetes.io/csi");
+        let mut notes = vec![];
+        for driver in names(&drivers) {
+            let dirs = names(&drivers.join(&driver)).into_iter();
+            let block = driver == "volumeDevices";
+            notes.extend(dirs.map(|dir| match block {
+                true => (drivers.join(&driver).join(dir).join("data"), true),
+                false => (drivers.join(&driver).join(dir), false),
+            }));
+        }
+        let read = |(dir, block): (PathBuf, bool)| {
+            let data: VolumeData = serde_json::from_slice(&fs::read(dir.join(NOTE)).ok()?).ok()?;
+            let volume = self.place("none", data, block, None).ok()?;
+            self.staged(&volume).is_some().then_some(volume)
+        };
+        notes.into_iter().filter_map(read).collect()
+    }
+
     /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error. `is_last` says
     /// that no other pod has it.
     pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), HostError> {

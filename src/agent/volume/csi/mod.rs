@@ -3,6 +3,7 @@
 mod attachment;
 mod expansion;
 mod registry;
+pub mod unstaging;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Display;
@@ -90,6 +91,11 @@ pub struct Csi {
     staged: Mutex<BTreeSet<String>>,
     /// What drivers have published since the agent started without mounting it: that it is there cannot be seen.
     unmounted: Mutex<BTreeSet<Place>>,
+    /// The volumes that no pod has and that are staged still, as nodes name them.
+    staying: Mutex<BTreeMap<String, Published>>,
+    /// Those of them that nobody has begun to have unstaged.
+    left: Mutex<Vec<Published>>,
+    leaves: Notify,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     /// The volumes that the node's status says are in use, of those that still are.
@@ -113,12 +119,25 @@ impl Csi {
     #[must_use]
     pub fn new(root: &Path) -> Csi {
         let dirs = CsiDirs(root.into());
-        let published = dirs.published().into_iter().map(|p| (p.key(), p)).collect();
+        let published: BTreeMap<Place, Published> =
+            dirs.published().into_iter().map(|p| (p.key(), p)).collect();
+        // What an agent before this one could not have unstaged.
+        let mut left = dirs.staged_volumes();
+        left.retain(|staged| !published.values().any(|v| is_same(v, staged)));
+        if dirs.count().1 > 0 {
+            // One of them may be what a pod has of which that cannot be told.
+            left.clear();
+        }
+        let named = left.iter().map(|v| (unique_name(v), v.clone()));
+        let staying = named.collect();
         Csi {
             drivers: Mutex::default(),
             published: Mutex::new(published),
             staged: Mutex::default(),
             unmounted: Mutex::default(),
+            staying: Mutex::new(staying),
+            left: Mutex::new(left),
+            leaves: Notify::new(),
             locks: Mutex::default(),
             reported: watch::Sender::default(),
             changed: Notify::new(),
@@ -163,18 +182,23 @@ impl Csi {
 
     fn forget(&self, place: &Published) {
         lock(&self.unmounted).remove(&place.key());
-        let mut published = lock(&self.published);
-        published.remove(&place.key());
-        if !published.values().any(|v| is_same(v, place)) {
-            // For the next pod it is reported anew: until then a controller may have begun to detach it.
-            let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
+        lock(&self.published).remove(&place.key());
+        self.settle(place);
+        self.changed.notify_one();
+    }
+
+    /// For the next pod a volume that nobody has any more, staged neither, is reported anew: until then a controller may have
+    /// begun to detach it.
+    fn settle(&self, place: &Published) {
+        let name = unique_name(place);
+        let published = lock(&self.published);
+        let is_there = published.values().any(|v| is_same(v, place));
+        if !is_there && !lock(&self.staying).contains_key(&name) {
             self.reported.send_modify(|reported| {
                 reported.remove(&name);
             });
             lock(&self.expansions).forget(&name);
         }
-        drop(published);
-        self.changed.notify_one();
     }
 
     /// The same volume as other pods have it, or wait for it.
@@ -235,14 +259,15 @@ impl Csi {
     /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
     #[must_use]
     pub fn in_use(&self) -> Vec<String> {
-        attached(&lock(&self.published)).into_iter().collect()
+        let published = lock(&self.published);
+        self.attached(&published).into_iter().collect()
     }
 
     /// The node's status says now that these are in use. It counts for those that still are.
     pub fn set_reported(&self, names: &[String]) {
         // Under the lock: what is forgotten meanwhile must not come back.
         let published = lock(&self.published);
-        let mut now = attached(&published);
+        let mut now = self.attached(&published);
         now.retain(|name| names.contains(name));
         self.reported.send_if_modified(|reported| {
             let changed = *reported != now;
@@ -251,20 +276,23 @@ impl Csi {
         });
     }
 
+    /// Of volumes that are published or staged, those that are attached, as nodes name them.
+    fn attached(&self, published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
+        let staying = lock(&self.staying);
+        let all = published.values().chain(staying.values());
+        let attached = all.filter(|v| !v.data.attachment_id.is_empty());
+        attached.map(unique_name).collect()
+    }
+
     /// Returns when that has changed, or [`Csi::problem`].
     pub async fn in_use_changed(&self) {
         self.changed.notified().await;
     }
 }
 
-/// Of volumes that are published, those that are attached, as nodes name them.
-fn attached(published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
-    let attached = published
-        .values()
-        .filter(|v| !v.data.attachment_id.is_empty());
-    attached
-        .map(|v| csi::unique_name(&v.data.driver_name, &v.data.volume_handle))
-        .collect()
+/// As nodes name it.
+fn unique_name(volume: &Published) -> String {
+    csi::unique_name(&volume.data.driver_name, &volume.data.volume_handle)
 }
 
 fn is_same(one: &Published, other: &Published) -> bool {
@@ -660,53 +688,24 @@ async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // Of one that waits for its attachment its driver knows nothing, unless it was staged for another pod.
     let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
-    let is_last = !is_published_elsewhere(context, place).await?;
-    let staged = match is_last {
-        true => staged(context, place).await?,
-        false => None,
-    };
-    if !is_noted && staged.is_none() {
-        return Ok(());
-    }
-    let data = &place.data;
-    let registered = context.csi.driver(&data.driver_name)?;
     if is_noted {
+        let registered = context.csi.driver(&place.data.driver_name)?;
         let target = place.target.display().to_string();
         registered
             .driver
-            .unpublish(&data.volume_handle, &target)
+            .unpublish(&place.data.volume_handle, &target)
             .await
             .map_err(failed("NodeUnpublishVolume"))?;
     }
-    if let Some(staged) = &staged {
-        let name = csi::unique_name(&data.driver_name, &data.volume_handle);
-        lock(&context.csi.staged).remove(&name);
-        let (begun, staged) = (Instant::now(), staged.display().to_string());
-        let unstaged = registered
-            .driver
-            .unstage(&data.volume_handle, &staged)
-            .await;
-        context.metrics.volume(VolumeOperation {
-            name: match place.block {
-                true => "unmap_device",
-                false => "unmount_device",
-            },
-            plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
-            is_migrated: false,
-            has_failed: unstaged.is_err(),
-            took: begun.elapsed(),
-        });
-        unstaged.map_err(failed("NodeUnstageVolume"))?;
-    }
+    let is_last = !is_published_elsewhere(context, place).await?;
+    let is_left = is_last && staged(context, place).await?.is_some();
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-    blocking(move || {
-        if staged.is_some() {
-            dirs.unstaged(&own)?;
-        }
-        // The pod's own note goes last: while it is there, a try that was cut off is made again as a whole.
-        dirs.forget(&own, is_last)
-    })
-    .await?;
+    // Where it is staged is noted by itself: what is cut off after this is known to the next agent.
+    blocking(move || dirs.forget(&own, is_last && !is_left)).await?;
+    if is_left && let Err(error) = unstaging::unstage(context, place).await {
+        tracing::debug!(%error, volume = place.name, "a volume that its last pod has given back stays staged");
+        context.csi.stays(place);
+    }
     Ok(())
 }
 

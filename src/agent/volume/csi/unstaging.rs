@@ -1,0 +1,116 @@
+//! Volumes that no pod has any more and that their drivers have not unstaged yet. The end of a pod waits for its own part
+//! alone, as with a kubelet, whose `UnmountDevice` is an operation of its own: a driver that refuses NodeUnstageVolume holds
+//! up neither the pod that had the volume nor the next one. Until it is unstaged the node says that the volume is in use.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::{Csi, VolumeError, failed, unique_name};
+use crate::agent::Context;
+use crate::agent::metrics::VolumeOperation;
+use crate::core::backoff::Doubling;
+use crate::core::lock::lock;
+use crate::host::blocking;
+use crate::host::volume::csi::Published;
+
+/// Pauses between tries: as long as the kubelet's at most.
+const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
+
+impl Csi {
+    /// A volume stays staged although its last pod has given it back.
+    pub(super) fn stays(&self, place: &Published) {
+        if lock(&self.staying)
+            .insert(unique_name(place), place.clone())
+            .is_none()
+        {
+            lock(&self.left).push(place.clone());
+            self.leaves.notify_one();
+        }
+    }
+
+    /// It is unstaged, or in use again.
+    fn stays_no_more(&self, place: &Published) {
+        lock(&self.staying).remove(&unique_name(place));
+        self.settle(place);
+        self.changed.notify_one();
+    }
+}
+
+/// Has drivers unstage what stays, each volume by itself. Never returns.
+pub async fn run(context: Arc<Context>) {
+    let mut tries = JoinSet::new();
+    loop {
+        for place in std::mem::take(&mut *lock(&context.csi.left)) {
+            tries.spawn(until_unstaged(Arc::clone(&context), place));
+        }
+        tokio::select! {
+            () = context.csi.leaves.notified() => {}
+            Some(ended) = tries.join_next() => {
+                if let Err(error) = ended {
+                    tracing::error!(%error, "unstaging a volume ended unexpectedly; it is tried again at the next start");
+                }
+            }
+        }
+    }
+}
+
+async fn until_unstaged(context: Arc<Context>, place: Published) {
+    let mut pauses = RETRY;
+    loop {
+        {
+            let turn = context.csi.turn(&place.data);
+            let _turn = turn.lock().await;
+            // Who has it now, or waits for it, has it unstaged at the end.
+            if context.csi.is_shared(&place) {
+                return context.csi.stays_no_more(&place);
+            }
+            match unstage(&context, &place).await {
+                Ok(()) => return context.csi.stays_no_more(&place),
+                Err(error) => tracing::warn!(
+                    %error,
+                    volume = place.name,
+                    driver = place.data.driver_name,
+                    "a volume that no pod has stays staged, and is tried again"
+                ),
+            }
+        }
+        tokio::time::sleep(pauses.pause()).await;
+    }
+}
+
+/// Has a volume unstaged that no pod has, and removes what is kept of it. Whoever calls has its turn.
+pub(super) async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
+    let Some(staged) = super::staged(context, place).await? else {
+        return Ok(());
+    };
+    let data = &place.data;
+    let registered = context.csi.driver(&data.driver_name)?;
+    // Whatever comes of it: the next pod has it staged anew.
+    lock(&context.csi.staged).remove(&unique_name(place));
+    let (begun, staged) = (Instant::now(), staged.display().to_string());
+    let unstaged = registered
+        .driver
+        .unstage(&data.volume_handle, &staged)
+        .await;
+    context.metrics.volume(VolumeOperation {
+        name: match place.block {
+            true => "unmap_device",
+            false => "unmount_device",
+        },
+        plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
+        is_migrated: false,
+        has_failed: unstaged.is_err(),
+        took: begun.elapsed(),
+    });
+    unstaged.map_err(failed("NodeUnstageVolume"))?;
+    let (dirs, own) = (context.csi.dirs.clone(), place.clone());
+    blocking(move || {
+        dirs.unstaged(&own)?;
+        dirs.forget(&own, true)
+    })
+    .await?;
+    Ok(())
+}
