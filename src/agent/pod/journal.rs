@@ -82,7 +82,7 @@ impl Recorded {
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
     record: Arc<Mutex<Recorded>>,
-    status: Arc<Mutex<Option<PodStatus>>>,
+    status: Arc<Mutex<Option<Arc<PodStatus>>>>,
     clock: Clock,
     metrics: Arc<Metrics>,
 }
@@ -218,7 +218,7 @@ impl Log {
     }
 
     /// The status of a static pod as its worker has it; of other pods the API tells it.
-    fn status(&self) -> MutexGuard<'_, Option<PodStatus>> {
+    fn status(&self) -> MutexGuard<'_, Option<Arc<PodStatus>>> {
         lock(&self.status)
     }
 
@@ -333,7 +333,7 @@ impl Journals {
 
     /// The status of a static pod, once its worker has one.
     #[must_use]
-    pub fn status(&self, uid: &str) -> Option<PodStatus> {
+    pub fn status(&self, uid: &str) -> Option<Arc<PodStatus>> {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         log.and_then(|log| log.status().clone())
     }

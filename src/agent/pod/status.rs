@@ -23,7 +23,7 @@ const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from
 #[derive(Default, Clone)]
 struct Wanted {
     version: u64,
-    status: PodStatus,
+    status: Arc<PodStatus>,
     /// The object to write to; none for a static pod without a mirror.
     object: Option<Arc<Pod>>,
 }
@@ -52,7 +52,7 @@ impl StatusWriter {
     }
 
     /// Wants `status` to be on `object`.
-    pub fn want(&self, object: Option<Arc<Pod>>, status: &PodStatus) {
+    pub fn want(&self, object: Option<Arc<Pod>>, status: &Arc<PodStatus>) {
         self.wanted.send_if_modified(|wanted| {
             let same = wanted.status == *status
                 && wanted
@@ -64,12 +64,12 @@ impl StatusWriter {
                 // An agent that has just started goes on from what the API has.
                 let before = match wanted.version {
                     0 => object.as_ref().and_then(|o| o.status.as_ref()),
-                    _ => Some(&wanted.status),
+                    _ => Some(&*wanted.status),
                 };
                 self.metrics.containers_ended(before, status);
                 *wanted = Wanted {
                     version: wanted.version + 1,
-                    status: status.clone(),
+                    status: Arc::clone(status),
                     object,
                 };
             }

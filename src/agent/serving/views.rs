@@ -83,7 +83,10 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
     let of = |known: &Known| {
         let mut pod = Pod::clone(&known.pod);
         pod.status = match (&known.object, pod::is_static(&pod)) {
-            (None, true) => server.context.journals.status(pod::uid(&pod)),
+            (None, true) => {
+                let own = server.context.journals.status(pod::uid(&pod));
+                own.map(Arc::unwrap_or_clone)
+            }
             _ => known.told().status.clone(),
         };
         marked(pod, known.seen)

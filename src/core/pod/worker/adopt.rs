@@ -55,7 +55,7 @@ impl Worker {
         if pod::is_static(&self.update.pod) {
             self.adopt_mirror(told);
         } else {
-            self.status = told;
+            self.status = Arc::new(told);
         }
         // A static pod's mirror may come to be known after its containers.
         if let Some(seen) = self.observed.clone() {
@@ -73,14 +73,18 @@ impl Worker {
         let has_begun = told.phase.as_deref().is_some_and(|p| p != "Pending");
         let is_own = match &self.observed {
             Some(seen) => has_begun && seen.is_empty(),
-            None => self.status != PodStatus::default(),
+            None => *self.status != PodStatus::default(),
         };
         if is_own {
             return;
         }
-        let own = std::mem::replace(&mut self.status, told);
-        let status = &mut self.status;
-        (status.phase, status.reason, status.message) = (own.phase, own.reason, own.message);
+        let own = Arc::unwrap_or_clone(std::mem::take(&mut self.status));
+        self.status = Arc::new(PodStatus {
+            phase: own.phase,
+            reason: own.reason,
+            message: own.message,
+            ..told
+        });
         match self.observed.clone() {
             Some(seen) => self.keep_of_mirror(&seen),
             None => self.earlier_life = has_begun,
@@ -91,7 +95,7 @@ impl Worker {
     /// everything where there is nothing of the pod.
     pub(super) fn keep_of_mirror(&mut self, seen: &ObservedPod) {
         if std::mem::take(&mut self.earlier_life) && seen.is_empty() {
-            self.status = PodStatus::default();
+            self.status = Arc::default();
             return;
         }
         let is_there = |status: &ContainerStatus| {
@@ -99,10 +103,11 @@ impl Worker {
             let id = id.rsplit_once("://").map_or(id, |(_, id)| id);
             seen.containers.iter().any(|c| c.id == id)
         };
+        let status = Arc::make_mut(&mut self.status);
         for list in [
-            &mut self.status.container_statuses,
-            &mut self.status.init_container_statuses,
-            &mut self.status.ephemeral_container_statuses,
+            &mut status.container_statuses,
+            &mut status.init_container_statuses,
+            &mut status.ephemeral_container_statuses,
         ] {
             if let Some(told) = list {
                 told.retain(is_there);
@@ -120,9 +125,9 @@ impl Worker {
         let Some(told) = pod.status.as_ref().filter(is_final) else {
             return;
         };
-        let is_own = |own: &PodStatus| own.phase == told.phase;
+        let is_own = |own: &Arc<PodStatus>| own.phase == told.phase;
         if self.end.is_none() && !self.published.as_ref().is_some_and(is_own) {
-            self.status = told.clone();
+            self.status = Arc::new(told.clone());
             self.end = Some(told.clone());
         }
     }

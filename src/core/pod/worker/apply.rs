@@ -375,7 +375,8 @@ impl Worker {
             return;
         }
         let refusal = (reason.as_str(), message.as_str());
-        self.status = status::rejected(&self.effective, &self.status, refusal, facts.now);
+        let refused = status::rejected(&self.effective, &self.status, refusal, facts.now);
+        self.status = Arc::new(refused);
         let ended = lifecycle::Input::Ended {
             cause: Cause::Rejected,
             grace: 1,

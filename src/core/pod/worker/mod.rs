@@ -78,7 +78,7 @@ pub struct Turn {
     /// Operations to begin.
     pub begin: Vec<Op>,
     /// A status to hand to the writer.
-    pub publish: Option<PodStatus>,
+    pub publish: Option<Arc<PodStatus>>,
     /// Events about the pod.
     pub events: Vec<PodEvent>,
     /// Steps of the lifecycle: the state before, the cause, the state after.
@@ -135,7 +135,8 @@ pub struct Worker {
     /// Where the pod stands in its life.
     pub state: State,
     /// The status as it is now; the API may not have it yet.
-    pub status: PodStatus,
+    #[serde(with = "stored::shared")]
+    pub status: Arc<PodStatus>,
     /// What the runtime has, with what was done since.
     #[serde(with = "stored::optional")]
     pub observed: Option<Arc<ObservedPod>>,
@@ -157,7 +158,8 @@ pub struct Worker {
     #[serde(default)]
     room_freed: bool,
     resizing: Resizing,
-    published: Option<PodStatus>,
+    #[serde(default, with = "stored::optional")]
+    published: Option<Arc<PodStatus>>,
     publish_at: Option<Timestamp>,
     /// The status goes on from what the API had.
     adopted: bool,
@@ -233,7 +235,7 @@ impl Worker {
         let granted = resize::known(&update.pod);
         let mut worker = Worker {
             state: State::Syncing,
-            status: PodStatus::default(),
+            status: Arc::default(),
             observed: None,
             waiting: None,
             effective: Arc::clone(&update.pod),
@@ -352,7 +354,7 @@ impl Worker {
 
     /// The status that was handed to the writer last.
     #[must_use]
-    pub fn published(&self) -> Option<&PodStatus> {
+    pub fn published(&self) -> Option<&Arc<PodStatus>> {
         self.published.as_ref()
     }
 
@@ -539,7 +541,7 @@ impl Worker {
         }
         if let Some(told) = self.end.as_ref().filter(|_| !ended) {
             // What still runs of it is told when it has been stopped.
-            self.status.clone_from(told);
+            self.has_status(told.clone());
             self.completed = true;
             return;
         }
@@ -582,7 +584,14 @@ impl Worker {
             let before = self.status.phase.clone();
             status.phase = before.or_else(|| Some("Pending".into()));
         }
-        self.status = status;
+        self.has_status(status);
+    }
+
+    /// The same status stays one copy, with the writer and whoever else has it.
+    fn has_status(&mut self, status: PodStatus) {
+        if *self.status != status {
+            self.status = Arc::new(status);
+        }
     }
 
     /// Hands on the status if it is another one, at once or when the start that is under way has had its
@@ -632,8 +641,8 @@ impl Worker {
         };
         if due {
             self.publish_at = None;
-            self.published = Some(self.status.clone());
-            turn.publish = Some(self.status.clone());
+            self.published = Some(Arc::clone(&self.status));
+            turn.publish = Some(Arc::clone(&self.status));
         } else if let Some(at) = self.publish_at {
             turn.wake_at = Some(turn.wake_at.map_or(at, |wake| wake.min(at)));
         }

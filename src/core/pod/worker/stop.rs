@@ -128,7 +128,7 @@ impl Worker {
     #[must_use]
     pub fn has_told_its_end(&self) -> bool {
         let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
-        let is_told = self.published().is_some_and(pod::is_final);
+        let is_told = self.published().is_some_and(|told| pod::is_final(told));
         is_told && !self.observed.as_deref().is_none_or(runs)
     }
 

@@ -65,7 +65,7 @@ impl Run {
     fn restarted(self) -> Run {
         let mut update = self.worker.update().clone();
         let mut pod = Pod::clone(&update.pod);
-        pod.status = Some(self.worker.status);
+        pod.status = Some(Arc::unwrap_or_clone(self.worker.status));
         update.pod = Arc::new(pod);
         update.object = Some(Arc::clone(&update.pod));
         Run::over(self.runtime, update)
@@ -99,7 +99,7 @@ impl Run {
         self.waiting.retain(|op| !turn.cancel.contains(&op.key()));
         self.begun.extend(turn.begin.iter().map(Op::key));
         self.waiting.extend(turn.begin.iter().cloned());
-        self.published.extend(turn.publish.clone());
+        self.published.extend(turn.publish.as_deref().cloned());
         self.gone |= turn.gone;
         turn
     }
@@ -522,7 +522,7 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
         json!({"uid": "m", "annotations": {"kubernetes.io/config.mirror": "h"}}),
     );
     let mut object = Pod::clone(&mirror.pod);
-    object.status = Some(before.clone());
+    object.status = Some(Arc::unwrap_or_clone(before.clone()));
     mirror.pod = Arc::new(object);
     // Another agent reads the manifests before it has listed what the API has.
     let mut update = a_pod(spec, json!({"annotations": annotations}));
@@ -710,7 +710,7 @@ proptest! {
                 (15, _) => {
                     let mut echo = run.worker.update().clone();
                     let mut pod = Pod::clone(&echo.pod);
-                    pod.status = Some(run.worker.status.clone());
+                    pod.status = Some(PodStatus::clone(&run.worker.status));
                     echo.pod = Arc::new(pod);
                     echo.object = Some(Arc::clone(&echo.pod));
                     run.input(Input::Update(echo));

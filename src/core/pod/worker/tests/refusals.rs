@@ -40,8 +40,9 @@ fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
         assert_eq!((run.phase(), run.runtime.live().count()), ("Pending", 2));
         let mut run = run.restarted();
         if !written {
-            run.worker.status.init_container_statuses = None;
-            run.worker.status.container_statuses = None;
+            let status = Arc::make_mut(&mut run.worker.status);
+            status.init_container_statuses = None;
+            status.container_statuses = None;
         }
         run.settle_but(|op| matches!(op, Op::Admit | Op::Observe { .. }));
         let refused = Outcome::Refused {

@@ -216,7 +216,7 @@ fn a_resize_that_an_earlier_agent_had_begun_is_settled() {
     let (runtime, status) = (run.runtime, run.worker.status);
     let mut update = sized(3, "1", "NotRequired");
     let mut pod = Pod::clone(&update.pod);
-    pod.status = Some(status);
+    pod.status = Some(Arc::unwrap_or_clone(status));
     update.pod = Arc::new(pod);
     update.object = Some(Arc::clone(&update.pod));
     let mut run = Run::over(runtime, update);
