@@ -131,14 +131,9 @@ impl Worker {
     }
 
     fn apply_outcome(&mut self, facts: &Facts, key: &Key, outcome: Outcome, turn: &mut Turn) {
-        let Some(at) = self.in_flight.iter().position(|op| op.key() == *key) else {
+        let Some(op) = self.take_in_flight(key) else {
             return;
         };
-        let op = self.in_flight.remove(at);
-        if self.in_flight.is_empty() {
-            // A pod at rest is not to keep the room of all that its start needed at once.
-            self.in_flight = vec![];
-        }
         match outcome {
             Outcome::Failed(error) => {
                 self.failed(facts.now, key);
@@ -587,6 +582,16 @@ impl Worker {
 
     pub(super) fn forget_retry(&mut self, key: &Key) {
         self.retries.retain(|retry| retry.key != *key);
+    }
+
+    fn take_in_flight(&mut self, key: &Key) -> Option<Op> {
+        let at = self.in_flight.iter().position(|op| op.key() == *key)?;
+        let op = self.in_flight.remove(at);
+        if self.in_flight.is_empty() {
+            // A pod at rest is not to keep the room of all that its start needed at once.
+            self.in_flight = vec![];
+        }
+        Some(op)
     }
 
     pub(super) fn drop_in_flight(&mut self, key: &Key, turn: &mut Turn) {
