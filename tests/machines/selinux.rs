@@ -138,6 +138,18 @@ fn denied() -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
+/// Waits until every pod has ended, well or not.
+fn until_all_have_ended(cluster: &Cluster) {
+    let has_ended = |pod: &Value| {
+        ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
+    };
+    cluster.wait_quietly("the pods to end", || {
+        // Asking costs as much as what is waited for.
+        std::thread::sleep(Duration::from_secs(3));
+        cluster.pods().iter().all(has_ended)
+    });
+}
+
 /// What a pod has for itself is labelled for it; what is the machine's is not.
 fn labels_decide_what_pods_can_use(cluster: &Cluster) {
     let none = json!({});
@@ -156,14 +168,7 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
     let unknown = pod("unknown", &none, &options("type", "unknown_t"));
     cluster.apply(&unknown.to_string());
     let names = ["chosen", "same", "other", "free"];
-    let has_ended = |pod: &Value| {
-        ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
-    };
-    cluster.wait_quietly("the pods to end", || {
-        // Asking costs as much as what is waited for.
-        std::thread::sleep(Duration::from_secs(3));
-        cluster.pods().iter().all(has_ended)
-    });
+    until_all_have_ended(cluster);
     let pods = cluster.pods();
     let state = |name: &str| {
         let found = pods.iter().find(|pod| pod["metadata"]["name"] == *name);

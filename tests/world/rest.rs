@@ -201,23 +201,7 @@ impl State {
                 ));
             }
         }
-        for container in live {
-            let statuses = ["containerStatuses", "initContainerStatuses"];
-            let shown = statuses
-                .iter()
-                .flat_map(|list| pod["status"][list].as_array().into_iter().flatten())
-                .find(|status| status["name"] == *container.name);
-            let told = shown.is_some_and(|status| {
-                status["restartCount"] == container.attempt
-                    && status["containerID"]
-                        .as_str()
-                        .is_some_and(|id| id.ends_with(&container.id))
-                    && status["state"]["running"].is_object()
-            });
-            if !told {
-                return wrong(format!("{container:?} is told as {shown:?}"));
-            }
-        }
+        are_told(pod, &live).or_else(wrong)?;
         if let Err(why) = self.has_its_size(uid) {
             return wrong(why);
         }
@@ -273,4 +257,26 @@ impl State {
         }
         Ok(())
     }
+}
+
+/// Each container that runs is told as it is.
+fn are_told(pod: &Value, live: &[&Container]) -> Result<(), String> {
+    for container in live {
+        let statuses = ["containerStatuses", "initContainerStatuses"];
+        let shown = statuses
+            .iter()
+            .flat_map(|list| pod["status"][list].as_array().into_iter().flatten())
+            .find(|status| status["name"] == *container.name);
+        let told = shown.is_some_and(|status| {
+            status["restartCount"] == container.attempt
+                && status["containerID"]
+                    .as_str()
+                    .is_some_and(|id| id.ends_with(&container.id))
+                && status["state"]["running"].is_object()
+        });
+        if !told {
+            return Err(format!("{container:?} is told as {shown:?}"));
+        }
+    }
+    Ok(())
 }
