@@ -97,9 +97,15 @@ pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<
             .find(|c| c.type_ == kind)
             .cloned()
     };
+    // Others tell why a pod is to go, too: what they have told is theirs, and may be newer there.
+    let is_own = |c: &PodCondition| {
+        c.type_ != "DisruptionTarget" || c.reason.as_deref() == Some("TerminationByKubelet")
+    };
     let conditions: Vec<PodCondition> = OWN
         .iter()
-        .filter_map(|kind| of(wanted, kind).filter(|c| of(api, kind).as_ref() != Some(c)))
+        .filter_map(|kind| {
+            of(wanted, kind).filter(|c| is_own(c) && of(api, kind).as_ref() != Some(c))
+        })
         .collect();
     let conditions: Vec<Value> = conditions
         .iter()

@@ -386,6 +386,23 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
     assert_eq!(patch["metadata"], json!({"uid": "u"}));
 }
 
+/// Why a pod is to go is told by its node alone where that ends it; what others have told stays as they told it last.
+#[test]
+fn a_disruption_that_others_have_told_is_theirs() {
+    let of = |reason: &str| -> PodStatus {
+        let condition = json!({"type": "DisruptionTarget", "status": "True", "reason": reason});
+        serde_json::from_value(json!({"conditions": [condition]})).expect("a status")
+    };
+    for (api, wanted, is_written) in [
+        ("EvictionByEvictionAPI", "DeletionByTaintManager", false),
+        ("EvictionByEvictionAPI", "TerminationByKubelet", true),
+        ("TerminationByKubelet", "TerminationByKubelet", false),
+    ] {
+        let patch = patch(AS_READ, &of(api), &of(wanted));
+        assert_eq!(patch.is_some(), is_written, "{api} {wanted}");
+    }
+}
+
 /// Others may tell a pod's end: the garbage collector of pods, a kubelet that had the node before.
 #[test]
 fn an_end_that_the_api_has_is_not_written_over() {
