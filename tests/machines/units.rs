@@ -318,7 +318,7 @@ fn a_confined_agent_can_do_its_work(cluster: &Cluster) {
         "hidden",
         "--from-literal=key=value",
     ]);
-    let script = "busybox stat -c %g:%a /memory; busybox cat /settings/key /hidden/key /part && exec busybox sleep 100000";
+    let script = "busybox stat -c %g:%a /memory; busybox cat /settings/key /hidden/key /part && echo && exec busybox sleep 100000";
     let mounts = json!([{"name": "memory", "mountPath": "/memory"}, {"name": "settings", "mountPath": "/settings"},
         {"name": "hidden", "mountPath": "/hidden"}, {"name": "settings", "mountPath": "/part", "subPath": "key"}]);
     let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "later"}, "spec": {
@@ -332,7 +332,7 @@ fn a_confined_agent_can_do_its_work(cluster: &Cluster) {
     wait_for(cluster, "condition=Ready", &["later"]);
     cluster.wait_quietly("what it finds in its volumes", || {
         // A tmpfs keeps its sticky bit.
-        cluster.kubectl(&["logs", "later"]) == "4321:3777\nvaluevaluevalue"
+        cluster.kubectl(&["logs", "later"]) == "4321:3777\nvaluevaluevalue\n"
     });
     assert_eq!(
         cluster.kubectl(&["exec", "later", "--", "busybox", "echo", "reached"]),
