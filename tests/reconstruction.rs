@@ -302,9 +302,11 @@ impl Node {
             assert_eq!(canary.unwrap(), "alive");
         }
         for (running, _) in &self.drivers {
-            let calls = running.driver.calls();
-            let last = |call: &str| calls.iter().rposition(|c| c.starts_with(call));
-            assert!(last("unstage") >= last("stage"), "{calls:?}");
+            self.cluster.wait("what was staged to be unstaged", || {
+                let calls = running.driver.calls();
+                let last = |call: &str| calls.iter().rposition(|c| c.starts_with(call));
+                last("unstage") >= last("stage")
+            });
         }
     }
 }

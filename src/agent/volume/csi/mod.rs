@@ -25,7 +25,7 @@ use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
 use crate::core::lock::lock;
 use crate::core::pod;
-use crate::core::volume::csi::{self, NodeCapabilities, Volume, VolumeData};
+use crate::core::volume::csi::{self, NodeCapabilities, Volume};
 use crate::core::volume::expansion::Expansions;
 use crate::core::volume::resolved::Problem;
 use crate::csi::{CsiError, Driver, NodeInfo};
@@ -163,14 +163,10 @@ impl Csi {
             .is_some_and(|d| d.capabilities.expand)
     }
 
-    fn turn(&self, data: &VolumeData) -> Arc<tokio::sync::Mutex<()>> {
+    fn turn(&self, place: &Published) -> Arc<tokio::sync::Mutex<()>> {
         let mut locks = lock(&self.locks);
         locks.retain(|_, held| Arc::strong_count(held) > 1);
-        Arc::clone(
-            locks
-                .entry(csi::unique_name(&data.driver_name, &data.volume_handle))
-                .or_default(),
-        )
+        Arc::clone(locks.entry(unique_name(place)).or_default())
     }
 
     fn note(&self, place: &Published) {
@@ -390,7 +386,7 @@ pub async fn publish(
         .csi
         .dirs
         .place(uid, data, volume.block, volume.claim.clone())?;
-    let turn = context.csi.turn(&place.data).lock_owned().await;
+    let turn = context.csi.turn(&place).lock_owned().await;
     let wanted = Wanted {
         volume,
         registered,
@@ -550,7 +546,7 @@ async fn stage(
 ) -> Result<(), Problem> {
     let Wanted { volume, place, .. } = wanted;
     let failed = |why: &dyn Display| Problem::at(csi::steps(volume)[1], why.to_string());
-    let name = csi::unique_name(&place.data.driver_name, &place.data.volume_handle);
+    let name = unique_name(place);
     if before && lock(&context.csi.staged).contains(&name) {
         return Ok(());
     }
@@ -636,7 +632,7 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> 
 
 async fn unpublish_one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     // A call that is under way is waited for.
-    let turn = context.csi.turn(&place.data);
+    let turn = context.csi.turn(place);
     let _turn = turn.lock().await;
     let (begun, outcome) = (Instant::now(), one(context, place).await);
     context.metrics.volume(VolumeOperation {
@@ -702,8 +698,7 @@ async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     // Where it is staged is noted by itself: what is cut off after this is known to the next agent.
     blocking(move || dirs.forget(&own, is_last && !is_left)).await?;
-    if is_left && let Err(error) = unstaging::unstage(context, place).await {
-        tracing::debug!(%error, volume = place.name, "a volume that its last pod has given back stays staged");
+    if is_left {
         context.csi.stays(place);
     }
     Ok(())

@@ -1,7 +1,9 @@
 //! Volumes that no pod has any more and that their drivers have not unstaged yet. The end of a pod waits for its own part
-//! alone, as with a kubelet, whose `UnmountDevice` is an operation of its own: a driver that refuses NodeUnstageVolume holds
-//! up neither the pod that had the volume nor the next one. Until it is unstaged the node says that the volume is in use.
+//! alone, as with a kubelet, whose `UnmountDevice` is an operation of its own: a driver that refuses NodeUnstageVolume, or
+//! does not answer it, holds up neither the pod that had the volume nor other volumes. Until it is unstaged the node says
+//! that the volume is in use.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -59,33 +61,39 @@ pub async fn run(context: Arc<Context>) {
 
 async fn until_unstaged(context: Arc<Context>, place: Published) {
     let mut pauses = RETRY;
-    loop {
-        {
-            let turn = context.csi.turn(&place.data);
-            let _turn = turn.lock().await;
-            // Who has it now, or waits for it, has it unstaged at the end.
-            if context.csi.is_shared(&place) {
-                return context.csi.stays_no_more(&place);
-            }
-            match unstage(&context, &place).await {
-                Ok(()) => return context.csi.stays_no_more(&place),
-                Err(error) => tracing::warn!(
-                    %error,
-                    volume = place.name,
-                    driver = place.data.driver_name,
-                    "a volume that no pod has stays staged, and is tried again"
-                ),
-            }
-        }
+    while let Err(error) = unstage(&context, &place).await {
+        tracing::warn!(
+            %error,
+            volume = place.name,
+            driver = place.data.driver_name,
+            "a volume that no pod has stays staged, and is tried again"
+        );
         tokio::time::sleep(pauses.pause()).await;
     }
 }
 
-/// Has a volume unstaged that no pod has, and removes what is kept of it. Whoever calls has its turn.
-pub(super) async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
-    let Some(staged) = super::staged(context, place).await? else {
+/// Has a volume unstaged, unless a pod has it again, and removes what is kept of it.
+async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
+    let turn = context.csi.turn(place);
+    let _turn = turn.lock().await;
+    // Who has it now has it unstaged at the end.
+    if super::is_published_elsewhere(context, place).await? {
+        context.csi.stays_no_more(place);
         return Ok(());
-    };
+    }
+    if let Some(staged) = super::staged(context, place).await? {
+        have_unstaged(context, place, &staged).await?;
+    }
+    // Before the turn ends: whoever has it next is to be waited for anew.
+    context.csi.stays_no_more(place);
+    Ok(())
+}
+
+async fn have_unstaged(
+    context: &Context,
+    place: &Published,
+    staged: &Path,
+) -> Result<(), VolumeError> {
     let data = &place.data;
     let registered = context.csi.driver(&data.driver_name)?;
     // Whatever comes of it: the next pod has it staged anew.
