@@ -156,8 +156,8 @@ fn systemd_makes_the_cgroups() {
 }
 
 fn run(program: &str, arguments: &[&str]) {
-    let status = std::process::Command::new(program).args(arguments).status();
-    assert!(status.unwrap().success(), "{program} {arguments:?}");
+    let status = support::limited(program).args(arguments).status().unwrap();
+    assert!(status.success(), "{program} {arguments:?}: {status}");
 }
 
 /// An interface with the node's address and its default route.
@@ -325,10 +325,7 @@ const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {Mem
 /// logind would by itself. Nothing may be asked of the machine after that.
 fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     let run = |program: &str, arguments: &[&str]| {
-        let output = std::process::Command::new(program)
-            .args(arguments)
-            .output()
-            .unwrap();
+        let output = support::limited(program).args(arguments).output().unwrap();
         assert!(output.status.success(), "{program}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
     };

@@ -22,6 +22,16 @@ pub fn patience() -> Duration {
     )
 }
 
+/// A program whose run is ended when it takes twice as long as a condition may: what hangs is found by the test that waits
+/// for it, which shows the logs, not by whoever ends the test.
+pub fn limited(program: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new("timeout");
+    let seconds = (2 * patience()).as_secs().to_string();
+    command.args(["--verbose", "--kill-after=5"]).arg(seconds);
+    command.arg(program);
+    command
+}
+
 pub struct Cluster {
     pub name: String,
     pub number: u16,
@@ -149,7 +159,7 @@ impl Cluster {
     }
 
     pub fn up(&self) -> String {
-        let mut command = Command::new(holdfast());
+        let mut command = limited(holdfast());
         if self.verbose {
             command.env("HOLDFAST_LOG", "trace");
         }
@@ -185,14 +195,14 @@ impl Cluster {
     }
 
     pub fn down(&self) -> String {
-        let output = Command::new(holdfast())
+        let output = limited(holdfast())
             .args(["down", "--name", &self.name])
             .output();
         succeeded("down", output.unwrap())
     }
 
     fn purged(&self) -> Output {
-        Command::new(holdfast())
+        limited(holdfast())
             .args(["down", "--name", &self.name, "--purge"])
             .output()
             .unwrap()
@@ -250,7 +260,7 @@ impl Cluster {
     }
 
     fn kubectl_command(&self, arguments: &[&str]) -> Output {
-        Command::new("kubectl")
+        limited("kubectl")
             .arg("--kubeconfig")
             .arg(self.data().join("kubeconfig"))
             .args(arguments)
@@ -279,7 +289,7 @@ impl Cluster {
 
     /// Runs a command of `holdfast` that asks this cluster's agent, which must succeed.
     pub fn holdfast(&self, arguments: &[&str]) -> String {
-        let output = Command::new(holdfast())
+        let output = limited(holdfast())
             .args(arguments)
             .args(["--name", &self.name])
             .output();
@@ -600,7 +610,7 @@ pub fn http_get(address: &str) -> Option<String> {
 /// Runs containerd's own client in one of its namespaces; it must succeed.
 pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
     let socket = cluster.run_dir().join("containerd.sock");
-    let output = Command::new("ctr")
+    let output = limited("ctr")
         .arg("--address")
         .arg(socket)
         .args(["--namespace", namespace])
