@@ -18,7 +18,8 @@ use driver::{Driver, Running};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use support::{Cluster, Loop, condition, inside};
+use support::disk::Loop;
+use support::{Cluster, condition, inside};
 
 /// A directory of the user's with a file that must survive.
 struct Canary(tempfile::TempDir);

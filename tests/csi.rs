@@ -448,7 +448,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         }
     }
     // A device of a driver, raw.
-    let disk = support::Loop::new();
+    let disk = support::disk::Loop::new();
     let raw = format!(
         "volumeMode: Block, csi: {{driver: {NAME}, volumeHandle: raw-1, volumeAttributes: {{device: '{}'}}}}",
         disk.device

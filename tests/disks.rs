@@ -8,7 +8,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use support::{Cluster, Loop, condition, inside};
+use support::disk::Loop;
+use support::{Cluster, condition, inside};
 
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use driver::{Driver, Running};
-use support::{Cluster, Loop, condition};
+use support::disk::Loop;
+use support::{Cluster, condition};
 
 const DRIVER: &str = "again.test";
 const ATTACHED: &str = "attached.again.test";

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 use support::client::kubectl;
-use support::{Cluster, Loop, condition, inside};
+use support::disk::Loop;
+use support::{Cluster, condition, inside};
 
 fn pod(name: &str, image: &str, volumes: &str, mounts: &str) -> String {
     format!(
