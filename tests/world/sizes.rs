@@ -3,8 +3,8 @@
 use super::*;
 
 /// What a resource list has of the processors, in thousandths.
-fn milli(resources: &Value) -> Option<i64> {
-    let text = resources["requests"]["cpu"].as_str()?;
+fn milli(list: &Value) -> Option<i64> {
+    let text = list["cpu"].as_str()?;
     match text.strip_suffix('m') {
         Some(milli) => milli.parse().ok(),
         None => text.parse().ok().map(|cpus: i64| cpus * 1000),
@@ -21,15 +21,32 @@ fn is_over(pod: &Value) -> bool {
     phase == "Failed" || phase == "Succeeded" || !pod["metadata"]["deletionTimestamp"].is_null()
 }
 
-/// What the first container asks for, and has as the status tells it.
-fn asked_and_told(pod: &Value) -> Option<(i64, Option<i64>)> {
-    let asked = milli(&pod["spec"]["containers"][0]["resources"])?;
-    let mut told = pod["status"]["containerStatuses"].as_array()?.iter();
-    let told = told.find(|status| status["name"] == "c0");
-    Some((asked, told.and_then(|status| milli(&status["resources"]))))
+/// What the first container asks for.
+fn asked(pod: &Value) -> Option<i64> {
+    milli(&pod["spec"]["containers"][0]["resources"]["requests"])
+}
+
+/// What the first container has, as the status tells it.
+fn told(pod: &Value) -> Option<i64> {
+    let mut all = pod["status"]["containerStatuses"].as_array()?.iter();
+    milli(&all.find(|status| status["name"] == "c0")?["resources"]["requests"])
+}
+
+/// What a pod has of the node. That is what it was granted, also for a container that has ended and never gets it: a kubelet
+/// counts what is allocated (`canAdmitPod` in `allocation_manager.go`).
+fn granted_to(pod: &Value) -> Option<i64> {
+    milli(&pod["status"]["allocatedResources"]).or_else(|| asked(pod))
 }
 
 impl State {
+    fn resize(&mut self, uid: &str, cpu: &str) {
+        let pod = self.pods.get_mut(uid).unwrap();
+        pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] = cpu.into();
+        let generation = pod["metadata"]["generation"].as_i64().unwrap();
+        pod["metadata"]["generation"] = (generation + 1).into();
+        self.publish(uid);
+    }
+
     /// Some pods ask for processors, few of them for many.
     pub(super) fn size(&mut self, container: &mut Value) {
         let cpu = match self.pick(8) {
@@ -64,20 +81,24 @@ impl State {
         }
     }
 
-    /// Every pod has the size that it is told to have. It is what its spec says, or the node has no room for that.
+    /// Every pod has the size that it was granted, and is told to have it. That is what its spec says, or the node has no room
+    /// for it.
     pub(super) fn has_its_size(&self, uid: &str) -> Result<(), String> {
         let pod = &self.pods[uid];
-        let live = self.live(uid);
-        let Some(running) = live.iter().find(|c| c.name == "c0") else {
+        let (Some(asked), Some(granted)) = (asked(pod), granted_to(pod)) else {
             return Ok(());
         };
-        let Some((asked, told)) = asked_and_told(pod) else {
+        if is_over(pod) {
             return Ok(());
-        };
-        let told = told.ok_or_else(|| format!("no size is told: {}", pod["status"]))?;
-        let has = self.containers[&running.id].shares;
-        if has != shares(told) {
-            return Err(format!("it has {has} shares, and {told}m are told"));
+        }
+        if let Some(running) = self.live(uid).iter().find(|c| c.name == "c0") {
+            let (has, told) = (self.containers[&running.id].shares, told(pod));
+            if has != shares(granted) || told != Some(granted) {
+                return Err(format!(
+                    "it was granted {granted}m, has {has} shares, and {told:?} m are told: {}",
+                    pod["status"]
+                ));
+            }
         }
         let conditions = pod["status"]["conditions"].as_array();
         let condition = |kind: &str| conditions.into_iter().flatten().find(|c| c["type"] == kind);
@@ -86,16 +107,11 @@ impl State {
         }
         let reason = condition("PodResizePending").map(|c| c["reason"].as_str().unwrap());
         let others = self.pods.iter().filter(|(other, _)| *other != uid);
-        let of_others: i64 = others
-            .filter(|(_, pod)| !is_over(pod))
-            .filter_map(|(_, pod)| {
-                let (asked, told) = asked_and_told(pod)?;
-                Some(told.unwrap_or(asked))
-            })
-            .sum();
+        let others = others.filter(|(_, pod)| !is_over(pod));
+        let of_others: i64 = others.filter_map(|(_, pod)| granted_to(pod)).sum();
         let node = self.node.milli();
         let right = match reason {
-            None => asked == told,
+            None => asked == granted,
             Some("Infeasible") => asked > node,
             Some("Deferred") => asked <= node && asked + of_others > node,
             Some(_) => false,
@@ -103,7 +119,7 @@ impl State {
         match right {
             true => Ok(()),
             false => Err(format!(
-                "it asks for {asked}m, has {told}m, others have {of_others}m, and its resize is {reason:?}"
+                "it asks for {asked}m, was granted {granted}m, others {of_others}m, and its resize is {reason:?}"
             )),
         }
     }
@@ -117,19 +133,40 @@ impl World {
         let sized: Vec<String> = state
             .pods
             .iter()
-            .filter(|(_, pod)| milli(&pod["spec"]["containers"][0]["resources"]).is_some())
-            .filter(|(_, pod)| !is_over(pod))
+            .filter(|(_, pod)| asked(pod).is_some() && !is_over(pod))
             .map(|(uid, _)| uid.clone())
             .collect();
         let place = usize::try_from(state.pick(sized.len() as u64)).unwrap();
         let cpu = ["250m", "1", "8", "16", "48", "100"][usize::try_from(state.pick(6)).unwrap()];
-        let Some(uid) = sized.get(place) else {
-            return;
-        };
-        let pod = state.pods.get_mut(uid).unwrap();
-        pod["spec"]["containers"][0]["resources"]["requests"]["cpu"] = cpu.into();
-        let generation = pod["metadata"]["generation"].as_i64().unwrap();
-        pod["metadata"]["generation"] = (generation + 1).into();
-        state.publish(uid);
+        if let Some(uid) = sized.get(place) {
+            state.resize(uid, cpu);
+        }
+    }
+
+    /// A pod of two containers, of which the first asks for processors and does not come back when it is done.
+    pub fn create_pod_that_does_a_part(&self, name: &str, cpu: &str) {
+        let sizes = json!({"requests": {"cpu": cpu}});
+        self.create_pod_of(name, "OnFailure", &sizes);
+        let uid = self.uid(name);
+        let mut state = self.state();
+        let containers = &mut state.pods.get_mut(&uid).unwrap()["spec"]["containers"];
+        let containers = containers.as_array_mut().unwrap();
+        containers.push(json!({"name": "c1", "image": "i:1"}));
+        state.publish(&uid);
+    }
+
+    /// One container of a pod ends by itself, well.
+    pub fn complete_container(&self, name: &str, container: &str) {
+        let (uid, now) = (self.uid(name), self.1.now());
+        let mut state = self.state();
+        let live = state.live(&uid).into_iter().find(|c| c.name == container);
+        let id = live.unwrap().id.clone();
+        end(&mut state, &id, 0, now);
+    }
+
+    /// The first container of a pod is to have another size.
+    pub fn resize_pod(&self, name: &str, cpu: &str) {
+        let uid = self.uid(name);
+        self.state().resize(&uid, cpu);
     }
 }
