@@ -119,17 +119,29 @@ impl Worker {
     /// A final phase that the API has is never taken back, whoever has told it and whatever the runtime has: the pod is not
     /// started (again), what still runs of it is stopped, and phase, reason, message and the ends of containers stay as they
     /// were told (upstream's `generateAPIPodStatus`, and `UpdatePod` in `pod_workers.go`). A static pod's mirror binds nobody.
+    ///
+    /// Where this worker has told an end by then, what it told of the containers is newer than what stood there with the other
+    /// one, and may have been written already (`status::allowed`): that stays.
     fn adopt_end(&mut self) {
         let pod = &self.update.pod;
         let is_final = |told: &&PodStatus| pod::is_final(told) && !pod::is_static(pod);
         let Some(told) = pod.status.as_ref().filter(is_final) else {
             return;
         };
-        let is_own = |own: &Arc<PodStatus>| own.phase == told.phase;
-        if self.end.is_none() && !self.published.as_ref().is_some_and(is_own) {
-            self.status = Arc::new(told.clone());
-            self.end = Some(told.clone());
+        if self.end.is_some() {
+            return;
         }
+        if self.published.as_deref().is_some_and(pod::is_final) {
+            if self.status.phase != told.phase {
+                let own = Arc::make_mut(&mut self.status);
+                own.phase.clone_from(&told.phase);
+                own.reason.clone_from(&told.reason);
+                own.message.clone_from(&told.message);
+            }
+            return;
+        }
+        self.status = Arc::new(told.clone());
+        self.end = Some(told.clone());
     }
 
     /// What no probe has judged yet is as the status has it, where that speaks of the same instances.

@@ -8,7 +8,11 @@ fn spec() -> Value {
 
 /// A pod as the API has it, with this status.
 fn with_status(version: u32, status: Value) -> Update {
-    let mut update = a_pod(spec(), json!({"resourceVersion": version.to_string()}));
+    of_api(spec(), version, status)
+}
+
+fn of_api(spec: Value, version: u32, status: Value) -> Update {
+    let mut update = a_pod(spec, json!({"resourceVersion": version.to_string()}));
     let mut pod = Pod::clone(&update.pod);
     pod.status = Some(serde_json::from_value(status).expect("a status"));
     update.pod = Arc::new(pod);
@@ -100,4 +104,55 @@ fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
     assert_eq!(ended.map(|t| t.exit_code), Some(143));
     let mut told = run.published.iter().map(|s| s.phase.as_deref());
     assert!(told.all(|p| p == Some("Failed")));
+}
+
+/// Simulation, seed 1898: while the watch brought nothing, others have told an end beside what the API knew of containers that
+/// had not been started, and the worker has told its own, which the writer has merged by then.
+#[test]
+fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_containers() {
+    let with = |version, status| {
+        let mut spec = spec();
+        spec["restartPolicy"] = "OnFailure".into();
+        of_api(spec, version, status)
+    };
+    let mut run = Run::new(with(1, json!({"phase": "Pending"})));
+    run.settle();
+    run.exit("c0", 1);
+    run.input(Input::Hint);
+    run.settle();
+    // Its back-off.
+    run.now = 10_000;
+    run.input(Input::Tick);
+    run.settle();
+    run.exit("c1", 0);
+    run.input(Input::Hint);
+    let is_held = |op: &Op| matches!(op, Op::StopSandbox(_));
+    run.settle_but(is_held);
+    // A status waits for the sandbox's end no longer than this.
+    let later = |run: &mut Run| {
+        run.now += 2000;
+        run.input(Input::Tick);
+    };
+    later(&mut run);
+    let own = run.worker.published().and_then(|own| own.phase.as_deref());
+    assert_eq!(own, Some("Succeeded"));
+    run.published.clear();
+    let waits = json!({"name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": {}}});
+    let told = json!({"phase": "Failed", "reason": "NodeLost", "message": "m", "startTime": "2023-11-14T22:13:20Z",
+        "conditions": [{"type": "Initialized", "status": "False"}], "containerStatuses": [waits]});
+    run.input(Input::Update(with(2, told)));
+    later(&mut run);
+    run.settle();
+    assert!(run.worker.has_told_its_end());
+    assert!(!run.published.is_empty());
+    for status in &run.published {
+        let end = [&status.phase, &status.reason, &status.message].map(Option::as_deref);
+        assert_eq!(end, [Some("Failed"), Some("NodeLost"), Some("m")]);
+        let container = &status.container_statuses.as_ref().expect("statuses")[0];
+        assert_eq!(container.container_id.as_deref(), Some("containerd://c1"));
+        assert_eq!(container.restart_count, 1);
+        let mut conditions = status.conditions.iter().flatten();
+        let initialized = conditions.find(|c| c.type_ == "Initialized");
+        assert_eq!(initialized.map(|c| c.status.as_str()), Some("True"));
+    }
 }
