@@ -126,9 +126,12 @@ impl Bench {
                 if kills {
                     // A start that was under way when its caller died is one that the runtime has given up and counted.
                     let container = &started["status"]["containerStatuses"][0];
+                    // It says that its context was cancelled, or that the shim it was starting was killed for that.
                     let cut_off = container["lastState"]["terminated"]["message"]
                         .as_str()
-                        .is_some_and(|m| m.contains("context canceled"));
+                        .is_some_and(|m| {
+                            m.contains("context canceled") || m.contains("signal: killed")
+                        });
                     assert_eq!(
                         container["restartCount"],
                         u32::from(cut_off),
