@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 /// What the kernel's command line says of such a machine.
 const MARK: &str = "holdfast.vm";
 /// How long it may take: its processor is emulated, on a machine that may be busy.
-const RUN_TIMEOUT: Duration = Duration::from_secs(1500);
+const RUN_TIMEOUT: Duration = Duration::from_secs(2100);
 /// It says every ten seconds that it goes on. One that is silent for so long stands still: the emulator does that once in a
 /// while, with nothing amiss in the machine.
 const STANDS_STILL: Duration = Duration::from_secs(300);
 /// After how many seconds a node whose test still runs shows its processes and its journal: what it has not shown by then is
 /// lost with it.
-const SHOW_AFTER: u32 = 1300;
+const SHOW_AFTER: u32 = 1900;
 
 /// A memory disk in the `newc` format.
 #[derive(Clone, Default)]
