@@ -359,7 +359,7 @@ impl Node {
         );
         // Only now: what lies in temporary directories is removed while the node comes up.
         let script = format!(
-            "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=300\n(sleep {SHOW_AFTER}; ps -eo pid,ppid,stat,wchan:24,etimes,args; journalctl --no-pager -b -n 100) &\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
+            "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=300\n(sleep {SHOW_AFTER}; busybox ps -o pid,ppid,stat,args; journalctl --no-pager -b -n 100) &\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
             test(name)
         );
         disk.file(Path::new("/unit/run-test"), script.as_bytes());
