@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 const MARK: &str = "holdfast.vm";
 /// How long it may take: its processor is emulated, on a machine that may be busy.
 const RUN_TIMEOUT: Duration = Duration::from_secs(2100);
-/// It says every ten seconds that it goes on. One that is silent for so long stands still: the emulator does that once in a
-/// while, with nothing amiss in the machine.
+/// It says every ten seconds that it goes on. One that is silent for so long stands still. (One in CI said nothing for 45
+/// minutes; whether the emulator or the machine stood still is not known.)
 const STANDS_STILL: Duration = Duration::from_secs(300);
 /// After how many seconds a node whose test still runs shows its processes and its journal: what it has not shown by then is
 /// lost with it.
