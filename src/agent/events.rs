@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
@@ -206,7 +207,12 @@ async fn post(
             tokio::time::sleep(wait).await;
         }
         let stamp = seconds(now);
-        if let Some((name, count)) = verdict.counted {
+        let name = |posted: Timestamp| {
+            let about = said.about.name.as_deref().unwrap_or_default();
+            format!("{about}.{:x}", posted.as_nanosecond())
+        };
+        if let Some((posted, count)) = verdict.counted {
+            let name = name(posted);
             let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});
             match api.count_event(&namespace, &name, &patch).await {
                 Err(ApiFailure::NotFound(_)) => correlator.forget(verdict.key),
@@ -215,14 +221,9 @@ async fn post(
             }
             continue;
         }
-        let name = format!(
-            "{}.{:x}",
-            said.about.name.clone().unwrap_or_default(),
-            now.as_nanosecond()
-        );
         let event = Event {
             metadata: ObjectMeta {
-                name: Some(name.clone()),
+                name: Some(name(now)),
                 namespace: Some(namespace),
                 annotations: said.annotations,
                 ..ObjectMeta::default()
@@ -243,7 +244,7 @@ async fn post(
             ..Event::default()
         };
         match api.post_event(&event).await {
-            Ok(()) => correlator.posted(verdict.key, name, now),
+            Ok(()) => correlator.posted(verdict.key, now),
             Err(error) => tracing::debug!(%error, "an event could not be posted"),
         }
     }

@@ -47,20 +47,43 @@ pub struct Verdict {
     pub key: Key,
     /// The message, perhaps merged.
     pub message: String,
-    /// The event that is counted up instead, and to what.
-    pub counted: Option<(String, i32)>,
+    /// When the event was posted that is counted up instead, and to what.
+    pub counted: Option<(Timestamp, i32)>,
 }
 
+/// Which messages a group has had. Most have one, which needs no memory of its own: thousands of small pieces that outlive
+/// their pods would keep a page each.
 #[derive(Debug)]
 struct Group {
-    /// At most one more than [`SIMILAR`].
-    messages: Vec<Key>,
+    first: Key,
+    /// With the first at most one more than [`SIMILAR`].
+    others: Vec<Key>,
     last: Timestamp,
+}
+
+impl Group {
+    fn new(first: Key, last: Timestamp) -> Group {
+        Group {
+            first,
+            others: vec![],
+            last,
+        }
+    }
+
+    /// Adds a message, unless it is there or there are too many; whether there are too many.
+    fn add(&mut self, message: Key) -> bool {
+        let is_known = self.first == message || self.others.contains(&message);
+        if self.others.len() < SIMILAR && !is_known {
+            self.others.push(message);
+        }
+        self.others.len() >= SIMILAR
+    }
 }
 
 #[derive(Debug)]
 struct Known {
-    name: String,
+    /// When it was posted, which is in its name.
+    posted: Timestamp,
     count: i32,
     last: Timestamp,
 }
@@ -89,18 +112,13 @@ impl Correlator {
         let group_key = key(&[said.about, said.reason]);
         let own_key = key(&[said.about, said.reason, said.message]);
         bound(&mut self.groups, now, |g| g.last);
-        let group = self.groups.entry(group_key).or_insert_with(|| Group {
-            messages: vec![],
-            last: now,
-        });
+        let new = || Group::new(own_key, now);
+        let group = self.groups.entry(group_key).or_insert_with(new);
         if now.duration_since(group.last) > WINDOW {
-            group.messages.clear();
+            *group = new();
         }
         group.last = now;
-        if group.messages.len() <= SIMILAR && !group.messages.contains(&own_key) {
-            group.messages.push(own_key);
-        }
-        let (key, message) = if group.messages.len() > SIMILAR {
+        let (key, message) = if group.add(own_key) {
             let merged = format!("(combined from similar events): {}", said.message);
             (group_key, merged)
         } else {
@@ -115,7 +133,7 @@ impl Correlator {
         let counted = self.known.get_mut(&key).map(|known| {
             known.count = known.count.saturating_add(1);
             known.last = now;
-            (known.name.clone(), known.count)
+            (known.posted, known.count)
         });
         Some(Verdict {
             key,
@@ -124,13 +142,13 @@ impl Correlator {
         })
     }
 
-    /// A new event has been posted under this name.
-    pub fn posted(&mut self, key: Key, name: String, now: Timestamp) {
+    /// A new event has been posted.
+    pub fn posted(&mut self, key: Key, now: Timestamp) {
         bound(&mut self.known, now, |k| k.last);
         self.known.insert(
             key,
             Known {
-                name,
+                posted: now,
                 count: 1,
                 last: now,
             },
@@ -161,7 +179,7 @@ mod tests {
             at(s),
         )?;
         if verdict.counted.is_none() {
-            correlator.posted(verdict.key, format!("e{s}"), at(s));
+            correlator.posted(verdict.key, at(s));
         }
         Some(verdict)
     }
@@ -172,7 +190,7 @@ mod tests {
         assert_eq!(say(&mut correlator, "a", 0).and_then(|v| v.counted), None);
         assert_eq!(
             say(&mut correlator, "a", 1).and_then(|v| v.counted),
-            Some(("e0".into(), 2))
+            Some((at(0), 2))
         );
         for n in 2..11 {
             assert_eq!(
@@ -187,7 +205,7 @@ mod tests {
         );
         assert_eq!(
             say(&mut correlator, "m12", 12).and_then(|v| v.counted),
-            Some(("e11".into(), 2))
+            Some((at(11), 2))
         );
         assert_eq!(
             say(&mut correlator, "m13", 5000)
@@ -235,7 +253,7 @@ mod tests {
                 },
                 at(n),
             ) {
-                correlator.posted(verdict.key, about, at(n));
+                correlator.posted(verdict.key, at(n));
             }
         }
         assert!(

@@ -94,6 +94,13 @@ struct Answered {
     status: Option<PodStatus>,
 }
 
+impl Answered {
+    /// Whether it says more than `object`, as the watch has shown it.
+    fn is_newer(&self, object: &Pod) -> bool {
+        self.uid == object.uid() && self.revision > revision(object)
+    }
+}
+
 impl From<Pod> for Answered {
     fn from(pod: Pod) -> Answered {
         Answered {
@@ -108,7 +115,7 @@ impl From<Pod> for Answered {
 /// What is to be written to an object, from the newest that is known of it. An end that stands there stays; a static pod's
 /// mirror binds nobody.
 fn due(object: &Pod, last: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
-    let newer = last.filter(|last| last.uid == object.uid() && last.revision > revision(object));
+    let newer = last.filter(|last| last.is_newer(object));
     let (base, version) = match newer {
         Some(last) => (&last.status, &last.version),
         None => (&object.status, &object.metadata.resource_version),
@@ -151,6 +158,8 @@ async fn write(
         loop {
             let wanted = changes.borrow_and_update().clone();
             let object = wanted.object.as_deref();
+            // The watch has caught up: one copy of the status is enough.
+            last = last.filter(|last| object.is_none_or(|object| last.is_newer(object)));
             let patch = object.and_then(|object| due(object, last.as_ref(), &wanted.status));
             let (Some(object), Some(patch)) = (object, patch) else {
                 done.send_replace(wanted.version);

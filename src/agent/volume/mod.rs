@@ -50,7 +50,7 @@ pub struct Volumes {
     /// What they are made from, and for as long as it is followed.
     following: Option<(References, Following)>,
     /// The volumes resolved so far, by their names.
-    resolved: BTreeMap<String, ResolvedVolume>,
+    resolved: BTreeMap<String, Arc<ResolvedVolume>>,
     /// Called when something that they are made from has changed.
     changed: OnChange,
     /// Those whose files are being given to the pod's group.
@@ -125,7 +125,8 @@ impl Volumes {
             let plugin = resolved.qualified_plugin();
             context.metrics.volume_ready(&plugin, begun.elapsed());
         }
-        self.resolved.insert(resolved.volume.clone(), resolved);
+        let name = resolved.volume.clone();
+        self.resolved.insert(name, Arc::new(resolved));
     }
 
     /// Says which volumes the pod is to have, and which it has.
@@ -141,7 +142,7 @@ impl Volumes {
         let actual = self.resolved.values();
         let counted = PodVolumes {
             desired: wanted.map(plugin).collect(),
-            actual: actual.map(ResolvedVolume::qualified_plugin).collect(),
+            actual: actual.map(|resolved| resolved.qualified_plugin()).collect(),
         };
         context.metrics.pod_has_volumes(pod::uid(pod), counted);
     }

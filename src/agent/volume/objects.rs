@@ -18,7 +18,7 @@ pub struct Fetched {
     maps: BTreeMap<String, Arc<ConfigMap>>,
     secrets: BTreeMap<String, Arc<Secret>>,
     /// The pod's volumes, resolved, by their names.
-    pub resolved: BTreeMap<String, ResolvedVolume>,
+    pub resolved: BTreeMap<String, Arc<ResolvedVolume>>,
 }
 
 impl Objects for Fetched {
