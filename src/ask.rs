@@ -28,7 +28,7 @@ pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Resu
 /// Asks it what the pod's worker was told and what it decided.
 pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Report> {
     let body = ask(socket, &format!("/record/{namespace}/{name}")).await?;
-    serde_json::from_slice(&body).context(OTHER_VERSION)
+    crate::core::json::read(&body).context(OTHER_VERSION)
 }
 
 /// Asks it what collection would remove; without `dry_run` it removes that.

@@ -364,7 +364,7 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
     };
     let mut bytes = vec![];
     source.take(LARGEST_RECORD).read_to_end(&mut bytes)?;
-    let report: Report = serde_json::from_slice(&bytes).with_context(|| {
+    let report: Report = holdfast::core::json::read(&bytes).with_context(|| {
         format!(
             "{} is not a record that this version of Holdfast ({}) can read; `holdfast agent record pod` writes them",
             file.display(),

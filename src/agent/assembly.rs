@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use k8s_openapi::api::core::v1::{NodeAddress, Pod};
-use kube::Api;
 use kube::runtime::watcher;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
@@ -30,6 +29,7 @@ use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
 use crate::host::users;
+use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::connect_as;
 use crate::kubeapi::measured::Report;

@@ -3,7 +3,6 @@
 use std::fmt::Write as _;
 
 use k8s_openapi::api::core::v1::Pod;
-use kube::Api;
 use kube::api::ListParams;
 
 use super::node::credentials;
@@ -16,6 +15,7 @@ use crate::core::pod::probe::Probed;
 use crate::core::pod::resize::Resizing;
 use crate::core::pod::{self, resize};
 use crate::cri::{ListedPod, Runtime as _};
+use crate::kubeapi::Api;
 use crate::kubeapi::client::{chain, connect_as};
 use crate::kubeapi::pace::Pace;
 

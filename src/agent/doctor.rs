@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use hyper::http;
 use k8s_openapi::api::core::v1::Node;
-use kube::Api;
 use tokio::time::{Instant, timeout};
 
 use super::node::credentials::Pair;
@@ -19,6 +18,7 @@ use crate::core::node::doctor::{
 };
 use crate::core::node::signing;
 use crate::cri::{CriClient, Runtime as _};
+use crate::kubeapi::Api;
 use crate::kubeapi::client::{chain, connect_as};
 use crate::kubeapi::pace::Pace;
 use crate::sys::clock::Clock;

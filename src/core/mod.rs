@@ -11,6 +11,7 @@ pub mod cpuset;
 pub mod digest;
 pub mod image;
 pub mod indexes;
+pub mod json;
 pub mod lock;
 pub mod meta;
 pub mod node;

@@ -12,12 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use futures::StreamExt as _;
+use kube::Resource;
 use kube::runtime::watcher;
-use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::api::{Api, Untyped};
+use super::client::chain;
 use super::failure::{ApiFailure, watch_failure};
 
 /// The pauses after a watch that failed, at first and at most.
@@ -105,8 +107,11 @@ impl<K: Resource> Writer<K> {
 
     /// An object is gone.
     pub fn delete(&self, object: &K) {
+        self.remove(key(object));
+    }
+
+    fn remove(&self, key: Key) {
         self.change(|map| {
-            let key = key(object);
             map.remove(&key);
             [key].into()
         });
@@ -254,19 +259,23 @@ where
 
 async fn follow<K>(api: Api<K>, config: watcher::Config, writer: Writer<K>)
 where
-    K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+    K: Resource + DeserializeOwned + Send + 'static,
     K::DynamicType: Default,
 {
-    let mut events = pin!(watcher(api, config));
+    let mut events = pin!(api.watcher(config));
     let mut aside = Vec::new();
     let mut pauses = PAUSES;
     let mut refused = false;
     while let Some(event) = events.next().await {
         match event {
-            Ok(watcher::Event::Apply(object)) => writer.apply(object),
-            Ok(watcher::Event::Delete(object)) => writer.delete(&object),
+            Ok(watcher::Event::Apply(object)) => {
+                if let Some(object) = read(object) {
+                    writer.apply(object);
+                }
+            }
+            Ok(watcher::Event::Delete(object)) => writer.remove(key(&object)),
             Ok(watcher::Event::Init) => aside.clear(),
-            Ok(watcher::Event::InitApply(object)) => aside.push(object),
+            Ok(watcher::Event::InitApply(object)) => aside.extend(read(object)),
             Ok(watcher::Event::InitDone) => writer.replace(std::mem::take(&mut aside)),
             Err(error) => {
                 let failure = watch_failure(error);
@@ -285,6 +294,21 @@ where
         refused = false;
         pauses.reset();
     }
+}
+
+/// Reads an object. One that cannot be read is left out, and others are not disturbed by it.
+fn read<K>(object: Untyped) -> Option<K>
+where
+    K: Resource + DeserializeOwned,
+    K::DynamicType: Default,
+{
+    let (namespace, name) = key(&object);
+    let unread = |error: kube::Error| {
+        let kind = K::kind(&K::DynamicType::default()).into_owned();
+        let error = chain(&error);
+        tracing::warn!(%error, kind, namespace, name, "an object of the API cannot be read and is ignored until it changes");
+    };
+    object.read().map_err(unread).ok()
 }
 
 /// Drops what nobody here reads.

@@ -1,5 +1,6 @@
 //! The Kubernetes API as a client sees it: connections from a kubeconfig, watched caches.
 
+mod api;
 pub mod cache;
 pub mod client;
 mod connections;
@@ -13,5 +14,6 @@ mod proxy;
 pub mod reviews;
 pub mod signing;
 
+pub use api::Api;
 pub use cache::Cache;
 pub use failure::ApiFailure;

@@ -11,12 +11,13 @@ use futures::StreamExt as _;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
 use kube::api::{ListParams, WatchEvent, WatchParams};
-use kube::{Api, Client, Resource};
+use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::api::Api;
 use super::cache::Key;
 use super::failure::ApiFailure;
 use crate::core::lock::lock;
@@ -357,7 +358,7 @@ where
                 if self.show(listed.items.pop()) {
                     return Ok(Over::ForGood);
                 }
-                let version = listed.metadata.resource_version.unwrap_or_default();
+                let version = listed.version.unwrap_or_default();
                 from.insert(version).clone()
             }
         };

@@ -21,11 +21,12 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::Api;
 use super::Cache;
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
@@ -368,9 +369,7 @@ impl PodApi for KubePods {
             ..TokenRequest::default()
         };
         let api: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
-        let answer = api
-            .create_token_request(account, &PostParams::default(), &request)
-            .await?;
+        let answer: TokenRequest = api.create_below(account, "token", &request).await?;
         let status = answer.status.and_then(|s| {
             Some(Token {
                 text: s.token?,

@@ -7,9 +7,10 @@ use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
 };
+use kube::Client;
 use kube::api::PostParams;
-use kube::{Api, Client};
 
+use super::api::Api;
 use super::failure::ApiFailure;
 
 /// Somebody who has shown who they are.

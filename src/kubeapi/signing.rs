@@ -8,9 +8,10 @@ use k8s_openapi::api::certificates::v1::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::PostParams;
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use tokio::time::Instant;
 
+use super::api::Api;
 use super::failure::ApiFailure;
 use crate::core::backoff::Doubling;
 

@@ -26,6 +26,7 @@ pub use api::SealedApi;
 pub use keeper::{Keeper, follow};
 
 use crate::core::digest;
+use crate::core::json;
 use crate::core::node::offline::OfflineStart;
 use crate::sys::clock::Clock;
 use crate::sys::file;
@@ -156,7 +157,7 @@ impl Vault {
 
     /// The value of an opened content, if it is this name's.
     fn value<T: DeserializeOwned>(name: &str, content: &[u8]) -> Option<T> {
-        let (inside, value): (String, T) = serde_json::from_slice(content).ok()?;
+        let (inside, value): (String, T) = json::read(content).ok()?;
         (inside == name).then_some(value)
     }
 

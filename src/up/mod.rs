@@ -334,7 +334,8 @@ async fn wait_node(
     part: &Part,
     started: bool,
 ) -> anyhow::Result<String> {
-    let api: kube::Api<k8s_openapi::api::core::v1::Node> = kube::Api::all(client.clone());
+    let api: crate::kubeapi::Api<k8s_openapi::api::core::v1::Node> =
+        crate::kubeapi::Api::all(client.clone());
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     let mut why = "it has not registered".to_owned();
     loop {

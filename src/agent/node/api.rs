@@ -11,13 +11,13 @@ use k8s_openapi::api::resource::v1::ResourceSlice;
 use k8s_openapi::api::storage::v1::CSINode;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::runtime::watcher::watch_object;
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use crate::core::time::shown;
 use crate::core::volume::csi::Drivers;
 use crate::core::volume::migrated;
+use crate::kubeapi::Api;
 use crate::kubeapi::client::{chain, code};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -74,9 +74,10 @@ pub struct KubeNodes(pub Client);
 #[async_trait]
 impl NodeApi for KubeNodes {
     fn watch(&self, name: &str) -> BoxStream<'static, NodeChange> {
-        let changes = watch_object(Api::<Node>::all(self.0.clone()), name);
+        let changes = Api::<Node>::all(self.0.clone()).watch_object(name);
         let change = |result| match result {
-            Ok(Some(node)) => NodeChange::Present(Box::new(node)),
+            Ok(Some(Ok(node))) => NodeChange::Present(Box::new(node)),
+            Ok(Some(Err(error))) => NodeChange::Interrupted(chain(&error)),
             Ok(None) => NodeChange::Absent,
             Err(error) => NodeChange::Interrupted(chain(&error)),
         };

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use flate2::Compression;
@@ -14,6 +14,7 @@ use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
 use crate::agent::Metrics;
+use crate::core::json;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::pod::explain;
@@ -47,8 +48,12 @@ impl Recorded {
         match self {
             Recorded::Nothing => None,
             Recorded::Growing(record) => Some((**record).clone()),
-            Recorded::Written(bytes) => serde_json::from_slice(bytes).ok(),
-            Recorded::Packed(bytes) => serde_json::from_reader(GzDecoder::new(&bytes[..])).ok(),
+            Recorded::Written(bytes) => json::read(bytes).ok(),
+            Recorded::Packed(bytes) => {
+                let mut unpacked = vec![];
+                GzDecoder::new(&bytes[..]).read_to_end(&mut unpacked).ok()?;
+                json::read(&unpacked).ok()
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, 
 use k8s_openapi::api::storage::v1::{CSIDriver, VolumeAttachment};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::Caches;
@@ -19,6 +19,7 @@ use crate::core::{
     pod,
     volume::{claims, csi, migrated},
 };
+use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
 

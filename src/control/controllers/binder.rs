@@ -13,7 +13,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod};
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::Caches;
@@ -23,6 +23,7 @@ use crate::core::pod;
 use crate::core::volume::claims::{
     self, BIND_COMPLETED, BOUND_BY_CONTROLLER, PROVISIONED_BY, SELECTED_NODE,
 };
+use crate::kubeapi::Api;
 use crate::kubeapi::client::code;
 
 /// The provisioner that makes directories on this machine.

@@ -7,11 +7,12 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::runtime::watcher;
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 
 use super::any_change;
 use crate::core::node::signing::{self, Asked, Requester, Verdict};
+use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::{chain, code};
 
@@ -118,7 +119,7 @@ async fn take(
                 "Auto approving kubelet client certificate after SubjectAccessReview.",
             );
             let body = serde_json::to_vec(&patch).map_err(kube::Error::SerdeError)?;
-            api.patch_subresource(
+            api.patch_below(
                 "approval",
                 &name,
                 &PatchParams::default(),

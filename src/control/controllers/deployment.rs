@@ -8,7 +8,7 @@ use std::time::Duration;
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet, ReplicaSetSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::json;
 
 use super::Caches;
@@ -20,6 +20,7 @@ use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
 use crate::control::api::object;
 use crate::control::api::selector::Selector;
+use crate::kubeapi::Api;
 use crate::kubeapi::cache;
 
 const COMPONENT: &str = "deployment-controller";
@@ -292,8 +293,7 @@ async fn create(
                 return Ok(None);
             }
             let namespace = deployment.namespace().unwrap_or_default();
-            let deployments: Api<Deployment> =
-                Api::namespaced(sets.clone().into_client(), &namespace);
+            let deployments: Api<Deployment> = Api::namespaced(sets.client(), &namespace);
             let patch = json!({"status": {"collisionCount": collisions.saturating_add(1)}});
             deployments
                 .patch_status(

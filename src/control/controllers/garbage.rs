@@ -9,12 +9,13 @@ use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
-use kube::{Api, Client, Resource};
+use kube::{Client, Resource};
 use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use super::Caches;
 use super::any_change;
+use crate::kubeapi::Api;
 use crate::kubeapi::cache::Cache;
 use crate::kubeapi::client::code;
 

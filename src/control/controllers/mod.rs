@@ -33,12 +33,13 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
-use kube::{Api, Client, Resource};
+use kube::{Client, Resource};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::core::digest::fnv64;
 use crate::core::lock::lock;
+use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Cache, Key, key, revision};
 use crate::kubeapi::client::code;
 

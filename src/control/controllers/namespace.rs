@@ -6,12 +6,13 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace, ServiceAccount};
 use kube::api::{DynamicObject, ListParams, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::json;
 
 use super::Caches;
 use super::any_change;
 use crate::control::api::resources::RESOURCES;
+use crate::kubeapi::Api;
 use crate::kubeapi::client::code;
 
 pub(super) async fn run(client: Client, caches: Caches, ca: String) {
@@ -116,7 +117,7 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
     let api_of = |plural: &str| {
         RESOURCES.iter().find(|r| r.plural == plural).map(|r| {
             let gvk = GroupVersionKind::gvk(r.group, r.version, r.kind);
-            Api::<DynamicObject>::namespaced_with(
+            kube::Api::<DynamicObject>::namespaced_with(
                 client.clone(),
                 &name,
                 &ApiResource::from_gvk_with_plural(&gvk, r.plural),

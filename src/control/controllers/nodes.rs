@@ -11,13 +11,14 @@ use k8s_openapi::api::core::v1::{Node, NodeCondition, Pod, Taint, Toleration};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::runtime::watcher;
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::{Caches, any_change};
 use crate::control::api::object::later;
 use crate::core::node::taints::tolerates;
+use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
 

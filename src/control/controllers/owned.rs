@@ -8,12 +8,13 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::api::PostParams;
-use kube::{Api, Client, Resource, ResourceExt as _};
+use kube::{Client, Resource, ResourceExt as _};
 use tokio::time::Instant;
 
 use super::{Pending, event};
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
+use crate::kubeapi::Api;
 
 /// The reference to the object that controls something.
 pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use k8s_openapi::api::apps::v1::ReplicaSet;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{DeleteParams, Patch, PatchParams};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -19,6 +19,7 @@ use super::owned::{Failures, create, owner};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
 use crate::core::pod;
+use crate::kubeapi::Api;
 use crate::kubeapi::cache::{key, revision};
 
 /// The most pods created or deleted in one go.
@@ -238,8 +239,8 @@ async fn reconcile(
     });
     for (pod, result) in futures::future::join_all(deletions).await {
         match result {
-            Ok(either) => {
-                if let Some(marked) = either.left() {
+            Ok(marked) => {
+                if let Some(marked) = marked {
                     pending.deleted(&uid, &marked);
                 }
                 event(

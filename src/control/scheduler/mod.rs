@@ -14,13 +14,14 @@ use k8s_openapi::api::core::v1::{
     Binding, ObjectReference, PersistentVolume, PersistentVolumeClaim, Pod,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{Patch, PatchParams, PostParams};
-use kube::{Api, Client, ResourceExt as _};
+use kube::api::{Patch, PatchParams};
+use kube::{Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
 use super::controllers::Caches;
 use crate::core::backoff::Doubling;
+use crate::kubeapi::Api;
 use storage::{Storage, Wanted};
 
 /// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
@@ -184,9 +185,8 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
         },
     };
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> = api
-        .create_subresource("binding", &name, &PostParams::default(), &binding)
-        .await;
+    let result: Result<k8s_openapi::apimachinery::pkg::apis::meta::v1::Status, kube::Error> =
+        api.create_below(&name, "binding", &binding).await;
     match result {
         Ok(_) => {
             event(

@@ -11,9 +11,10 @@ use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{DeleteParams, PostParams};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 
 use super::{Caches, Pending, any_change, controller_of, event};
+use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 use crate::kubeapi::client::code;
 use decide::{Plan, Seen, decide};
@@ -174,7 +175,7 @@ async fn delete(
     match api.delete(name, &DeleteParams::background()).await {
         Ok(deleted) => {
             let uid = cron.uid().unwrap_or_default();
-            if let Some(job) = deleted.left() {
+            if let Some(job) = deleted {
                 written.jobs.deleted(&uid, &job);
             }
             let message = format!("Deleted job {name}");

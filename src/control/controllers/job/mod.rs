@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
-use kube::{Api, Client, ResourceExt as _};
+use kube::{Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -23,6 +23,7 @@ use super::{Caches, Pending, any_change, controller_of, event};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
+use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 use crate::kubeapi::client::code;
 use backoff::Backoff;
@@ -273,7 +274,7 @@ async fn remove(
     for deleted in futures::future::join_all(deletions).await {
         let (surplus, deleted) = deleted?;
         let Some(deleted) = deleted else { continue };
-        if let Some(pod) = deleted.left() {
+        if let Some(pod) = deleted {
             memory.pods.deleted(&uid, &pod);
         }
         let message = format!("Deleted pod: {}", surplus.name);

@@ -1,0 +1,9 @@
+//! Reading large types from JSON.
+
+use serde::de::DeserializeOwned;
+
+/// Reads by way of a [`serde_json::Value`], as objects of the API are read: what reads a pod is 200 kB of program text for
+/// each form that JSON comes in.
+pub fn read<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
+    serde_json::from_value(serde_json::from_slice(bytes)?)
+}

@@ -1,0 +1,353 @@
+//! The calls of the API for one kind, with little code for each kind: requests, lists and watches are those of kube for an
+//! object that is not read yet; a kind's own code reads one object out of JSON that is parsed. With `kube::Api` itself each
+//! of two dozen kinds has a client, a watcher and three deserialisers of its own: megabytes of program text, which stay in
+//! the memory of an agent that is idle.
+
+use std::borrow::Cow;
+use std::fmt::Debug;
+use std::marker::PhantomData;
+
+use futures::stream::BoxStream;
+use futures::{Stream, StreamExt as _, TryStreamExt as _};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{
+    DeleteParams, ListParams, Patch, PatchParams, PostParams, Request, WatchEvent, WatchParams,
+};
+use kube::core::{ApiResource, DynamicResourceScope, NamespaceResourceScope};
+use kube::runtime::watcher;
+use kube::{Client, Error, Resource};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
+
+/// An object of any kind, parsed but not read.
+#[derive(Debug, Clone)]
+pub struct Untyped {
+    /// Name, namespace, uid and version: what is needed to follow it.
+    meta: ObjectMeta,
+    value: Value,
+}
+
+impl<'de> Deserialize<'de> for Untyped {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Untyped, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let text = |field: &str| value["metadata"][field].as_str().map(Into::into);
+        let meta = ObjectMeta {
+            name: text("name"),
+            namespace: text("namespace"),
+            uid: text("uid"),
+            resource_version: text("resourceVersion"),
+            ..ObjectMeta::default()
+        };
+        Ok(Untyped { meta, value })
+    }
+}
+
+impl Untyped {
+    /// Reads it as an object of its kind.
+    pub fn read<K: DeserializeOwned>(self) -> Result<K, Error> {
+        serde_json::from_value(self.value).map_err(Error::SerdeError)
+    }
+}
+
+impl Resource for Untyped {
+    type DynamicType = ApiResource;
+    type Scope = DynamicResourceScope;
+
+    fn kind(of: &ApiResource) -> Cow<'_, str> {
+        of.kind.as_str().into()
+    }
+
+    fn group(of: &ApiResource) -> Cow<'_, str> {
+        of.group.as_str().into()
+    }
+
+    fn version(of: &ApiResource) -> Cow<'_, str> {
+        of.version.as_str().into()
+    }
+
+    fn plural(of: &ApiResource) -> Cow<'_, str> {
+        of.plural.as_str().into()
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.meta
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.meta
+    }
+}
+
+/// The calls for objects of one kind, of one namespace or of all. Errors are those of kube.
+pub struct Api<K> {
+    calls: kube::Api<Untyped>,
+    kind: PhantomData<fn() -> K>,
+}
+
+impl<K> Clone for Api<K> {
+    fn clone(&self) -> Api<K> {
+        self.calls.clone().into()
+    }
+}
+
+impl<K> From<kube::Api<Untyped>> for Api<K> {
+    fn from(calls: kube::Api<Untyped>) -> Api<K> {
+        Api {
+            calls,
+            kind: PhantomData,
+        }
+    }
+}
+
+impl<K: Resource> Api<K>
+where
+    K::DynamicType: Default,
+{
+    /// Objects of the cluster, or of all namespaces.
+    #[must_use]
+    pub fn all(client: Client) -> Api<K> {
+        let kind = ApiResource::erase::<K>(&K::DynamicType::default());
+        kube::Api::all_with(client, &kind).into()
+    }
+
+    /// Objects of one namespace.
+    #[must_use]
+    pub fn namespaced(client: Client, namespace: &str) -> Api<K>
+    where
+        K: Resource<Scope = NamespaceResourceScope>,
+    {
+        let kind = ApiResource::erase::<K>(&K::DynamicType::default());
+        kube::Api::namespaced_with(client, namespace, &kind).into()
+    }
+}
+
+impl<K> Api<K> {
+    /// The connection.
+    #[must_use]
+    pub fn client(&self) -> Client {
+        self.calls.clone().into_client()
+    }
+
+    /// Events of a watch that begins anew by itself, for those who read the objects one by one.
+    pub fn watcher(
+        self,
+        config: watcher::Config,
+    ) -> impl Stream<Item = watcher::Result<watcher::Event<Untyped>>> + Send + use<K> {
+        watcher(self.calls, config)
+    }
+
+    /// Deletes the objects that `which` selects.
+    pub async fn delete_collection(
+        &self,
+        params: &DeleteParams,
+        which: &ListParams,
+    ) -> Result<(), Error> {
+        self.calls.delete_collection(params, which).await.map(drop)
+    }
+}
+
+/// Objects, and the version that a watch goes on from.
+pub struct Listed<K> {
+    /// The objects.
+    pub items: Vec<K>,
+    /// The version of the list.
+    pub version: Option<String>,
+}
+
+impl<K: DeserializeOwned> Api<K> {
+    /// One object.
+    pub async fn get(&self, name: &str) -> Result<K, Error> {
+        self.calls.get(name).await?.read()
+    }
+
+    /// One object, or none if there is none of this name.
+    pub async fn get_opt(&self, name: &str) -> Result<Option<K>, Error> {
+        self.calls
+            .get_opt(name)
+            .await?
+            .map(Untyped::read)
+            .transpose()
+    }
+
+    /// The objects that `which` selects.
+    pub async fn list(&self, which: &ListParams) -> Result<Listed<K>, Error> {
+        let listed = self.calls.list(which).await?;
+        Ok(Listed {
+            version: listed.metadata.resource_version,
+            items: listed
+                .items
+                .into_iter()
+                .map(Untyped::read)
+                .collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// One watch, from a version on.
+    pub async fn watch(
+        &self,
+        which: &WatchParams,
+        version: &str,
+    ) -> Result<BoxStream<'static, Result<WatchEvent<K>, Error>>, Error>
+    where
+        K: Send + 'static,
+    {
+        let events = self.calls.watch(which, version).await?;
+        let read = |event| {
+            Ok(match event {
+                WatchEvent::Added(object) => WatchEvent::Added(Untyped::read(object)?),
+                WatchEvent::Modified(object) => WatchEvent::Modified(object.read()?),
+                WatchEvent::Deleted(object) => WatchEvent::Deleted(object.read()?),
+                WatchEvent::Bookmark(mark) => WatchEvent::Bookmark(mark),
+                WatchEvent::Error(status) => WatchEvent::Error(status),
+            })
+        };
+        Ok(events
+            .and_then(move |event| std::future::ready(read(event)))
+            .boxed())
+    }
+
+    /// One object from a watch that begins anew by itself; none when it is gone.
+    pub fn watch_object(
+        self,
+        name: &str,
+    ) -> impl Stream<Item = watcher::Result<Option<Result<K, Error>>>> + Send + use<K> {
+        let objects = watcher::watch_object(self.calls, name);
+        objects.map(|object| Ok(object?.map(Untyped::read)))
+    }
+
+    /// Deletes an object; the answer is the object, if its deletion has only begun.
+    pub async fn delete(&self, name: &str, params: &DeleteParams) -> Result<Option<K>, Error> {
+        let answer = self.calls.delete(name, params).await?;
+        answer.left().map(Untyped::read).transpose()
+    }
+
+    /// Creates an object.
+    pub async fn create(&self, params: &PostParams, object: &K) -> Result<K, Error>
+    where
+        K: Serialize,
+    {
+        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
+        let request = Request::new(self.calls.resource_url()).create(params, bytes);
+        self.send(request).await
+    }
+
+    /// Replaces an object by a newer version.
+    pub async fn replace(&self, name: &str, params: &PostParams, object: &K) -> Result<K, Error>
+    where
+        K: Serialize,
+    {
+        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
+        let request = Request::new(self.calls.resource_url()).replace(name, params, bytes);
+        self.send(request).await
+    }
+
+    /// Replaces an object's status.
+    pub async fn replace_status(
+        &self,
+        name: &str,
+        params: &PostParams,
+        object: &K,
+    ) -> Result<K, Error>
+    where
+        K: Serialize,
+    {
+        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
+        let request = Request::new(self.calls.resource_url());
+        self.send(request.replace_subresource("status", name, params, bytes))
+            .await
+    }
+
+    /// Creates what stands below an object: a token, a binding.
+    pub async fn create_below<T: Serialize, A: DeserializeOwned>(
+        &self,
+        name: &str,
+        below: &str,
+        object: &T,
+    ) -> Result<A, Error> {
+        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
+        let request = Request::new(self.calls.resource_url());
+        self.send(request.create_subresource(below, name, &PostParams::default(), bytes))
+            .await
+    }
+
+    /// Patches an object.
+    pub async fn patch<P: Serialize + Debug>(
+        &self,
+        name: &str,
+        params: &PatchParams,
+        patch: &Patch<P>,
+    ) -> Result<K, Error> {
+        self.calls.patch(name, params, patch).await?.read()
+    }
+
+    /// Patches an object's status.
+    pub async fn patch_status<P: Serialize + Debug>(
+        &self,
+        name: &str,
+        params: &PatchParams,
+        patch: &Patch<P>,
+    ) -> Result<K, Error> {
+        self.patch_below("status", name, params, patch).await
+    }
+
+    /// Patches what stands below an object: its status, its approval.
+    pub async fn patch_below<P: Serialize + Debug>(
+        &self,
+        below: &str,
+        name: &str,
+        params: &PatchParams,
+        patch: &Patch<P>,
+    ) -> Result<K, Error> {
+        let calls = &self.calls;
+        calls
+            .patch_subresource(below, name, params, patch)
+            .await?
+            .read()
+    }
+
+    async fn send<T: DeserializeOwned>(
+        &self,
+        request: Result<hyper::Request<Vec<u8>>, kube::core::request::Error>,
+    ) -> Result<T, Error> {
+        let request = request.map_err(Error::BuildRequest)?;
+        let answer: Untyped = self.client().request(request).await?;
+        answer.read()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::api::core::v1::Pod;
+    use serde_json::json;
+
+    #[test]
+    fn an_object_is_known_by_name_before_it_is_read() {
+        let metadata = json!({"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": {"l": "1"}});
+        let event = json!({"type": "ADDED", "object": {"kind": "Pod", "apiVersion": "v1", "metadata": metadata}});
+        // In either order, as JSON has none.
+        let reversed = r#"{"object": {"metadata": {"name": "a"}}, "type": "ADDED"}"#;
+        for (text, version) in [(&*event.to_string(), Some("7")), (reversed, None)] {
+            let Ok(WatchEvent::<Untyped>::Added(object)) = serde_json::from_str(text) else {
+                panic!("{text} is no event");
+            };
+            assert_eq!(object.meta().name.as_deref(), Some("a"));
+            assert_eq!(object.meta().resource_version.as_deref(), version);
+            let pod: Pod = object.read().expect("a pod");
+            assert_eq!(pod.metadata.labels.is_some(), version.is_some());
+        }
+    }
+
+    #[test]
+    fn an_object_of_another_kind_or_form_is_refused() {
+        let read = |value: Value| -> Result<Pod, Error> {
+            serde_json::from_value::<Untyped>(value)
+                .expect("any JSON")
+                .read()
+        };
+        assert!(read(json!({"kind": "Node", "apiVersion": "v1"})).is_err());
+        assert!(read(json!({"spec": {"containers": 5}})).is_err());
+        assert!(read(json!("no object")).is_err());
+    }
+}
