@@ -8,6 +8,7 @@ use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
+use crate::core::json;
 use crate::core::node::collection;
 use crate::core::pod::explain::Explanation;
 use crate::core::pod::record::Report;
@@ -28,7 +29,7 @@ pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Resu
 /// Asks it what the pod's worker was told and what it decided.
 pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Report> {
     let body = ask(socket, &format!("/record/{namespace}/{name}")).await?;
-    crate::core::json::read(&body).context(OTHER_VERSION)
+    json::read(&body).context(OTHER_VERSION)
 }
 
 /// Asks it what collection would remove; without `dry_run` it removes that.

@@ -1,7 +1,7 @@
 //! The calls of the API for one kind, with little code for each kind: requests, lists and watches are those of kube for an
 //! object that is not read yet; a kind's own code reads one object out of JSON that is parsed. With `kube::Api` itself each
-//! of two dozen kinds has a client, a watcher and three deserialisers of its own: megabytes of program text, which stay in
-//! the memory of an agent that is idle.
+//! kind has a client, a watcher and deserialisers of its own: megabytes of program text, which stay in the memory of an
+//! agent that is idle (BENCHMARKS.md).
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -227,9 +227,8 @@ impl<K: DeserializeOwned> Api<K> {
     where
         K: Serialize,
     {
-        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
-        let request = Request::new(self.calls.resource_url()).create(params, bytes);
-        self.send(request).await
+        self.send(self.request().create(params, body(object)?))
+            .await
     }
 
     /// Replaces an object by a newer version.
@@ -237,9 +236,8 @@ impl<K: DeserializeOwned> Api<K> {
     where
         K: Serialize,
     {
-        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
-        let request = Request::new(self.calls.resource_url()).replace(name, params, bytes);
-        self.send(request).await
+        self.send(self.request().replace(name, params, body(object)?))
+            .await
     }
 
     /// Replaces an object's status.
@@ -252,9 +250,8 @@ impl<K: DeserializeOwned> Api<K> {
     where
         K: Serialize,
     {
-        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
-        let request = Request::new(self.calls.resource_url());
-        self.send(request.replace_subresource("status", name, params, bytes))
+        let request = self.request();
+        self.send(request.replace_subresource("status", name, params, body(object)?))
             .await
     }
 
@@ -265,9 +262,8 @@ impl<K: DeserializeOwned> Api<K> {
         below: &str,
         object: &T,
     ) -> Result<A, Error> {
-        let bytes = serde_json::to_vec(object).map_err(Error::SerdeError)?;
-        let request = Request::new(self.calls.resource_url());
-        self.send(request.create_subresource(below, name, &PostParams::default(), bytes))
+        let (request, params) = (self.request(), PostParams::default());
+        self.send(request.create_subresource(below, name, &params, body(object)?))
             .await
     }
 
@@ -306,6 +302,10 @@ impl<K: DeserializeOwned> Api<K> {
             .read()
     }
 
+    fn request(&self) -> Request {
+        Request::new(self.calls.resource_url())
+    }
+
     async fn send<T: DeserializeOwned>(
         &self,
         request: Result<hyper::Request<Vec<u8>>, kube::core::request::Error>,
@@ -314,6 +314,10 @@ impl<K: DeserializeOwned> Api<K> {
         let answer: Untyped = self.client().request(request).await?;
         answer.read()
     }
+}
+
+fn body(object: &impl Serialize) -> Result<Vec<u8>, Error> {
+    serde_json::to_vec(object).map_err(Error::SerdeError)
 }
 
 #[cfg(test)]

@@ -6,7 +6,6 @@
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Debug;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
@@ -163,7 +162,7 @@ pub fn revision<K: Resource>(object: &K) -> u64 {
 
 impl<K> Cache<K>
 where
-    K: Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K: Resource + DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default,
 {
     /// A cache that is written by hand: for simulations.

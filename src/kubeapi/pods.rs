@@ -1,7 +1,6 @@
 //! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -26,10 +25,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Api;
-use super::Cache;
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
+use super::{Api, Cache};
 use crate::core::volume::certificates::CertificateSource;
 use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::{self, Resize};
@@ -238,7 +236,7 @@ struct Lazy<K>(OnceLock<Cache<K>>);
 
 impl<K> Lazy<K>
 where
-    K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+    K: kube::Resource + DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default,
 {
     async fn get(&self, client: &Client) -> Result<&Cache<K>, ApiFailure> {

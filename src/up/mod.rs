@@ -22,6 +22,7 @@ pub use settings::{Dirs, Settings};
 
 use crate::control::pki::{self, Pki};
 use crate::cri::{CriClient, Runtime as _};
+use crate::kubeapi::Api;
 use crate::sys::process::find_program;
 use crate::sys::systemd::Slices;
 
@@ -334,8 +335,7 @@ async fn wait_node(
     part: &Part,
     started: bool,
 ) -> anyhow::Result<String> {
-    let api: crate::kubeapi::Api<k8s_openapi::api::core::v1::Node> =
-        crate::kubeapi::Api::all(client.clone());
+    let api: Api<k8s_openapi::api::core::v1::Node> = Api::all(client.clone());
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
     let mut why = "it has not registered".to_owned();
     loop {

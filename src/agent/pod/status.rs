@@ -112,12 +112,11 @@ impl From<Pod> for Answered {
     }
 }
 
-/// What is to be written to an object, from the newest that is known of it. An end that stands there stays; a static pod's
-/// mirror binds nobody.
-fn due(object: &Pod, last: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
-    let newer = last.filter(|last| last.is_newer(object));
+/// What is to be written to an object, from the newest that is known of it: an answer that is `newer`, or what the watch has
+/// shown. An end that stands there stays; a static pod's mirror binds nobody.
+fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
     let (base, version) = match newer {
-        Some(last) => (&last.status, &last.version),
+        Some(newer) => (&newer.status, &newer.version),
         None => (&object.status, &object.metadata.resource_version),
     };
     let none = PodStatus::default();

@@ -132,7 +132,7 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
 /// The metadata of the object that has an owner's name, as the cache has it.
 fn meta_of<K>(cache: &Cache<K>, namespace: &str, owner: &OwnerReference) -> Option<ObjectMeta>
 where
-    K: Resource + Clone + DeserializeOwned + std::fmt::Debug + Send + Sync + 'static,
+    K: Resource + DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default,
 {
     let found = cache.get(namespace, &owner.name)?;
@@ -141,10 +141,7 @@ where
 
 async fn act<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
-    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
-        + Clone
-        + DeserializeOwned
-        + std::fmt::Debug,
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
     let namespace = meta.namespace.as_deref().unwrap_or_default();
@@ -206,10 +203,7 @@ async fn uid_of<K>(
     name: &str,
 ) -> Result<Option<String>, kube::Error>
 where
-    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
-        + Clone
-        + DeserializeOwned
-        + std::fmt::Debug,
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
     let api: Api<K> = Api::namespaced(client.clone(), namespace);
@@ -238,10 +232,7 @@ async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool
 /// Removes the collector's own finalizers when their work is done.
 async fn finish<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
-    K: Resource<Scope = k8s_openapi::NamespaceResourceScope>
-        + Clone
-        + DeserializeOwned
-        + std::fmt::Debug,
+    K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
     let uid = meta.uid.as_deref().unwrap_or_default();
