@@ -118,12 +118,22 @@ impl<K: Resource> Writer<K> {
 
     /// A complete list, which replaces everything.
     pub fn replace(&self, objects: Vec<K>) {
-        let listed: Map<K> = objects
+        self.replace_readable(objects, vec![]);
+    }
+
+    /// A complete list of which some objects could not be read: they are there, so that what was known of them holds on.
+    fn replace_readable(&self, objects: Vec<K>, unread: Vec<Unread>) {
+        let mut listed: Map<K> = objects
             .into_iter()
             .map(|o| (key(&o), Arc::new(slim(o))))
             .collect();
         self.change(|map| {
-            let before = std::mem::replace(map, listed);
+            let mut before = std::mem::take(map);
+            listed.extend(unread.into_iter().filter_map(|there| {
+                let (key, known) = before.remove_entry(&there.key)?;
+                (known.meta().uid == there.uid).then_some((key, known))
+            }));
+            *map = listed;
             before.into_keys().chain(map.keys().cloned()).collect()
         });
     }
@@ -262,20 +272,29 @@ where
     K::DynamicType: Default,
 {
     let mut events = pin!(api.watcher(config));
-    let mut aside = Vec::new();
+    let (mut aside, mut unread) = (Vec::new(), Vec::new());
     let mut pauses = PAUSES;
     let mut refused = false;
     while let Some(event) = events.next().await {
         match event {
             Ok(watcher::Event::Apply(object)) => {
-                if let Some(object) = read(object) {
+                if let Ok(object) = read(object) {
                     writer.apply(object);
                 }
             }
             Ok(watcher::Event::Delete(object)) => writer.remove(key(&object)),
-            Ok(watcher::Event::Init) => aside.clear(),
-            Ok(watcher::Event::InitApply(object)) => aside.extend(read(object)),
-            Ok(watcher::Event::InitDone) => writer.replace(std::mem::take(&mut aside)),
+            Ok(watcher::Event::Init) => {
+                aside.clear();
+                unread.clear();
+            }
+            Ok(watcher::Event::InitApply(object)) => match read(object) {
+                Ok(object) => aside.push(object),
+                Err(object) => unread.push(object),
+            },
+            Ok(watcher::Event::InitDone) => {
+                let unread = std::mem::take(&mut unread);
+                writer.replace_readable(std::mem::take(&mut aside), unread);
+            }
             Err(error) => {
                 let failure = watch_failure(error);
                 let kind = K::kind(&K::DynamicType::default()).into_owned();
@@ -295,19 +314,25 @@ where
     }
 }
 
-/// Reads an object. One that cannot be read is left out, and others are not disturbed by it.
-fn read<K>(object: Untyped) -> Option<K>
+/// An object that is there and cannot be read.
+struct Unread {
+    key: Key,
+    uid: Option<String>,
+}
+
+/// Reads an object. One that cannot be read is told to the log, and others are not disturbed by it.
+fn read<K>(object: Untyped) -> Result<K, Unread>
 where
     K: Resource + DeserializeOwned,
     K::DynamicType: Default,
 {
-    let (namespace, name) = key(&object);
-    let unread = |error: kube::Error| {
+    let (key, uid) = (key(&object), object.meta().uid.clone());
+    object.read().map_err(|error| {
         let kind = K::kind(&K::DynamicType::default()).into_owned();
-        let error = chain(&error);
+        let (error, (namespace, name)) = (chain(&error), &key);
         tracing::warn!(%error, kind, namespace, name, "an object of the API cannot be read and is ignored until it changes");
-    };
-    object.read().map_err(unread).ok()
+        Unread { key, uid }
+    })
 }
 
 /// Drops what nobody here reads.
@@ -320,7 +345,10 @@ fn slim<K: Resource>(mut object: K) -> K {
 mod tests {
     use super::*;
     use futures::FutureExt as _;
-    use k8s_openapi::api::core::v1::Pod;
+    use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+    use serde_json::{Value, json};
+
+    use super::super::fake::{Fake, map, until};
 
     fn pod(name: &str) -> Pod {
         let mut pod = Pod::default();
@@ -359,5 +387,43 @@ mod tests {
         writer.apply(pod("e"));
         let readers = cache.shared.readers.lock().expect("the readers");
         assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
+    }
+    /// A ConfigMap that no release of this agent can read.
+    fn unreadable(name: &str, uid: &str) -> Value {
+        let mut object = map(9, "", false);
+        object["metadata"]["name"] = json!(name);
+        object["metadata"]["uid"] = json!(uid);
+        object["data"] = json!(5);
+        object
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_object_that_cannot_be_read_disturbs_no_other_and_is_not_taken_for_gone() {
+        let fake = Fake::with(vec![unreadable("new", "a"), map(1, "first", false)]);
+        let maps = Api::<ConfigMap>::namespaced(fake.client(), "n");
+        let cache = Cache::start(maps, watcher::Config::default());
+        let text = || Some(cache.get("n", "m")?.data.as_ref()?["k"].clone());
+        cache.synced().await;
+        assert_eq!(text().as_deref(), Some("first"));
+        assert_eq!(cache.list().len(), 1);
+        until("the watch", || fake.watches() == 1).await;
+        fake.say("ADDED", &unreadable("newer", "b"));
+        fake.say("MODIFIED", &map(2, "second", false));
+        until("the next event", || text().as_deref() == Some("second")).await;
+
+        // The watch has to begin anew, and the list has the object in a form that cannot be read.
+        let expired = json!({"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"});
+        let relist = async |object: Value, version: u64| {
+            *lock(&fake.items) = vec![object];
+            fake.say("ERROR", &expired);
+            let listed = || *cache.changes().borrow() > version;
+            until("the list", listed).await;
+            until("the watch", || fake.watches() == 1).await;
+        };
+        let version = *cache.changes().borrow();
+        relist(unreadable("m", "u"), version).await;
+        assert_eq!(text().as_deref(), Some("second"), "it is still there");
+        relist(unreadable("m", "another"), version + 1).await;
+        assert_eq!(text(), None, "another has its name");
     }
 }

@@ -5,6 +5,8 @@ pub mod cache;
 pub mod client;
 mod connections;
 pub mod failure;
+#[cfg(test)]
+mod fake;
 pub mod measured;
 pub mod objects;
 pub mod pace;

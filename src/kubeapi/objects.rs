@@ -428,94 +428,16 @@ where
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use http_body_util::StreamBody;
-    use hyper::body::{Bytes, Frame};
-    use serde_json::{Value, json};
-    use tokio::sync::{broadcast, mpsc};
+    use serde_json::Value;
 
+    use super::super::fake::{Fake, map, until};
     use super::*;
-
-    /// An API with one ConfigMap: what it answers to a list, and the lines of its watches.
-    #[derive(Clone)]
-    struct Fake {
-        items: Arc<Mutex<Vec<Value>>>,
-        lines: broadcast::Sender<String>,
-        watching: Arc<AtomicUsize>,
-    }
-
-    /// Counts a watch for as long as its body lives.
-    struct Open(Arc<AtomicUsize>);
-
-    impl Drop for Open {
-        fn drop(&mut self) {
-            self.0.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn map(version: u32, text: &str, immutable: bool) -> Value {
-        json!({"apiVersion": "v1", "kind": "ConfigMap", "immutable": immutable, "data": {"k": text},
-               "metadata": {"name": "m", "namespace": "n", "uid": "u", "resourceVersion": version.to_string()}})
-    }
-
-    impl Fake {
-        fn client(&self) -> Client {
-            let fake = self.clone();
-            let service = tower::service_fn(move |request: hyper::Request<kube::client::Body>| {
-                let fake = fake.clone();
-                async move {
-                    let (sender, receiver) = mpsc::channel::<String>(8);
-                    if request.uri().query().unwrap_or_default().contains("watch=") {
-                        fake.watching.fetch_add(1, Ordering::Relaxed);
-                        let (open, mut lines) =
-                            (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
-                        tokio::spawn(async move {
-                            let _open = open;
-                            loop {
-                                tokio::select! {
-                                    line = lines.recv() => if sender.send(line.expect("a line")).await.is_err() { return },
-                                    () = sender.closed() => return,
-                                }
-                            }
-                        });
-                    } else {
-                        let list = json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": *lock(&fake.items)});
-                        sender.send(list.to_string()).await.expect("there is room");
-                    }
-                    let stream = futures::stream::unfold(receiver, |mut r| async move {
-                        r.recv().await.map(|line| {
-                            (
-                                Ok::<_, Infallible>(Frame::data(Bytes::from(line + "\n"))),
-                                r,
-                            )
-                        })
-                    });
-                    Ok::<_, Infallible>(hyper::Response::new(StreamBody::new(stream)))
-                }
-            });
-            Client::new(service, "n")
-        }
-    }
-
-    async fn until(what: &str, condition: impl Fn() -> bool) {
-        for _ in 0..1000 {
-            if condition() {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        panic!("not in time: {what}");
-    }
 
     #[tokio::test(start_paused = true)]
     async fn an_object_is_watched_while_it_is_used_and_its_users_are_told() {
-        let fake = Fake {
-            items: Arc::default(),
-            lines: broadcast::channel(8).0,
-            watching: Arc::default(),
-        };
+        let fake = Fake::with(vec![]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let told = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&told);
@@ -529,17 +451,13 @@ mod tests {
             watched.get("n", "m").await,
             Err(ApiFailure::NotFound(_))
         ));
-        until("the watch", || fake.watching.load(Ordering::Relaxed) == 1).await;
+        until("the watch", || fake.watches() == 1).await;
         assert_eq!(
             told.load(Ordering::Relaxed),
             0,
             "the first sight is no news"
         );
-        let say = |kind: &str, object: Value| {
-            _ = fake
-                .lines
-                .send(json!({"type": kind, "object": object}).to_string())
-        };
+        let say = |kind: &str, object: Value| fake.say(kind, &object);
         say("ADDED", map(2, "a", false));
         until("both are told", || told.load(Ordering::Relaxed) == 2).await;
         drop(one);
@@ -560,19 +478,12 @@ mod tests {
         assert_eq!(watched.len(), 1, "it stays for a while");
         tokio::time::sleep(LINGER).await;
         assert!(watched.is_empty());
-        until("the watch has ended", || {
-            fake.watching.load(Ordering::Relaxed) == 0
-        })
-        .await;
+        until("the watch has ended", || fake.watches() == 0).await;
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_cannot_change_is_not_watched() {
-        let fake = Fake {
-            items: Arc::new(Mutex::new(vec![map(1, "a", true)])),
-            lines: broadcast::channel(8).0,
-            watching: Arc::default(),
-        };
+        let fake = Fake::with(vec![map(1, "a", true)]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         assert_eq!(
             watched
@@ -585,7 +496,7 @@ mod tests {
             "a"
         );
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(fake.watching.load(Ordering::Relaxed), 0);
+        assert_eq!(fake.watches(), 0);
         assert!(watched.get("n", "m").await.is_ok());
     }
 }

@@ -2,26 +2,50 @@
 
 use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
 /// Listens at a path that only the owner of this process may connect to. A socket that a dead process left there is
-/// replaced; one where somebody answers is an error of the kind `AddrInUse`.
+/// replaced. One that a process listens at, even one that is too busy to accept, is an error of the kind `AddrInUse`, and
+/// whatever else is there stays: a file that is no socket is `AlreadyExists`. It does not wait.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
-    if UnixStream::connect(path).is_ok() {
-        return Err(io::Error::new(
-            io::ErrorKind::AddrInUse,
-            format!("another process listens at {}", path.display()),
-        ));
-    }
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.file_type().is_socket() => {
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                format!("{} exists and is not a socket: remove it", path.display()),
+            ));
+        }
+        Ok(_) if is_served(path)? => {
+            return Err(io::Error::new(
+                io::ErrorKind::AddrInUse,
+                format!("another process listens at {}", path.display()),
+            ));
+        }
+        Ok(_) => std::fs::remove_file(path)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
     }
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
     Ok(listener)
+}
+
+/// Whether a process listens at this socket. A full backlog refuses a connection that may not wait with `EAGAIN`, and a
+/// socket of another type (datagrams) with `EPROTOTYPE`; only `ECONNREFUSED` says that nobody is there.
+fn is_served(path: &Path) -> io::Result<bool> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    match connect(client.as_raw_fd(), &UnixAddr::new(path)?) {
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
+        Err(Errno::ECONNREFUSED | Errno::ENOENT) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
 
 #[cfg(test)]
@@ -39,5 +63,37 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         drop(first);
         listen(&path).expect("the dead one is replaced");
+    }
+
+    #[test]
+    fn a_process_that_does_not_accept_still_listens() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("socket");
+        let busy = listen(&path).expect("nothing is there");
+        let address = UnixAddr::new(&path).expect("an address");
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let backlog = socket(AddressFamily::Unix, SockType::Stream, flags, None).expect("a socket");
+        nix::sys::socket::listen(&busy, nix::sys::socket::Backlog::new(0).expect("0"))
+            .expect("a shorter backlog");
+        connect(backlog.as_raw_fd(), &address).expect("one has room");
+        let next = socket(AddressFamily::Unix, SockType::Stream, flags, None).expect("a socket");
+        let full = connect(next.as_raw_fd(), &address).expect_err("the backlog is full");
+        assert_eq!(full, Errno::EAGAIN);
+        let error = listen(&path).expect_err("a process listens");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn what_is_no_dead_socket_stays() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("file");
+        std::fs::write(&file, "kept").expect("a file");
+        let error = listen(&file).expect_err("a file is there");
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&file).expect("it stays"), b"kept");
+        let datagrams = dir.path().join("datagrams");
+        let _served = std::os::unix::net::UnixDatagram::bind(&datagrams).expect("a socket");
+        let error = listen(&datagrams).expect_err("a process reads there");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 }

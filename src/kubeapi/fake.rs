@@ -1,0 +1,107 @@
+//! An API for tests of those who list and watch.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http_body_util::StreamBody;
+use hyper::body::{Bytes, Frame};
+use kube::Client;
+use serde_json::{Value, json};
+use tokio::sync::{broadcast, mpsc};
+
+use crate::core::lock::lock;
+
+/// An API with ConfigMaps: what it answers to a list, and the lines of its watches.
+#[derive(Clone)]
+pub struct Fake {
+    pub items: Arc<Mutex<Vec<Value>>>,
+    lines: broadcast::Sender<String>,
+    watching: Arc<AtomicUsize>,
+}
+
+/// Counts a watch for as long as its body lives.
+struct Open(Arc<AtomicUsize>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A ConfigMap `n/m`.
+pub fn map(version: u32, text: &str, immutable: bool) -> Value {
+    json!({"apiVersion": "v1", "kind": "ConfigMap", "immutable": immutable, "data": {"k": text},
+           "metadata": {"name": "m", "namespace": "n", "uid": "u", "resourceVersion": version.to_string()}})
+}
+
+impl Fake {
+    pub fn with(items: Vec<Value>) -> Fake {
+        Fake {
+            items: Arc::new(Mutex::new(items)),
+            lines: broadcast::channel(8).0,
+            watching: Arc::default(),
+        }
+    }
+
+    /// Sends an event to all watches.
+    pub fn say(&self, kind: &str, object: &Value) {
+        _ = self
+            .lines
+            .send(json!({"type": kind, "object": object}).to_string());
+    }
+
+    /// How many watches are open.
+    pub fn watches(&self) -> usize {
+        self.watching.load(Ordering::Relaxed)
+    }
+
+    pub fn client(&self) -> Client {
+        let fake = self.clone();
+        let service = tower::service_fn(move |request: hyper::Request<kube::client::Body>| {
+            let fake = fake.clone();
+            async move {
+                let (sender, receiver) = mpsc::channel::<String>(8);
+                if request.uri().query().unwrap_or_default().contains("watch=") {
+                    fake.watching.fetch_add(1, Ordering::Relaxed);
+                    let (open, mut lines) =
+                        (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
+                    tokio::spawn(async move {
+                        let _open = open;
+                        loop {
+                            tokio::select! {
+                                line = lines.recv() => if sender.send(line.expect("a line")).await.is_err() { return },
+                                () = sender.closed() => return,
+                            }
+                        }
+                    });
+                } else {
+                    let list = json!({"apiVersion": "v1", "kind": "ConfigMapList", "metadata": {"resourceVersion": "1"}, "items": *lock(&fake.items)});
+                    sender.send(list.to_string()).await.expect("there is room");
+                }
+                let stream = futures::stream::unfold(receiver, |mut r| async move {
+                    r.recv().await.map(|line| {
+                        (
+                            Ok::<_, Infallible>(Frame::data(Bytes::from(line + "\n"))),
+                            r,
+                        )
+                    })
+                });
+                Ok::<_, Infallible>(hyper::Response::new(StreamBody::new(stream)))
+            }
+        });
+        Client::new(service, "n")
+    }
+}
+
+/// Waits for what comes soon.
+pub async fn until(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..1000 {
+        if condition() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("not in time: {what}");
+}
