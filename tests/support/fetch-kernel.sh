@@ -8,5 +8,10 @@ package=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(lin
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package")
+# Aside, and its kernel moved last: what was interrupted must not pass for what was asked for.
+dpkg-deb -x "$work"/*.deb "$work/unpacked"
 mkdir -p "$target"
-dpkg-deb -x "$work"/*.deb "$target"
+for part in lib usr boot; do
+    rm -rf "${target:?}/$part"
+    if [ -e "$work/unpacked/$part" ]; then mv "$work/unpacked/$part" "$target/"; fi
+done

@@ -18,5 +18,8 @@ apt="apt-get -qq -o Dir::Etc::sourcelist=$work/etc/sources.list -o Dir::Etc::sou
 $apt update
 # shellcheck disable=SC2086 # They are words.
 (cd "$work/debs" && $apt download $packages)
-mkdir -p "$target"
-for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$target"; done
+# Aside, and moved when it is complete: what was interrupted must not pass for what was asked for.
+rm -rf "$target.new" "$target"
+mkdir -p "$target.new"
+for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$target.new"; done
+mv "$target.new" "$target"
