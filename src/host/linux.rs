@@ -382,14 +382,17 @@ impl PodHost for LinuxHost {
         Some(logs::tail(&text, LOG_LINES, LOG_BYTES)).filter(|text| !text.is_empty())
     }
 
-    async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32> {
-        let place = self.log_place(&self.log_directory(pod), container).ok()?;
+    async fn last_attempt(&self, pod: &Pod, container: &str) -> Result<Option<u32>, HostError> {
+        let place = self.log_place(&self.log_directory(pod), container)?;
         let number = |name: &String| name.split_once(".log")?.0.parse().ok();
-        let highest = move || {
-            let names = place.open().and_then(|dir| dir.names());
-            Ok(names.unwrap_or_default().iter().filter_map(number).max())
-        };
-        blocking(highest).await.ok().flatten()
+        blocking(move || match place.open().and_then(|dir| dir.names()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            names => {
+                let what = format!("the logs in {} cannot be listed", place.name());
+                Ok(names.map_err(doing(what))?.iter().filter_map(number).max())
+            }
+        })
+        .await
     }
 
     async fn link_log(

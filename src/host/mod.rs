@@ -169,8 +169,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn termination_message(&self, uid: &str, container: &Container) -> Option<String>;
     /// The end of a container's log: at most 80 lines and 2048 bytes.
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
-    /// The highest restart count that a container has a log of.
-    async fn last_attempt(&self, pod: &Pod, container: &str) -> Option<u32>;
+    /// The highest restart count that a container has a log of; `None` where it has no log.
+    async fn last_attempt(&self, pod: &Pod, container: &str) -> Result<Option<u32>, HostError>;
     /// Links a container's log from the directory that log collectors read.
     async fn link_log(
         &self,

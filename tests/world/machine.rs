@@ -195,8 +195,8 @@ impl PodHost for World {
         None
     }
 
-    async fn last_attempt(&self, _: &Pod, _: &str) -> Option<u32> {
-        None
+    async fn last_attempt(&self, _: &Pod, _: &str) -> Result<Option<u32>, HostError> {
+        Ok(None)
     }
 
     async fn link_log(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), HostError> {

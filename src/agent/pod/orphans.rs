@@ -18,12 +18,12 @@ use crate::agent::{Context, volume};
 use crate::core::backoff::Doubling;
 use crate::core::pod;
 use crate::cri::RuntimeError;
-use crate::host::HostError;
 
 /// How often directories and cgroups without a pod are looked for.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
-/// How long removing what one pod has left may take before it has failed.
-const REMOVAL_TIMEOUT: Duration = Duration::from_secs(150);
+/// After how long it is said that removing what one pod has left is not done. It goes on: what was begun and not waited for
+/// could take away the directories of a static pod that comes back under its uid.
+const SLOW_REMOVAL: Duration = Duration::from_secs(150);
 /// How long deleting one mirror may take.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a failed removal or deletion waits, doubling up to the longest.
@@ -163,26 +163,35 @@ async fn find(
     Ok(leftovers.into_iter().filter(|uid| !is_known(uid)).collect())
 }
 
-/// Removes what a pod has left; the answer is its uid and whether that has failed.
+/// Removes what a pod has left.
+async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
+    let unknown = volume::csi::unknown(context, uid).await;
+    let is_published = context.csi.has_volumes(uid);
+    let taken = volume::tear_down(context, uid).await;
+    context.metrics.force_cleaned(unknown, taken.is_err());
+    taken?;
+    if is_published {
+        // Pods that waited for them need not wait for their next try.
+        context.ledger.volumes_freed();
+    }
+    Ok(context.host.remove_leftovers(uid).await?)
+}
+
+/// Removes what a pod has left, and says so; the answer is its uid and whether that has failed.
 async fn remove(context: Arc<Context>, uid: String, cleared: Cleared) -> (String, bool) {
-    let removal = async {
-        let unknown = volume::csi::unknown(&context, &uid).await;
-        let is_published = context.csi.has_volumes(&uid);
-        let taken = volume::tear_down(&context, &uid).await;
-        context.metrics.force_cleaned(unknown, taken.is_err());
-        taken?;
-        if is_published {
-            // Pods that waited for them need not wait for their next try.
-            context.ledger.volumes_freed();
+    let begun = Instant::now();
+    let removed = {
+        let mut removal = std::pin::pin!(clear(&context, &uid));
+        loop {
+            match tokio::time::timeout(SLOW_REMOVAL, &mut removal).await {
+                Ok(removed) => break removed,
+                Err(_) => {
+                    let after = begun.elapsed();
+                    tracing::warn!(uid, ?after, "orphaned pod directory is still being removed");
+                }
+            }
         }
-        context.host.remove_leftovers(&uid).await?;
-        Ok::<_, VolumeError>(())
     };
-    let removed = tokio::time::timeout(REMOVAL_TIMEOUT, removal)
-        .await
-        .unwrap_or_else(|_| {
-            Err(HostError::under_way(format!("not done after {REMOVAL_TIMEOUT:?}")).into())
-        });
     match &removed {
         Ok(()) => tracing::info!(uid, "orphaned pod directory removed"),
         Err(error) => {

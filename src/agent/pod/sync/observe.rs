@@ -48,8 +48,14 @@ impl Job {
                 if observed.newest(&container.name).is_some() {
                     continue;
                 }
-                if let Some(last) = context.host.last_attempt(&self.pod, &container.name).await {
-                    logged.insert(container.name.clone(), last + 1);
+                let name = &container.name;
+                match context.host.last_attempt(&self.pod, name).await {
+                    Ok(Some(last)) => _ = logged.insert(name.clone(), last + 1),
+                    Ok(None) => {}
+                    // As upstream: that its restarts are counted anew is better than that it does not run.
+                    Err(error) => {
+                        tracing::warn!(%error, container = name, "restarts are counted from nought");
+                    }
                 }
             }
         }
