@@ -2,7 +2,7 @@
 
 use std::fs::Permissions;
 use std::io;
-use std::os::fd::AsRawFd as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -39,13 +39,17 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 /// Whether a process listens at this socket. A full backlog refuses a connection that may not wait with `EAGAIN`, and a
 /// socket of another type (datagrams) with `EPROTOTYPE`; only `ECONNREFUSED` says that nobody is there.
 fn is_served(path: &Path) -> io::Result<bool> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let client = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    match connect(client.as_raw_fd(), &UnixAddr::new(path)?) {
+    match connect(client()?.as_raw_fd(), &UnixAddr::new(path)?) {
         Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
         Err(Errno::ECONNREFUSED | Errno::ENOENT) => Ok(false),
         Err(error) => Err(error.into()),
     }
+}
+
+/// A socket that does not wait to be connected.
+fn client() -> nix::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    socket(AddressFamily::Unix, SockType::Stream, flags, None)
 }
 
 #[cfg(test)]
@@ -71,12 +75,10 @@ mod tests {
         let path = dir.path().join("socket");
         let busy = listen(&path).expect("nothing is there");
         let address = UnixAddr::new(&path).expect("an address");
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let backlog = socket(AddressFamily::Unix, SockType::Stream, flags, None).expect("a socket");
+        let (first, next) = (client().expect("a socket"), client().expect("a socket"));
         nix::sys::socket::listen(&busy, nix::sys::socket::Backlog::new(0).expect("0"))
             .expect("a shorter backlog");
-        connect(backlog.as_raw_fd(), &address).expect("one has room");
-        let next = socket(AddressFamily::Unix, SockType::Stream, flags, None).expect("a socket");
+        connect(first.as_raw_fd(), &address).expect("one has room");
         let full = connect(next.as_raw_fd(), &address).expect_err("the backlog is full");
         assert_eq!(full, Errno::EAGAIN);
         let error = listen(&path).expect_err("a process listens");
