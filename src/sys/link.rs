@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::TryStreamExt as _;
+use holdfast_cni::net::local;
+pub use holdfast_cni::net::local::{clear, client};
 use nix::sys::socket::{setsockopt, sockopt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
@@ -30,7 +32,7 @@ pub fn keep_alive(connection: &impl AsFd) -> io::Result<()> {
 /// Listens on a socket of the filesystem, in place of one that nobody listens on any more. To be called within a runtime
 /// of tokio.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
-    let listener = holdfast_cni::net::local::listen(path)?;
+    let listener = local::listen(path)?;
     listener.set_nonblocking(true)?;
     UnixListener::from_std(listener)
 }

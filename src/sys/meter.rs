@@ -170,15 +170,11 @@ fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
 /// The cgroup of the process that listens on a socket, if it is not the root. Nothing is sent.
 #[must_use]
 pub fn cgroup_of_server(socket: &str) -> Option<String> {
-    use nix::sys::socket::{
-        AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket as create,
-        sockopt::PeerCredentials,
-    };
+    use nix::sys::socket::{UnixAddr, connect, getsockopt, sockopt::PeerCredentials};
     use std::os::fd::AsRawFd as _;
     let path = socket.strip_prefix("unix://").unwrap_or(socket);
     // One that does not accept must not be waited for.
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let end = create(AddressFamily::Unix, SockType::Stream, flags, None).ok()?;
+    let end = super::link::client().ok()?;
     connect(end.as_raw_fd(), &UnixAddr::new(path).ok()?).ok()?;
     let pid = getsockopt(&end, PeerCredentials).ok()?.pid();
     let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;

@@ -10,30 +10,32 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
-/// Listens at a path that only the owner of this process may connect to. A socket that a dead process left there is
-/// replaced. One that a process listens at, even one that is too busy to accept, is an error of the kind `AddrInUse`, and
-/// whatever else is there stays: a file that is no socket is `AlreadyExists`. It does not wait.
+/// Listens at a path that only the owner of this process may connect to, where nothing is or a dead socket that
+/// [`clear`] takes away. It does not wait.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
-    match std::fs::symlink_metadata(path) {
-        Ok(found) if !found.file_type().is_socket() => {
-            return Err(io::Error::new(
-                io::ErrorKind::AlreadyExists,
-                format!("{} exists and is not a socket: remove it", path.display()),
-            ));
-        }
-        Ok(_) if is_served(path)? => {
-            return Err(io::Error::new(
-                io::ErrorKind::AddrInUse,
-                format!("another process listens at {}", path.display()),
-            ));
-        }
-        Ok(_) => std::fs::remove_file(path)?,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
-    }
+    clear(path)?;
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
     Ok(listener)
+}
+
+/// Removes a socket that a dead process left. One that a process listens at, even one that is too busy to accept, is an
+/// error of the kind `AddrInUse`, and whatever else is there stays: a file that is no socket is `AlreadyExists`. Nothing
+/// at the path is no error.
+pub fn clear(path: &Path) -> io::Result<()> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.file_type().is_socket() => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} exists and is not a socket: remove it", path.display()),
+        )),
+        Ok(_) if is_served(path)? => Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            format!("another process listens at {}", path.display()),
+        )),
+        Ok(_) => std::fs::remove_file(path),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Whether a process listens at this socket. A full backlog refuses a connection that may not wait with `EAGAIN`, and a
@@ -46,8 +48,8 @@ fn is_served(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// A socket that does not wait to be connected.
-fn client() -> nix::Result<OwnedFd> {
+/// A stream socket that does not wait to be connected, nor for anything else.
+pub fn client() -> nix::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     socket(AddressFamily::Unix, SockType::Stream, flags, None)
 }

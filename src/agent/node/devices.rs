@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -385,11 +384,11 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true).mode(0o750).create(dir)?;
     let own = dir.join(SOCKET);
-    if UnixStream::connect(&own).is_err() {
-        for entry in std::fs::read_dir(dir)?.flatten() {
-            if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
-                std::fs::remove_file(entry.path())?;
-            }
+    // Plugins whose agent lives must not lose their sockets.
+    crate::sys::link::clear(&own)?;
+    for entry in std::fs::read_dir(dir)?.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            std::fs::remove_file(entry.path())?;
         }
     }
     crate::sys::link::listen(&own)
@@ -480,4 +479,27 @@ async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
     };
     let exists = |uid: &str| roster.borrow().has(uid) || listed.iter().any(|p| p.uid == uid);
     context.devices.change(|state| state.devices.retain(exists));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn plugins_sockets_go_only_when_no_agent_listens() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let plugin = dir.path().join("plugin.sock");
+        let _plugin = std::os::unix::net::UnixListener::bind(&plugin).expect("a socket");
+        std::fs::write(dir.path().join(CHECKPOINT), "{}").expect("a file");
+        let first = listen(dir.path()).expect("nobody listens");
+        assert!(!plugin.exists(), "plugins register when their socket goes");
+        assert!(dir.path().join(CHECKPOINT).exists());
+        let _plugin = std::os::unix::net::UnixListener::bind(&plugin).expect("a socket");
+        let error = listen(dir.path()).expect_err("an agent listens");
+        assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse);
+        assert!(plugin.exists(), "its plugins keep their sockets");
+        drop(first);
+        listen(dir.path()).expect("the first agent has ended");
+        assert!(!plugin.exists());
+    }
 }
