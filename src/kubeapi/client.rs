@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use base64::Engine as _;
 use jiff::Timestamp;
 use kube::client::ConfigExt as _;
 use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig};
@@ -91,6 +92,15 @@ fn kept(own: &Path, now: Timestamp) -> Option<AuthInfo> {
     })
 }
 
+/// A user's client certificate, PEM, if it can be read.
+fn certificate(user: &AuthInfo) -> Option<Vec<u8>> {
+    match (&user.client_certificate_data, &user.client_certificate) {
+        (Some(data), _) => base64::engine::general_purpose::STANDARD.decode(data).ok(),
+        (None, Some(path)) => std::fs::read(path).ok(),
+        (None, None) => None,
+    }
+}
+
 async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
     let mut file = Kubeconfig::read_from(path).map_err(|e| chain(&e))?;
     if let Some(kept) = own.and_then(|own| kept(own, Timestamp::now())) {
@@ -110,6 +120,9 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
     let config = kube::Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
         .await
         .map_err(|e| chain(&e))?;
+    if certificate(&config.auth_info).is_some_and(|pem| signing::is_version_1(&pem)) {
+        return Err("the user's client certificate is of version 1 of X.509, which cannot be used: issue it anew with an extension, for instance extendedKeyUsage=clientAuth".into());
+    }
     let proxy = Proxy::towards(&config.cluster_url, own.as_deref())?;
     Ok(Target {
         config,
@@ -235,7 +248,6 @@ GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
 
     #[tokio::test]
     async fn the_authority_is_that_of_the_current_context_and_has_certificates() {
-        use base64::Engine as _;
         let dir = tempfile::tempdir().expect("a directory");
         let (path, file) = (dir.path().join("kubeconfig"), dir.path().join("ca.crt"));
         std::fs::write(&file, GOOD).expect("written");
@@ -258,6 +270,38 @@ GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
             std::fs::write(&path, text).expect("written");
             let found = authority(&path).await.ok();
             assert_eq!(found, known.then(|| GOOD.into()), "{authority_is}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_client_certificate_of_version_1_is_refused_with_the_remedy() {
+        const VERSION_1: &str = "\
+-----BEGIN CERTIFICATE-----
+MIIBFDCBuwIUR77pTm5AECDOhtJsHl3u6zUmEu0wCgYIKoZIzj0EAwIwDDEKMAgG
+A1UEAwwBbjAgFw0yNjExMjcwMzQzMzFaGA8yMTI2MTEwMzAzNDMzMVowDDEKMAgG
+A1UEAwwBbjBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABC87xKk9aH1dRTU4lJsW
+p6RzlCmtSG7++NcMgHGjdBCbralAJqQ9IapDEVmKCPIAWtAjdrsxCqVfufMjVryi
+sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
+5DbG94NxAiAbn3u36anrevy81/Q3JsdMD7d9H5spDKrytBAnagRchw==
+-----END CERTIFICATE-----
+";
+        let dir = tempfile::tempdir().expect("a directory");
+        let (path, file) = (dir.path().join("kubeconfig"), dir.path().join("user.crt"));
+        let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        for (content, is_old) in [(VERSION_1, true), (GOOD, false)] {
+            std::fs::write(&file, content).expect("written");
+            for user in [
+                "client-certificate: user.crt".to_owned(),
+                format!("client-certificate-data: {}", encode(content)),
+            ] {
+                let text = format!(
+                    "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{{name: a, cluster: {{server: 'https://192.0.2.1'}}}}]\ncontexts: [{{name: x, context: {{cluster: a, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n"
+                );
+                std::fs::write(&path, text).expect("written");
+                let refused = read(&path, None).await.err();
+                let says = refused.is_some_and(|why| why.contains("extendedKeyUsage"));
+                assert_eq!(says, is_old, "{user}");
+            }
         }
     }
 

@@ -10,7 +10,7 @@ use x509_parser::cri_attributes::ParsedCriAttribute;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME};
 use x509_parser::prelude::FromDer as _;
-use x509_parser::x509::X509Name;
+use x509_parser::x509::{X509Name, X509Version};
 
 /// Signs certificates by which nodes show who they are.
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";
@@ -316,6 +316,15 @@ pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
             Timestamp::from_second(validity.not_after.timestamp()).ok()?,
         ))
     })
+}
+
+/// Whether the first certificate of a PEM text is of the first version of X.509, without extensions: rustls uses none.
+#[must_use]
+pub fn is_version_1(pem: &[u8]) -> bool {
+    read(pem, |certificate| {
+        Some(certificate.version() == X509Version::V1)
+    })
+    .unwrap_or_default()
 }
 
 /// Whether the first certificate of a PEM text is for all of these names and addresses.
