@@ -187,4 +187,12 @@ impl World {
             sandbox.sandbox.ready = false;
         }
     }
+
+    /// The power fails, and the runtime has lost what it knew. The pods' directories are still there.
+    pub fn power_off_and_lose_runtime(&self) {
+        self.power_off();
+        let mut state = self.state();
+        state.boxes.clear();
+        state.containers.clear();
+    }
 }

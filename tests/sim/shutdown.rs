@@ -1,0 +1,155 @@
+//! Shutdowns of the node.
+
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+
+use super::simulate;
+use super::world::{Logind, World};
+
+/// Seconds since `since`.
+fn seconds(since: tokio::time::Instant) -> u64 {
+    since.elapsed().as_secs()
+}
+
+/// A shutdown from its announcement to the boot after it. Low priorities end first, each within its time; what is deleted
+/// anyway gets no more time than there is; nothing is taken any more.
+async fn shut_down(seed: u64) {
+    let world = World::new(seed);
+    let logind = world.wait_for_pods(&[(2_000_000_000, 5), (0, 10), (1000, 20)]);
+    let agent = world.start_agent();
+    for (name, priority, grace) in [
+        ("low", 0, 600),
+        ("lower", -5, 3),
+        ("leaving", 0, 900),
+        ("middle", 1000, 8),
+        ("high", 2_000_001_000, 30),
+    ] {
+        world.create_ranked_pod(name, priority, grace);
+    }
+    world.add_manifest();
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+    assert_eq!(logind.inhibitors(), (1, 1));
+    // Whoever listened does so again, and is waited for all the while.
+    logind.restart();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(logind.inhibitors(), (1, 2));
+
+    let uids = ["low", "lower", "leaving", "middle", "high"].map(|name| world.uid(name));
+    world.delete_pod("leaving");
+    let begun = tokio::time::Instant::now();
+    logind.announce(true);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    world.create_steady_pod("late");
+    while logind.inhibitors().0 > 0 {
+        assert!(
+            seconds(begun) < 40,
+            "seed {seed}: it is waited for too long"
+        );
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let ends: Vec<_> = uids.iter().map(|uid| world.lived(uid).1).collect();
+    let first = ends[..3].iter().flatten().max();
+    assert!(
+        first <= ends[3].as_ref() && ends[3] <= ends[4] && ends[4].is_some(),
+        "seed {seed}: {ends:?}"
+    );
+    for name in ["low", "lower", "middle", "high", "steady-node"] {
+        let ended = Some(("Failed".to_owned(), "Terminated".to_owned()));
+        assert_eq!(world.phase(name), ended, "seed {seed}: {name}");
+    }
+    let refused = Some(("Failed".to_owned(), "NodeShutdown".to_owned()));
+    assert_eq!(world.phase("late"), refused, "seed {seed}");
+
+    goes_on(seed, &world, &logind, agent).await;
+    world.end();
+}
+
+/// After a shutdown: it was called off, or the machine boots.
+async fn goes_on(seed: u64, world: &World, logind: &Logind, mut agent: JoinHandle<()>) {
+    let runs = |name: &str| {
+        world
+            .phase(name)
+            .is_some_and(|(phase, _)| phase == "Running")
+    };
+    if seed.is_multiple_of(2) {
+        // It was called off: the node is as before, but for what has ended.
+        logind.announce(false);
+        world.create_steady_pod("after");
+    } else {
+        world.power_off();
+        agent.abort();
+        logind.announce(false);
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        agent = world.start_agent();
+        world.create_steady_pod("after");
+    }
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert!(runs("after") && runs("steady-node"), "seed {seed}");
+    assert_eq!(logind.inhibitors().0, 1, "seed {seed}");
+    for name in ["low", "lower", "middle", "high", "late"] {
+        assert!(
+            world
+                .phase(name)
+                .is_some_and(|(phase, _)| phase == "Failed")
+        );
+    }
+    assert_eq!(world.phase("leaving"), None);
+    assert_eq!(world.broken(), Ok(()), "seed {seed}");
+    agent.abort();
+}
+
+#[test]
+fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on() {
+    for seed in 1..=20 {
+        simulate(seed, shut_down(seed));
+    }
+}
+
+/// What cannot end is waited for no longer than it was agreed.
+#[test]
+fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
+    simulate(1, async {
+        let world = World::new(1);
+        let logind = world.wait_for_pods(&[(0, 10), (1000, 20)]);
+        let agent = world.start_agent();
+        world.create_ranked_pod("stuck", 0, 5);
+        world.create_ranked_pod("next", 1000, 5);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        world.hang(&world.uid("stuck"));
+        let begun = tokio::time::Instant::now();
+        logind.announce(true);
+        tokio::time::sleep(Duration::from_secs(9)).await;
+        let next = || world.phase("next").map(|(phase, _)| phase);
+        assert_eq!(next().as_deref(), Some("Running"), "it is not its turn");
+        while logind.inhibitors().0 > 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert!((10..=17).contains(&seconds(begun)), "{}", seconds(begun));
+        assert_eq!(next().as_deref(), Some("Failed"));
+        agent.abort();
+    });
+}
+
+/// One that is announced between the question whether there is one and the wish to delay it: pods end at once all the same.
+#[test]
+fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
+    simulate(1, async {
+        let world = World::new(1);
+        let logind = world.wait_for_pods(&[(0, 20)]);
+        let agent = world.start_agent();
+        world.create_ranked_pod("quick", 0, 5);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        logind.announce_late();
+        logind.restart();
+        // Whoever listened does so again after a second.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        world.create_steady_pod("late");
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        let of = |name: &str| world.phase(name).map(|(_, reason)| reason);
+        assert_eq!(of("late").as_deref(), Some("NodeShutdown"));
+        assert_eq!(of("quick").as_deref(), Some("Terminated"));
+        agent.abort();
+    });
+}

@@ -1,0 +1,99 @@
+//! Static pods and their mirrors.
+
+use std::time::Duration;
+
+use super::simulate;
+use super::world::World;
+
+/// Each pod that came or went caused another DELETE of every mirror that waits for a finalizer.
+#[test]
+fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.add_manifest();
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        world.put_finalizer("steady-node");
+        world.remove_all_manifests();
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        for n in 0..10 {
+            world.create_steady_pod(&format!("p{n}"));
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        let mirror = world.object("steady-node");
+        assert!(
+            mirror["metadata"]["deletionTimestamp"].is_string(),
+            "{mirror}"
+        );
+        assert_eq!(world.spent("delete", "steady-node"), 1);
+        world.drop_all_finalizers();
+        assert_eq!(world.phase("steady-node"), None);
+        agent.abort();
+    });
+}
+
+/// The manifest of a static pod that has come to its end changes, while the agent runs or while it does not.
+#[test]
+fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
+    for (seed, policy) in [
+        (1, "Never"),
+        (2, "OnFailure"),
+        (3, "Never"),
+        (4, "OnFailure"),
+    ] {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let mut agent = world.start_agent();
+            for version in 1..6 {
+                world.set_manifest(version, policy);
+                tokio::time::sleep(Duration::from_secs(15)).await;
+                let is = |phase: &str| {
+                    let expected = Some((phase.to_owned(), String::new()));
+                    assert_eq!(world.phase("steady-node"), expected, "{version} {policy}");
+                };
+                is("Running");
+                world.complete("steady-node");
+                tokio::time::sleep(Duration::from_secs(15)).await;
+                is("Succeeded");
+                if version % 2 == 0 {
+                    world.kill_agent();
+                    agent.abort();
+                    agent = world.start_agent();
+                    tokio::time::sleep(Duration::from_secs(15 * (seed % 2))).await;
+                }
+            }
+            assert_eq!(world.check_at_rest(), Ok(()));
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+            world.end();
+        });
+    }
+}
+
+/// What a static pod has left is being removed when its manifest comes back under the same uid: it starts when nothing is
+/// left, however long that takes.
+#[test]
+fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.add_manifest();
+        tokio::time::sleep(Duration::from_secs(15)).await;
+        world.power_off_and_lose_runtime();
+        agent.abort();
+        world.remove_all_manifests();
+        world.hang("steady-v1");
+        let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(70)).await;
+        world.add_manifest();
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        assert_eq!(world.sandboxes(), 0, "its directories are being removed");
+        world.answer();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let running = Some(("Running".to_owned(), String::new()));
+        assert_eq!(world.phase("steady-node"), running);
+        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}
