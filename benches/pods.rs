@@ -127,26 +127,31 @@ async fn follow(api: &Api<Pod>, count: usize, done: impl Fn(&WatchEvent<Pod>) ->
     follow_since(api, "0", count, done).await;
 }
 
-/// As [`follow`], with everything that happened after a revision.
+/// As [`follow`], with everything that happened after a revision. An apiserver ends the watch of a client that reads too
+/// slowly for it, as this one may in a burst: it goes on from what was seen last.
 async fn follow_since(
     api: &Api<Pod>,
     revision: &str,
     count: usize,
     done: impl Fn(&WatchEvent<Pod>) -> Option<String>,
 ) {
-    let mut stream = api
-        .watch(&WatchParams::default().labels("bench=1"), revision)
-        .await
-        .unwrap()
-        .boxed();
+    let parameters = WatchParams::default().labels("bench=1");
+    let mut revision = revision.to_owned();
     let mut seen = std::collections::HashSet::new();
     while seen.len() < count {
-        let event = tokio::time::timeout(Duration::from_secs(120), stream.try_next())
-            .await
-            .expect("in time")
-            .unwrap()
-            .expect("the watch goes on");
-        seen.extend(done(&event));
+        let mut stream = api.watch(&parameters, &revision).await.unwrap().boxed();
+        while seen.len() < count {
+            let event = tokio::time::timeout(Duration::from_secs(120), stream.try_next());
+            let Some(event) = event.await.expect("in time").unwrap() else {
+                break;
+            };
+            if let WatchEvent::Added(pod) | WatchEvent::Modified(pod) | WatchEvent::Deleted(pod) =
+                &event
+            {
+                revision = pod.resource_version().unwrap();
+            }
+            seen.extend(done(&event));
+        }
     }
 }
 
