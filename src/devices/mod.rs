@@ -4,6 +4,7 @@
 //! The kubelet sets a deadline for PreStartContainer alone; here every call but the stream has one, so that a plugin that
 //! hangs is an error with its name in it and not a pod that never moves.
 
+mod authority;
 pub mod dra;
 mod server;
 

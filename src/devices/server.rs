@@ -19,6 +19,7 @@ use tokio::net::UnixListener;
 use tonic::codegen::{BoxFuture, Service, http};
 use tonic::{Request, Response, Status};
 
+use super::authority::Lenient;
 use crate::sys::link;
 
 /// How many connections a socket has at once; more wait.
@@ -112,7 +113,7 @@ where
         let service = TowerToHyperService::new(service.clone());
         async move {
             let served = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
-                .serve_connection(TokioIo::new(stream), service)
+                .serve_connection(TokioIo::new(Lenient::new(stream)), service)
                 .await;
             if let Err(error) = served {
                 tracing::debug!(%error, "a connection to a socket of the agent has broken");
