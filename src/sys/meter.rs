@@ -242,10 +242,21 @@ pub fn own_cgroup() -> Option<String> {
 #[must_use]
 pub fn memory() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let of = |key: &str| machine_stats::meminfo(&text, key);
+    let total = machine_stats::meminfo(&text, "MemTotal");
+    (total, total.saturating_sub(used(&text).1))
+}
+
+/// How much of its memory the machine uses, and its working set, as cAdvisor has them of the root cgroup, so that a threshold
+/// means what it means to a kubelet: version 1 counts what processes and files have, version 2 the kernel's own as well,
+/// which may be gigabytes.
+fn used(meminfo: &str) -> (u64, u64) {
+    let root = (!is_v2()).then(|| cgroup("/", Depth::Memory)).flatten();
+    if let Some(root) = root.filter(|root| root.memory > 0) {
+        return (root.memory, root.working_set);
+    }
+    let of = |key: &str| machine_stats::meminfo(meminfo, key);
     let used = of("MemTotal").saturating_sub(of("MemFree"));
-    let working_set = used.saturating_sub(of("Inactive(file)"));
-    (of("MemTotal"), of("MemTotal").saturating_sub(working_set))
+    (used, used.saturating_sub(of("Inactive(file)")))
 }
 
 /// The highest process id that the kernel gives, and how many processes and threads there are.
@@ -273,8 +284,7 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let (stat, memory) = (text("/proc/stat"), text("/proc/meminfo"));
     let of = |key: &str| machine_stats::meminfo(&memory, key);
-    let used = of("MemTotal").saturating_sub(of("MemFree"));
-    let working_set = used.saturating_sub(of("Inactive(file)"));
+    let (used, working_set) = used(&memory);
     let (cpu, user, system) = machine_stats::machine_cpu(&stat);
     let pressure = |name: &str| pressure::read(&text(&format!("/proc/pressure/{name}")));
     let processes = processes();
@@ -362,6 +372,9 @@ pub fn own() -> (f64, u64, u64, u64, u64, f64) {
 mod tests {
     use super::*;
 
+    /// What other processes may take and give back meanwhile.
+    const SLACK: u64 = 64 << 20;
+
     #[test]
     fn this_machine_and_this_process_use_something() {
         let whole = machine(Depth::All, "/var/lib/kubelet");
@@ -379,6 +392,13 @@ mod tests {
         assert_eq!(cgroup("/no-such-cgroup", Depth::Memory), None);
         let (all, left) = memory();
         assert!(left > 0 && left < all);
+        if !is_v2() {
+            let root = || cgroup("/", Depth::Memory).expect("a root").working_set;
+            let (before, left, after) = (root(), memory().1, root());
+            let (least, most) = (before.min(after), before.max(after));
+            let used = (least - least.min(SLACK))..=(most + SLACK);
+            assert!(used.contains(&(all - left)), "{used:?} {left}");
+        }
         let none = processes_of("/no-such-cgroup", Depth::All, true);
         let descriptors = Some((0, 0));
         assert_eq!(
