@@ -608,9 +608,11 @@ impl PodHost for LinuxHost {
             self.log_links(),
         );
         blocking(move || {
-            remove_unmounted(&dir)?;
+            check_unmounted(&dir)?;
             remove_links(&links, &logs)?;
-            remove(&logs)
+            remove(&logs)?;
+            // The last: by it what is left is found, should the agent be killed meanwhile.
+            remove(&dir)
         })
         .await
     }
@@ -664,7 +666,7 @@ impl PodHost for LinuxHost {
         }
         let (uid, logs, links) = (uid.to_owned(), self.logs.clone(), self.log_links());
         blocking(move || {
-            remove_unmounted(&dir)?;
+            check_unmounted(&dir)?;
             for entry in fs::read_dir(&logs)
                 .into_iter()
                 .flatten()
@@ -679,7 +681,7 @@ impl PodHost for LinuxHost {
                     remove(&entry.path())?;
                 }
             }
-            Ok(())
+            remove(&dir)
         })
         .await
     }
@@ -702,8 +704,8 @@ fn remove_links(links: &Path, logs: &Path) -> Result<(), HostError> {
     Ok(())
 }
 
-/// Removes a directory unless something is still mounted below it.
-fn remove_unmounted(dir: &Path) -> Result<(), HostError> {
+/// An error where something is still mounted below a directory.
+fn check_unmounted(dir: &Path) -> Result<(), HostError> {
     let mounted = mount::below(dir)?;
     if let Some(mount) = mounted.first() {
         return Err(format!(
@@ -713,7 +715,7 @@ fn remove_unmounted(dir: &Path) -> Result<(), HostError> {
         )
         .into());
     }
-    remove(dir)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -765,5 +767,24 @@ mod tests {
             let read = host.termination_message("u", &ended(file)).await;
             assert_eq!(read.as_deref(), expected, "{file:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn while_a_pod_has_logs_its_directory_is_found() {
+        let root = tempfile::tempdir().expect("a directory");
+        let (cgroups, logs) = (Cgroups::new("/", Driver::Cgroupfs), root.path().join("l"));
+        let host = LinuxHost::new(root.path(), logs, cgroups, None, None);
+        let text = r#"{"metadata": {"namespace": "ns", "name": "p", "uid": "u"}}"#;
+        let pod: Pod = serde_json::from_str(text).expect("a pod");
+        let (dir, all) = (root.path().join("pods/u"), root.path().join("l"));
+        fs::create_dir_all(&dir).expect("mkdir");
+        // Nothing below it can be removed.
+        fs::write(&all, "").expect("a file");
+        assert!(host.remove_directories(&pod).await.is_err() && dir.exists());
+        fs::remove_file(&all).expect("removed");
+        let logs = host.log_directory(&pod);
+        fs::create_dir_all(&logs).expect("mkdir");
+        host.remove_leftovers("u").await.expect("removed");
+        assert!(!dir.exists() && !logs.exists());
     }
 }
