@@ -136,22 +136,22 @@ async fn follow_since(
     done: impl Fn(&WatchEvent<Pod>) -> Option<String>,
 ) {
     let parameters = WatchParams::default().labels("bench=1");
+    let open = async |revision: &str| api.watch(&parameters, revision).await.unwrap().boxed();
+    let mut stream = open(revision).await;
     let mut revision = revision.to_owned();
     let mut seen = std::collections::HashSet::new();
     while seen.len() < count {
-        let mut stream = api.watch(&parameters, &revision).await.unwrap().boxed();
-        while seen.len() < count {
-            let event = tokio::time::timeout(Duration::from_secs(120), stream.try_next());
-            let Some(event) = event.await.expect("in time").unwrap() else {
-                break;
-            };
-            if let WatchEvent::Added(pod) | WatchEvent::Modified(pod) | WatchEvent::Deleted(pod) =
-                &event
-            {
-                revision = pod.resource_version().unwrap();
-            }
-            seen.extend(done(&event));
+        let event = tokio::time::timeout(Duration::from_secs(120), stream.try_next());
+        let Some(event) = event.await.expect("in time").unwrap() else {
+            stream = open(&revision).await;
+            continue;
+        };
+        if let WatchEvent::Added(pod) | WatchEvent::Modified(pod) | WatchEvent::Deleted(pod) =
+            &event
+        {
+            revision = pod.resource_version().unwrap();
         }
+        seen.extend(done(&event));
     }
 }
 

@@ -33,7 +33,7 @@ const PRIORITY: u8 = 0x20;
 const AUTHORITY: usize = 1;
 /// Of each length of HPACK's Huffman codes, in bits, how many there are. The code is canonical: within a length the codes
 /// follow each other, and those of the next length go on from there.
-const CODES: [(u32, u32); 21] = [
+const CODES: [(usize, u32); 21] = [
     (5, 10),
     (6, 26),
     (7, 32),
@@ -60,7 +60,7 @@ const CODES: [(u32, u32); 21] = [
 const PERCENT: u32 = 0x15;
 const HYPHEN: u32 = 0x16;
 const SLASH: u32 = 0x18;
-const LENGTH: u32 = 6;
+const LENGTH: usize = 6;
 
 /// The connection of a client whose requests get an authority that h2 takes.
 pub(super) struct Lenient<S> {
@@ -193,40 +193,36 @@ fn repair(block: &mut [u8]) -> Option<()> {
     Some(())
 }
 
+/// The code that begins at a bit, and its length in bits; none where only padding is left.
+fn code(string: &[u8], begins: usize) -> Option<(u32, usize)> {
+    let (mut code, mut first, mut read) = (0, 0, 0);
+    for (length, count) in CODES {
+        while read < length {
+            let at = begins + read;
+            let bit = string.get(at / 8)? >> (7 - at % 8) & 1;
+            code = code << 1 | u32::from(bit);
+            first <<= 1;
+            read += 1;
+        }
+        if code - first < count {
+            return Some((code, length));
+        }
+        first += count;
+    }
+    None
+}
+
 /// Replaces the codes of `%` and `/` with that of `-`.
 fn repair_coded(string: &mut [u8]) {
-    let bit = |string: &[u8], at: usize| {
-        let byte = string.get(at / 8)?;
-        Some(u32::from(byte >> (7 - at % 8) & 1))
-    };
-    let mut at = 0;
-    'codes: loop {
-        let (mut code, mut first, mut read) = (0, 0, 0);
-        for (length, count) in CODES {
-            while read < length {
-                // What is left is padding.
-                let Some(next) = bit(string, at) else { return };
-                code = code << 1 | next;
-                first <<= 1;
-                read += 1;
-                at += 1;
+    let mut begins = 0;
+    while let Some((found, length)) = code(string, begins) {
+        if length == LENGTH && matches!(found, PERCENT | SLASH) {
+            let differs = |bit: &usize| (found ^ HYPHEN) >> (LENGTH - 1 - bit) & 1 == 1;
+            for at in (0..LENGTH).filter(differs).map(|bit| begins + bit) {
+                string[at / 8] ^= 0x80 >> (at % 8);
             }
-            if code - first < count {
-                if length == LENGTH && matches!(code, PERCENT | SLASH) {
-                    for back in 0..6 {
-                        let (place, wanted) = (at - 1 - back, HYPHEN >> back & 1 == 1);
-                        let mask = 1 << (7 - place % 8);
-                        match wanted {
-                            true => string[place / 8] |= mask,
-                            false => string[place / 8] &= !mask,
-                        }
-                    }
-                }
-                continue 'codes;
-            }
-            first += count;
         }
-        return;
+        begins += length;
     }
 }
 

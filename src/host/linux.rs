@@ -607,14 +607,7 @@ impl PodHost for LinuxHost {
             self.log_directory(pod),
             self.log_links(),
         );
-        blocking(move || {
-            check_unmounted(&dir)?;
-            remove_links(&links, &logs)?;
-            remove(&logs)?;
-            // The last: by it what is left is found, should the agent be killed meanwhile.
-            remove(&dir)
-        })
-        .await
+        blocking(move || remove_pod(&dir, &[logs], &links)).await
     }
 
     fn log_directory(&self, pod: &Pod) -> PathBuf {
@@ -666,25 +659,28 @@ impl PodHost for LinuxHost {
         }
         let (uid, logs, links) = (uid.to_owned(), self.logs.clone(), self.log_links());
         blocking(move || {
-            check_unmounted(&dir)?;
-            for entry in fs::read_dir(&logs)
-                .into_iter()
-                .flatten()
-                .filter_map(Result::ok)
-            {
-                if entry
-                    .file_name()
-                    .to_str()
-                    .is_some_and(|n| n.ends_with(&format!("_{uid}")))
-                {
-                    remove_links(&links, &entry.path())?;
-                    remove(&entry.path())?;
-                }
-            }
-            remove(&dir)
+            let all = fs::read_dir(&logs).into_iter().flatten().flatten();
+            let end = format!("_{uid}");
+            let is_its = |entry: &fs::DirEntry| {
+                let name = entry.file_name();
+                name.to_str().is_some_and(|name| name.ends_with(&end))
+            };
+            let its: Vec<PathBuf> = all.filter(is_its).map(|entry| entry.path()).collect();
+            remove_pod(&dir, &its, &links)
         })
         .await
     }
+}
+
+/// Removes a pod's directory and its directories of logs, with the links to them, unless something is still mounted below
+/// the first. That goes last: by it what is left is found, should the agent be killed meanwhile.
+fn remove_pod(dir: &Path, logs: &[PathBuf], links: &Path) -> Result<(), HostError> {
+    check_unmounted(dir)?;
+    for logs in logs {
+        remove_links(links, logs)?;
+        remove(logs)?;
+    }
+    remove(dir)
 }
 
 /// Removes the links that point below `logs`.

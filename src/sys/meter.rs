@@ -243,15 +243,17 @@ pub fn own_cgroup() -> Option<String> {
 pub fn memory() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let total = machine_stats::meminfo(&text, "MemTotal");
-    (total, total.saturating_sub(used(&text).1))
+    // Version 2 has no figures of memory there.
+    let root = (!is_v2()).then(|| cgroup("/", Depth::Memory)).flatten();
+    let (_, working_set) = used(&text, &root.unwrap_or_default());
+    (total, total.saturating_sub(working_set))
 }
 
 /// How much of its memory the machine uses, and its working set, as cAdvisor has them of the root cgroup, so that a threshold
 /// means what it means to a kubelet: version 1 counts what processes and files have, version 2 the kernel's own as well,
 /// which may be gigabytes.
-fn used(meminfo: &str) -> (u64, u64) {
-    let root = (!is_v2()).then(|| cgroup("/", Depth::Memory)).flatten();
-    if let Some(root) = root.filter(|root| root.memory > 0) {
+fn used(meminfo: &str, root: &Usage) -> (u64, u64) {
+    if root.memory > 0 {
         return (root.memory, root.working_set);
     }
     let of = |key: &str| machine_stats::meminfo(meminfo, key);
@@ -284,7 +286,8 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let (stat, memory) = (text("/proc/stat"), text("/proc/meminfo"));
     let of = |key: &str| machine_stats::meminfo(&memory, key);
-    let (used, working_set) = used(&memory);
+    let root_cgroup = cgroup("/", depth).unwrap_or_default();
+    let (used, working_set) = used(&memory, &root_cgroup);
     let (cpu, user, system) = machine_stats::machine_cpu(&stat);
     let pressure = |name: &str| pressure::read(&text(&format!("/proc/pressure/{name}")));
     let processes = processes();
@@ -318,7 +321,7 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
                 io: pressure("io"),
             },
             // The rest the root cgroup tells, as far as the version has it there.
-            ..cgroup("/", depth).unwrap_or_default()
+            ..root_cgroup
         },
         available: of("MemTotal").saturating_sub(working_set),
         swap: (of("SwapTotal"), of("SwapFree")),
