@@ -485,7 +485,7 @@ fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
     let drivers = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
     assert!(drivers.contains(r#""count":3"#), "{drivers}");
     assert_eq!(full.driver.count("stage"), 0);
-    cluster.kubectl(&["delete", "pod", "over"]);
+    cluster.delete_finished();
     cluster.wait("the attachment to go", || attachments().trim().is_empty());
     cluster.assert_clean();
 }
