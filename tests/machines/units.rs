@@ -240,25 +240,33 @@ impl Pods {
         let pid = main_pid(unit);
         let runs = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap();
         assert_eq!(runs, Path::new(program));
-        let begun = property(unit, "ExecMainStartTimestamp");
-        let begun: i64 = begun.trim_start_matches('@').parse().unwrap();
-        cluster.wait("the node to be Ready by this agent's word", || {
-            let node = cluster.node();
-            let mut conditions = node["status"]["conditions"].as_array().unwrap().iter();
-            let ready = conditions.find(|c| c["type"] == "Ready").unwrap();
-            let heard = ready["lastHeartbeatTime"].as_str().unwrap();
-            let heard: jiff::Timestamp = heard.parse().unwrap();
-            ready["status"] == "True" && heard.as_second() >= begun
-        });
+        is_heard(cluster, unit);
         for (name, life_before) in &self.0 {
             assert_eq!(
                 life(&cluster.pod(name)),
                 *life_before,
-                "{name} with {program}"
+                "{name} with {program}, on a node with {}",
+                cluster.node()["status"]["conditions"]
             );
         }
         println!("{unit} runs {program}");
     }
+}
+
+/// The node is ready by the word of the agent that runs now. What makes an agent end waits for this: without a heartbeat for
+/// the control plane's grace period (50 s, which a slow machine may need for some starts) pods would rightly lose their
+/// readiness.
+fn is_heard(cluster: &Cluster, unit: &str) {
+    let begun = property(unit, "ExecMainStartTimestamp");
+    let begun: i64 = begun.trim_start_matches('@').parse().unwrap();
+    cluster.wait("the node to be Ready by this agent's word", || {
+        let node = cluster.node();
+        let mut conditions = node["status"]["conditions"].as_array().unwrap().iter();
+        let ready = conditions.find(|c| c["type"] == "Ready").unwrap();
+        let heard = ready["lastHeartbeatTime"].as_str().unwrap();
+        let heard: jiff::Timestamp = heard.parse().unwrap();
+        ready["status"] == "True" && heard.as_second() >= begun
+    });
 }
 
 /// There is no limit after which systemd starts it no more.
@@ -274,6 +282,7 @@ fn one_that_is_killed_again_and_again_comes_back(cluster: &Cluster) {
         property("kubelet", "ActiveState") == "active"
     });
     assert!(property("kubelet", "NRestarts").parse::<u32>().unwrap() >= 6);
+    is_heard(cluster, "kubelet");
 }
 
 /// The watchdog of the drop-in, which a test does not have the time for: it is told a shorter one.
@@ -282,6 +291,7 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
     std::fs::write(shorter, "[Service]\nWatchdogSec=20\nTimeoutAbortSec=1\n").unwrap();
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);
+    is_heard(cluster, "kubelet");
     let pid = main_pid("kubelet");
     signal(pid, nix::sys::signal::SIGSTOP);
     let stopped = Instant::now();
@@ -295,6 +305,7 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
         stopped.elapsed()
     );
     assert_eq!(property("kubelet", "NRestarts"), "1");
+    is_heard(cluster, "kubelet");
     std::fs::remove_file(shorter).unwrap();
     systemctl(&["daemon-reload"]);
     systemctl(&["restart", "kubelet"]);
