@@ -281,11 +281,13 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     };
     let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);
+    let starts = super::Starts::for_processors(machine.cpus);
     let events = Events::start(
         Arc::clone(&api),
         &config.node_name,
         clock,
         config.event_pace,
+        starts.lull(),
     );
     if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
         events.node(
@@ -304,7 +306,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         clock,
         events,
         images,
-        sandbox_slots: super::SandboxSlots::for_processors(machine.cpus),
+        starts,
         machine,
         node_ips,
         node_addresses,

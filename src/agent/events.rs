@@ -1,15 +1,18 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 use serde_json::json;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
 
+use super::pod::starts::Lull;
 use crate::core::bucket::Bucket;
 use crate::core::correlate::{self, Correlator};
 use crate::core::lock::lock;
@@ -20,6 +23,9 @@ use crate::sys::clock::Clock;
 
 /// How many events may wait; beyond that the newest are dropped, as they hold nothing up.
 const QUEUE: usize = 1024;
+
+/// How long an agent that stops waits until what was said is posted.
+const FLUSH: Duration = Duration::from_secs(1);
 
 /// Normal or warning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,7 +42,11 @@ const NOTES: usize = 64;
 /// Annotations of events to come, by the pod's uid and the event's reason.
 type Notes = HashMap<(String, String), BTreeMap<String, String>>;
 
+#[derive(Debug)]
 struct Said {
+    at: Timestamp,
+    /// The same by the clock of timers.
+    came: Instant,
     about: ObjectReference,
     kind: Kind,
     reason: String,
@@ -48,18 +58,37 @@ struct Said {
 #[derive(Clone)]
 pub struct Events {
     queue: mpsc::Sender<Said>,
+    flushes: mpsc::Sender<oneshot::Sender<()>>,
+    clock: Clock,
     notes: Arc<Mutex<Notes>>,
 }
 
 impl Events {
     /// Starts posting as component `kubelet` on `node`.
-    /// `pace` is how many are posted a second (0: any number), and how many at once.
+    /// `pace` is how many are posted a second (0: any number), and how many at once. Normal events wait for a lull in the
+    /// starts, some seconds at most: on a small node, posting those of a pod takes the processors a tenth of its start.
     #[must_use]
-    pub fn start(api: Arc<dyn PodApi>, node: &str, clock: Clock, pace: (f64, f64)) -> Events {
-        let (queue, said) = mpsc::channel(QUEUE);
-        tokio::spawn(post(api, node.to_owned(), clock, said, pace));
+    pub fn start(
+        api: Arc<dyn PodApi>,
+        node: &str,
+        clock: Clock,
+        (rate, burst): (f64, f64),
+        lull: Lull,
+    ) -> Events {
+        let (queue, said) = mpsc::channel(QUEUE / 2);
+        let (flushes, flush) = mpsc::channel(1);
+        let poster = Poster {
+            api,
+            node: node.to_owned(),
+            clock,
+            correlator: Correlator::default(),
+            pace: Bucket::new(rate, burst, clock.now()),
+        };
+        tokio::spawn(post(poster, said, flush, lull));
         Events {
             queue,
+            flushes,
+            clock,
             notes: Arc::default(),
         }
     }
@@ -70,6 +99,8 @@ impl Events {
         let (queue, mut said) = mpsc::channel(QUEUE);
         let events = Events {
             queue,
+            flushes: mpsc::channel(1).0,
+            clock: Clock::system(),
             notes: Arc::default(),
         };
         let heard = move || {
@@ -85,6 +116,8 @@ impl Events {
         let key = (about.uid.clone().unwrap_or_default(), reason.clone());
         let annotations = self.notes().remove(&key);
         if let Err(error) = self.queue.try_send(Said {
+            at: self.clock.now(),
+            came: Instant::now(),
             about,
             kind,
             reason,
@@ -92,6 +125,20 @@ impl Events {
             annotations,
         }) {
             tracing::warn!(%error, "an event was dropped: too many are waiting for the API");
+        }
+    }
+
+    /// Posts what waits, as far as the API takes it in a second.
+    pub async fn flush(&self) {
+        let (done, posted) = oneshot::channel();
+        let flush = async {
+            // Where nobody posts there is nothing to wait for.
+            if self.flushes.send(done).await.is_ok() {
+                let _ = posted.await;
+            }
+        };
+        if tokio::time::timeout(FLUSH, flush).await.is_err() {
+            tracing::warn!("the last events could not be posted in time");
         }
     }
 
@@ -167,28 +214,83 @@ fn object(kind: &str, name: &str) -> ObjectReference {
     }
 }
 
+/// What has been said and not posted, each kind in its order.
+#[derive(Debug, Default)]
+struct Waiting {
+    warnings: VecDeque<Said>,
+    normal: VecDeque<Said>,
+}
+
+impl Waiting {
+    fn add(&mut self, said: Said) {
+        match said.kind {
+            Kind::Warning => self.warnings.push_back(said),
+            Kind::Normal => self.normal.push_back(said),
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.warnings.len() + self.normal.len()
+    }
+
+    fn take(&mut self) -> Option<Said> {
+        let warning = self.warnings.pop_front();
+        warning.or_else(|| self.normal.pop_front())
+    }
+
+    /// Takes the next one when its time has come. Cancel-safe.
+    async fn next(&mut self, lull: &mut Lull) -> Option<Said> {
+        if self.warnings.is_empty() {
+            lull.wait(self.normal.front()?.came).await;
+        }
+        self.take()
+    }
+}
+
 async fn post(
+    mut poster: Poster,
+    mut said: mpsc::Receiver<Said>,
+    mut flushes: mpsc::Receiver<oneshot::Sender<()>>,
+    mut lull: Lull,
+) {
+    let mut waiting = Waiting::default();
+    loop {
+        tokio::select! {
+            // What comes first is seen first: a warning overtakes what waits.
+            biased;
+            Some(said) = said.recv(), if waiting.len() < QUEUE / 2 => waiting.add(said),
+            Some(done) = flushes.recv() => {
+                while let Some(next) = waiting.take().or_else(|| said.try_recv().ok()) {
+                    poster.post(next).await;
+                }
+                // Who asked may have gone.
+                let _ = done.send(());
+            }
+            Some(next) = waiting.next(&mut lull) => poster.post(next).await,
+            else => return,
+        }
+    }
+}
+
+/// Posts events, one after the other.
+struct Poster {
     api: Arc<dyn PodApi>,
     node: String,
     clock: Clock,
-    mut said: mpsc::Receiver<Said>,
-    (rate, burst): (f64, f64),
-) {
-    let mut correlator = Correlator::default();
-    let mut pace = Bucket::new(rate, burst, clock.now());
-    while let Some(said) = said.recv().await {
-        let namespace = said
-            .about
-            .namespace
-            .clone()
-            .unwrap_or_else(|| "default".into());
+    correlator: Correlator,
+    pace: Bucket,
+}
+
+impl Poster {
+    async fn post(&mut self, said: Said) {
+        let namespace = said.about.namespace.as_deref().unwrap_or("default");
         let about = format!(
             "{namespace}/{:?}/{:?}/{:?}",
             said.about.uid, said.about.name, said.about.field_path
         );
         let reason = format!("{:?} {}", said.kind, said.reason);
-        let now = clock.now();
-        let Some(verdict) = correlator.decide(
+        let now = self.clock.now();
+        let Some(verdict) = self.correlator.decide(
             correlate::Said {
                 about: &about,
                 reason: &reason,
@@ -201,51 +303,56 @@ async fn post(
                 reason,
                 "an event is not posted: there were too many about this object"
             );
-            continue;
+            return;
         };
-        while let Err(wait) = pace.take(clock.now()) {
+        while let Err(wait) = self.pace.take(self.clock.now()) {
             tokio::time::sleep(wait).await;
         }
-        let stamp = seconds(now);
         let name = |posted: Timestamp| {
             let about = said.about.name.as_deref().unwrap_or_default();
             format!("{about}.{:x}", posted.as_nanosecond())
         };
         if let Some((posted, count)) = verdict.counted {
-            let name = name(posted);
+            let (name, stamp) = (name(posted), seconds(said.at));
             let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});
-            match api.count_event(&namespace, &name, &patch).await {
-                Err(ApiFailure::NotFound(_)) => correlator.forget(verdict.key),
+            match self.api.count_event(namespace, &name, &patch).await {
+                Err(ApiFailure::NotFound(_)) => self.correlator.forget(verdict.key),
                 Err(error) => tracing::debug!(%error, "an event could not be counted"),
                 Ok(()) => {}
             }
-            continue;
+            return;
         }
-        let event = Event {
-            metadata: ObjectMeta {
-                name: Some(name(now)),
-                namespace: Some(namespace),
-                annotations: said.annotations,
-                ..ObjectMeta::default()
-            },
+        let metadata = ObjectMeta {
+            name: Some(name(now)),
+            namespace: Some(namespace.to_owned()),
+            annotations: said.annotations.clone(),
+            ..ObjectMeta::default()
+        };
+        let event = self.event(metadata, said, shortened(&verdict.message));
+        match self.api.post_event(&event).await {
+            Ok(()) => self.correlator.posted(verdict.key, now),
+            Err(error) => tracing::debug!(%error, "an event could not be posted"),
+        }
+    }
+
+    fn event(&self, metadata: ObjectMeta, said: Said, message: String) -> Event {
+        let stamp = seconds(said.at);
+        Event {
+            metadata,
             involved_object: said.about,
             reason: Some(said.reason),
-            message: Some(shortened(&verdict.message)),
+            message: Some(message),
             type_: Some(format!("{:?}", said.kind)),
             source: Some(EventSource {
                 component: Some("kubelet".into()),
-                host: Some(node.clone()),
+                host: Some(self.node.clone()),
             }),
             reporting_component: Some("kubelet".into()),
-            reporting_instance: Some(node.clone()),
+            reporting_instance: Some(self.node.clone()),
             first_timestamp: Some(stamp.clone()),
             last_timestamp: Some(stamp),
             count: Some(1),
             ..Event::default()
-        };
-        match api.post_event(&event).await {
-            Ok(()) => correlator.posted(verdict.key, now),
-            Err(error) => tracing::debug!(%error, "an event could not be posted"),
         }
     }
 }
@@ -253,4 +360,45 @@ async fn post(
 /// The API's limit for messages.
 fn shortened(message: &str) -> String {
     message.chars().take(1024).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::Starts;
+
+    fn said(kind: Kind, reason: &str) -> Said {
+        Said {
+            at: Timestamp::UNIX_EPOCH,
+            came: Instant::now(),
+            about: object("Pod", "p"),
+            kind,
+            reason: reason.into(),
+            message: String::new(),
+            annotations: None,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_normal_event_waits_for_a_lull_and_a_warning_overtakes_it() {
+        let starts = Starts::for_processors(1);
+        let (mut lull, begun) = (starts.lull(), Instant::now());
+        let mut waiting = Waiting::default();
+        assert!(waiting.next(&mut lull).await.is_none());
+        waiting.add(said(Kind::Normal, "Pulled"));
+        waiting.add(said(Kind::Normal, "Created"));
+        waiting.add(said(Kind::Warning, "Failed"));
+        let posted = async {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let mut posted = vec![];
+            while let Some(next) = waiting.next(&mut lull).await {
+                posted.push((next.reason, begun.elapsed().as_millis() / 100));
+            }
+            posted
+        };
+        let start = starts.container(tokio::time::sleep(Duration::from_millis(300)));
+        let (posted, ()) = tokio::join!(posted, start);
+        let expected = [("Failed", 0), ("Pulled", 3), ("Created", 3)];
+        assert_eq!(posted, expected.map(|(reason, at)| (reason.to_owned(), at)));
+    }
 }

@@ -40,8 +40,8 @@ pub use node::ledger::{self, LedgerHandle};
 pub use node::{ClaimManager, DeviceManager, KubeNodes, NodeApi, NodeChange, OwnNode};
 pub use pod::journal::Journals;
 pub use pod::pulse::Pulse;
-pub use pod::sandbox_slots::SandboxSlots;
 pub use pod::sources::Statics;
+pub use pod::starts::Starts;
 pub use serving::local::SOCKET;
 pub use serving::{Known, KnownPods, Unserved};
 pub use volume::csi::Csi;
@@ -106,8 +106,8 @@ pub struct Context {
     pub pulse: Pulse,
     /// What was done for each pod.
     pub journals: Journals,
-    /// How many sandboxes are made at once.
-    pub sandbox_slots: SandboxSlots,
+    /// What is being started.
+    pub starts: Starts,
     /// Storage drivers.
     pub csi: Csi,
     /// Device plugins, and which container has which device.
@@ -171,9 +171,11 @@ impl Agent {
     pub async fn run_until(self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         let sessions = serving::Sessions::default();
         let served = sessions.clone();
+        let events = self.context.events.clone();
         let stopped = async move {
             stop.await;
             sessions.drain().await;
+            events.flush().await;
         };
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::Seen::default();

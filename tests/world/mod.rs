@@ -296,7 +296,9 @@ impl World {
         let (ledger, requests) = holdfast::agent::ledger::channel(managers);
         let (network, network_state) = watch::channel(Network::Ready);
         let api: Arc<dyn PodApi> = Arc::new(self.clone());
-        let events = Events::start(Arc::clone(&api), "node", self.1, (0.0, 0.0));
+        let starts = holdfast::agent::Starts::for_processors(2);
+        let unlimited = (0.0, 0.0);
+        let events = Events::start(Arc::clone(&api), "node", self.1, unlimited, starts.lull());
         let context = Arc::new(Context {
             runtime: Arc::new(self.clone()),
             api,
@@ -319,7 +321,7 @@ impl World {
             dialer: Arc::new(self.clone()),
             journals: Journals::default(),
             pulse: holdfast::agent::Pulse::default(),
-            sandbox_slots: holdfast::agent::SandboxSlots::for_processors(2),
+            starts,
             csi: holdfast::agent::Csi::new(&config.root_dir),
             devices: holdfast::agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
             claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),

@@ -26,7 +26,7 @@ use crate::agent::{Context, Kind};
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
-use crate::core::pod::lifecycle::State;
+use crate::core::pod::lifecycle::{Cause, State};
 use crate::core::pod::record::Record;
 use crate::core::pod::resize;
 use crate::core::pod::status::devices::OfPod as DeviceHealth;
@@ -106,6 +106,7 @@ pub async fn run(
             starts,
             setup: watch::Sender::default(),
             ending: CancellationToken::new(),
+            awaited: CancellationToken::new(),
             admission: Mutex::new(admission),
         }),
         seen,
@@ -247,6 +248,11 @@ impl Shell {
         if self.worker.state.is_ending() {
             self.tools.ending.cancel();
         }
+        if let State::Terminating { cause, .. } = self.worker.state
+            && cause != Cause::Completed
+        {
+            self.tools.awaited.cancel();
+        }
         for key in &turn.cancel {
             self.running.remove(key);
             self.cut_off |= matches!(key, Key::Start(_));
@@ -377,6 +383,7 @@ impl Shell {
             resizing: self.worker.resizing().clone(),
             assets: self.assets.clone(),
             cut_off: matches!(op, Op::Observe { .. }) && std::mem::take(&mut self.cut_off),
+            patient: self.worker.has_completed_unawaited(),
         };
         let span = span(self.worker.pod(), self.worker.state);
         let reported = key.clone();

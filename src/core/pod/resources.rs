@@ -146,6 +146,12 @@ pub fn requests(pod: &Pod) -> Amounts {
     of_pod(pod, Side::Requests)
 }
 
+/// Whether any of its containers has a port of the node.
+#[must_use]
+pub fn has_host_ports(pod: &Pod) -> bool {
+    !host_ports(pod).is_empty()
+}
+
 /// Host ports of a pod: protocol, host address, port.
 fn host_ports(pod: &Pod) -> Vec<(String, String, i32)> {
     let containers = pod.spec.iter().flat_map(|s| &s.containers);

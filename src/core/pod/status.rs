@@ -492,7 +492,9 @@ fn verdicts(
         .observed
         .sandboxes
         .first()
-        .is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()));
+        .is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()))
+        // One that has served is stopped next.
+        && !(matches!(phase, "Succeeded" | "Failed") && facts.observed.live().next().is_none());
     let sidecars: Vec<&str> = spec
         .init_containers
         .iter()

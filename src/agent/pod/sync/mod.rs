@@ -102,6 +102,8 @@ pub struct Tools {
     pub setup: watch::Sender<Option<Arc<Setup>>>,
     /// The pod ends: what has not been begun is not wanted any more.
     pub ending: CancellationToken,
+    /// Somebody waits for the pod's end: what was patient is no more.
+    pub awaited: CancellationToken,
     /// The ledger's answer, which was asked for when the worker was started; the first [`Op::Admit`] takes it.
     pub admission: Mutex<Option<Admission>>,
 }
@@ -116,6 +118,8 @@ pub struct Job {
     pub assets: Assets,
     /// A start was cancelled before: what comes of it is waited for before anything is looked at.
     pub cut_off: bool,
+    /// Only the pod itself waits for it: it gives way to what is being started.
+    pub patient: bool,
 }
 
 type Result<T> = std::result::Result<T, Outcome>;
@@ -167,7 +171,9 @@ impl Job {
                     attempt: *attempt,
                     ips,
                 };
-                self.start(start, &place).await.map(plain)
+                let started = Box::pin(self.start(start, &place));
+                let started = self.context().starts.container(started).await;
+                started.map(plain)
             }
             Op::PreStop { kill, until } => {
                 self.told(kill, *until).await;
@@ -257,13 +263,8 @@ impl Job {
     /// Step 6.
     async fn mirror(&self) -> Result<Outcome> {
         let work = mirror::reconcile(self.context(), &self.update);
-        match self.log().step(Step::Mirror, "", work).await {
-            Ok(()) => Ok(Outcome::Done),
-            Err(error) => {
-                tracing::warn!(%error, "the static pod runs without a mirror for now");
-                Err(failed(error))
-            }
-        }
+        let made = self.log().step(Step::Mirror, "", work).await;
+        made.map(|()| Outcome::Done).map_err(failed)
     }
 
     /// Step 8, and what environments are made from.

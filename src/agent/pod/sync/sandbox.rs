@@ -81,7 +81,7 @@ impl Job {
                 .sandbox(&node.handler, own_users, made.is_err(), begun.elapsed());
             made
         };
-        let made = context.sandbox_slots.one_of(make).await;
+        let made = context.starts.sandbox(make).await;
         let id = made.map_err(|e| fail(e.to_string()))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
             let message = format!("Unable to get pod sandbox status: {e}");
@@ -93,6 +93,14 @@ impl Job {
     }
 
     pub(super) async fn stop_sandbox(&self, id: &str) -> Result<Outcome> {
+        if self.patient {
+            let mut lull = self.context().starts.lull();
+            tokio::select! {
+                biased;
+                () = lull.wait(Instant::now()) => {}
+                () = self.tools.awaited.cancelled() => {}
+            }
+        }
         self.log().begin(Step::StopSandbox, "");
         match self.context().runtime.stop_sandbox(id).await {
             Ok(()) => {

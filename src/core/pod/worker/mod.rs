@@ -40,8 +40,8 @@ use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::pod;
 
-/// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
-/// whose containers have all ended while its sandbox is stopped.
+/// How long a status waits while more is about to change: that of a pending pod while it is being started, the first one too,
+/// so that what starts at once is told once; that of a pod whose containers have all ended while its sandbox is stopped.
 const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// What the configuration says that decisions depend on.
@@ -616,21 +616,29 @@ impl Worker {
             return;
         }
         // Of a pod that runs, a change may be what others wait for: that a container is ready no more.
-        let is_pending = self
-            .published
-            .as_ref()
-            .is_some_and(|published| published.phase.as_deref() == Some("Pending"));
+        let told = self.published.as_ref().unwrap_or(&self.status);
+        let is_pending = told.phase.as_deref() == Some("Pending");
         let changing = |op: &Op| match (self.state, op) {
             (State::Syncing, Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. }) => is_pending,
+            (State::Syncing, Op::Admit | Op::Prepare) => is_pending && self.published.is_none(),
             // It will say what the start that was noted looks like in full.
             (State::Syncing, Op::Observe { .. }) => self.provisional,
+            // Nobody waits for the sandbox of a pod that has completed, and it may wait for others.
+            (
+                State::Terminating {
+                    cause: Cause::Completed,
+                    ..
+                },
+                Op::StopSandbox(_),
+            ) => false,
             (State::Terminating { .. }, Op::StopSandbox(_) | Op::Observe { .. }) => {
                 let observed = self.observed.as_ref();
                 observed.is_some_and(|o| o.live().next().is_none())
             }
             _ => false,
         };
-        let waits = self.published.is_some() && self.in_flight.iter().any(changing);
+        let may_wait = self.published.is_some() || self.state == State::Syncing;
+        let waits = may_wait && self.in_flight.iter().any(changing);
         let due = match (waits, self.publish_at) {
             (false, _) => true,
             (true, Some(at)) => at <= facts.now,

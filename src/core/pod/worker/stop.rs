@@ -4,12 +4,13 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::{Op, Worker};
+use super::{Cause, Op, State, Worker};
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::Role;
 use crate::core::pod::actions::Kill;
 use crate::core::pod::observed::{self, ContainerState, ObservedPod};
+use crate::core::pod::resources;
 
 impl Worker {
     /// What is to be stopped now, so that at `until` nothing of the pod runs.
@@ -130,6 +131,20 @@ impl Worker {
         let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
         let is_told = self.published().is_some_and(|told| pod::is_final(told));
         is_told && !self.observed.as_deref().is_none_or(runs)
+    }
+
+    /// Whether the pod has completed and its end was told: nobody waits for its sandbox, but for the host ports of one, which
+    /// the next pod may have.
+    #[must_use]
+    pub fn has_completed_unawaited(&self) -> bool {
+        matches!(
+            self.state,
+            State::Terminating {
+                cause: Cause::Completed,
+                ..
+            }
+        ) && self.has_told_its_end()
+            && !resources::has_host_ports(&self.effective)
     }
 
     /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.

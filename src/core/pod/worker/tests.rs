@@ -570,11 +570,20 @@ fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
     );
 }
 
-/// A pod's life costs the API three statuses, and none waits for a sandbox that does not stop.
+/// A pod that starts at once costs the API two statuses, another one three, and none waits for a sandbox that is not made or
+/// does not stop.
 #[test]
-fn a_life_is_told_in_three_statuses() {
+fn a_life_is_told_in_two_statuses_or_three() {
     let spec = || json!({"containers": [{"name": "a", "image": "i"}]});
     let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
+    let mut slow = Run::new(a_pod(spec(), json!({})));
+    slow.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    assert!(slow.published.is_empty() && !slow.waiting.is_empty());
+    slow.now += 1000;
+    let told = slow.input(Input::Tick).publish;
+    let phase = told.as_ref().and_then(|status| status.phase.as_deref());
+    assert_eq!(phase, Some("Pending"), "it is not waited for");
+
     let mut run = Run::new(a_pod(spec(), json!({})));
     run.settle();
     run.input(Input::Update(a_pod(spec(), deleted)));
@@ -601,8 +610,33 @@ fn a_life_is_told_in_three_statuses() {
     let phases = run.published.iter().map(|s| s.phase.as_deref());
     assert_eq!(
         phases.collect::<Vec<_>>(),
-        [Some("Pending"), Some("Running"), Some("Failed")]
+        [Some("Running"), Some("Failed")]
     );
+}
+
+/// Whoever waits for its end has it without its sandbox's, which may take its time then.
+#[test]
+fn the_end_of_a_pod_that_completes_is_told_before_its_sandbox_is_stopped() {
+    let spec = |container: Value| json!({"restartPolicy": "Never", "containers": [container]});
+    let plain = json!({"name": "a", "image": "i"});
+    let served =
+        json!({"name": "a", "image": "i", "ports": [{"containerPort": 80, "hostPort": 80}]});
+    for (container, patient) in [(plain, true), (served, false)] {
+        let mut run = Run::new(a_pod(spec(container), json!({})));
+        run.settle();
+        run.exit("a0", 0);
+        run.now += 10_000;
+        run.input(Input::Hint);
+        let stopping = |op: &Op| matches!(op, Op::StopSandbox(_));
+        run.settle_but(stopping);
+        assert!(run.waiting.iter().any(stopping));
+        let told = run.published.last().expect("a status");
+        assert_eq!(told.phase.as_deref(), Some("Succeeded"));
+        assert_eq!(run.worker.has_completed_unawaited(), patient);
+        let statuses = run.published.len();
+        run.settle();
+        assert_eq!(run.published.len(), statuses, "all was told");
+    }
 }
 
 #[test]

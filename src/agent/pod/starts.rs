@@ -1,0 +1,214 @@
+//! What is being started on the node: how many sandboxes the runtime makes at once, and whether anything is under way.
+//!
+//! Making a sandbox keeps a processor busy: a network plugin, a shim and two runs of the runtime's binary. When 50 begin
+//! together, all of them take turns on the processors and on the runtime's locks, none is done soon, and all together take
+//! a fifth longer than a few at a time (BENCHMARKS.md). So a few are made at a time, in the order in which they are wanted.
+//! What can wait while pods are started waits for a lull, as it would take turns with them, too.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, watch};
+use tokio::time::Instant;
+
+/// How many are made at once, of each processor.
+const OF_EACH_PROCESSOR: u32 = 3;
+
+/// How long a sandbox that is being made keeps its slot, and how long a start counts as one. What takes longer waits for
+/// something else than a processor, such as a network plugin whose server does not answer or a hook, and keeps nothing back.
+const HOLDS_FOR: Duration = Duration::from_secs(1);
+
+/// How long what can wait does so at most.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The starts of a node.
+#[derive(Debug)]
+pub struct Starts {
+    slots: Semaphore,
+    under_way: watch::Sender<usize>,
+}
+
+/// Follows the starts of a node, for as long as they live, to find when none is under way.
+#[derive(Debug, Clone)]
+pub struct Lull(watch::Receiver<usize>);
+
+impl Lull {
+    /// Waits for a lull, but not for more than some seconds from `since`. Cancel-safe.
+    pub async fn wait(&mut self, since: Instant) {
+        let lull = self.0.wait_for(|count| *count == 0);
+        // Without anything that starts there is nothing to wait for, either.
+        let _ = tokio::time::timeout_at(since + PATIENCE, lull).await;
+    }
+}
+
+/// One of those under way, until it is dropped.
+struct UnderWay<'a>(&'a watch::Sender<usize>);
+
+impl<'a> UnderWay<'a> {
+    fn among(others: &'a watch::Sender<usize>) -> UnderWay<'a> {
+        others.send_modify(|count| *count += 1);
+        UnderWay(others)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
+
+/// Carries out `work`, and lets go of `held` when that is done or has taken long.
+async fn holding<F: Future>(held: impl Sized, work: F) -> F::Output {
+    let mut work = pin!(work);
+    match tokio::time::timeout(HOLDS_FOR, &mut work).await {
+        Ok(done) => done,
+        Err(_) => {
+            drop(held);
+            work.await
+        }
+    }
+}
+
+impl Starts {
+    /// With as many slots for sandboxes as suit so many processors.
+    #[must_use]
+    pub fn for_processors(count: u32) -> Starts {
+        let slots = count.max(1).saturating_mul(OF_EACH_PROCESSOR);
+        Starts {
+            slots: Semaphore::new(slots as usize),
+            under_way: watch::Sender::default(),
+        }
+    }
+
+    /// Makes a sandbox as soon as there is a slot.
+    pub async fn sandbox<F: Future>(&self, make: F) -> F::Output {
+        // It counts while it waits for its slot, too: others are under way then.
+        let start = UnderWay::among(&self.under_way);
+        // The semaphore is never closed; without a slot it would only be slower.
+        let slot = self.slots.acquire().await.ok();
+        holding((start, slot), make).await
+    }
+
+    /// Starts a container.
+    pub async fn container<F: Future>(&self, start: F) -> F::Output {
+        holding(UnderWay::among(&self.under_way), start).await
+    }
+
+    /// When none is under way or waits for its slot.
+    #[must_use]
+    pub fn lull(&self) -> Lull {
+        Lull(self.under_way.subscribe())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use futures::future::join_all;
+    use tokio::time::{Instant, sleep};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_few_are_made_at_a_time_in_their_order() {
+        let starts = Starts::for_processors(2);
+        let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let begun = Instant::now();
+        let make = |i: u64| {
+            let (now, most) = (&now, &most);
+            starts.sandbox(async move {
+                most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                sleep(Duration::from_millis(500)).await;
+                now.fetch_sub(1, Ordering::SeqCst);
+                (i, begun.elapsed().as_millis() / 500)
+            })
+        };
+        let made = join_all((0..14).map(make)).await;
+        assert_eq!(most.load(Ordering::SeqCst), 6);
+        for (i, round) in made {
+            assert_eq!(u128::from(i / 6) + 1, round, "sandbox {i}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_hangs_keeps_no_other_back_for_long() {
+        let starts = Arc::new(Starts::for_processors(1));
+        for _ in 0..3 {
+            let starts = Arc::clone(&starts);
+            tokio::spawn(async move { starts.sandbox(std::future::pending::<()>()).await });
+        }
+        tokio::task::yield_now().await;
+        let begun = Instant::now();
+        starts.sandbox(std::future::ready(())).await;
+        assert_eq!(begun.elapsed().as_millis() / 10, 100);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_is_given_up_leaves_its_slot() {
+        let starts = Starts::for_processors(1);
+        for _ in 0..3 {
+            let hangs = starts.sandbox(std::future::pending::<()>());
+            let given_up = tokio::time::timeout(Duration::from_millis(10), hangs).await;
+            assert!(given_up.is_err());
+        }
+        let begun = Instant::now();
+        starts.sandbox(std::future::ready(())).await;
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lull_is_waited_for_but_not_for_long() {
+        let starts = Starts::for_processors(1);
+        let mut lull = starts.lull();
+        let begun = Instant::now();
+        let mut waited = async || {
+            lull.wait(begun).await;
+            begun.elapsed().as_millis() / 100
+        };
+        assert_eq!(waited().await, 0);
+        let work = starts.container(sleep(Duration::from_millis(300)));
+        assert_eq!(tokio::join!(work, waited()).1, 3);
+        let work = async {
+            loop {
+                starts.container(sleep(Duration::from_millis(300))).await;
+            }
+        };
+        let work = futures::future::join(work, starts.sandbox(sleep(Duration::from_secs(7))));
+        tokio::select! {
+            _ = work => unreachable!("it goes on"),
+            at = async { sleep(Duration::from_millis(1)).await; waited().await } => assert!((13..=50).contains(&at), "{at}"),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_under_way_counts_until_it_is_done_is_given_up_or_takes_long() {
+        let starts = Starts::for_processors(1);
+        let under_way = starts.under_way.subscribe();
+        let after = |ms: u64| {
+            let under_way = &under_way;
+            async move {
+                sleep(Duration::from_millis(ms)).await;
+                *under_way.borrow()
+            }
+        };
+        let hangs = tokio::time::timeout(
+            Duration::from_millis(1500),
+            starts.container(std::future::pending::<()>()),
+        );
+        let of_sandboxes = join_all(
+            (0..4).map(|_| starts.sandbox(async { sleep(Duration::from_millis(200)).await })),
+        );
+        let given_up = tokio::time::timeout(
+            Duration::from_millis(100),
+            starts.sandbox(std::future::pending::<()>()),
+        );
+        let ((), counts) = tokio::join!(
+            async { drop(tokio::join!(hangs, of_sandboxes, given_up)) },
+            join_all([50, 150, 250, 450, 1050, 1600].map(after))
+        );
+        // The one that was given up had no slot yet.
+        assert_eq!(counts, [6, 5, 2, 1, 0, 0]);
+    }
+}
