@@ -306,3 +306,49 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     cluster.wait("nothing is left", || cluster.leftovers().is_empty());
 }
+
+/// What a loss of power leaves of the files that were just written: the runtime's library for CNI caches what a plugin has
+/// answered, does not have it written through, and deletes no network whose cached answer it cannot read.
+fn tear_cached_results(sandbox: &str) -> usize {
+    let cached = std::fs::read_dir("/var/lib/cni/results").unwrap().flatten();
+    let of_sandbox = cached.filter(|file| file.file_name().to_str().unwrap().contains(sandbox));
+    of_sandbox
+        .map(|file| std::fs::write(file.path(), "").unwrap())
+        .count()
+}
+
+#[test]
+fn a_pod_ends_whose_network_result_was_torn_by_a_loss_of_power() {
+    torn("torn", 87, None);
+    for (i, containerd) in (0..).zip(support::skip::fetched(
+        "HOLDFAST_RUNTIMES",
+        "usr/bin/containerd",
+    )) {
+        let bin = containerd.parent().unwrap().to_owned();
+        torn(&format!("torn{i}"), 88 + i, Some(bin));
+    }
+}
+
+fn torn(name: &str, number: u16, containerd: Option<std::path::PathBuf>) {
+    let cluster = Cluster::start_with(name, number, containerd);
+    let image = support::busybox(&cluster);
+    let pod_with_torn_result = || {
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{name: torn}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '100000']}}]}}\n"
+        ));
+        cluster.wait("the pod to run", || ready(&cluster.pod("torn")));
+        let pod = cluster.pod("torn");
+        let seen = observe(&cluster, pod["metadata"]["uid"].as_str().unwrap());
+        assert!(tear_cached_results(&seen.sandboxes[0].id) > 0);
+    };
+    pod_with_torn_result();
+    cluster.kubectl(&["delete", "pod", "torn", "--wait=false"]);
+    let begun = std::time::Instant::now();
+    cluster.wait("the pod to end", || cluster.pods().is_empty());
+    assert!(begun.elapsed() < Duration::from_secs(15));
+    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+
+    pod_with_torn_result();
+    cluster.holdfast(&["down"]);
+    assert_eq!(cluster.leftovers(), Vec::<String>::new());
+}

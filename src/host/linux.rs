@@ -646,6 +646,10 @@ impl PodHost for LinuxHost {
         uids
     }
 
+    async fn remove_torn_results(&self, sandbox: &str) -> bool {
+        super::cni_cache::remove_torn(sandbox).await
+    }
+
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
         let dir = self.pod_dir(uid)?;
         for (class, _) in self

@@ -3,6 +3,7 @@
 //! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
 
 pub mod cgroups;
+pub mod cni_cache;
 pub mod iptables;
 pub mod linux;
 pub mod serving;
@@ -235,4 +236,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn leftovers(&self) -> Vec<String>;
     /// Removes what a pod that nobody knows any more left here besides its volumes, never crossing a mount.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError>;
+    /// Removes what the runtime's library for CNI has cached of a sandbox and cannot read; whether there was something.
+    async fn remove_torn_results(&self, _sandbox: &str) -> bool {
+        false
+    }
 }

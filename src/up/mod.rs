@@ -22,6 +22,7 @@ pub use settings::{Dirs, Settings};
 
 use crate::control::pki::{self, Pki};
 use crate::cri::{CriClient, Runtime as _};
+use crate::host::cni_cache;
 use crate::kubeapi::Api;
 use crate::sys::process::find_program;
 use crate::sys::systemd::Slices;
@@ -458,7 +459,11 @@ async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
                 runtime.stop_container(&container.id, 1).await?;
             }
             for sandbox in &observed.sandboxes {
-                runtime.stop_sandbox(&sandbox.id).await?;
+                let mut stopped = runtime.stop_sandbox(&sandbox.id).await;
+                if stopped.is_err() && cni_cache::remove_torn(&sandbox.id).await {
+                    stopped = runtime.stop_sandbox(&sandbox.id).await;
+                }
+                stopped?;
                 runtime.remove_sandbox(&sandbox.id).await?;
             }
             Ok::<(), crate::cri::RuntimeError>(())

@@ -409,12 +409,30 @@ impl Cluster {
         while !condition() {
             assert!(
                 Instant::now() < deadline,
-                "not in time: {what}\npods:\n{}\nagent's log:\n{}",
+                "not in time: {what}\npods:\n{}\nagent's log:\n{}\n{}",
                 self.kubectl(&["get", "pods", "-A", "-o", "wide"]),
-                self.log("agent")
+                self.log("agent"),
+                self.explained()
             );
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// What the agent and the events say of the pods that are not as they should be.
+    fn explained(&self) -> String {
+        let mut pods = self.pods();
+        pods.retain(|pod| {
+            pod["metadata"]["deletionTimestamp"].is_string() || condition(pod, "Ready") != "True"
+        });
+        let explained = pods.iter().map(|pod| {
+            let name = pod["metadata"]["name"].as_str().unwrap();
+            let output = limited(holdfast())
+                .args(["explain", "pod", name, "--name", &self.name])
+                .output();
+            let said = output.map_or_else(|error| error.to_string(), |output| text(&output));
+            format!("{name}:\n{said}\n{}\n", self.events(name))
+        });
+        explained.collect()
     }
 
     /// As [`Cluster::wait`], while there is no API to show things of.

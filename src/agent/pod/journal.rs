@@ -159,7 +159,10 @@ impl Log {
         let result = match &progress {
             Progress::Running => "running",
             Progress::Done => "done",
-            Progress::Failed(_) => "failed",
+            Progress::Failed(why) => {
+                tracing::warn!(step = step.name(), subject, why, "a step of the pod failed");
+                "failed"
+            }
             Progress::Dropped => "dropped",
         };
         let took = self

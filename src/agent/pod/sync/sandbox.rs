@@ -102,7 +102,12 @@ impl Job {
             }
         }
         self.log().begin(Step::StopSandbox, "");
-        match self.context().runtime.stop_sandbox(id).await {
+        let context = self.context();
+        let mut stopped = context.runtime.stop_sandbox(id).await;
+        if stopped.is_err() && context.host.remove_torn_results(id).await {
+            stopped = context.runtime.stop_sandbox(id).await;
+        }
+        match stopped {
             Ok(()) => {
                 self.log().end(Step::StopSandbox, "", Progress::Done);
                 Ok(Outcome::Done)
