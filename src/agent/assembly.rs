@@ -282,13 +282,8 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);
     let starts = super::Starts::for_processors(machine.cpus);
-    let events = Events::start(
-        Arc::clone(&api),
-        &config.node_name,
-        clock,
-        config.event_pace,
-        starts.lull(),
-    );
+    let (pace, lull) = (config.event_pace, starts.lull());
+    let events = Events::start(Arc::clone(&api), &config.node_name, clock, pace, lull);
     if let Some(warning) = crate::core::pod::dns::check_host(&resolver) {
         events.node(
             &config.node_name,

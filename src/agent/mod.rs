@@ -170,13 +170,7 @@ impl Agent {
     /// it ends. Pods and their containers stay.
     pub async fn run_until(self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         let sessions = serving::Sessions::default();
-        let served = sessions.clone();
-        let events = self.context.events.clone();
-        let stopped = async move {
-            stop.await;
-            sessions.drain().await;
-            events.flush().await;
-        };
+        let stopped = until_drained(stop, sessions.clone(), self.context.events.clone());
         let (hints, hinted) = tokio::sync::mpsc::channel(1024);
         let seen = pod::relist::Seen::default();
         let context = Arc::clone(&self.context);
@@ -226,7 +220,7 @@ impl Agent {
         let (serves, shared) = (self.serves.then_some(self.reviews), Arc::clone(&context));
         let server = Box::pin(async move {
             match serves {
-                Some(reviews) => serving::run(shared, reviews, served).await,
+                Some(reviews) => serving::run(shared, reviews, sessions).await,
                 None => std::future::pending().await,
             }
         });
@@ -270,4 +264,15 @@ impl Agent {
             () = node => anyhow::bail!("the node's status loop ended"),
         }
     }
+}
+
+/// Waits for `stop`, and until sessions have had time to end and what was said is posted.
+async fn until_drained(
+    stop: impl Future<Output = ()>,
+    sessions: serving::Sessions,
+    events: Events,
+) {
+    stop.await;
+    sessions.drain().await;
+    events.flush().await;
 }

@@ -601,6 +601,10 @@ impl Worker {
             // What a mirror told is not believed before the runtime has been looked at.
             return;
         }
+        if self.published.is_none() && self.observed.is_none() && self.state == State::Syncing {
+            // There is nothing to add to what the API has.
+            return;
+        }
         let differs = match (&self.published, self.state) {
             (None, _) => true,
             // That the deletion was seen is told together with the end, which is near.

@@ -576,7 +576,20 @@ fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
 fn a_life_is_told_in_two_statuses_or_three() {
     let spec = || json!({"containers": [{"name": "a", "image": "i"}]});
     let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
-    let mut slow = Run::new(a_pod(spec(), json!({})));
+    let starting = || {
+        let mut update = a_pod(spec(), json!({}));
+        let mut pod = Pod::clone(&update.pod);
+        // As the scheduler has left it.
+        let scheduled = json!([{"type": "PodScheduled", "status": "True"}]);
+        let status = json!({"phase": "Pending", "conditions": scheduled});
+        pod.status = serde_json::from_value(status).expect("a status");
+        update.pod = Arc::new(pod);
+        update.object = Some(Arc::clone(&update.pod));
+        let mut run = Run::new(update);
+        run.done(&Key::Admit, Outcome::Admitted);
+        run
+    };
+    let mut slow = starting();
     slow.settle_but(|op| matches!(op, Op::Sandbox { .. }));
     assert!(slow.published.is_empty() && !slow.waiting.is_empty());
     slow.now += 1000;
@@ -584,7 +597,7 @@ fn a_life_is_told_in_two_statuses_or_three() {
     let phase = told.as_ref().and_then(|status| status.phase.as_deref());
     assert_eq!(phase, Some("Pending"), "it is not waited for");
 
-    let mut run = Run::new(a_pod(spec(), json!({})));
+    let mut run = starting();
     run.settle();
     run.input(Input::Update(a_pod(spec(), deleted)));
     let stopping = |op: &Op| matches!(op, Op::StopSandbox(_));
