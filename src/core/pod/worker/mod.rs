@@ -40,8 +40,8 @@ use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::pod;
 
-/// How long a status waits while more is about to change: that of a pending pod while it is being started, the first one too,
-/// so that what starts at once is told once; that of a pod whose containers have all ended while its sandbox is stopped.
+/// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
+/// whose containers have all ended while its sandbox is stopped.
 const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// What the configuration says that decisions depend on.
@@ -601,10 +601,6 @@ impl Worker {
             // What a mirror told is not believed before the runtime has been looked at.
             return;
         }
-        if self.published.is_none() && self.observed.is_none() && self.state == State::Syncing {
-            // There is nothing to add to what the API has.
-            return;
-        }
         let differs = match (&self.published, self.state) {
             (None, _) => true,
             // That the deletion was seen is told together with the end, which is near.
@@ -620,11 +616,12 @@ impl Worker {
             return;
         }
         // Of a pod that runs, a change may be what others wait for: that a container is ready no more.
-        let told = self.published.as_ref().unwrap_or(&self.status);
-        let is_pending = told.phase.as_deref() == Some("Pending");
+        let is_pending = self
+            .published
+            .as_ref()
+            .is_some_and(|published| published.phase.as_deref() == Some("Pending"));
         let changing = |op: &Op| match (self.state, op) {
             (State::Syncing, Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. }) => is_pending,
-            (State::Syncing, Op::Admit | Op::Prepare) => is_pending && self.published.is_none(),
             // It will say what the start that was noted looks like in full.
             (State::Syncing, Op::Observe { .. }) => self.provisional,
             // Nobody waits for the sandbox of a pod that has completed, and it may wait for others.
@@ -641,8 +638,8 @@ impl Worker {
             }
             _ => false,
         };
-        let may_wait = self.published.is_some() || self.state == State::Syncing;
-        let waits = may_wait && self.in_flight.iter().any(changing);
+        // The first one does not: by it another agent knows that the pod was admitted and may have containers.
+        let waits = self.published.is_some() && self.in_flight.iter().any(changing);
         let due = match (waits, self.publish_at) {
             (false, _) => true,
             (true, Some(at)) => at <= facts.now,
