@@ -44,6 +44,7 @@ type Notes = HashMap<(String, String), BTreeMap<String, String>>;
 
 #[derive(Debug)]
 struct Said {
+    /// When it was said, which the event tells however late it is posted.
     at: Timestamp,
     /// The same by the clock of timers.
     came: Instant,
