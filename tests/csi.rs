@@ -5,6 +5,8 @@
 mod driver;
 mod support;
 
+use std::time::{Duration, Instant};
+
 use driver::Driver;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -255,6 +257,44 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
         !calls.contains(&"expand to 4194304 shared-1".to_owned()),
         "{calls:?}"
     );
+    // A try that fails is followed by others after pauses that double, and not with the next refresh, a minute later.
+    let larger = r#"{"status": {"allocatedResources": {"storage": "5Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
+    driver.lose("expand", true);
+    patch("pvc", &["--subresource=status"], larger);
+    look_again();
+    let tried = |times: usize| driver.count("expand to 5242880 shared-1") >= times;
+    cluster.wait("the first try", || tried(1));
+    let begun = Instant::now();
+    cluster.wait("the fourth", || tried(4));
+    let took = begun.elapsed();
+    assert!(
+        took > Duration::from_secs(3) && took < Duration::from_secs(20),
+        "{took:?}"
+    );
+    driver.lose("expand", false);
+    cluster.wait("the claim to be told", || told() == "5Mi  Other");
+}
+
+/// A pod that comes to a volume does not get it before it is as large as its claim is to have it.
+fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, pod: &str) {
+    let turn = r#"{"status": {"allocatedResources": {"storage": "6Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
+    driver.lose("expand", true);
+    let status = "--subresource=status";
+    cluster.kubectl(&["patch", "pvc", "shared", status, "--type=merge", "-p", turn]);
+    cluster.apply(pod);
+    cluster.wait("the pod to be told", || {
+        cluster.events("grows").contains(
+            "MountVolume.Setup failed while expanding volume for volume \"shared\" : Expander.NodeExpand failed to expand the volume : ",
+        )
+    });
+    assert_ne!(condition(&cluster.pod("grows"), "Ready"), "True");
+    driver.lose("expand", false);
+    cluster.wait("the pod", || {
+        condition(&cluster.pod("grows"), "Ready") == "True"
+    });
+    let has = "jsonpath={.status.capacity.storage}";
+    assert_eq!(cluster.kubectl(&["get", "pvc", "shared", "-o", has]), "6Mi");
+    cluster.kubectl(&["delete", "pod", "grows"]);
 }
 
 #[test]
@@ -391,6 +431,8 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         cluster.events("two").contains("FileSystemResizeSuccessful")
     });
     a_resize_is_followed_at_the_claim(&cluster, &driver);
+    let published = published + 1;
+    a_pod_waits_for_the_growth_of_its_volume(&cluster, &driver, &pod("grows", by_claim, ""));
     cluster.kubectl(&["delete", "pod", "two"]);
     cluster.wait("it to be unstaged", || driver.count("unstage") == 1);
     assert_eq!(driver.count("publish"), published, "{:?}", driver.calls());

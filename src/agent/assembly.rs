@@ -1,5 +1,6 @@
 //! Putting an agent together from its configuration and the real world.
 
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +38,7 @@ use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::kubeapi::{Api, Cache};
 use crate::sealed::{self, Keeper, SealedApi};
 use crate::sys::clock::Clock;
+use crate::sys::file;
 use crate::sys::logind::Logind;
 use crate::sys::machine::Machine;
 use crate::sys::mount::{self, Sharing};
@@ -79,14 +81,21 @@ async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
     }
 }
 
+/// Makes the directories that others look for before anything is in them: drivers mount `plugins` and `plugins_registry`.
 fn make_directories(config: &Config) -> anyhow::Result<()> {
     for dir in [
         config.root_dir.clone(),
         config.root_dir.join("pods"),
         config.pod_logs_dir.clone(),
     ] {
-        std::fs::create_dir_all(&dir)
-            .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+        let mut builder = std::fs::DirBuilder::new();
+        let made = builder.recursive(true).mode(0o750).create(&dir);
+        made.with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+    }
+    for name in ["plugins", "plugins_registry"] {
+        let dir = config.root_dir.join(name);
+        let made = file::make_for_plugins(&dir);
+        made.with_context(|| format!("the directory {} cannot be made", dir.display()))?;
     }
     Ok(())
 }

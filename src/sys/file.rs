@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 /// The text of a file of at most `limit` bytes; `InvalidData` where it is longer, or no text. Blocking.
@@ -25,10 +25,15 @@ pub fn read_text_if_there(path: &Path, limit: u64) -> io::Result<Option<String>>
     }
 }
 
+/// Where the new content of a file is before it is all there.
+fn aside_of(path: &Path) -> PathBuf {
+    PathBuf::from(format!("{}.new", path.display()))
+}
+
 /// The new content beside the old, under a name that what a crash has left there has, too. Who writes the same file
 /// meanwhile waits until this file is closed, which is after it was renamed.
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
-    let aside = PathBuf::from(format!("{}.new", path.display()));
+    let aside = aside_of(path);
     loop {
         let mut file = fs::OpenOptions::new()
             .write(true)
@@ -41,8 +46,12 @@ fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
         if !is_at(&file, &aside)? {
             continue;
         }
-        file.set_len(0)?;
-        file.write_all(content)?;
+        let written = file.set_len(0).and_then(|()| file.write_all(content));
+        if let Err(error) = written {
+            // A full disk: nothing of it is of use. That it stays then would be no harm.
+            _ = fs::remove_file(&aside);
+            return Err(error);
+        }
         return Ok((aside, file));
     }
 }
@@ -73,6 +82,35 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// Makes a directory for plugins that run in containers, and lets these use it where there is SELinux (the label is the
+/// kubelet's `KubeletPluginsDirSELinuxLabel`).
+pub fn make_for_plugins(dir: &Path) -> io::Result<()> {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o750)
+        .create(dir)?;
+    if super::machine::has_selinux() {
+        let label = b"system_u:object_r:container_file_t:s0";
+        let none = rustix::fs::XattrFlags::empty();
+        if let Err(error) = rustix::fs::setxattr(dir, "security.selinux", label, none) {
+            tracing::warn!(%error, dir = %dir.display(), "plugins in containers that are not privileged may not use the directory: it cannot be labelled");
+        }
+    }
+    Ok(())
+}
+
+/// Removes a file that nobody writes any more, with what a crash or a full disk has left beside it. One that is not there is
+/// no error.
+pub fn remove(path: &Path) -> io::Result<()> {
+    for path in [&aside_of(path), path] {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -91,6 +129,22 @@ mod tests {
         );
         assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 1);
     }
+
+    #[test]
+    fn nothing_is_left_beside_a_file_that_could_not_be_written_or_is_removed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("f");
+        remove(&path).expect("it is not there");
+        fs::write(dir.path().join("f.new"), b"left by a crash").expect("written");
+        fs::write(&path, b"there").expect("written");
+        remove(&path).expect("removed");
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 0);
+        // As on a full disk.
+        std::os::unix::fs::symlink("/dev/full", dir.path().join("f.new")).expect("a link");
+        replace(&path, b"one").expect_err("no room");
+        assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 0);
+    }
+
     #[test]
     fn several_may_write_a_file_at_once_and_what_a_crash_left_is_overwritten() {
         let dir = tempfile::tempdir().expect("a directory");

@@ -71,8 +71,26 @@ fn inside() {
     cluster.up();
     support::busybox_alone(&cluster, IMAGE);
     make_files(&cluster);
+    plugins_may_use_their_directories(&cluster);
     labels_decide_what_pods_can_use(&cluster);
     a_volume_of_one_pod_is_mounted_with_its_label(&cluster);
+}
+
+/// Drivers run in containers that are not privileged, too.
+fn plugins_may_use_their_directories(cluster: &Cluster) {
+    for name in ["plugins", "plugins_registry", "device-plugins"] {
+        let dir = cluster.data().join("agent").join(name);
+        let told = support::limited("stat")
+            .args(["-c", "%C %a"])
+            .arg(&dir)
+            .output();
+        let told = String::from_utf8(told.unwrap().stdout).unwrap();
+        assert_eq!(
+            told.trim(),
+            "system_u:object_r:container_file_t:s0 750",
+            "{dir:?}"
+        );
+    }
 }
 
 /// Tells the runtime's libraries of the policy, loads and enforces it.

@@ -6,7 +6,7 @@
 //! exchange for the kubelet, leaves every container its devices.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _};
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -381,8 +381,7 @@ impl Register for Registrar {
 
 /// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again.
 fn listen(dir: &Path) -> std::io::Result<UnixListener> {
-    let mut builder = std::fs::DirBuilder::new();
-    builder.recursive(true).mode(0o750).create(dir)?;
+    crate::sys::file::make_for_plugins(dir)?;
     let own = dir.join(SOCKET);
     // Plugins whose agent lives must not lose their sockets.
     crate::sys::link::clear(&own)?;

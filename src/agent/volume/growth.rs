@@ -1,14 +1,16 @@
-//! Volumes that become larger while pods have them (kubelet spec, 9.5). A volume that stays as small as it was can be used all
-//! the same, so a failure is told and holds nothing up; a refresh tries again, unless the driver has said that it would
-//! fail again.
+//! Volumes that become larger (kubelet spec, 9.5). A pod that comes to a volume does not get it before it is as large as its
+//! claim is to have it, unless its driver has to do that elsewhere. A pod that has it goes on: a failure is told, and it is
+//! tried again after a pause.
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::time::Instant;
 
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::{Context, Kind};
+use crate::core::lock::lock;
 use crate::core::volume::claims::Grown;
-use crate::core::volume::expansion::Tried;
+use crate::core::volume::expansion::{Due, Tried};
 use crate::core::volume::resize::Resize;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::csi::CsiError;
@@ -51,12 +53,7 @@ impl NotGrown {
         }
     }
 
-    /// What the pod is told of it: nothing where the volume only has to leave the node first.
-    fn told(&self) -> Option<&str> {
-        (!self.in_use).then_some(&*self.why)
-    }
-
-    pub(super) fn tried(&self) -> Tried {
+    fn tried(&self) -> Tried {
         match (self.in_use, self.is_final) {
             (true, _) => Tried::InUse,
             (false, true) => Tried::Failed,
@@ -90,38 +87,144 @@ impl From<CsiError> for NotGrown {
     }
 }
 
-/// Makes the filesystem of a local volume as large as its device has become, where the claim does not know of it. `is_new`
-/// says that the pod had it not yet.
+/// A volume of a pod that may have grown behind its filesystem.
+pub(super) struct Growing<'a> {
+    pub context: &'a Context,
+    pub pod: &'a Pod,
+    /// The name of the persistent volume.
+    pub volume: &'a str,
+    /// The name that the node has for it.
+    pub key: String,
+    /// The plugin in metrics.
+    pub plugin: &'a str,
+    pub grown: &'a Grown,
+    /// The pod had the volume not yet.
+    pub is_new: bool,
+}
+
+impl Growing<'_> {
+    /// Grows the volume, if that is due, and says so. The answer is when to try again what has failed; a pod that had the volume
+    /// not yet does not get it so, and paces its tries itself.
+    ///
+    /// # Errors
+    ///
+    /// Why a pod that had the volume not yet cannot have it.
+    pub(super) async fn attempt(
+        &self,
+        grow: impl Future<Output = Result<(), NotGrown>>,
+    ) -> Result<Option<Timestamp>, Problem> {
+        let (context, grown) = (self.context, self.grown);
+        let holds_up = self.is_new && !grown.is_told;
+        let known = &context.csi.expansions;
+        let (due, has_failed) = {
+            let mut known = lock(known);
+            let due = known.due(&self.key, grown, context.clock.now());
+            (due, known.has_failed(&self.key))
+        };
+        match due {
+            Due::Never => return Ok(None),
+            Due::At(at) if !holds_up => return Ok(Some(at)),
+            Due::Now | Due::At(_) => {}
+        }
+        let begun = Instant::now();
+        let outcome = grow.await;
+        let outcome = outcome.map_err(|failed| failed.or_superseded(grown, has_failed));
+        if !self.is_new {
+            self.count(&outcome, begun);
+        }
+        let outcome = match outcome {
+            Ok(()) => self.tell_success().await,
+            Err(failed) => {
+                tell_failure(context, grown, &failed).await;
+                Err(failed)
+            }
+        };
+        let tried = outcome.as_ref().err().map_or(Tried::Done, NotGrown::tried);
+        let now = context.clock.now();
+        let again = lock(known).tried(&self.key, grown, tried, now);
+        match outcome {
+            Err(failed) if !failed.in_use => match holds_up {
+                true => Err(Problem::not_grown(failed.why)),
+                false => {
+                    self.tell_pod(&failed.why);
+                    Ok(again)
+                }
+            },
+            _ => Ok(again),
+        }
+    }
+
+    /// Counts a try to grow a volume that its pod has already: one that comes with its mount is a part of that.
+    fn count(&self, outcome: &Result<(), NotGrown>, begun: Instant) {
+        self.context.metrics.volume(VolumeOperation {
+            name: "volume_fs_resize",
+            plugin: self.plugin,
+            is_migrated: false,
+            has_failed: outcome.as_ref().is_err_and(|failed| !failed.in_use),
+            took: begun.elapsed(),
+        });
+    }
+
+    /// Tells pod and claim that the volume is as large as it should be, and the claim what it has now.
+    async fn tell_success(&self) -> Result<(), NotGrown> {
+        let (context, volume) = (self.context, self.volume);
+        let node = &context.config.node_name;
+        let message =
+            format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
+        let what = (Kind::Normal, "FileSystemResizeSuccessful");
+        tell_both(context, self.pod, self.grown, what, &message);
+        tell_size(context, self.grown).await
+    }
+
+    /// Tells a pod that has the volume why it stays as small as it is: its claim has it in its status.
+    fn tell_pod(&self, why: &str) {
+        let volume = self.volume;
+        let message =
+            format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
+        let events = &self.context.events;
+        events.pod(self.pod, None, Kind::Warning, "VolumeResizeFailed", message);
+    }
+}
+
+/// Makes the filesystem of a local volume as large as its device has become, where the claim does not know of it. See
+/// [`Growing::attempt`].
 pub(super) async fn of_local(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,
     is_new: bool,
-) {
+) -> Result<Option<Timestamp>, Problem> {
     let Source::Local {
         grown: Some(grown), ..
     } = &resolved.source
     else {
-        return;
+        return Ok(None);
     };
     if resolved.read_only {
         if is_new {
             tell_read_only(context, pod, &resolved.name, grown);
         }
-        return;
+        return Ok(None);
     }
-    let begun = Instant::now();
-    let outcome = match begin(context, grown).await {
-        Ok(()) => {
-            let grown = context.host.grow_volume(pod, resolved).await;
-            grown.map_err(NotGrown::from)
-        }
-        Err(failed) => Err(failed),
+    let growing = Growing {
+        context,
+        pod,
+        volume: &resolved.name,
+        key: format!("kubernetes.io/local-volume/{}", resolved.name),
+        plugin: &resolved.qualified_plugin(),
+        grown,
+        is_new,
     };
-    if !is_new {
-        count(context, &resolved.qualified_plugin(), &outcome, begun);
+    let grow = async {
+        begin(context, grown).await?;
+        let grown = context.host.grow_volume(pod, resolved).await;
+        grown.map_err(NotGrown::from)
+    };
+    let again = Box::pin(growing.attempt(grow)).await;
+    if let Ok(None) = again {
+        lock(&context.csi.expansions).forget(&growing.key);
     }
-    tell(context, pod, &resolved.name, grown, outcome).await;
+    again
 }
 
 /// Tells the claim that its volume is about to be grown here, if anybody wants to know.
@@ -148,22 +251,6 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     if let Err(error) = context.api.claim_resize(grown, step).await {
         tracing::warn!(%error, namespace, claim, "a claim was not told that its volume cannot be grown");
     }
-}
-
-/// Counts a try to grow a volume that its pod has already: one that comes with its mount is a part of that.
-pub(super) fn count(
-    context: &Context,
-    plugin: &str,
-    outcome: &Result<(), NotGrown>,
-    begun: Instant,
-) {
-    context.metrics.volume(VolumeOperation {
-        name: "volume_fs_resize",
-        plugin,
-        is_migrated: false,
-        has_failed: outcome.as_ref().is_err_and(|failed| !failed.in_use),
-        took: begun.elapsed(),
-    });
 }
 
 /// Tells pod and claim that a volume which nobody may write to here stays as small as it is here.
@@ -193,45 +280,16 @@ fn tell_both(
     context.events.claim(grown, kind, reason, message);
 }
 
-/// Tells the claim what its volume has now, and pod and claim how it went: of a failure the pod alone, as its claim has it in
-/// its status.
-pub(super) async fn tell(
-    context: &Context,
-    pod: &Pod,
-    volume: &str,
-    grown: &Grown,
-    outcome: Result<(), NotGrown>,
-) {
-    let failed = match outcome {
-        Ok(()) => {
-            let node = &context.config.node_name;
-            let message =
-                format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
-            let what = (Kind::Normal, "FileSystemResizeSuccessful");
-            tell_both(context, pod, grown, what, &message);
-            tell_size(context, grown).await
-        }
-        Err(failed) => {
-            tell_failure(context, grown, &failed).await;
-            failed.told().map_or(Ok(()), |why| Err(why.to_owned()))
-        }
-    };
-    if let Err(why) = failed {
-        let message =
-            format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
-        let events = &context.events;
-        events.pod(pod, None, Kind::Warning, "VolumeResizeFailed", message);
-    }
-}
-
 /// Tells the claim what its volume has now, unless it says so already.
-async fn tell_size(context: &Context, grown: &Grown) -> Result<(), String> {
+async fn tell_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
     if grown.is_told {
         return Ok(());
     }
     let told = context.api.claim_resize(grown, Resize::Has(&grown.text));
-    told.await
-        .map_err(|e| format!("mountVolume.NodeExpandVolume update pvc status failed: {e}"))
+    told.await.map_err(|e| {
+        let why = format!("mountVolume.NodeExpandVolume update pvc status failed: {e}");
+        NotGrown::new(why, false)
+    })
 }
 
 #[cfg(test)]
@@ -284,7 +342,6 @@ mod tests {
         ] {
             let failed = NotGrown::from(error(certain, false, unready));
             assert_eq!(failed.tried(), expected);
-            assert_eq!(failed.told().is_none(), unready);
             assert_eq!(
                 failed.why,
                 "Expander.NodeExpand failed to expand the volume : rpc error: code = Internal desc = no"
@@ -297,9 +354,7 @@ mod tests {
             ),
             (HostError::failed("resize2fs failed with 1"), Tried::Failed),
         ] {
-            let why = error.message.clone();
-            let failed = NotGrown::from(error);
-            assert_eq!((failed.tried(), failed.told()), (expected, Some(&*why)));
+            assert_eq!(NotGrown::from(error).tried(), expected);
         }
         let failed = NotGrown::unsupported("d");
         assert_eq!(

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
@@ -57,6 +58,24 @@ pub struct Volumes {
     telling: Telling,
     /// Waits for the end of what is under way for them, and says that something has changed then.
     waiting: Option<AbortOnDropHandle<()>>,
+}
+
+/// The volumes of a pod are there.
+pub struct SetUp {
+    /// What they and environments are made from.
+    pub fetched: Fetched,
+    /// Why what was set up before could not be refreshed, if it could not.
+    pub outdated: Option<String>,
+    /// When something is to be tried again that holds nothing up.
+    pub again: Option<Timestamp>,
+}
+
+/// A volume is there.
+struct Made {
+    /// Its files need no SELinux label of their own: they have it from the mount, or can have none.
+    labelled: bool,
+    /// See [`SetUp::again`].
+    again: Option<Timestamp>,
 }
 
 /// Why the volumes of a pod are not all there.
@@ -148,7 +167,7 @@ impl Volumes {
     }
 
     /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
-    /// what cannot be refreshed stays as it was, and the answer says why.
+    /// what cannot be refreshed stays as it was.
     pub async fn set_up(
         &mut self,
         context: &Context,
@@ -156,7 +175,7 @@ impl Volumes {
         pod_ips: &[String],
         known: bool,
         log: &Log,
-    ) -> Result<(Fetched, Option<String>), NotSetUp> {
+    ) -> Result<SetUp, NotSetUp> {
         self.begun.get_or_insert_with(Instant::now);
         self.follow(context, pod);
         self.waiting = None;
@@ -205,27 +224,31 @@ impl Volumes {
                 if has_ended {
                     tell_attempt(context, pod, &resolved, failed, begun.elapsed());
                 }
-                let labelled = outcome.map_err(|problem| match resolved.block {
+                let Made { labelled, again } = outcome.map_err(|problem| match resolved.block {
                     true => problem.of_device(),
                     false => problem,
                 })?;
-                Ok(ResolvedVolume {
+                let resolved = ResolvedVolume {
                     labelled,
                     ..resolved
-                })
+                };
+                Ok((resolved, again))
             };
-            let made = Box::pin(log.step(Step::Volume, &volume.name, set_up))
+            let (made, again) = Box::pin(log.step(Step::Volume, &volume.name, set_up))
                 .await
                 .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
             if made.block && !resolved.contains_key(&volume.name) {
                 tell_mapped(context, pod, &made);
             }
-            Ok::<_, Told>(made)
+            Ok::<_, Told>((made, again))
         });
-        let (mut failed, mut unattached) = (None, vec![]);
+        let (mut failed, mut unattached, mut again) = (None, vec![], vec![]);
         for result in futures::future::join_all(work).await {
             match result {
-                Ok(resolved) => self.has_come(context, resolved),
+                Ok((resolved, at)) => {
+                    self.has_come(context, resolved);
+                    again.extend(at);
+                }
                 Err(problem) => {
                     if problem.is_under_way {
                         self.wait(context, pod);
@@ -245,7 +268,11 @@ impl Volumes {
         fetched.resolved.clone_from(&self.resolved);
         match failed {
             Some(error) if !self.set_up => Err(NotSetUp::Failed(error)),
-            outdated => Ok((fetched, outdated)),
+            outdated => Ok(SetUp {
+                fetched,
+                outdated,
+                again: again.into_iter().min(),
+            }),
         }
     }
 
@@ -475,8 +502,7 @@ async fn passwords(
     }))
 }
 
-/// One volume; the answer is whether its files have their SELinux label from the mount. `is_new` says that the pod had it not
-/// yet.
+/// One volume. `is_new` says that the pod had it not yet.
 async fn one(
     context: &Context,
     volume: &Volume,
@@ -485,7 +511,7 @@ async fn one(
     fetched: &Fetched,
     held: &Held,
     is_new: bool,
-) -> Result<bool, Problem> {
+) -> Result<Made, Problem> {
     if let Source::Csi(served) = &resolved.source {
         return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
     }
@@ -502,6 +528,8 @@ async fn one(
             .set_up_volume(around.pod, resolved, files)
             .await?;
     }
-    growth::of_local(context, around.pod, resolved, is_new).await;
-    Ok(resolved.labelled)
+    Ok(Made {
+        labelled: resolved.labelled,
+        again: growth::of_local(context, around.pod, resolved, is_new).await?,
+    })
 }

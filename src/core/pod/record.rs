@@ -137,6 +137,7 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),
         Outcome::NotBegun => "not begun, as the pod ends".into(),
         Outcome::Done => "done".into(),
+        Outcome::Again(at) => format!("done, and again at {at}"),
     }
 }
 

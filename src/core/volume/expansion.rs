@@ -27,6 +27,17 @@ pub enum Tried {
     InUse,
 }
 
+/// When a volume is to be grown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// Now.
+    Now,
+    /// Not before then, as a try has failed.
+    At(Timestamp),
+    /// Not at all: it has what it should, or its driver does not grow it while it is here.
+    Never,
+}
+
 /// One volume that the node has.
 #[derive(Debug)]
 struct Known {
@@ -47,8 +58,8 @@ pub struct Expansions {
 }
 
 impl Expansions {
-    /// Whether a volume is to be grown now. A size that its claim has already is news only for a node that had less.
-    pub fn is_due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> bool {
+    /// When a volume is to be grown. A size that its claim has already is news only for a node that had less.
+    pub fn due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> Due {
         let known = self.here.entry(volume.to_owned()).or_insert(Known {
             has: grown.had,
             in_use: false,
@@ -56,7 +67,11 @@ impl Expansions {
             not_before: None,
         });
         let is_known = grown.is_told && grown.bytes <= known.has;
-        !is_known && !known.in_use && known.not_before.is_none_or(|at| at <= now)
+        match known.not_before {
+            _ if is_known || known.in_use => Due::Never,
+            Some(at) if at > now => Due::At(at),
+            _ => Due::Now,
+        }
     }
 
     /// Whether a try of this volume has failed for good before.
@@ -65,17 +80,21 @@ impl Expansions {
         self.failed.contains(volume)
     }
 
-    /// A volume was tried.
-    pub fn tried(&mut self, volume: &str, grown: &Grown, outcome: Tried, now: Timestamp) {
-        let Some(known) = self.here.get_mut(volume) else {
-            // It has left the node meanwhile.
-            return;
-        };
+    /// A volume was tried; the answer is when to try again.
+    pub fn tried(
+        &mut self,
+        volume: &str,
+        grown: &Grown,
+        outcome: Tried,
+        now: Timestamp,
+    ) -> Option<Timestamp> {
+        // It may have left the node meanwhile.
+        let known = self.here.get_mut(volume)?;
         if outcome == Tried::Done {
             (known.has, known.not_before) = (grown.bytes, None);
             known.pauses.reset();
             self.failed.remove(volume);
-            return;
+            return None;
         }
         let pause = SignedDuration::try_from(known.pauses.pause()).unwrap_or(SignedDuration::MAX);
         known.not_before = now.checked_add(pause).ok();
@@ -83,6 +102,7 @@ impl Expansions {
         if outcome != Tried::Unknown && self.failed.len() < FAILED {
             self.failed.insert(volume.to_owned());
         }
+        known.not_before.filter(|_| !known.in_use)
     }
 
     /// No pod of the node has the volume any more: what stood in the way may be gone with it.
@@ -119,49 +139,48 @@ mod tests {
         let two = grown(2, false);
         let mut now = 0;
         for pause in [500, 1000, 2000] {
-            assert!(known.is_due("v", &two, at(now)), "{now}");
-            known.tried("v", &two, Tried::Unknown, at(now));
-            assert!(!known.is_due("v", &two, at(now + pause - 1)), "{now}");
+            assert_eq!(known.due("v", &two, at(now)), Due::Now, "{now}");
+            let again = known.tried("v", &two, Tried::Unknown, at(now));
             now += pause;
+            assert_eq!(again, Some(at(now)));
+            assert_eq!(known.due("v", &two, at(now - 1)), Due::At(at(now)));
         }
         assert!(!known.has_failed("v"), "it may have had success");
         for _ in 0..20 {
             known.tried("v", &two, Tried::Failed, at(now));
         }
         assert!(known.has_failed("v"));
-        assert!(!known.is_due("v", &two, at(now + 121_999)));
-        assert!(
-            known.is_due("v", &two, at(now + 122_000)),
-            "no longer than that"
-        );
-        known.tried("v", &two, Tried::Done, at(now));
+        let most = at(now + 122_000);
+        assert_eq!(known.due("v", &two, at(now + 121_999)), Due::At(most));
+        assert_eq!(known.due("v", &two, most), Due::Now, "no longer than that");
+        assert_eq!(known.tried("v", &two, Tried::Done, at(now)), None);
         assert!(!known.has_failed("v"));
-        assert!(known.is_due("v", &two, at(now)), "its claim was not told");
+        // Its claim was not told.
+        assert_eq!(known.due("v", &two, at(now)), Due::Now);
     }
 
     #[test]
     fn what_its_driver_does_not_grow_in_use_is_not_tried_before_it_has_left_the_node() {
         let mut known = Expansions::default();
         let two = grown(2, false);
-        assert!(known.is_due("v", &two, at(0)));
-        known.tried("v", &two, Tried::InUse, at(0));
-        assert!(!known.is_due("v", &two, at(1 << 40)));
-        assert!(!known.is_due("v", &grown(3, false), at(1 << 40)));
-        assert!(known.is_due("w", &two, at(0)), "another volume");
+        assert_eq!(known.due("v", &two, at(0)), Due::Now);
+        assert_eq!(known.tried("v", &two, Tried::InUse, at(0)), None);
+        for later in [two.clone(), grown(3, false)] {
+            assert_eq!(known.due("v", &later, at(1 << 40)), Due::Never);
+        }
+        assert_eq!(known.due("w", &two, at(0)), Due::Now, "another volume");
         known.forget("v");
-        assert!(known.is_due("v", &two, at(0)));
+        assert_eq!(known.due("v", &two, at(0)), Due::Now);
         assert!(known.has_failed("v"), "that is remembered");
     }
 
     #[test]
     fn what_another_node_has_grown_is_grown_here_if_it_was_here_before() {
         let mut known = Expansions::default();
-        assert!(
-            !known.is_due("v", &grown(2, true), at(0)),
-            "it came with that"
-        );
-        assert!(known.is_due("v", &grown(3, true), at(0)));
-        known.tried("v", &grown(3, true), Tried::Done, at(0));
-        assert!(!known.is_due("v", &grown(3, true), at(0)));
+        let (two, three) = (grown(2, true), grown(3, true));
+        assert_eq!(known.due("v", &two, at(0)), Due::Never, "it came with that");
+        assert_eq!(known.due("v", &three, at(0)), Due::Now);
+        known.tried("v", &three, Tried::Done, at(0));
+        assert_eq!(known.due("v", &three, at(0)), Due::Never);
     }
 }

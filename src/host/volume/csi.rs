@@ -336,14 +336,14 @@ impl CsiDirs {
         }
         let dir = self.of_pod(&volume.uid)?.join(segment(&volume.name)?);
         gone(fs::remove_dir(&volume.target), &volume.target)?;
-        gone(fs::remove_file(dir.join(NOTE)), &dir)?;
+        gone(file::remove(&dir.join(NOTE)), &dir)?;
         gone(fs::remove_dir(&dir), &dir)
     }
 
     /// Removes what is kept of a device for all pods.
     fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), HostError> {
         let (note, _) = self.of_staging(data, true)?;
-        gone(fs::remove_file(note.join(NOTE)), &note)?;
+        gone(file::remove(&note.join(NOTE)), &note)?;
         let of_volume = self.devices().join(name);
         let published = self.devices().join("publish").join(name);
         for dir in [note, of_volume, published] {
@@ -365,7 +365,7 @@ impl CsiDirs {
             // The note goes with the pod's own link: until then it is what the volume is known by.
             return Ok(());
         }
-        gone(fs::remove_file(dir.join(NOTE)), &dir)?;
+        gone(file::remove(&dir.join(NOTE)), &dir)?;
         gone(fs::remove_dir(&dir), &dir)
     }
 }
@@ -444,11 +444,17 @@ mod tests {
         assert_eq!(found, [volume]);
         assert_eq!(dirs.staged(&found[0]), None);
         let staging = dirs.stage(&found[0]).expect("staged");
-        assert_eq!(dirs.staged(&found[0]), Some(staging));
+        assert_eq!(dirs.staged(&found[0]).as_ref(), Some(&staging));
+        let noted = [&staging, &found[0].target].map(|of| of.parent().expect("a directory"));
+        for dir in noted {
+            // A disk was full when it was noted anew.
+            fs::write(dir.join(format!("{NOTE}.new")), b"{").expect("written");
+        }
         dirs.unstaged(&found[0]).expect("forgotten");
         dirs.unstaged(&found[0]).expect("once more is fine");
         dirs.forget(&found[0], true).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
+        assert!(!noted.iter().any(|dir| dir.exists()));
         let device = dirs.place("u", data.clone(), true, None).expect("a place");
         dirs.prepare(&device).expect("prepared");
         assert!(device.target.ends_with("volumeDevices/publish/pv/u") && !device.target.exists());

@@ -228,10 +228,15 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
 /// Ends the session of a disk that nobody has any more, unless another disk of the same target is there or on its way.
 pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     let note = place.join(SESSION);
+    let remove = || {
+        let what = format!("{} cannot be removed", note.display());
+        file::remove(&note).map_err(doing(what))
+    };
     let what = format!("{} cannot be read", note.display());
     let session: Iscsi = match fs::read(&note) {
         Ok(text) => Iscsi::noted(&text).map_err(doing(&what))?,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        // What a full disk or a crash has left of one may be there.
+        Err(error) if error.kind() == ErrorKind::NotFound => return remove(),
         Err(error) => return Err(doing(what)(error)),
     };
     let interface = place.parent().and_then(Path::file_name);
@@ -256,7 +261,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     {
         log_out(&session)?;
     }
-    fs::remove_file(&note).map_err(doing(format!("{} cannot be removed", note.display())))
+    remove()
 }
 
 /// Has all hosts of the node look for new disks.

@@ -33,7 +33,7 @@ use super::{hooks, mirror};
 use crate::agent::image::Pulled;
 use crate::agent::node::ledger::Admission;
 use crate::agent::volume::objects::Fetched;
-use crate::agent::volume::{NotSetUp, Volumes};
+use crate::agent::volume::{NotSetUp, SetUp, Volumes};
 use crate::agent::{Context, Kind};
 use crate::core::lock::lock;
 use crate::core::node::admit::{NODE_AFFINITY, Refusal};
@@ -279,7 +279,11 @@ impl Job {
         let set_up = volumes
             .set_up(self.context(), &self.pod, &ips, known, self.log())
             .await;
-        let (fetched, outdated) = set_up.map_err(|problem| match problem {
+        let SetUp {
+            fetched,
+            outdated,
+            again,
+        } = set_up.map_err(|problem| match problem {
             NotSetUp::Failed(why) => failed(why),
             NotSetUp::LimitExceeded(message) => {
                 self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
@@ -289,7 +293,8 @@ impl Job {
                 }
             }
         })?;
-        let outcome = outdated.map_or(Outcome::Done, Outcome::Outdated);
+        let done = again.map_or(Outcome::Done, Outcome::Again);
+        let outcome = outdated.map_or(done, Outcome::Outdated);
         Ok((outcome, Some(Asset::Fetched(Arc::new(fetched)))))
     }
 }

@@ -1,67 +1,57 @@
 //! Volumes of drivers that become larger while pods have them: the driver makes the filesystem so (`NodeExpandVolume`).
 
 use holdfast_proto::csi as pb;
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use tokio::time::Instant;
 
 use super::{Wanted, secret, to_its_end};
 use crate::agent::Context;
-use crate::agent::volume::growth::{self, NotGrown};
-use crate::core::lock::lock;
+use crate::agent::volume::growth::{self, Growing, NotGrown};
 use crate::core::volume::claims::Grown;
 use crate::core::volume::csi;
-use crate::core::volume::expansion::Tried;
+use crate::core::volume::resolved::Problem;
 
 /// Makes a filesystem as large as its volume has become, if that is due, and says so. `is_new` says that the pod had the
-/// volume not yet.
+/// volume not yet. See [`Growing::attempt`].
 pub(super) async fn grow(
     context: &Context,
     pod: &Pod,
     wanted: &Wanted<'_>,
     staging: String,
     is_new: bool,
-) {
+) -> Result<Option<Timestamp>, Problem> {
     let volume = wanted.volume;
     let Some(grown) = &volume.grown else {
-        return;
+        return Ok(None);
     };
     if volume.read_only {
         if is_new && !grown.is_told {
             growth::tell_read_only(context, pod, &volume.name, grown);
         }
-        return;
+        return Ok(None);
     }
     let can = wanted.registered.capabilities.expand;
     if !can && (!grown.is_followed || grown.is_told) {
         // Nobody waits for this node to do anything.
-        return;
+        return Ok(None);
     }
     let data = &wanted.place.data;
-    let name = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let (is_due, has_failed) = {
-        let mut known = lock(&context.csi.expansions);
-        let is_due = known.is_due(&name, grown, context.clock.now());
-        (is_due, known.has_failed(&name))
+    let growing = Growing {
+        context,
+        pod,
+        volume: &volume.name,
+        key: csi::unique_name(&data.driver_name, &data.volume_handle),
+        plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
+        grown,
+        is_new,
     };
-    if !is_due {
-        return;
-    }
-    let begun = Instant::now();
-    let outcome = match can {
-        true => expand(context, wanted, grown, staging).await,
-        false => Err(NotGrown::unsupported(&data.driver_name)),
+    let grow = async {
+        match can {
+            true => expand(context, wanted, grown, staging).await,
+            false => Err(NotGrown::unsupported(&data.driver_name)),
+        }
     };
-    let outcome = outcome.map_err(|failed| failed.or_superseded(grown, has_failed));
-    if !is_new {
-        let plugin = format!("kubernetes.io/csi:{}", data.driver_name);
-        growth::count(context, &plugin, &outcome, begun);
-    }
-    let tried = match &outcome {
-        Ok(()) => Tried::Done,
-        Err(failed) => failed.tried(),
-    };
-    lock(&context.csi.expansions).tried(&name, grown, tried, context.clock.now());
-    growth::tell(context, pod, &volume.name, grown, outcome).await;
+    Box::pin(growing.attempt(grow)).await
 }
 
 async fn expand(

@@ -23,6 +23,7 @@ pub use registry::run;
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
+use crate::agent::volume::Made;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume};
@@ -102,8 +103,8 @@ pub struct Csi {
     reported: watch::Sender<BTreeSet<String>>,
     /// Which volumes are in use has changed, or why the node is not ready.
     changed: Notify,
-    /// The volumes that have grown here, or could not.
-    expansions: Mutex<Expansions>,
+    /// The volumes that have grown here, or could not; local ones only while they could not.
+    pub(super) expansions: Mutex<Expansions>,
     /// Drivers that have to say anew how many volumes they serve here.
     outdated: Mutex<BTreeSet<String>>,
     asked: Notify,
@@ -357,14 +358,13 @@ async fn to_its_end<T: Send + 'static>(
 }
 
 /// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
-/// had it not yet. The answer is whether its files need no SELinux label of their own: they have it from the mount, or can have
-/// none.
-pub async fn publish(
+/// had it not yet.
+pub(super) async fn publish(
     context: &Context,
     pod: &Pod,
     volume: &Volume,
     is_new: bool,
-) -> Result<bool, Problem> {
+) -> Result<Made, Problem> {
     let described = context
         .api
         .csi_driver(&volume.driver)
@@ -373,7 +373,10 @@ pub async fn publish(
     let registered = match context.csi.driver(&volume.driver) {
         // What a pod has it keeps while its driver is being replaced, and nothing is asked of that.
         Err(_) if !is_new && !republishes(described.as_ref()) => {
-            return Ok(csi::labelled(volume, described.as_ref()).label.is_some());
+            return Ok(Made {
+                labelled: csi::labelled(volume, described.as_ref()).label.is_some(),
+                again: None,
+            });
         }
         found => found?,
     };
@@ -415,8 +418,9 @@ pub async fn publish(
         HashMap::new()
     };
     let staging = mount(context, pod, &wanted, told).await?;
-    expansion::grow(context, pod, &wanted, staging, is_new).await;
-    Ok(needs_no_labels(context, volume, &wanted.place).await?)
+    let again = expansion::grow(context, pod, &wanted, staging, is_new).await?;
+    let labelled = needs_no_labels(context, volume, &wanted.place).await?;
+    Ok(Made { labelled, again })
 }
 
 /// Whether the runtime is to give a volume's files no labels: it has one, or its files cannot have any.

@@ -182,6 +182,10 @@ impl Worker {
                     at: Some(facts.now),
                     fresh: true,
                     stale: self.volumes.stale || matches!(outcome, Outcome::Outdated(_)),
+                    again: match outcome {
+                        Outcome::Again(at) => Some(at),
+                        _ => None,
+                    },
                     ..self.volumes
                 };
             }
@@ -520,6 +524,7 @@ impl Worker {
             Op::Volumes { .. } => {
                 // What changes from now on makes another turn.
                 self.volumes.stale = false;
+                self.volumes.again = None;
                 self.volumes.shape = super::plan::shape(&self.effective);
             }
             Op::Grow => self.room_freed = false,

@@ -14,6 +14,7 @@ impl Worker {
             &mut self.stop_by,
             &mut self.prepared_at,
             &mut self.volumes.at,
+            &mut self.volumes.again,
             &mut self.sandbox_at,
             &mut self.wake_at,
         ];

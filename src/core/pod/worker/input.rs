@@ -427,6 +427,8 @@ pub enum Outcome {
         /// When another try makes sense, if that is known.
         until: Option<Timestamp>,
     },
+    /// It is done, and something of it is to be tried again then.
+    Again(Timestamp),
     /// What was there before still is, and could not be brought up to date.
     Outdated(String),
     /// It failed or its outcome is unknown; another try may cure it.

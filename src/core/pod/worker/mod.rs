@@ -112,6 +112,9 @@ struct VolumeState {
     shape: u64,
     /// They were set up or refreshed for the starts that are planned.
     fresh: bool,
+    /// When something of them is to be tried again that holds nothing up.
+    #[serde(default)]
+    again: Option<Timestamp>,
 }
 
 /// Whether the pod asks for other sizes than it has.

@@ -235,8 +235,10 @@ impl Worker {
         let due = |at: Option<Timestamp>| at.is_none_or(|at| at + every <= facts.now);
         let refresh = self.volumes.stale
             || due(self.volumes.at)
+            || self.volumes.again.is_some_and(|at| at <= facts.now)
             || self.volumes.shape != shape(&self.effective);
         plan.wake.extend(self.volumes.at.map(|at| at + every));
+        plan.wake.extend(self.volumes.again);
         if starts || refresh {
             plan.wake.extend(self.prepared_at.map(|at| at + every));
         }

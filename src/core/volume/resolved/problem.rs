@@ -28,6 +28,14 @@ pub enum Problem {
     /// Its disk has another filesystem than it asks for.
     #[error("{0}")]
     Mismatch(String),
+    /// It is to be larger than it is before the pod has it.
+    #[error("{step} failed while expanding volume: {why}")]
+    Growth {
+        /// The kubelet's name of the step that waits for it.
+        step: &'static str,
+        /// Why it was not grown.
+        why: String,
+    },
     /// It is not attached yet.
     #[error("{step} failed: {why}")]
     Unattached {
@@ -66,6 +74,7 @@ impl Problem {
             Problem::Step { step, .. } if step.ends_with(".NodeAffinity check") => "FailedMount",
             Problem::Step { step, .. }
             | Problem::Unattached { step, .. }
+            | Problem::Growth { step, .. }
             | Problem::UnderWay { step, .. }
                 if step.starts_with("MapVolume.") =>
             {
@@ -73,6 +82,7 @@ impl Problem {
             }
             Problem::Step { .. }
             | Problem::Unattached { .. }
+            | Problem::Growth { .. }
             | Problem::UnderWay { .. }
             | Problem::Claim(_)
             | Problem::SetUp(_)
@@ -85,6 +95,13 @@ impl Problem {
     pub fn under_way(why: String) -> Problem {
         let step = "MountVolume.SetUp";
         Problem::UnderWay { step, why }
+    }
+
+    /// A volume that was not grown.
+    #[must_use]
+    pub fn not_grown(why: String) -> Problem {
+        let step = "MountVolume.Setup";
+        Problem::Growth { step, why }
     }
 
     /// Whether something for the volume is still being done, so that there is no outcome yet.
@@ -100,6 +117,10 @@ impl Problem {
         match self {
             Problem::SetUp(why) => Problem::Map(why),
             Problem::UnderWay { why, .. } => Problem::UnderWay { step, why },
+            Problem::Growth { why, .. } => Problem::Growth {
+                step: "MapVolume.MarkVolumeAsMounted",
+                why,
+            },
             other => other,
         }
     }
@@ -133,6 +154,9 @@ impl Problem {
             }
             Problem::Unattached { step, why, .. } | Problem::UnderWay { step, why } => {
                 format!("{step} failed for volume {volume:?} : {why}")
+            }
+            Problem::Growth { step, why } => {
+                format!("{step} failed while expanding volume for volume {volume:?} : {why}")
             }
             Problem::Step { step, of, why } => {
                 let volume = of.as_deref().unwrap_or(volume);

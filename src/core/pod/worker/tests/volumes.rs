@@ -56,6 +56,26 @@ fn a_refresh_of_volumes_that_fails_is_tried_again() {
     assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
 }
 
+/// A driver that could not make a volume larger is asked again after a pause, and not with the next refresh.
+#[test]
+fn what_holds_nothing_up_is_tried_again_when_it_is_to_be() {
+    let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+    run.settle();
+    run.input(Input::VolumesChanged);
+    let then = at(run.now + 700);
+    let turn = run.done(&Key::Volumes, Outcome::Again(then));
+    assert_eq!(turn.wake_at, Some(then));
+    assert_eq!(run.worker.waiting, None);
+    run.now += 700;
+    run.input(Input::Tick);
+    assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
+    let refreshed = run.count(&Key::Volumes);
+    run.settle();
+    run.now += 10_000;
+    run.input(Input::Tick);
+    assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
+}
+
 /// Seed 4383: the directories became due while a refresh of the volumes waited for its next try, and nothing woke for them.
 #[test]
 fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
