@@ -337,11 +337,7 @@ const CODE: [&str; 7] = [
 const LONGEST_FILE: usize = 800;
 
 /// Files that were longer when the limit came; they may shrink, and leave the list when they have.
-const LONG_FILES: &[(&str, usize)] = &[
-    ("src/core/pod/status.rs", 817),
-    ("src/cri/client.rs", 881),
-    ("tests/streams.rs", 1219),
-];
+const LONG_FILES: &[(&str, usize)] = &[("src/cri/client.rs", 881), ("tests/streams.rs", 1219)];
 
 #[test]
 fn files_are_short() {
@@ -361,77 +357,56 @@ const LONGEST_FUNCTION: usize = 100;
 /// From here on a function counts as long.
 const LONG_FUNCTION: usize = 60;
 /// How many functions are long. Lower it when there are fewer.
-const LONG_FUNCTIONS: usize = 215;
+const LONG_FUNCTIONS: usize = 214;
 
-/// Functions that were longer when the limit came: how their path begins, the name, the lines. They may shrink, and
-/// leave the list when they have.
+/// Functions that are longer: how their path begins, the name, the lines. In the product they are tables, and one that puts the
+/// agent together; others are the stories of tests. They may shrink, and leave the list when they have.
 const LONGER_FUNCTIONS: &str = "
-cni-plugins/src/skel call 127
 cni-plugins/tests/blackbox/addresses static_addresses_come_from_the_place_that_counts 166
 cni-plugins/tests/blackbox/chained bandwidth_limits_what_a_container_receives_and_sends 153
-cni-plugins/tests/blackbox/chained tuning_sets_sysctls_and_properties_and_gives_them_back 134
-cni-plugins/tests/blackbox/dhcp leases_are_got_and_given_back 108
+cni-plugins/tests/blackbox/chained tuning_sets_sysctls_and_properties_and_gives_them_back 131
 cni-plugins/tests/blackbox/leaks no_address_is_lost_and_none_given_twice 105
 cni-plugins/tests/blackbox/links macvlans_have_addresses_and_macs_of_their_own 101
-cni-plugins/tests/blackbox/pairs a_bridge_has_the_options_that_were_asked_for 123
-cni-plugins/tests/blackbox/pairs ptp_leads_everything_over_a_line_to_the_host 158
+cni-plugins/tests/blackbox/pairs ptp_leads_everything_over_a_line_to_the_host 108
 cni-plugins/tests/blackbox/portmap ports_have_conditions_addresses_and_sources_of_their_own 114
-src/agent/assembly build 159
-src/agent/pod run 164
-src/agent/pod sync 211
-src/agent/pod sync_pod 105
-src/agent/serving cadvisor 256
-src/agent/serving own 231
-src/agent/serving read 105
-src/agent/serving resource 101
-src/config/serving resolve 110
-src/control/api/rbac roles 116
-src/control/api cells 130
-src/control/api cells 157
-src/control/api objects 143
-src/control/api validate 115
-src/control/controllers status 114
-src/control/controllers take 124
-src/core/image only_who_could_have_pulled_it_may_use_it 104
-src/core/node refusals_name_what_is_short 121
-src/core/pod build 143
-src/core/pod container 104
-src/core/pod container_status 170
-src/core/pod phases 128
-src/core/pod verdicts 121
-src/core/serving every_path_leads_where_it_should_and_needs_what_it_must 175
-src/core/volume persistent 125
-tests/certificates pods_get_roots_and_certificates_of_their_own 126
+src/agent/assembly build 114
+src/agent/serving/metrics own 133
+src/control/api/mod objects 113
+src/control/api/rbac/bootstrap roles 116
+src/control/api/storage cells 130
+src/control/api/storage validate 115
+src/control/api/table cells 154
+src/core/image/pulled only_who_could_have_pulled_it_may_use_it 103
+src/core/node/admit refusals_name_what_is_short 114
+src/core/pod/status/tests phases 128
+src/core/serving/mod every_path_leads_where_it_should_and_needs_what_it_must 175
+tests/certificates pods_get_roots_and_certificates_of_their_own 109
 tests/containers containers_find_what_their_pods_promise 151
-tests/control a_node_sees_what_its_pods_refer_to_and_nothing_else 197
-tests/control deletion_waits_for_grace_and_finalizers 143
-tests/control refusals_have_the_right_code_reason_and_words 350
-tests/control roles_give_what_they_say_and_nobody_gives_more_than_they_have 148
-tests/control watches_see_every_change_as_their_selector_does 108
-tests/control writes_keep_what_is_the_servers 152
-tests/credentials a_node_joins_as_kubeadm_prepares_it 149
-tests/credentials a_node_joins_with_a_token_and_renews_its_certificates 155
-tests/csi drivers_are_registered_and_their_volumes_staged_published_and_undone 358
-tests/disks disks_are_attached_mounted_shared_and_let_go 163
-tests/e2e a_killed_agent_finds_its_pods_and_disturbs_none 119
-tests/e2e pods_reach_each_other_and_have_what_they_ask_for 131
-tests/faults a_node_that_boots_without_an_apiserver_starts_its_pods 113
-tests/images images_are_pulled_by_who_may_and_kept_from_who_may_not 113
-tests/lifecycle containers_are_probed_hooked_restarted_and_ended_as_their_pods_say 286
-tests/lifecycle logs_are_rotated_linked_and_removed_with_what_wrote_them 108
-tests/logs what_a_container_says_is_read_in_every_way 256
-tests/machines quotas_inside 103
-tests/machines systemd_inside 173
-tests/secrets a_secret_is_in_no_log_event_or_core_file 108
-tests/streams commands_run_in_containers_and_ports_are_reached 192
-tests/streams newer_kubectls_do_the_same 136
-tests/streams thousands_of_streams_leave_nothing_behind 119
-tests/streams whoever_holds_connections_or_does_not_read_keeps_nobody_out 102
-tests/mounts a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 115
-tests/volumes claims_are_bound_mounted_kept_and_given_back 227
+tests/control/access a_node_sees_what_its_pods_refer_to_and_nothing_else 197
+tests/control/access roles_give_what_they_say_and_nobody_gives_more_than_they_have 148
+tests/control/deletion deletion_waits_for_grace_and_finalizers 143
+tests/control/reads watches_see_every_change_as_their_selector_does 108
+tests/control/refusals refusals_have_the_right_code_reason_and_words 350
+tests/control/writes writes_keep_what_is_the_servers 152
+tests/credentials a_node_joins_as_kubeadm_prepares_it 145
+tests/credentials a_node_joins_with_a_token_and_renews_its_certificates 154
+tests/csi drivers_are_registered_and_their_volumes_staged_published_and_undone 328
+tests/disks disks_are_attached_mounted_shared_and_let_go 158
+tests/e2e a_killed_agent_finds_its_pods_and_disturbs_none 108
+tests/e2e pods_reach_each_other_and_have_what_they_ask_for 130
+tests/images images_are_pulled_by_who_may_and_kept_from_who_may_not 110
+tests/lifecycle containers_are_probed_hooked_restarted_and_ended_as_their_pods_say 281
+tests/logs what_a_container_says_is_read_in_every_way 199
+tests/machines/main quotas_inside 102
+tests/machines/main systemd_inside 157
+tests/mounts a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 111
 tests/mounts mounts_appear_where_their_propagation_says_and_host_paths_are_checked 140
-tests/volumes what_changes_in_the_api_changes_in_the_container 154
-tests/world/invariants of_status 125
+tests/streams commands_run_in_containers_and_ports_are_reached 185
+tests/streams newer_kubectls_do_the_same 129
+tests/streams thousands_of_streams_leave_nothing_behind 104
+tests/volumes claims_are_bound_mounted_kept_and_given_back 217
+tests/volumes what_changes_in_the_api_changes_in_the_container 149
+tests/world/invariants of_status 121
 ";
 
 /// A function and how many lines it has, from `fn` to its closing brace.
@@ -526,6 +501,10 @@ fn functions_are_short() {
         }
     }
     assert!(broken.is_empty(), "split these:\n{}", broken.join("\n"));
+    assert!(
+        excused.is_empty(),
+        "these are short enough by now, and leave the list: {excused:?}"
+    );
     assert!(
         long <= LONG_FUNCTIONS,
         "{long} functions have more than {LONG_FUNCTION} lines, and {LONG_FUNCTIONS} may"

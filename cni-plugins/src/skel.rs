@@ -113,64 +113,42 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
     code
 }
 
-fn call(
-    plugin: &dyn Plugin,
-    env: &dyn Fn(&str) -> String,
-    version: &mut String,
-) -> Result<Option<Value>, Error> {
-    let command = env("CNI_COMMAND");
-    let needed: &[&str] = match command.as_str() {
-        "VERSION" => {
-            return Ok(Some(
-                json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}),
-            ));
-        }
-        "ADD" | "CHECK" => &["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"],
-        "DEL" => &["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"],
-        "GC" | "STATUS" => &["CNI_PATH"],
-        other => {
-            return Err(Error::new(
-                Error::ENVIRONMENT,
-                format!("unknown CNI_COMMAND: {other}"),
-            ));
-        }
-    };
-    let missing: Vec<&str> = needed
-        .iter()
-        .copied()
-        .filter(|name| env(name).is_empty())
-        .collect();
-    if !missing.is_empty() {
-        return Err(Error::new(
+/// The variables that a command needs (CNI spec, section 2).
+fn needed(command: &str) -> Result<&'static [&'static str], Error> {
+    match command {
+        "ADD" | "CHECK" => Ok(&["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"]),
+        "DEL" => Ok(&["CNI_CONTAINERID", "CNI_IFNAME", "CNI_PATH"]),
+        "GC" | "STATUS" => Ok(&["CNI_PATH"]),
+        other => Err(Error::new(
             Error::ENVIRONMENT,
-            format!("required env variables [{}] missing", missing.join(",")),
-        ));
+            format!("unknown CNI_COMMAND: {other}"),
+        )),
     }
-    let attaches = needed.contains(&"CNI_CONTAINERID");
-    if attaches {
-        check_id("CNI_CONTAINERID", &env("CNI_CONTAINERID"))?;
-        check_ifname(&env("CNI_IFNAME"))?;
-    }
+}
+
+/// Reads the configuration.
+fn input() -> Result<(Vec<u8>, Value), Error> {
     let mut input = Vec::new();
     std::io::stdin()
         .take(INPUT_LIMIT + 1)
         .read_to_end(&mut input)
         .map_err(|e| Error::new(Error::IO, format!("error reading from stdin: {e}")))?;
+    let refused = |why: String| Error::new(Error::DECODE, why);
     if input.len() as u64 > INPUT_LIMIT {
-        return Err(Error::new(
-            Error::DECODE,
-            format!("the configuration is larger than {INPUT_LIMIT} bytes"),
-        ));
+        return Err(refused(format!(
+            "the configuration is larger than {INPUT_LIMIT} bytes"
+        )));
     }
     let parsed: Value = serde_json::from_slice(&input)
-        .map_err(|e| Error::new(Error::DECODE, format!("the configuration is not JSON: {e}")))?;
+        .map_err(|e| refused(format!("the configuration is not JSON: {e}")))?;
     if !parsed.is_object() {
-        return Err(Error::new(
-            Error::DECODE,
-            "the configuration must be a JSON object",
-        ));
+        return Err(refused("the configuration must be a JSON object".into()));
     }
-    let config = Json(&parsed);
+    Ok((input, parsed))
+}
+
+/// The version of a configuration, one that the plugin has; it names its network.
+fn checked<'a>(plugin: &dyn Plugin, config: Json<'a>) -> Result<&'a str, Error> {
     let name = config.text("name")?;
     if name.is_empty() {
         return Err(Error::config(
@@ -188,18 +166,55 @@ fn call(
         );
         return Err(error);
     }
-    given.clone_into(version);
-    let least = match command.as_str() {
+    Ok(given)
+}
+
+/// Whether the command may be used with a configuration of this version.
+fn allows(given: &str, command: &str) -> Result<(), Error> {
+    let least = match command {
         "CHECK" => "0.4.0",
         "GC" | "STATUS" => "1.1.0",
         _ => "0.1.0",
     };
-    if !at_least(given, least) {
-        return Err(Error::new(
-            Error::VERSION,
-            format!("config version {given} does not allow {command}: it needs at least {least}"),
+    if at_least(given, least) {
+        return Ok(());
+    }
+    Err(Error::new(
+        Error::VERSION,
+        format!("config version {given} does not allow {command}: it needs at least {least}"),
+    ))
+}
+
+fn call(
+    plugin: &dyn Plugin,
+    env: &dyn Fn(&str) -> String,
+    version: &mut String,
+) -> Result<Option<Value>, Error> {
+    let command = env("CNI_COMMAND");
+    if command == "VERSION" {
+        return Ok(Some(
+            json!({"cniVersion": "1.1.0", "supportedVersions": plugin.versions()}),
         ));
     }
+    let needed = needed(&command)?;
+    let missing = needed.iter().copied().filter(|name| env(name).is_empty());
+    let missing: Vec<&str> = missing.collect();
+    if !missing.is_empty() {
+        return Err(Error::new(
+            Error::ENVIRONMENT,
+            format!("required env variables [{}] missing", missing.join(",")),
+        ));
+    }
+    let attaches = needed.contains(&"CNI_CONTAINERID");
+    if attaches {
+        check_id("CNI_CONTAINERID", &env("CNI_CONTAINERID"))?;
+        check_ifname(&env("CNI_IFNAME"))?;
+    }
+    let (input, parsed) = input()?;
+    let config = Json(&parsed);
+    let given = checked(plugin, config)?;
+    given.clone_into(version);
+    allows(given, &command)?;
     let call = Call {
         container: env("CNI_CONTAINERID"),
         netns: env("CNI_NETNS"),

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use k8s_openapi::api::core::v1::{NodeAddress, Pod};
-use kube::runtime::watcher;
+use k8s_openapi::api::core::v1::NodeAddress;
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -16,10 +15,9 @@ use super::Context;
 use super::Events;
 use super::Images;
 use super::Journals;
-use super::KubeNodes;
 use super::Network;
-use super::NodeApi;
 use super::OwnNode;
+use super::control_plane::{Connections, ControlPlane};
 use super::metrics::VolumeOperation;
 use super::node::{credentials, firewall, network};
 use crate::config::Config;
@@ -30,13 +28,7 @@ use crate::cri::{CriClient, Runtime};
 use crate::host::cgroups::Cgroups;
 use crate::host::linux::LinuxHost;
 use crate::host::users;
-use crate::kubeapi::client::connect_as;
-use crate::kubeapi::measured::Report;
-use crate::kubeapi::pace::Pace;
-use crate::kubeapi::pods::{KubePods, PodApi};
-use crate::kubeapi::reviews::{KubeReviews, Reviews};
-use crate::kubeapi::{Api, Cache};
-use crate::sealed::{self, Keeper, SealedApi};
+use crate::sealed;
 use crate::sys::clock::Clock;
 use crate::sys::file;
 use crate::sys::logind::Logind;
@@ -187,17 +179,8 @@ fn host(
     Ok(host)
 }
 
-/// The API whose answers are kept, and the pods with them.
-fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
-    let services = Arc::clone(&api);
-    let services = move || services.services();
-    tokio::spawn(sealed::follow(keeper.clone(), pods.clone(), services));
-    Arc::new(SealedApi::new(api, keeper.clone()))
-}
-
-/// Makes the agent.
-pub async fn build(config: Config) -> anyhow::Result<Agent> {
-    super::node::machine::prepare(&config)?;
+/// Says what of the configuration was read and comes to nothing.
+fn tell_unread(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
             what,
@@ -210,6 +193,12 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
             "this field of the configuration is read but not honoured by this version"
         );
     }
+}
+
+/// Makes the agent.
+pub async fn build(config: Config) -> anyhow::Result<Agent> {
+    super::node::machine::prepare(&config)?;
+    tell_unread(&config);
     make_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
     let metrics = metrics();
@@ -228,43 +217,23 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         }
         None => None,
     };
-    // The heartbeat has a connection of its own: pods must not make the node look dead. So have reviews: whoever shows
-    // us wrong tokens holds up no pod.
-    let (clients, reviews) = match &config.kubeconfig {
-        Some(path) => {
-            let (counted, confirmed) = (Arc::clone(&metrics), keeper.clone());
-            let report: Report = Arc::new(move |method, host, code, took| {
-                counted.requested(method, host, code, took);
-                if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
-                    keeper.confirm();
-                }
-            });
-            let connect = |pace| {
-                let own = credentials::own_pair(&config);
-                connect_as(path, own, Some(Arc::clone(&report)), pace)
-            };
-            let reviews = KubeReviews(connect(Pace::default()).await?);
-            let heartbeat = connect(Pace::default()).await?;
-            let client = connect(Pace::new(config.api_pace)).await?;
-            (
-                Some((client, heartbeat)),
-                Some(Arc::new(reviews) as Arc<dyn Reviews>),
-            )
-        }
-        None => (None, None),
+    let connections = match &config.kubeconfig {
+        Some(path) => Some(Connections::open(&config, path, &metrics, keeper.as_ref()).await?),
+        None => None,
     };
+    let reviews = connections.as_ref().map(|all| Arc::clone(&all.reviews));
     // Begun here: what follows waits for the runtime.
-    let renewal = clients
-        .as_ref()
-        .filter(|_| config.rotate_certificates)
-        .map(|(client, _)| {
-            let kept = credentials::Renewed::client(&config);
-            let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
-            AbortOnDropHandle::new(tokio::spawn(keep))
-        });
+    let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
+    let renewal = rotated.map(|Connections { client, .. }| {
+        let kept = credentials::Renewed::client(&config);
+        let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
+        AbortOnDropHandle::new(tokio::spawn(keep))
+    });
     let node_ips = watch::channel(network::first_addresses(&config).await).0;
     let node_addresses = watch::channel(first_reported(&config, &node_ips.borrow())).0;
-    if let (Some((client, _)), true) = (&clients, config.serving.asks_for_certificate) {
+    if config.serving.asks_for_certificate
+        && let Some(Connections { client, .. }) = &connections
+    {
         let kept = credentials::Renewed::serving(&config, node_addresses.subscribe());
         let (client, metrics) = (client.clone(), Arc::clone(&metrics));
         tokio::spawn(credentials::keep(kept, client, clock, metrics));
@@ -274,19 +243,9 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());
-    let (api, pods, nodes): (Arc<dyn PodApi>, _, Option<Arc<dyn NodeApi>>) = match clients {
-        Some((client, heartbeat)) => {
-            let only_ours =
-                watcher::Config::default().fields(&format!("spec.nodeName={}", config.node_name));
-            let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
-            let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
-            let api = match &keeper {
-                Some(kept) => keep(api, kept, &pods),
-                None => api,
-            };
-            (api, Some(pods), Some(Arc::new(KubeNodes(heartbeat))))
-        }
-        None => (Arc::new(super::node::standalone::NoApi), None, None),
+    let ControlPlane { api, pods, nodes } = match connections {
+        Some(connections) => ControlPlane::by(connections, &config.node_name, keeper.as_ref()),
+        None => ControlPlane::none(),
     };
     let (ledger, requests) = super::node::ledger::channel(managers);
     let (network, network_state) = watch::channel(Network::Unknown);

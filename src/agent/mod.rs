@@ -12,7 +12,9 @@
 //! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
 
 mod assembly;
+
 pub mod check;
+mod control_plane;
 pub mod doctor;
 mod events;
 mod image;

@@ -70,6 +70,14 @@ pub struct SetUp {
     pub again: Option<Timestamp>,
 }
 
+/// What volumes are made from, beside their pod.
+struct MadeFrom<'a> {
+    around: Surroundings<'a>,
+    fetched: &'a Fetched,
+    /// How much memory the node's pods have, in bytes.
+    memory: u64,
+}
+
 /// A volume is there.
 struct Made {
     /// Its files need no SELinux label of their own: they have it from the mount, or can have none.
@@ -189,59 +197,19 @@ impl Volumes {
             node_ips: &node_ips,
             allocatable: &allocatable,
         };
-        let (held, resolved) = (&self.held, &self.resolved);
-        let memory = allocatable
-            .get("memory")
-            .and_then(|q| u64::try_from(q.units()).ok())
-            .unwrap_or(0);
+        let memory = allocatable.get("memory");
+        let from = MadeFrom {
+            around,
+            fetched: &fetched,
+            memory: memory
+                .and_then(|q| u64::try_from(q.units()).ok())
+                .unwrap_or(0),
+        };
         // What no container has may not even be there.
         let used = pod::used_volumes(pod);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let volumes = volumes.filter(|volume| used.contains(&volume.name));
-        let work = volumes.map(|volume| async {
-            let named = OnceLock::new();
-            let set_up = async {
-                let resolved = match resolved.get(&volume.name) {
-                    Some(known) => again(context, pod, volume, known, memory).await,
-                    None => resolve(context, pod, volume, memory).await?,
-                };
-                named.get_or_init(|| resolved.name.clone());
-                let (begun, known_before) =
-                    (Instant::now(), self.resolved.contains_key(&volume.name));
-                if !known_before {
-                    labels::admit(context, pod, volume, &resolved).await?;
-                    warn_of_others(context, pod, &resolved).await;
-                }
-                let is_new = !known_before;
-                let outcome =
-                    one(context, volume, &resolved, &around, &fetched, held, is_new).await;
-                let failed = outcome.as_ref().err();
-                // Looking once more at what is set up is no operation, and what is under way is none yet.
-                let has_ended = match failed {
-                    Some(problem) => !problem.is_under_way(),
-                    None => !known_before,
-                };
-                if has_ended {
-                    tell_attempt(context, pod, &resolved, failed, begun.elapsed());
-                }
-                let Made { labelled, again } = outcome.map_err(|problem| match resolved.block {
-                    true => problem.of_device(),
-                    false => problem,
-                })?;
-                let resolved = ResolvedVolume {
-                    labelled,
-                    ..resolved
-                };
-                Ok((resolved, again))
-            };
-            let (made, again) = Box::pin(log.step(Step::Volume, &volume.name, set_up))
-                .await
-                .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
-            if made.block && !resolved.contains_key(&volume.name) {
-                tell_mapped(context, pod, &made);
-            }
-            Ok::<_, Told>((made, again))
-        });
+        let work = volumes.map(|volume| self.set_up_one(context, volume, &from, log));
         let (mut failed, mut unattached, mut again) = (None, vec![], vec![]);
         for result in futures::future::join_all(work).await {
             match result {
@@ -274,6 +242,67 @@ impl Volumes {
                 again: again.into_iter().min(),
             }),
         }
+    }
+
+    /// Sets up a volume, or refreshes it, and tells the pod what came of it.
+    async fn set_up_one(
+        &self,
+        context: &Context,
+        volume: &Volume,
+        from: &MadeFrom<'_>,
+        log: &Log,
+    ) -> Result<(ResolvedVolume, Option<Timestamp>), Told> {
+        let pod = from.around.pod;
+        let named = OnceLock::new();
+        let set_up = self.attempt(context, volume, from, &named);
+        let (made, again) = Box::pin(log.step(Step::Volume, &volume.name, set_up))
+            .await
+            .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
+        if made.block && !self.resolved.contains_key(&volume.name) {
+            tell_mapped(context, pod, &made);
+        }
+        Ok((made, again))
+    }
+
+    /// The attempt itself; `named` gets the name that others know the volume by.
+    async fn attempt(
+        &self,
+        context: &Context,
+        volume: &Volume,
+        from: &MadeFrom<'_>,
+        named: &OnceLock<String>,
+    ) -> Result<(ResolvedVolume, Option<Timestamp>), Problem> {
+        let pod = from.around.pod;
+        let known = self.resolved.get(&volume.name);
+        let resolved = match known {
+            Some(known) => again(context, pod, volume, known, from.memory).await,
+            None => resolve(context, pod, volume, from.memory).await?,
+        };
+        named.get_or_init(|| resolved.name.clone());
+        let (begun, is_new) = (Instant::now(), known.is_none());
+        if is_new {
+            labels::admit(context, pod, volume, &resolved).await?;
+            warn_of_others(context, pod, &resolved).await;
+        }
+        let outcome = one(context, volume, &resolved, from, &self.held, is_new).await;
+        let failed = outcome.as_ref().err();
+        // Looking once more at what is set up is no operation, and what is under way is none yet.
+        let has_ended = match failed {
+            Some(problem) => !problem.is_under_way(),
+            None => is_new,
+        };
+        if has_ended {
+            tell_attempt(context, pod, &resolved, failed, begun.elapsed());
+        }
+        let Made { labelled, again } = outcome.map_err(|problem| match resolved.block {
+            true => problem.of_device(),
+            false => problem,
+        })?;
+        let resolved = ResolvedVolume {
+            labelled,
+            ..resolved
+        };
+        Ok((resolved, again))
     }
 
     /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known.
@@ -507,11 +536,13 @@ async fn one(
     context: &Context,
     volume: &Volume,
     resolved: &ResolvedVolume,
-    around: &Surroundings<'_>,
-    fetched: &Fetched,
+    from: &MadeFrom<'_>,
     held: &Held,
     is_new: bool,
 ) -> Result<Made, Problem> {
+    let MadeFrom {
+        around, fetched, ..
+    } = from;
     if let Source::Csi(served) = &resolved.source {
         return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
     }

@@ -410,6 +410,22 @@ fn made_here(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
     (plain && same).then_some(path)
 }
 
+/// Makes a volume's directory: whoever its pods run as may write in it.
+fn make_directory(path: &Path) -> std::io::Result<()> {
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true).mode(0o755).create(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777))
+}
+
+/// Does what may take as long as the disk does.
+async fn on_disk(
+    work: impl FnOnce() -> std::io::Result<()> + Send + 'static,
+) -> Result<(), kube::Error> {
+    let done = tokio::task::spawn_blocking(work).await;
+    let done = done.map_err(std::io::Error::other).flatten();
+    done.map_err(|error| kube::Error::Service(Box::new(error)))
+}
+
 async fn take(
     client: &Client,
     step: Step,
@@ -420,6 +436,7 @@ async fn take(
         patch["metadata"]["resourceVersion"] = json!(version);
         Patch::Merge(patch)
     };
+    let told = |status: Value| Patch::Merge(json!({"status": status}));
     let parameters = PatchParams::default();
     let of = |claim: &PersistentVolumeClaim| {
         Api::<PersistentVolumeClaim>::namespaced(
@@ -428,7 +445,6 @@ async fn take(
         )
     };
     let volumes: Api<PersistentVolume> = Api::all(client.clone());
-    let io = |error: std::io::Error| kube::Error::Service(Box::new(error));
     match step {
         Step::Claim(claim, patch) => of(&claim)
             .patch(
@@ -439,11 +455,7 @@ async fn take(
             .await
             .map(|_| ()),
         Step::ClaimStatus(claim, status) => of(&claim)
-            .patch_status(
-                &claim.name_any(),
-                &parameters,
-                &Patch::Merge(json!({"status": status})),
-            )
+            .patch_status(&claim.name_any(), &parameters, &told(status))
             .await
             .map(|_| ()),
         Step::Volume(volume, patch) => volumes
@@ -455,29 +467,14 @@ async fn take(
             .await
             .map(|_| ()),
         Step::VolumeStatus(volume, status) => volumes
-            .patch_status(
-                &volume.name_any(),
-                &parameters,
-                &Patch::Merge(json!({"status": status})),
-            )
+            .patch_status(&volume.name_any(), &parameters, &told(status))
             .await
             .map(|_| ()),
         Step::Provision(volume) => {
             let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
                 return Ok(());
             };
-            let make = move || {
-                std::fs::DirBuilder::new()
-                    .recursive(true)
-                    .mode(0o755)
-                    .create(&path)?;
-                // Whoever the pod runs as may write in it.
-                std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o777))
-            };
-            tokio::task::spawn_blocking(make)
-                .await
-                .map_err(|e| io(std::io::Error::other(e)))?
-                .map_err(io)?;
+            on_disk(move || make_directory(&path)).await?;
             volumes
                 .create(&PostParams::default(), &volume)
                 .await
@@ -489,10 +486,7 @@ async fn take(
             };
             // Pods have written there, and anybody may have mounted something in it: what is not the volume's stays.
             let remove = move || crate::sys::removal::remove_tree(&path);
-            tokio::task::spawn_blocking(remove)
-                .await
-                .map_err(|e| io(std::io::Error::other(e)))?
-                .map_err(|left| io(std::io::Error::other(left)))?;
+            on_disk(move || remove().map_err(std::io::Error::other)).await?;
             volumes
                 .delete(&volume.name_any(), &DeleteParams::default())
                 .await
@@ -503,18 +497,13 @@ async fn take(
             .await
             .map(|_| ()),
         Step::Drop(claim) => {
-            let preconditions = Some(Preconditions {
+            let same = Preconditions {
                 uid: claim.uid(),
                 resource_version: None,
-            });
+            };
+            let same = DeleteParams::default().preconditions(same);
             of(&claim)
-                .delete(
-                    &claim.name_any(),
-                    &DeleteParams {
-                        preconditions,
-                        ..DeleteParams::default()
-                    },
-                )
+                .delete(&claim.name_any(), &same)
                 .await
                 .map(|_| ())
         }

@@ -281,63 +281,38 @@ pub fn status(
         json!({"type": kind, "status": value, "reason": reason, "message": message, "lastTransitionTime": transition, "lastUpdateTime": update})
     };
     let (_, unavailable) = bounds(deployment);
-    let mut conditions = vec![if avail >= wanted_replicas - unavailable {
-        condition(
-            "Available",
-            "True",
-            "MinimumReplicasAvailable",
-            "Deployment has minimum availability.".into(),
-            false,
-        )
-    } else {
-        condition(
-            "Available",
-            "False",
-            "MinimumReplicasUnavailable",
-            "Deployment does not have minimum availability.".into(),
-            false,
-        )
-    }];
+    let has_minimum = avail >= wanted_replicas - unavailable;
+    let (value, reason, does) = match has_minimum {
+        true => ("True", "MinimumReplicasAvailable", "has"),
+        false => ("False", "MinimumReplicasUnavailable", "does not have"),
+    };
+    let message = format!("Deployment {does} minimum availability.");
+    let available = condition("Available", value, reason, message, false);
     let complete =
         updated == wanted_replicas && total == wanted_replicas && avail == wanted_replicas;
     let (progressed, late) = progress(deployment, [total, updated, avail], now);
-    conditions.push(match new.map(|s| s.name_any()) {
-        _ if spec.paused == Some(true) => condition(
-            "Progressing",
-            "Unknown",
-            "DeploymentPaused",
-            "Deployment is paused".into(),
-            false,
-        ),
-        Some(name) if complete => condition(
-            "Progressing",
-            "True",
-            "NewReplicaSetAvailable",
-            format!("ReplicaSet \"{name}\" has successfully progressed."),
-            false,
-        ),
-        Some(name) if late && !progressed => condition(
-            "Progressing",
-            "False",
-            "ProgressDeadlineExceeded",
-            format!("ReplicaSet \"{name}\" has timed out progressing."),
-            false,
-        ),
-        Some(name) => condition(
-            "Progressing",
-            "True",
-            "ReplicaSetUpdated",
-            format!("ReplicaSet \"{name}\" is progressing."),
-            progressed,
-        ),
-        None => condition(
-            "Progressing",
-            "True",
-            "NewReplicaSetCreated",
-            "Creating a new replica set".into(),
-            false,
-        ),
-    });
+    let of_set = |does: &str| {
+        let name = new.map(|set| set.name_any()).unwrap_or_default();
+        format!("ReplicaSet {name:?} {does}.")
+    };
+    let (value, reason, message) = if spec.paused == Some(true) {
+        let message = "Deployment is paused".to_owned();
+        ("Unknown", "DeploymentPaused", message)
+    } else if new.is_none() {
+        let message = "Creating a new replica set".to_owned();
+        ("True", "NewReplicaSetCreated", message)
+    } else if complete {
+        let message = of_set("has successfully progressed");
+        ("True", "NewReplicaSetAvailable", message)
+    } else if late && !progressed {
+        let message = of_set("has timed out progressing");
+        ("False", "ProgressDeadlineExceeded", message)
+    } else {
+        ("True", "ReplicaSetUpdated", of_set("is progressing"))
+    };
+    let moved = progressed && reason == "ReplicaSetUpdated";
+    let progressing = condition("Progressing", value, reason, message, moved);
+    let conditions = [available, progressing];
     json!({
         "observedGeneration": deployment.metadata.generation, "replicas": total, "updatedReplicas": updated, "readyReplicas": ready,
         "availableReplicas": avail, "unavailableReplicas": (all.iter().map(|s| wanted(s)).sum::<i32>() - avail).max(0), "conditions": conditions,

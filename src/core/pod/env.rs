@@ -2,9 +2,11 @@
 //! objects hold is passed in.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{
-    ConfigMap, Container, Pod, ResourceFieldSelector, Secret, Service,
+    ConfigMap, Container, EnvFromSource, EnvVarSource, FileKeySelector, Pod, ResourceFieldSelector,
+    Secret, Service,
 };
 
 use super::quoted::quoted;
@@ -17,9 +19,9 @@ pub trait Objects {
     /// The pod's namespace.
     fn namespace(&self) -> &str;
     /// A ConfigMap of the pod's namespace.
-    fn config_map(&self, name: &str) -> Option<std::sync::Arc<ConfigMap>>;
+    fn config_map(&self, name: &str) -> Option<Arc<ConfigMap>>;
     /// A Secret of the pod's namespace.
-    fn secret(&self, name: &str) -> Option<std::sync::Arc<Secret>>;
+    fn secret(&self, name: &str) -> Option<Arc<Secret>>;
 }
 
 /// What fields of the pod and node resolve to.
@@ -297,6 +299,139 @@ pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result
     }
 }
 
+/// Variables in the order in which they were set first.
+#[derive(Default)]
+struct Variables {
+    names: Vec<String>,
+    values: BTreeMap<String, Vec<u8>>,
+}
+
+impl Variables {
+    fn set(&mut self, name: String, value: Vec<u8>) {
+        if self.values.insert(name.clone(), value).is_none() {
+            self.names.push(name);
+        }
+    }
+
+    fn in_order(mut self) -> Vec<(String, Vec<u8>)> {
+        let value = |name: String| {
+            let value = self.values.remove(&name).unwrap_or_default();
+            (name, value)
+        };
+        self.names.into_iter().map(value).collect()
+    }
+}
+
+/// What the environment of a container is made from.
+struct Origins<'a> {
+    container: &'a Container,
+    around: &'a Surroundings<'a>,
+    objects: &'a dyn Objects,
+    files: &'a Files,
+}
+
+impl Origins<'_> {
+    /// Sets all that a ConfigMap or a Secret has.
+    fn set_all(&self, source: &EnvFromSource, variables: &mut Variables) -> Result<(), String> {
+        let prefix = source.prefix.clone().unwrap_or_default();
+        if let Some(reference) = &source.config_map_ref {
+            let map = self.config_map(&reference.name, reference.optional)?;
+            for (key, value) in map.iter().flat_map(|map| map.data.iter().flatten()) {
+                variables.set(format!("{prefix}{key}"), value.clone().into_bytes());
+            }
+        }
+        if let Some(reference) = &source.secret_ref {
+            let secret = self.secret(&reference.name, reference.optional)?;
+            for (key, value) in secret.iter().flat_map(|s| s.data.iter().flatten()) {
+                variables.set(format!("{prefix}{key}"), value.0.clone());
+            }
+        }
+        Ok(())
+    }
+
+    /// None where it may be missing.
+    fn config_map(
+        &self,
+        name: &str,
+        optional: Option<bool>,
+    ) -> Result<Option<Arc<ConfigMap>>, String> {
+        match self.objects.config_map(name) {
+            None if optional != Some(true) => Err(format!("configmap {name:?} not found")),
+            found => Ok(found),
+        }
+    }
+
+    /// None where it may be missing.
+    fn secret(&self, name: &str, optional: Option<bool>) -> Result<Option<Arc<Secret>>, String> {
+        match self.objects.secret(name) {
+            None if optional != Some(true) => Err(format!("secret {name:?} not found")),
+            found => Ok(found),
+        }
+    }
+
+    /// What a variable has from its source; none where that may be missing.
+    fn value(&self, name: &str, source: &EnvVarSource) -> Result<Option<Vec<u8>>, String> {
+        let namespace = meta::namespace(self.around.pod);
+        let missing = |kind: &str, key: &str, of: &str| {
+            Err(format!(
+                "couldn't find key {key} in {kind} {namespace}/{of}"
+            ))
+        };
+        if let Some(reference) = &source.field_ref {
+            return Ok(Some(
+                field(&reference.field_path, self.around)?.into_bytes(),
+            ));
+        }
+        if let Some(reference) = &source.resource_field_ref {
+            let value = selected(self.container, reference, self.around)?;
+            return Ok(Some(value.into_bytes()));
+        }
+        if let Some(reference) = &source.config_map_key_ref {
+            let (key, optional) = (&reference.key, reference.optional);
+            let Some(map) = self.config_map(&reference.name, optional)? else {
+                return Ok(None);
+            };
+            return match map.data.as_ref().and_then(|data| data.get(key)) {
+                None if optional != Some(true) => missing("ConfigMap", key, &reference.name),
+                found => Ok(found.map(|value| value.clone().into_bytes())),
+            };
+        }
+        if let Some(reference) = &source.secret_key_ref {
+            let (key, optional) = (&reference.key, reference.optional);
+            let Some(secret) = self.secret(&reference.name, optional)? else {
+                return Ok(None);
+            };
+            return match secret.data.as_ref().and_then(|data| data.get(key)) {
+                None if optional != Some(true) => missing("Secret", key, &reference.name),
+                found => Ok(found.map(|value| value.0.clone())),
+            };
+        }
+        match &source.file_key_ref {
+            Some(reference) => self.in_file(reference),
+            None => Err(format!(
+                "environment variable {name:?} has a source that is not supported"
+            )),
+        }
+    }
+
+    /// What a variable has from a file of a volume.
+    fn in_file(&self, reference: &FileKeySelector) -> Result<Option<Vec<u8>>, String> {
+        let FileKeySelector { key, path, .. } = reference;
+        let place = (reference.volume_name.clone(), path.clone());
+        let text = match self.files.get(&place) {
+            Some(Ok(text)) => text,
+            Some(Err(error)) => return Err(format!("couldn't parse env file: {error}")),
+            None => return Err(format!("couldn't parse env file: {path} was not read")),
+        };
+        match super::env_file::lookup(text, key)? {
+            None if reference.optional != Some(true) => Err(format!(
+                "environment variable key {key:?} not found in file {path:?}"
+            )),
+            found => Ok(found.map(String::into_bytes)),
+        }
+    }
+}
+
 /// Builds the environment of a container. A secret's value may be any bytes. An error is a `CreateContainerConfigError`.
 pub fn build(
     container: &Container,
@@ -305,127 +440,34 @@ pub fn build(
     objects: &dyn Objects,
     files: &Files,
 ) -> Result<Vec<(String, Vec<u8>)>, String> {
-    let namespace = meta::namespace(around.pod);
-    let mut names: Vec<String> = Vec::new();
-    let mut values: BTreeMap<String, Vec<u8>> = BTreeMap::new();
-    let mut set = |values: &mut BTreeMap<String, Vec<u8>>, name: String, value: Vec<u8>| {
-        if values.insert(name.clone(), value).is_none() {
-            names.push(name);
-        }
+    let origins = Origins {
+        container,
+        around,
+        objects,
+        files,
     };
+    let mut variables = Variables::default();
     for source in container.env_from.iter().flatten() {
-        let prefix = source.prefix.clone().unwrap_or_default();
-        if let Some(reference) = &source.config_map_ref {
-            match objects.config_map(&reference.name) {
-                Some(map) => map.data.iter().flatten().for_each(|(k, v)| {
-                    set(&mut values, format!("{prefix}{k}"), v.clone().into_bytes())
-                }),
-                None if reference.optional == Some(true) => {}
-                None => return Err(format!("configmap {:?} not found", reference.name)),
-            }
-        }
-        if let Some(reference) = &source.secret_ref {
-            match objects.secret(&reference.name) {
-                Some(secret) => secret
-                    .data
-                    .iter()
-                    .flatten()
-                    .for_each(|(k, v)| set(&mut values, format!("{prefix}{k}"), v.0.clone())),
-                None if reference.optional == Some(true) => {}
-                None => return Err(format!("secret {:?} not found", reference.name)),
-            }
-        }
+        origins.set_all(source, &mut variables)?;
     }
     for var in container.env.iter().flatten() {
         let value = match &var.value_from {
+            Some(source) => origins.value(&var.name, source)?,
             None => Some(expand_bytes(var.value.as_deref().unwrap_or(""), |name| {
                 let of_service = || services.get(name).map(|v| v.clone().into_bytes());
-                values.get(name).cloned().or_else(of_service)
+                variables.values.get(name).cloned().or_else(of_service)
             })),
-            Some(source) => {
-                if let Some(reference) = &source.field_ref {
-                    Some(field(&reference.field_path, around)?.into_bytes())
-                } else if let Some(reference) = &source.resource_field_ref {
-                    Some(selected(container, reference, around)?.into_bytes())
-                } else if let Some(reference) = &source.config_map_key_ref {
-                    let optional = reference.optional == Some(true);
-                    match objects.config_map(&reference.name) {
-                        None if optional => None,
-                        None => return Err(format!("configmap {:?} not found", reference.name)),
-                        Some(map) => match map.data.as_ref().and_then(|d| d.get(&reference.key)) {
-                            Some(value) => Some(value.clone().into_bytes()),
-                            None if optional => None,
-                            None => {
-                                return Err(format!(
-                                    "couldn't find key {} in ConfigMap {namespace}/{}",
-                                    reference.key, reference.name
-                                ));
-                            }
-                        },
-                    }
-                } else if let Some(reference) = &source.secret_key_ref {
-                    let optional = reference.optional == Some(true);
-                    match objects.secret(&reference.name) {
-                        None if optional => None,
-                        None => return Err(format!("secret {:?} not found", reference.name)),
-                        Some(secret) => {
-                            match secret.data.as_ref().and_then(|d| d.get(&reference.key)) {
-                                Some(value) => Some(value.0.clone()),
-                                None if optional => None,
-                                None => {
-                                    return Err(format!(
-                                        "couldn't find key {} in Secret {namespace}/{}",
-                                        reference.key, reference.name
-                                    ));
-                                }
-                            }
-                        }
-                    }
-                } else if let Some(reference) = &source.file_key_ref {
-                    let text =
-                        match files.get(&(reference.volume_name.clone(), reference.path.clone())) {
-                            Some(Ok(text)) => text,
-                            Some(Err(error)) => {
-                                return Err(format!("couldn't parse env file: {error}"));
-                            }
-                            None => {
-                                return Err(format!(
-                                    "couldn't parse env file: {} was not read",
-                                    reference.path
-                                ));
-                            }
-                        };
-                    match super::env_file::lookup(text, &reference.key)? {
-                        Some(value) => Some(value.into_bytes()),
-                        None if reference.optional == Some(true) => None,
-                        None => {
-                            return Err(format!(
-                                "environment variable key {:?} not found in file {:?}",
-                                reference.key, reference.path
-                            ));
-                        }
-                    }
-                } else {
-                    return Err(format!(
-                        "environment variable {:?} has a source that is not supported",
-                        var.name
-                    ));
-                }
-            }
         };
         if let Some(value) = value {
-            set(&mut values, var.name.clone(), value);
+            variables.set(var.name.clone(), value);
         }
     }
     for (name, value) in services {
-        if !values.contains_key(name) {
-            set(&mut values, name.clone(), value.clone().into_bytes());
+        if !variables.values.contains_key(name) {
+            variables.set(name.clone(), value.clone().into_bytes());
         }
     }
-    Ok(names
-        .into_iter()
-        .map(|name| (name.clone(), values.remove(&name).unwrap_or_default()))
-        .collect())
+    Ok(variables.in_order())
 }
 
 #[cfg(test)]

@@ -229,6 +229,42 @@ fn status_without_instance(
     status
 }
 
+/// The state of an instance that has ended.
+fn ended(instance: &observed::Container) -> ApiState {
+    ApiState {
+        terminated: Some(terminated(instance)),
+        ..ApiState::default()
+    }
+}
+
+/// The state of an instance, as the runtime has it.
+fn state(instance: &observed::Container) -> ApiState {
+    match instance.state {
+        ContainerState::Running => ApiState {
+            running: Some(ContainerStateRunning {
+                started_at: instance.started_at.map(seconds),
+            }),
+            ..ApiState::default()
+        },
+        ContainerState::Created => waiting("", ""),
+        ContainerState::Unknown => ApiState {
+            terminated: Some(lost()),
+            ..ApiState::default()
+        },
+        ContainerState::Exited => ended(instance),
+    }
+}
+
+fn told_user(user: &observed::User) -> ContainerUser {
+    ContainerUser {
+        linux: Some(LinuxContainerUser {
+            uid: user.uid,
+            gid: user.gid,
+            supplemental_groups: Some(user.groups.clone()).filter(|g| !g.is_empty()),
+        }),
+    }
+}
+
 /// The status of one container (upstream's `convertToAPIContainerStatuses`).
 fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
     let before = [
@@ -282,42 +318,19 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         newest.image.clone()
     };
     status.image_id.clone_from(&newest.image_ref);
-    status.last_state = older.map(|o| ApiState {
-        terminated: Some(terminated(o)),
-        ..ApiState::default()
-    });
+    status.last_state = older.map(ended);
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
         // The instance before has been removed; what was said about it stays.
         status.last_state = before.and_then(|b| b.last_state.clone());
     }
     let running = newest.state == ContainerState::Running;
-    let state = match newest.state {
-        ContainerState::Running => ApiState {
-            running: Some(ContainerStateRunning {
-                started_at: newest.started_at.map(seconds),
-            }),
-            ..ApiState::default()
-        },
-        ContainerState::Created => waiting("", ""),
-        ContainerState::Unknown => ApiState {
-            terminated: Some(lost()),
-            ..ApiState::default()
-        },
-        ContainerState::Exited => ApiState {
-            terminated: Some(terminated(newest)),
-            ..ApiState::default()
-        },
-    };
-    status.state = Some(state);
+    status.state = Some(state(newest));
     if let (Some((reason, message)), false) =
         (facts.problems.get(&container.name), running || facts.ended)
     {
         // The container is to be started again but cannot be yet: its end becomes the last state.
         if newest.state == ContainerState::Exited {
-            status.last_state = Some(ApiState {
-                terminated: Some(terminated(newest)),
-                ..ApiState::default()
-            });
+            status.last_state = Some(ended(newest));
         }
         status.state = Some(waiting(reason, message));
     }
@@ -329,13 +342,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             .filter(|r| !r.is_empty());
         status.resources = Some(resize::told(container, &facts.resize.actuated));
     }
-    status.user = newest.user.as_ref().map(|user| ContainerUser {
-        linux: Some(LinuxContainerUser {
-            uid: user.uid,
-            gid: user.gid,
-            supplemental_groups: Some(user.groups.clone()).filter(|g| !g.is_empty()),
-        }),
-    });
+    status.user = newest.user.as_ref().map(told_user);
     status.stop_signal.clone_from(&newest.stop_signal);
     let running = running && !facts.starting.contains(container.name.as_str());
     status.started =
@@ -475,6 +482,48 @@ fn unmet_gates(pod: &Pod) -> Vec<String> {
         .collect()
 }
 
+fn say(
+    kind: &'static str,
+    holds: bool,
+    reason: Option<&'static str>,
+    message: Option<String>,
+) -> Judged {
+    Judged {
+        kind,
+        holds,
+        reason,
+        message,
+    }
+}
+
+/// Whether all init containers have done their part.
+fn initialized(
+    facts: &Facts<'_>,
+    phase: &str,
+    regular: &[ContainerStatus],
+    init: &[ContainerStatus],
+    sidecars: &[&str],
+) -> Judged {
+    let is_complete = |status: &ContainerStatus| match sidecars.contains(&status.name.as_str()) {
+        true => status.started == Some(true),
+        false => status.ready,
+    };
+    let incomplete = init.iter().filter(|status| !is_complete(status));
+    let incomplete: Vec<&str> = incomplete.map(|status| status.name.as_str()).collect();
+    let ran = regular
+        .iter()
+        .any(|s| is_running(s) || exit_of(s).is_some());
+    if phase == "Succeeded" {
+        return say("Initialized", true, Some("PodCompleted"), None);
+    }
+    if incomplete.is_empty() || ran || initialised_before(facts) {
+        return say("Initialized", true, None, None);
+    }
+    let message = format!("containers with incomplete status: {}", list(&incomplete));
+    let reason = Some("ContainersNotInitialized");
+    say("Initialized", false, reason, Some(message))
+}
+
 fn verdicts(
     facts: &Facts<'_>,
     phase: &str,
@@ -482,12 +531,6 @@ fn verdicts(
     init: &[ContainerStatus],
 ) -> Vec<Judged> {
     let spec = pod::spec(facts.pod);
-    let say = |kind, holds, reason, message| Judged {
-        kind,
-        holds,
-        reason,
-        message,
-    };
     let sandbox = facts
         .observed
         .sandboxes
@@ -502,35 +545,6 @@ fn verdicts(
         .filter(|c| pod::is_sidecar(c))
         .map(|c| c.name.as_str())
         .collect();
-    let incomplete: Vec<&str> = init
-        .iter()
-        .filter(|s| {
-            if sidecars.contains(&s.name.as_str()) {
-                s.started != Some(true)
-            } else {
-                !s.ready
-            }
-        })
-        .map(|s| s.name.as_str())
-        .collect();
-    let ran = regular
-        .iter()
-        .any(|s| is_running(s) || exit_of(s).is_some());
-    let initialized = if phase == "Succeeded" {
-        say("Initialized", true, Some("PodCompleted"), None)
-    } else if incomplete.is_empty() || ran || initialised_before(facts) {
-        say("Initialized", true, None, None)
-    } else {
-        say(
-            "Initialized",
-            false,
-            Some("ContainersNotInitialized"),
-            Some(format!(
-                "containers with incomplete status: {}",
-                list(&incomplete)
-            )),
-        )
-    };
     let unready: Vec<&str> = regular
         .iter()
         .chain(init.iter().filter(|s| sidecars.contains(&s.name.as_str())))
@@ -575,7 +589,7 @@ fn verdicts(
             None,
             facts.held_up.clone().filter(|_| !sandbox && !facts.ended),
         ),
-        initialized,
+        initialized(facts, phase, regular, init, &sidecars),
         ready,
         say("ContainersReady", holds, reason, message),
         say("PodScheduled", true, None, None),

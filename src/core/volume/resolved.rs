@@ -506,18 +506,13 @@ fn nfs_device(server: &str, path: &str) -> String {
     }
 }
 
-/// A volume that a claim is bound to.
-fn persistent(
-    pod: &Pod,
-    volume: &Volume,
-    claimed: &Claimed,
-    here: Here<'_>,
-) -> Result<ResolvedVolume, Problem> {
-    let spec = claimed.volume.spec.clone().unwrap_or_default();
-    let name = meta::name(&claimed.volume).to_owned();
-    let reference = spec.claim_ref.as_ref().and_then(|r| r.uid.as_ref());
+/// Whether the claim's volume is a device; refused where it is not the claim's, or where containers take it for something else.
+fn fits(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> {
+    let reference = claimed.volume.spec.as_ref();
+    let reference = reference.and_then(|spec| spec.claim_ref.as_ref()?.uid.as_ref());
     if reference != claimed.claim.metadata.uid.as_ref() {
         let (namespace, claim) = (meta::namespace(pod), meta::name(&claimed.claim));
+        let name = meta::name(&claimed.volume);
         return Err(Problem::Claim(format!(
             "error processing PVC {namespace}/{claim}: persistentVolume {name:?} is bound to another claim"
         )));
@@ -536,6 +531,19 @@ fn persistent(
             volume.name
         )));
     }
+    Ok(block)
+}
+
+/// A volume that a claim is bound to.
+fn persistent(
+    pod: &Pod,
+    volume: &Volume,
+    claimed: &Claimed,
+    here: Here<'_>,
+) -> Result<ResolvedVolume, Problem> {
+    let spec = claimed.volume.spec.clone().unwrap_or_default();
+    let name = meta::name(&claimed.volume).to_owned();
+    let block = fits(pod, volume, claimed)?;
     let used = volume.persistent_volume_claim.as_ref();
     let read_only = used.is_some_and(|c| c.read_only == Some(true));
     let made = |source: Source, read_only: bool, owned: bool| ResolvedVolume {
@@ -555,25 +563,14 @@ fn persistent(
         .filter(|_| !block);
     // A disk of our own is mounted with its label.
     let disk = |disk: Disk, fs_type: Option<&String>, own: Option<bool>| {
-        let made = made(
-            Source::Disk {
-                disk: Box::new(disk),
-                filesystem: filesystem(fs_type),
-            },
-            read_only || own == Some(true),
-            !block,
-        );
-        let options = made
-            .options
-            .iter()
-            .cloned()
-            .chain(label.as_deref().map(selinux::option))
-            .collect();
-        ResolvedVolume {
-            labelled: label.is_some(),
-            options,
-            ..made
-        }
+        let source = Source::Disk {
+            disk: Box::new(disk),
+            filesystem: filesystem(fs_type),
+        };
+        let mut made = made(source, read_only || own == Some(true), !block);
+        made.labelled = label.is_some();
+        made.options.extend(label.as_deref().map(selinux::option));
+        made
     };
     if let Some(host) = &spec.host_path {
         has_no_options(&claimed.volume)?;

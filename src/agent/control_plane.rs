@@ -1,0 +1,104 @@
+//! The agent's side of the control plane: its connections, and what it has by them.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::Client;
+use kube::runtime::watcher;
+
+use super::node::credentials;
+use super::node::standalone::NoApi;
+use super::{KubeNodes, Metrics, NodeApi};
+use crate::config::Config;
+use crate::kubeapi::client::connect_as;
+use crate::kubeapi::measured::Report;
+use crate::kubeapi::pace::Pace;
+use crate::kubeapi::pods::{KubePods, PodApi};
+use crate::kubeapi::reviews::{KubeReviews, Reviews};
+use crate::kubeapi::{Api, Cache};
+use crate::sealed::{self, Keeper, SealedApi};
+
+/// The connections to the apiserver. The heartbeat has one of its own: pods must not make the node look dead. So have reviews:
+/// whoever shows us wrong tokens holds up no pod.
+pub(super) struct Connections {
+    pub client: Client,
+    heartbeat: Client,
+    pub reviews: Arc<dyn Reviews>,
+}
+
+impl Connections {
+    /// Reads the kubeconfig at `path`. Nothing is sent yet.
+    pub(super) async fn open(
+        config: &Config,
+        path: &Path,
+        metrics: &Arc<Metrics>,
+        keeper: Option<&Keeper>,
+    ) -> anyhow::Result<Connections> {
+        let (counted, confirmed) = (Arc::clone(metrics), keeper.cloned());
+        let report: Report = Arc::new(move |method, host, code, took| {
+            counted.requested(method, host, code, took);
+            if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
+                keeper.confirm();
+            }
+        });
+        let connect = |pace| {
+            let own = credentials::own_pair(config);
+            connect_as(path, own, Some(Arc::clone(&report)), pace)
+        };
+        Ok(Connections {
+            reviews: Arc::new(KubeReviews(connect(Pace::default()).await?)),
+            heartbeat: connect(Pace::default()).await?,
+            client: connect(Pace::new(config.api_pace)).await?,
+        })
+    }
+}
+
+/// What the agent has of the control plane.
+pub(super) struct ControlPlane {
+    pub api: Arc<dyn PodApi>,
+    /// The pods of this node, unless there is no apiserver.
+    pub pods: Option<Cache<Pod>>,
+    pub nodes: Option<Arc<dyn NodeApi>>,
+}
+
+impl ControlPlane {
+    /// By these connections; what the API says is kept for an offline start, where there is a keeper.
+    pub(super) fn by(
+        connections: Connections,
+        node_name: &str,
+        keeper: Option<&Keeper>,
+    ) -> ControlPlane {
+        let Connections {
+            client, heartbeat, ..
+        } = connections;
+        let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={node_name}"));
+        let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
+        let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
+        ControlPlane {
+            api: match keeper {
+                Some(kept) => keep(api, kept, &pods),
+                None => api,
+            },
+            pods: Some(pods),
+            nodes: Some(Arc::new(KubeNodes(heartbeat))),
+        }
+    }
+
+    /// None: only static pods run.
+    pub(super) fn none() -> ControlPlane {
+        ControlPlane {
+            api: Arc::new(NoApi),
+            pods: None,
+            nodes: None,
+        }
+    }
+}
+
+/// The API whose answers are kept, and the pods with them.
+fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
+    let services = Arc::clone(&api);
+    let services = move || services.services();
+    tokio::spawn(sealed::follow(keeper.clone(), pods.clone(), services));
+    Arc::new(SealedApi::new(api, keeper.clone()))
+}
