@@ -327,8 +327,8 @@ impl Journal {
         self.decisions.push_back(Decision { at, input, state });
     }
 
-    /// The step that holds the pod up: the failure that was tried last, else what is still under way. What failed
-    /// while the pod was started holds up no pod that ends.
+    /// The step that holds the pod up: the failure that was tried last, else what is still under way, of which the runtime's
+    /// answer is awaited beside all else. What failed while the pod was started holds up no pod that ends.
     #[must_use]
     pub fn blocking(&self) -> Option<&Entry> {
         let ending = self.decisions.back().is_some_and(|d| d.state.is_ending());
@@ -339,7 +339,7 @@ impl Journal {
         failed.or_else(|| {
             steps()
                 .filter(|e| e.progress == Progress::Running)
-                .max_by_key(|e| e.tried)
+                .max_by_key(|e| (e.step != Step::Observe, e.tried))
         })
     }
 }
@@ -352,6 +352,19 @@ mod tests {
 
     fn at(s: i64) -> Timestamp {
         Timestamp::from_second(s).expect("a time")
+    }
+
+    /// Seed 925: for as long as the runtime was asked, a volume that hung was not named.
+    #[test]
+    fn a_look_at_the_runtime_blocks_only_where_nothing_else_is_under_way() {
+        let mut journal = Journal::default();
+        journal.begin(Step::Observe, "", at(1));
+        let blocks = |journal: &Journal| journal.blocking().map(|e| e.step);
+        assert_eq!(blocks(&journal), Some(Step::Observe));
+        journal.begin(Step::Volume, "far", at(2));
+        journal.end(Step::Observe, "", Progress::Done, at(3));
+        journal.begin(Step::Observe, "", at(4));
+        assert_eq!(blocks(&journal), Some(Step::Volume));
     }
 
     #[test]
