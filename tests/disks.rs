@@ -30,6 +30,53 @@ impl Drop for Link {
     }
 }
 
+/// A node that says that it uses the disk, and for which it is listed.
+struct OtherNode<'a>(&'a Cluster);
+
+impl OtherNode<'_> {
+    fn with_the_disk(cluster: &Cluster) -> OtherNode<'_> {
+        let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other"}, "spec": {"unschedulable": true}});
+        cluster.apply(&node.to_string());
+        let node = OtherNode(cluster);
+        let disk = OtherNode::disk();
+        let listed = json!([{"name": disk, "devicePath": ""}]);
+        node.says(&json!({"volumesInUse": [disk], "volumesAttached": listed}));
+        node
+    }
+
+    fn disk() -> String {
+        format!("kubernetes.io/iscsi/192.0.2.7:{IQN}:1")
+    }
+
+    fn says(&self, status: &Value) {
+        let patch = json!({ "status": status }).to_string();
+        let to = ["node", "other", "--subresource=status", "--type=merge"];
+        self.0
+            .kubectl(&[&["patch"], &to[..], &["--patch", &patch]].concat());
+    }
+
+    /// A pod that needs the disk, which only one node may have, waits until this node has it no more.
+    fn keeps_it_from(&self, pod: &str) {
+        let cluster = self.0;
+        cluster.wait("the pod to be told", || {
+            let told = cluster.events(pod);
+            told.contains("Multi-Attach error for volume \"block\"")
+                && told.contains("MapVolume.WaitForAttach failed for volume \"block\"")
+        });
+        let explained = cluster.holdfast(&["explain", "pod", pod]);
+        let why = format!("does not list {}", OtherNode::disk());
+        assert!(explained.contains(&why), "{explained}");
+        let here = || cluster.node()["status"].clone();
+        assert_eq!(here()["volumesInUse"], json!([OtherNode::disk()]));
+        self.says(&json!({"volumesInUse": null}));
+        cluster.wait("the pod", || {
+            condition(&cluster.pod(pod), "Ready") == "True"
+        });
+        assert_eq!(here()["volumesAttached"][0]["name"], OtherNode::disk());
+        cluster.kubectl(&["delete", "node", "other"]);
+    }
+}
+
 #[test]
 fn disks_are_attached_mounted_shared_and_let_go() {
     let tools = tempfile::tempdir().unwrap();
@@ -152,7 +199,9 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     );
     let logouts = || calls().matches("--logout").count();
     let before = logouts();
+    let other_node = OtherNode::with_the_disk(&cluster);
     cluster.apply(&raw("four", "block"));
+    other_node.keeps_it_from("four");
     cluster.apply(&raw("five", "block"));
     cluster.wait("the pods", || ready("four") && ready("five"));
     assert_eq!(magic("four"), "53 ef", "ext4");
@@ -187,6 +236,11 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert_eq!(magic("raw"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "raw"]);
 
+    cluster.wait("no disk to be in use", || {
+        let status = cluster.node()["status"].clone();
+        let is_empty = |field: &str| status[field].as_array().is_none_or(Vec::is_empty);
+        is_empty("volumesInUse") && is_empty("volumesAttached")
+    });
     cluster.assert_clean();
 }
 

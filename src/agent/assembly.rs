@@ -286,6 +286,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         journals: Journals::default(),
         pulse: super::Pulse::default(),
         csi: super::Csi::new(&config.root_dir),
+        disks: super::AttachedDisks::new(&config.root_dir),
         devices: super::DeviceManager::new(&config.device_plugin_dir, clock.now()),
         claims,
         roster: watch::Sender::default(),

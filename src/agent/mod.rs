@@ -46,6 +46,7 @@ pub use pod::sources::Statics;
 pub use pod::starts::Starts;
 pub use serving::local::SOCKET;
 pub use serving::{Known, KnownPods, Unserved};
+pub use volume::AttachedDisks;
 pub use volume::csi::Csi;
 
 use crate::config::Config;
@@ -112,6 +113,8 @@ pub struct Context {
     pub starts: Starts,
     /// Storage drivers.
     pub csi: Csi,
+    /// The disks that the node attaches by itself.
+    pub disks: AttachedDisks,
     /// Device plugins, and which container has which device.
     pub devices: DeviceManager,
     /// Drivers of dynamic resources, and which claims are prepared.

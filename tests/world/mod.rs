@@ -323,6 +323,7 @@ impl World {
             pulse: holdfast::agent::Pulse::default(),
             starts,
             csi: holdfast::agent::Csi::new(&config.root_dir),
+            disks: holdfast::agent::AttachedDisks::new(&config.root_dir),
             devices: holdfast::agent::DeviceManager::new(&config.device_plugin_dir, self.1.now()),
             claims: holdfast::agent::ClaimManager::new(&config.root_dir).unwrap(),
             roster: watch::Sender::default(),

@@ -92,6 +92,12 @@ fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
     joined(&problems)
 }
 
+/// The API has it that these volumes are in use: pods may go on that wait for that.
+fn set_reported(context: &Context, in_use: &[String]) {
+    context.csi.set_reported(in_use);
+    context.disks.set_reported(in_use);
+}
+
 /// The names and addresses that a Node reports after a round, from what it says before it and the agent's own.
 fn reported(own: Option<&Vec<NodeAddress>>, old: &NodeStatus) -> Vec<NodeAddress> {
     own.or(old.addresses.as_ref()).cloned().unwrap_or_default()
@@ -113,7 +119,8 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
     let (devices, usable) = context.devices.amounts();
     capacity.extend(devices);
     allocatable.extend(usable);
-    let in_use = context.csi.in_use();
+    let mut in_use = context.disks.in_use();
+    in_use.extend(context.csi.in_use());
     NodeStatus {
         addresses: own,
         capacity: Some(capacity::reported(
@@ -134,7 +141,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
         )),
         images: inputs.images.borrow().clone(),
         // An empty list is said only where another one stands: what is not said stays.
-        volumes_in_use: Some(in_use)
+        volumes_in_use: Some(Vec::from_iter(in_use))
             .filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
         daemon_endpoints: config.serving.enabled.then(|| NodeDaemonEndpoints {
             kubelet_endpoint: Some(DaemonEndpoint {
@@ -206,13 +213,13 @@ impl Rounds<'_> {
             Some(patch) => patch,
             None if self.is_report_due() => json!({"status": {"conditions": new.conditions}}),
             None => {
-                context.csi.set_reported(in_use);
+                set_reported(context, in_use);
                 return Ok(());
             }
         };
         let written = within(limit, self.api.patch_status(name, &patch)).await?;
         context.node.see(written);
-        context.csi.set_reported(in_use);
+        set_reported(context, in_use);
         self.reported = Some(Instant::now());
         self.reports += 1;
         if is_ready(&new) {
@@ -322,6 +329,7 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
             Ok(()) = devices.changed() => {}
             // Pods wait for it to be said.
             () = context.csi.in_use_changed() => {}
+            () = context.disks.in_use_changed() => {}
             () = tokio::time::sleep(wait) => {}
         }
     }

@@ -1,6 +1,7 @@
 //! A pod's volumes: what they are made from is followed, they are set up side by side, and what a change in
 //! the API makes of them is in the container as soon as it is known (kubelet spec, chapter 9).
 
+mod attached;
 pub mod csi;
 mod growth;
 mod labels;
@@ -18,6 +19,8 @@ use k8s_openapi::api::core::v1::{Pod, Volume};
 use kube::ResourceExt as _;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
+
+pub use attached::AttachedDisks;
 
 use self::csi::VolumeError;
 use self::objects::Fetched;
@@ -76,6 +79,8 @@ struct MadeFrom<'a> {
     fetched: &'a Fetched,
     /// How much memory the node's pods have, in bytes.
     memory: u64,
+    /// They were set up before.
+    known: bool,
 }
 
 /// A volume is there.
@@ -204,6 +209,7 @@ impl Volumes {
             memory: memory
                 .and_then(|q| u64::try_from(q.units()).ok())
                 .unwrap_or(0),
+            known,
         };
         // What no container has may not even be there.
         let used = pod::used_volumes(pod);
@@ -428,6 +434,7 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> 
     let torn_down = context.host.tear_down_volumes(uid, &each).await;
     unpublished?;
     torn_down?;
+    context.disks.forget(uid);
     context.metrics.pod_has_no_volumes(uid);
     Ok(())
 }
@@ -497,7 +504,12 @@ async fn passwords(
     context: &Context,
     resolved: &ResolvedVolume,
 ) -> Result<Option<ResolvedVolume>, Problem> {
-    let Source::Disk { disk, filesystem } = &resolved.source else {
+    let Source::Disk {
+        disk,
+        filesystem,
+        attached_as,
+    } = &resolved.source
+    else {
         return Ok(None);
     };
     let Disk::Iscsi(iscsi) = &**disk else {
@@ -526,6 +538,7 @@ async fn passwords(
         source: Source::Disk {
             disk,
             filesystem: filesystem.clone(),
+            attached_as: attached_as.clone(),
         },
         ..resolved.clone()
     }))
@@ -540,11 +553,19 @@ async fn one(
     held: &Held,
     is_new: bool,
 ) -> Result<Made, Problem> {
-    let MadeFrom {
-        around, fetched, ..
-    } = from;
+    let (around, fetched) = (&from.around, from.fetched);
     if let Source::Csi(served) = &resolved.source {
         return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
+    }
+    if let Source::Disk { attached_as, .. } = &resolved.source {
+        attached::of_disk(
+            context,
+            around.pod,
+            resolved,
+            attached_as,
+            is_new && !from.known,
+        )
+        .await?;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;

@@ -2,6 +2,8 @@
 //! goes there, and taken back after the last one (control-plane spec, chapter 8; kubelet spec, 9.2). The driver's
 //! own attacher does the work.
 
+mod disks;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +23,7 @@ use crate::core::{
 };
 use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
+use crate::kubeapi::cache::revision;
 use crate::kubeapi::client::code;
 
 /// An attachment that should be.
@@ -159,7 +162,13 @@ impl World {
                 (false, None) => {}
             }
         }
+        news.extend(self.disks().1);
         news
+    }
+
+    /// What nodes are told of the disks that they attach by themselves, and their pods' users.
+    fn disks(&self) -> (disks::Lists, Vec<disks::News>) {
+        disks::decide(&self.pods, &self.claims, &self.volumes, &self.nodes)
     }
 
     fn steps(&self) -> Vec<Step> {
@@ -176,6 +185,7 @@ impl World {
             steps.push(Step::Attach(name.clone(), Box::new(attachment.clone())));
         }
         let is_wanted = |a: &VolumeAttachment| wanted.contains_key(&a.name_any());
+        let (mut of_disks, _) = self.disks();
         for node in &self.nodes {
             let in_use = in_use(node);
             // One that nobody needs is taken off the list before it is detached.
@@ -185,7 +195,8 @@ impl World {
                 .filter(|a| a.spec.node_name == node.name_any() && is_attached(a))
                 .filter_map(|a| Some((a, self.unique(a)?)))
                 .filter(|(a, unique)| is_wanted(a) || in_use.contains(unique.as_str()));
-            let names: BTreeSet<String> = attached.map(|(_, unique)| unique).collect();
+            let mut names = of_disks.remove(&node.name_any()).unwrap_or_default();
+            names.extend(attached.map(|(_, unique)| unique));
             if !names.iter().map(String::as_str).eq(listed(node)) {
                 let list: Vec<Value> = names
                     .iter()
@@ -219,6 +230,15 @@ impl World {
         steps
     }
 
+    /// Whether there may be anything to attach: in most clusters here there is not.
+    fn may_attach(&self) -> bool {
+        let is_served =
+            |v: &Arc<PersistentVolume>| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
+        self.volumes.iter().any(is_served)
+            || !self.attachments.is_empty()
+            || disks::are_there(&self.pods, &self.volumes, &self.nodes)
+    }
+
     /// The name that nodes know an attachment's volume by.
     fn unique(&self, attachment: &VolumeAttachment) -> Option<String> {
         let volume = attachment.spec.source.persistent_volume_name.as_ref()?;
@@ -243,7 +263,33 @@ async fn detach(client: &Client, detached: &Detached) -> Result<(), kube::Error>
         .map(|_| ())
 }
 
-async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
+/// How long it may take until what was written is seen.
+const SEEN: Duration = Duration::from_secs(5);
+
+/// Waits until a node is known as it was told: two nodes must not be told of one disk.
+async fn is_seen(nodes: &Cache<Node>, told: &Node) {
+    let mut changes = nodes.changes();
+    let seen = async {
+        loop {
+            changes.mark_unchanged();
+            let known = nodes.get("", &told.name_any());
+            if known.is_none_or(|known| revision(&*known) >= revision(told)) {
+                return;
+            }
+            if changes.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    if tokio::time::timeout(SEEN, seen).await.is_err() {
+        tracing::warn!(
+            node = told.name_any(),
+            "a node that was told of its volumes is not seen so"
+        );
+    }
+}
+
+async fn take(client: &Client, nodes: &Cache<Node>, step: Step) -> Result<(), kube::Error> {
     let attachments: Api<VolumeAttachment> = Api::all(client.clone());
     match step {
         Step::Attach(name, attachment) => {
@@ -255,10 +301,13 @@ async fn take(client: &Client, step: Step) -> Result<(), kube::Error> {
                 .map(|_| ())
         }
         Step::Detach(detached) => detach(client, &detached).await,
-        Step::Tell(node, patch) => Api::<Node>::all(client.clone())
-            .patch_status(&node, &PatchParams::default(), &Patch::Merge(patch))
-            .await
-            .map(|_| ()),
+        Step::Tell(node, patch) => {
+            let api = Api::<Node>::all(client.clone());
+            let (parameters, patch) = (PatchParams::default(), Patch::Merge(patch));
+            let told = api.patch_status(&node, &parameters, &patch).await?;
+            is_seen(nodes, &told).await;
+            Ok(())
+        }
     }
 }
 
@@ -291,21 +340,15 @@ pub(super) async fn run(client: Client, caches: Caches) {
             receiver.mark_unchanged();
         }
         let mut unfinished = false;
-        // Without volumes of drivers there is nothing to attach: most clusters here have none.
-        let volumes: Vec<_> = caches.volumes.list().into_iter().map(served).collect();
-        if volumes
-            .iter()
-            .any(|v| v.spec.as_ref().is_some_and(|s| s.csi.is_some()))
-            || !attachments.list().is_empty()
-        {
-            let world = World {
-                pods: caches.pods.list(),
-                claims: caches.claims.list(),
-                volumes,
-                drivers: drivers.list(),
-                attachments: attachments.list(),
-                nodes: nodes.list(),
-            };
+        let world = World {
+            pods: caches.pods.list(),
+            claims: caches.claims.list(),
+            volumes: caches.volumes.list().into_iter().map(served).collect(),
+            drivers: drivers.list(),
+            attachments: attachments.list(),
+            nodes: nodes.list(),
+        };
+        if world.may_attach() {
             let news = world.news();
             said.retain(|(uid, _)| world.pods.iter().any(|p| p.uid().as_ref() == Some(uid)));
             for (pod, reason, message) in news {
@@ -323,7 +366,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
                 }
             }
             for step in world.steps() {
-                if let Err(error) = take(&client, step).await {
+                if let Err(error) = take(&client, &nodes, step).await {
                     unfinished = true;
                     if !matches!(code(&error), Some(404 | 409)) {
                         tracing::warn!(error = %crate::kubeapi::client::chain(&error), "reconcile of a VolumeAttachment failed, retrying");

@@ -132,6 +132,49 @@ pub fn of_fc(source: &FCVolumeSource) -> Disk {
     }
 }
 
+/// The name that a node and the attach-detach controller have for an iSCSI disk (upstream's `GetVolumeName`); its portal is as the
+/// volume has it.
+#[must_use]
+pub fn iscsi_name(portal: &str, iqn: &str, lun: i32) -> String {
+    format!("kubernetes.io/iscsi/{portal}:{iqn}:{lun}")
+}
+
+/// The same of a Fibre Channel disk.
+#[must_use]
+pub fn fc_name(source: &FCVolumeSource) -> String {
+    let targets = source.target_wwns.as_deref().unwrap_or_default();
+    match source.lun {
+        Some(lun) if !targets.is_empty() => {
+            format!("kubernetes.io/fc/[{}]:{lun}", targets.join(" "))
+        }
+        _ => {
+            let own = source.wwids.as_deref().unwrap_or_default();
+            format!("kubernetes.io/fc/[{}]", own.join(" "))
+        }
+    }
+}
+
+/// The names that the disk of a place below a plugin's directory may have: the place does not tell all of it.
+#[must_use]
+pub fn names_of_place(place: &str) -> Vec<String> {
+    let unit = place
+        .rsplit_once("-lun-")
+        .and_then(|(disk, lun)| Some((disk, lun.parse::<i32>().ok()?)));
+    let Some((disk, lun)) = unit else {
+        return vec![format!("kubernetes.io/fc/[{place}]")];
+    };
+    let of_target = ["-iqn.", "-eui.", "-naa."];
+    let Some(at) = of_target.iter().find_map(|kind| disk.find(kind)) else {
+        let targets = disk.replace('-', " ");
+        return vec![format!("kubernetes.io/fc/[{targets}]:{lun}")];
+    };
+    let (portal, iqn) = (&disk[..at], &disk[at + 1..]);
+    // The port need not be a part of the volume's portal.
+    let portals = [Some(portal), portal.strip_suffix(":3260")];
+    let portals = portals.into_iter().flatten();
+    portals.map(|portal| iscsi_name(portal, iqn, lun)).collect()
+}
+
 impl Disk {
     /// The directory of its plugin.
     #[must_use]

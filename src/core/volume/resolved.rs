@@ -7,7 +7,9 @@ pub use problem::Problem;
 
 use std::path::Path;
 
-use k8s_openapi::api::core::v1::{Container, PersistentVolume, PersistentVolumeClaim, Pod, Volume};
+use k8s_openapi::api::core::v1::{
+    Container, FCVolumeSource, PersistentVolume, PersistentVolumeClaim, Pod, Volume,
+};
 
 use super::claims::{self, Grown};
 use super::csi;
@@ -69,6 +71,8 @@ pub enum Source {
         disk: Box<Disk>,
         /// The filesystem.
         filesystem: String,
+        /// The name that the attach-detach controller has for it.
+        attached_as: String,
     },
     /// Another machine's directory.
     Nfs {
@@ -449,6 +453,7 @@ pub fn resolve(
         let source_of = Source::Disk {
             disk: Box::new(disks::of_iscsi(source, namespace)),
             filesystem: filesystem(source.fs_type.as_ref()),
+            attached_as: disks::iscsi_name(&source.target_portal, &source.iqn, source.lun),
         };
         return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
@@ -457,14 +462,10 @@ pub fn resolve(
         });
     }
     if let Some(source) = &volume.fc {
-        let source_of = Source::Disk {
-            disk: Box::new(disks::of_fc(source)),
-            filesystem: filesystem(source.fs_type.as_ref()),
-        };
         return Ok(ResolvedVolume {
             read_only: source.read_only == Some(true),
             owned: true,
-            ..plain(source_of)
+            ..plain(fc(source))
         });
     }
     if let Some(served) = csi::of_pod(pod, volume)? {
@@ -503,6 +504,14 @@ fn nfs_device(server: &str, path: &str) -> String {
         format!("[{server}]:{path}")
     } else {
         format!("{server}:{path}")
+    }
+}
+
+fn fc(source: &FCVolumeSource) -> Source {
+    Source::Disk {
+        disk: Box::new(disks::of_fc(source)),
+        filesystem: filesystem(source.fs_type.as_ref()),
+        attached_as: disks::fc_name(source),
     }
 }
 
@@ -562,11 +571,7 @@ fn persistent(
         .and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files))
         .filter(|_| !block);
     // A disk of our own is mounted with its label.
-    let disk = |disk: Disk, fs_type: Option<&String>, own: Option<bool>| {
-        let source = Source::Disk {
-            disk: Box::new(disk),
-            filesystem: filesystem(fs_type),
-        };
+    let disk = |source: Source, own: Option<bool>| {
         let mut made = made(source, read_only || own == Some(true), !block);
         made.labelled = label.is_some();
         made.options.extend(label.as_deref().map(selinux::option));
@@ -606,15 +611,15 @@ fn persistent(
         ));
     }
     if let Some(source) = &spec.iscsi {
-        let of = disks::of_persistent_iscsi(source, meta::namespace(pod));
-        return Ok(disk(of, source.fs_type.as_ref(), source.read_only));
+        let of = Source::Disk {
+            disk: Box::new(disks::of_persistent_iscsi(source, meta::namespace(pod))),
+            filesystem: filesystem(source.fs_type.as_ref()),
+            attached_as: disks::iscsi_name(&source.target_portal, &source.iqn, source.lun),
+        };
+        return Ok(disk(of, source.read_only));
     }
     if let Some(source) = &spec.fc {
-        return Ok(disk(
-            disks::of_fc(source),
-            source.fs_type.as_ref(),
-            source.read_only,
-        ));
+        return Ok(disk(fc(source), source.read_only));
     }
     if let Some(source) = &spec.csi {
         let served = csi::Volume {

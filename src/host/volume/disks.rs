@@ -210,6 +210,17 @@ pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
+/// The places of all disks, below the agent's root directory.
+#[must_use]
+pub fn all_places(root: &Path) -> Vec<PathBuf> {
+    let plugins = root.join("plugins/kubernetes.io");
+    let channel = plugins.join("fc");
+    let devices = channel.join("volumeDevices");
+    let of_channel = entries(&channel).into_iter().chain(entries(&devices));
+    let of_channel = of_channel.filter(|place| *place != devices);
+    of_channel.chain(places(&plugins.join("iscsi"))).collect()
+}
+
 /// Ends the session of a disk that is neither mounted nor any pod's device nor about to be.
 pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
     let Some(_turn) = Turn::at(place) else {

@@ -5,7 +5,7 @@
 pub mod csi;
 mod device;
 mod directory;
-mod disks;
+pub mod disks;
 mod mapped;
 mod staging_lock;
 mod tear_down;
@@ -261,7 +261,9 @@ impl LinuxHost {
                     })
                     .await
             }
-            Source::Disk { disk, filesystem } => {
+            Source::Disk {
+                disk, filesystem, ..
+            } => {
                 let (staged, resolved) = (self.staged_disk(&disk)?, resolved.clone());
                 let (given, giver) = (staged.clone(), self.giver(resolved.qualified_plugin()));
                 let own = dir.clone();

@@ -1,23 +1,15 @@
-//! Waiting until a volume is attached to this node, so that nobody detaches it while it is mounted (kubelet spec, 9.2).
-//!
-//! The order matters. The node reports that the volume is in use; then it reads whether the controller lists it as
-//! attached. The controller does it the other way round: it takes the volume off its list, reads whether it is in use,
-//! and only then detaches it. So either the node sees that it is not listed, or the controller that it is in use.
+//! Waiting until a driver's volume is attached to this node (kubelet spec, 9.2).
 
 use std::collections::HashMap;
-use std::time::Duration;
 
-use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::storage::v1::CSIDriver;
 use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
+use crate::agent::volume::attached;
 use crate::core::volume::csi::{self, VolumeData};
 use crate::kubeapi::pods::Attachment;
-
-/// How long a volume waits until the node's status says that it is in use, or that it is attached.
-const REPORTING: Duration = Duration::from_secs(10);
 
 /// Why a volume is not attached yet.
 pub(super) struct NotAttached {
@@ -44,7 +36,7 @@ pub(super) async fn wait(
     is_migrated: bool,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let begun = Instant::now();
-    let outcome = attached(context, data, described).await;
+    let outcome = attached_by_controller(context, data, described).await;
     context.metrics.volume(VolumeOperation {
         name: "verify_controller_attached_volume",
         plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
@@ -55,18 +47,22 @@ pub(super) async fn wait(
     outcome
 }
 
-async fn attached(
+async fn attached_by_controller(
     context: &Context,
     data: &VolumeData,
     described: Option<&CSIDriver>,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let volume = csi::unique_name(&data.driver_name, &data.volume_handle);
-    reported(context, &volume).await?;
+    let reported = context.csi.reported.subscribe();
+    attached::is_reported(reported, &volume)
+        .await
+        .map_err(NotAttached::new)?;
     let node = &context.config.node_name;
     // What was seen before may be older than the report.
     if !context.node.refresh().await {
+        let why = attached::unanswered(context, &volume);
         return Err(NotAttached::new(format!(
-            "volume is not attached yet: the API does not answer whether volumesAttached of node {node} lists {volume}; it is asked again"
+            "volume is not attached yet: {why}"
         )));
     }
     let (name, driver) = (&data.attachment_id, &data.driver_name);
@@ -77,7 +73,7 @@ async fn attached(
         .await
         .map_err(|e| NotAttached::new(e.to_string()))?
     {
-        Attachment::Done(told) if listed(context, &volume).await => return Ok(told),
+        Attachment::Done(told) if attached::is_listed(context, &volume).await => return Ok(told),
         Attachment::Done(_) => format!(
             "volumesAttached of node {node} does not list {volume}, though VolumeAttachment {name} says that it is attached; the attach-detach controller lists it"
         ),
@@ -101,31 +97,4 @@ async fn attached(
         why: format!("volume is not attached yet: {why}"),
         is_full: has_no_room,
     })
-}
-
-/// Waits until the node's status says that a volume is in use.
-async fn reported(context: &Context, volume: &str) -> Result<(), NotAttached> {
-    let mut reported = context.csi.reported.subscribe();
-    let says = reported.wait_for(|names| names.contains(volume));
-    match tokio::time::timeout(REPORTING, says).await {
-        Ok(Ok(_)) => Ok(()),
-        _ => Err(NotAttached::new(format!(
-            "the node's status does not say yet that {volume} is in use"
-        ))),
-    }
-}
-
-/// Waits until the node's status lists a volume as attached; whether it does.
-async fn listed(context: &Context, volume: &str) -> bool {
-    let lists = |node: &Node| {
-        let status = node.status.as_ref();
-        let mut attached = status
-            .and_then(|s| s.volumes_attached.as_ref())
-            .into_iter()
-            .flatten();
-        attached.any(|v| v.name == volume)
-    };
-    let mut node = context.node.subscribe();
-    let says = node.wait_for(|node| node.as_deref().is_some_and(lists));
-    matches!(tokio::time::timeout(REPORTING, says).await, Ok(Ok(_)))
 }
