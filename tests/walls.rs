@@ -369,7 +369,7 @@ cni-plugins/tests/blackbox/leaks no_address_is_lost_and_none_given_twice 105
 cni-plugins/tests/blackbox/links macvlans_have_addresses_and_macs_of_their_own 101
 cni-plugins/tests/blackbox/pairs ptp_leads_everything_over_a_line_to_the_host 108
 cni-plugins/tests/blackbox/portmap ports_have_conditions_addresses_and_sources_of_their_own 114
-src/agent/assembly build 114
+src/agent/assembly build 115
 src/agent/serving/metrics own 133
 src/control/api/mod objects 113
 src/control/api/rbac/bootstrap roles 116
@@ -391,7 +391,7 @@ tests/control/writes writes_keep_what_is_the_servers 152
 tests/credentials a_node_joins_as_kubeadm_prepares_it 145
 tests/credentials a_node_joins_with_a_token_and_renews_its_certificates 154
 tests/csi drivers_are_registered_and_their_volumes_staged_published_and_undone 328
-tests/disks disks_are_attached_mounted_shared_and_let_go 158
+tests/disks disks_are_attached_mounted_shared_and_let_go 165
 tests/e2e a_killed_agent_finds_its_pods_and_disturbs_none 108
 tests/e2e pods_reach_each_other_and_have_what_they_ask_for 130
 tests/images images_are_pulled_by_who_may_and_kept_from_who_may_not 110

@@ -37,8 +37,8 @@ async fn answer(pods: Api<Pod>) {
         let condition = json!({"type": "Ready", "status": "True"});
         let status = json!({"status": {"phase": "Running", "conditions": [condition]}});
         let (name, patch) = (pod.name_any(), Patch::Strategic(status));
-        let patched = pods.patch_status(&name, &PatchParams::default(), &patch);
-        patched.await.unwrap();
+        let parameters = PatchParams::default();
+        pods.patch_status(&name, &parameters, &patch).await.unwrap();
     }
 }
 
@@ -54,7 +54,8 @@ impl Paper {
         let status =
             json!({"status": {"capacity": room, "allocatable": room, "conditions": [ready]}});
         let patch = Patch::Strategic(status);
-        let patched = nodes.patch_status(NODE, &PatchParams::default(), &patch);
+        let parameters = PatchParams::default();
+        let patched = nodes.patch_status(NODE, &parameters, &patch);
         patched.await.unwrap();
         let agent = tokio::spawn(answer(Api::default_namespaced(client.clone())));
         Paper { nodes, agent }
@@ -76,7 +77,7 @@ impl Paper {
 
     pub async fn end(self) {
         self.agent.abort();
-        let deleted = self.nodes.delete(NODE, &DeleteParams::default());
-        deleted.await.unwrap();
+        let parameters = DeleteParams::default();
+        self.nodes.delete(NODE, &parameters).await.unwrap();
     }
 }
