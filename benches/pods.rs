@@ -425,7 +425,7 @@ struct OneByOne {
 async fn one_by_one(client: &kube::Client, api: &Api<Pod>, runtime: &CriClient) -> OneByOne {
     let mut all = OneByOne::default();
     let paper = paper::Paper::new(client).await;
-    paper.start(api, "paper-warm").await;
+    paper.start("paper-warm").await;
     for i in 0..SINGLES {
         all.starts
             .push(create(api, &[format!("one-{i}")]).await.as_secs_f64());
@@ -438,8 +438,7 @@ async fn one_by_one(client: &kube::Client, api: &Api<Pod>, runtime: &CriClient) 
         let start = Instant::now();
         floor_delete(runtime, &made).await;
         all.floor_ends.push(start.elapsed().as_secs_f64());
-        all.control
-            .push(paper.start(api, &format!("paper-{i}")).await);
+        all.control.push(paper.start(&format!("paper-{i}")).await);
     }
     paper.end().await;
     all

@@ -1,10 +1,10 @@
 //! What the control plane needs for a pod by itself: on a node that exists on paper alone, whose agent says of each pod that is
 //! bound to it that it is ready, with one patch, and does nothing else.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::TryStreamExt as _;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, WatchEvent, WatchParams};
 use kube::{Api, Client, ResourceExt as _};
 use serde_json::{Value, json};
@@ -13,8 +13,10 @@ use super::{create_all, delete, is_ready, pod};
 
 const NODE: &str = "paper";
 
-/// The node, and what says that its pods are ready.
+/// The node, and what says that its pods are ready. Their namespace is their own: pods of the bench's go to its node.
 pub struct Paper {
+    namespaces: Api<Namespace>,
+    pods: Api<Pod>,
     nodes: Api<Node>,
     agent: tokio::task::JoinHandle<()>,
 }
@@ -44,12 +46,19 @@ async fn answer(pods: Api<Pod>) {
 
 impl Paper {
     pub async fn new(client: &Client) -> Paper {
-        let nodes: Api<Node> = Api::all(client.clone());
+        let (namespaces, nodes) = (Api::all(client.clone()), Api::all(client.clone()));
+        let namespace: Namespace = parsed(json!({"metadata": {"name": NODE}}));
+        let made = PostParams::default();
+        namespaces.create(&made, &namespace).await.unwrap();
+        let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), NODE);
+        while accounts.get_opt("default").await.unwrap().is_none() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
         let room = json!({"cpu": "1", "memory": "1Gi", "pods": "10"});
         let node: Node = parsed(json!({
             "metadata": {"name": NODE, "labels": {"bench": NODE}},
             "spec": {"taints": [{"key": "bench", "value": NODE, "effect": "NoSchedule"}]}}));
-        nodes.create(&PostParams::default(), &node).await.unwrap();
+        nodes.create(&made, &node).await.unwrap();
         let ready = json!({"type": "Ready", "status": "True"});
         let status =
             json!({"status": {"capacity": room, "allocatable": room, "conditions": [ready]}});
@@ -57,21 +66,27 @@ impl Paper {
         let parameters = PatchParams::default();
         let patched = nodes.patch_status(NODE, &parameters, &patch);
         patched.await.unwrap();
-        let agent = tokio::spawn(answer(Api::default_namespaced(client.clone())));
-        Paper { nodes, agent }
+        let pods: Api<Pod> = Api::namespaced(client.clone(), NODE);
+        let agent = tokio::spawn(answer(pods.clone()));
+        Paper {
+            namespaces,
+            pods,
+            nodes,
+            agent,
+        }
     }
 
     /// Seconds from a pod's creation until a watcher sees that it is ready.
-    pub async fn start(&self, api: &Api<Pod>, name: &str) -> f64 {
+    pub async fn start(&self, name: &str) -> f64 {
         let mut pod = pod(name);
         let spec = pod.spec.as_mut().unwrap();
         spec.node_selector = parsed(json!({"bench": NODE}));
         spec.tolerations = parsed(json!([{"operator": "Exists"}]));
         spec.termination_grace_period_seconds = Some(0);
         let begun = Instant::now();
-        create_all(api, &[pod]).await;
+        create_all(&self.pods, &[pod]).await;
         let took = begun.elapsed().as_secs_f64();
-        delete(api, &[name.to_owned()]).await;
+        delete(&self.pods, &[name.to_owned()]).await;
         took
     }
 
@@ -79,5 +94,6 @@ impl Paper {
         self.agent.abort();
         let parameters = DeleteParams::default();
         self.nodes.delete(NODE, &parameters).await.unwrap();
+        self.namespaces.delete(NODE, &parameters).await.unwrap();
     }
 }

@@ -98,23 +98,23 @@ pub(super) struct Growing<'a> {
     /// The plugin in metrics.
     pub plugin: &'a str,
     pub grown: &'a Grown,
-    /// The pod had the volume not yet.
-    pub is_new: bool,
+    /// The pod's containers wait for the volume.
+    pub waits: bool,
 }
 
 impl Growing<'_> {
-    /// Grows the volume, if that is due, and says so. The answer is when to try again what has failed; a pod that had the volume
-    /// not yet does not get it so, and paces its tries itself.
+    /// Grows the volume, if that is due, and says so. The answer is when to try again what has failed; a pod that waits for the
+    /// volume does not get it so, and paces its tries itself.
     ///
     /// # Errors
     ///
-    /// Why a pod that had the volume not yet cannot have it.
+    /// Why a pod that waits for the volume cannot have it.
     pub(super) async fn attempt(
         &self,
         grow: impl Future<Output = Result<(), NotGrown>>,
     ) -> Result<Option<Timestamp>, Problem> {
         let (context, grown) = (self.context, self.grown);
-        let holds_up = self.is_new && !grown.is_told;
+        let holds_up = self.waits && !grown.is_told;
         let known = &context.csi.expansions;
         let (due, has_failed) = {
             let mut known = lock(known);
@@ -129,7 +129,7 @@ impl Growing<'_> {
         let begun = Instant::now();
         let outcome = grow.await;
         let outcome = outcome.map_err(|failed| failed.or_superseded(grown, has_failed));
-        if !self.is_new {
+        if !self.waits {
             self.count(&outcome, begun);
         }
         let outcome = match outcome {
@@ -192,7 +192,7 @@ pub(super) async fn of_local(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,
-    is_new: bool,
+    waits: bool,
 ) -> Result<Option<Timestamp>, Problem> {
     let Source::Local {
         grown: Some(grown), ..
@@ -201,7 +201,7 @@ pub(super) async fn of_local(
         return Ok(None);
     };
     if resolved.read_only {
-        if is_new {
+        if waits {
             tell_read_only(context, pod, &resolved.name, grown);
         }
         return Ok(None);
@@ -213,7 +213,7 @@ pub(super) async fn of_local(
         key: format!("kubernetes.io/local-volume/{}", resolved.name),
         plugin: &resolved.qualified_plugin(),
         grown,
-        is_new,
+        waits,
     };
     let grow = async {
         begin(context, grown).await?;

@@ -554,18 +554,13 @@ async fn one(
     is_new: bool,
 ) -> Result<Made, Problem> {
     let (around, fetched) = (&from.around, from.fetched);
+    // Containers that run have it from an agent before this one.
+    let waits = is_new && !from.known;
     if let Source::Csi(served) = &resolved.source {
-        return Box::pin(csi::publish(context, around.pod, served, is_new)).await;
+        return Box::pin(csi::publish(context, around.pod, served, is_new, waits)).await;
     }
     if let Source::Disk { attached_as, .. } = &resolved.source {
-        attached::of_disk(
-            context,
-            around.pod,
-            resolved,
-            attached_as,
-            is_new && !from.known,
-        )
-        .await?;
+        attached::of_disk(context, around.pod, resolved, attached_as, waits).await?;
     }
     let given = held.fetch(context, around.pod, volume).await?;
     let files = payload::files(volume, around, fetched, &given).transpose()?;
@@ -582,6 +577,6 @@ async fn one(
     }
     Ok(Made {
         labelled: resolved.labelled,
-        again: growth::of_local(context, around.pod, resolved, is_new).await?,
+        again: growth::of_local(context, around.pod, resolved, waits).await?,
     })
 }

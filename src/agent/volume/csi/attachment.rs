@@ -65,6 +65,8 @@ async fn attached_by_controller(
             "volume is not attached yet: {why}"
         )));
     }
+    // It goes on as soon as it is listed. Until then its VolumeAttachment need not be there, and the node may not read it.
+    let is_listed = attached::is_listed(context, &volume).await;
     let (name, driver) = (&data.attachment_id, &data.driver_name);
     let mut has_no_room = false;
     let why = match context
@@ -73,7 +75,7 @@ async fn attached_by_controller(
         .await
         .map_err(|e| NotAttached::new(e.to_string()))?
     {
-        Attachment::Done(told) if attached::is_listed(context, &volume).await => return Ok(told),
+        Attachment::Done(told) if is_listed => return Ok(told),
         Attachment::Done(_) => format!(
             "volumesAttached of node {node} does not list {volume}, though VolumeAttachment {name} says that it is attached; the attach-detach controller lists it"
         ),

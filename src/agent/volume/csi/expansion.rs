@@ -11,21 +11,21 @@ use crate::core::volume::claims::Grown;
 use crate::core::volume::csi;
 use crate::core::volume::resolved::Problem;
 
-/// Makes a filesystem as large as its volume has become, if that is due, and says so. `is_new` says that the pod had the
-/// volume not yet. See [`Growing::attempt`].
+/// Makes a filesystem as large as its volume has become, if that is due, and says so. `waits` says that the pod's containers
+/// wait for the volume. See [`Growing::attempt`].
 pub(super) async fn grow(
     context: &Context,
     pod: &Pod,
     wanted: &Wanted<'_>,
     staging: String,
-    is_new: bool,
+    waits: bool,
 ) -> Result<Option<Timestamp>, Problem> {
     let volume = wanted.volume;
     let Some(grown) = &volume.grown else {
         return Ok(None);
     };
     if volume.read_only {
-        if is_new && !grown.is_told {
+        if waits && !grown.is_told {
             growth::tell_read_only(context, pod, &volume.name, grown);
         }
         return Ok(None);
@@ -43,7 +43,7 @@ pub(super) async fn grow(
         key: csi::unique_name(&data.driver_name, &data.volume_handle),
         plugin: &format!("kubernetes.io/csi:{}", data.driver_name),
         grown,
-        is_new,
+        waits,
     };
     let grow = async {
         match can {

@@ -358,12 +358,13 @@ async fn to_its_end<T: Send + 'static>(
 }
 
 /// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
-/// had it not yet.
+/// had it not yet as far as this agent knows, `waits` that its containers wait for it.
 pub(super) async fn publish(
     context: &Context,
     pod: &Pod,
     volume: &Volume,
     is_new: bool,
+    waits: bool,
 ) -> Result<Made, Problem> {
     let described = context
         .api
@@ -418,7 +419,7 @@ pub(super) async fn publish(
         HashMap::new()
     };
     let staging = mount(context, pod, &wanted, told).await?;
-    let again = expansion::grow(context, pod, &wanted, staging, is_new).await?;
+    let again = expansion::grow(context, pod, &wanted, staging, waits).await?;
     let labelled = needs_no_labels(context, volume, &wanted.place).await?;
     Ok(Made { labelled, again })
 }
