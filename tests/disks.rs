@@ -86,6 +86,16 @@ impl OtherNode<'_> {
     }
 }
 
+/// Makes a pod that needs the disk while another node has it.
+fn wait_for_another_node(cluster: &Cluster, pod: &str, manifest: &str) {
+    if support::skip::needs_bundled("its controller reads what nodes say at any time") {
+        return cluster.apply(manifest);
+    }
+    let other_node = OtherNode::with_the_disk(cluster);
+    cluster.apply(manifest);
+    other_node.keeps_it_from(pod);
+}
+
 fn no_disk_is_in_use(cluster: &Cluster) {
     cluster.wait("no disk to be in use", || {
         let status = cluster.node()["status"].clone();
@@ -216,13 +226,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     );
     let logouts = || calls().matches("--logout").count();
     let before = logouts();
-    if support::skip::needs_bundled("its controller reads what nodes say at any time") {
-        cluster.apply(&raw("four", "block"));
-    } else {
-        let other_node = OtherNode::with_the_disk(&cluster);
-        cluster.apply(&raw("four", "block"));
-        other_node.keeps_it_from("four");
-    }
+    wait_for_another_node(&cluster, "four", &raw("four", "block"));
     cluster.apply(&raw("five", "block"));
     cluster.wait("the pods", || ready("four") && ready("five"));
     assert_eq!(magic("four"), "53 ef", "ext4");

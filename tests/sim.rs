@@ -137,7 +137,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     late("Running", "free")?;
     late("Pending", "held")?;
     tokio::time::sleep(Duration::from_secs(12)).await;
-    // Just then the runtime may be asked (seed 925).
+    // Just then something else may have been begun last, the directories for instance.
     for _ in 0..20 {
         if world.check_says("held", "volume far").is_ok() {
             break;

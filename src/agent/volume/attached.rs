@@ -10,6 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -23,7 +24,6 @@ use crate::core::pod;
 use crate::core::volume::disks;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::host::volume::disks::all_places;
-use std::sync::Mutex;
 
 /// How long a volume waits until the node's status says that it is in use, or that it is attached.
 const REPORTING: Duration = Duration::from_secs(10);

@@ -71,6 +71,32 @@ fn is_attached(attachment: &VolumeAttachment) -> bool {
         && attachment.status.as_ref().is_some_and(|s| s.attached)
 }
 
+/// The pods that may need something of a node, and its name.
+fn placed(pods: &[Arc<Pod>]) -> impl Iterator<Item = (&Arc<Pod>, &str)> {
+    let going_on = pods.iter().filter(|pod| !pod::is_terminal(pod));
+    going_on.filter_map(|pod| {
+        let node = pod::spec(pod).node_name.as_deref();
+        Some((pod, node.filter(|node| !node.is_empty())?))
+    })
+}
+
+/// The volumes that a pod's claims are bound to.
+fn claimed<'a>(
+    pod: &Pod,
+    claims: &[Arc<PersistentVolumeClaim>],
+    volumes: &'a [Arc<PersistentVolume>],
+) -> Vec<&'a Arc<PersistentVolume>> {
+    let of_pod = claims::of_pod(pod).into_iter();
+    let volumes = of_pod.filter_map(|(_, name)| {
+        let is_its = |claim: &&Arc<PersistentVolumeClaim>| {
+            claim.metadata.namespace == pod.metadata.namespace && claim.name_any() == name
+        };
+        let bound = claims::bound(claims.iter().find(is_its)?)?;
+        volumes.iter().find(|volume| volume.name_any() == bound)
+    });
+    volumes.collect()
+}
+
 /// What there is.
 struct World {
     pods: Vec<Arc<Pod>>,
@@ -94,20 +120,8 @@ impl World {
     /// All attachments that pods need: the pod, the attachment's name and what it is.
     fn needs(&self) -> Vec<(&Arc<Pod>, String, Wanted)> {
         let mut needs = vec![];
-        for pod in self.pods.iter().filter(|p| !pod::is_terminal(p)) {
-            let Some(node) = pod::spec(pod).node_name.clone().filter(|n| !n.is_empty()) else {
-                continue;
-            };
-            for (_, name) in claims::of_pod(pod) {
-                let claim = self.claims.iter().find(|c| {
-                    c.metadata.namespace == pod.metadata.namespace && c.name_any() == name
-                });
-                let bound = claim.and_then(|c| claims::bound(c));
-                let Some(volume) =
-                    bound.and_then(|b| self.volumes.iter().find(|v| v.name_any() == b))
-                else {
-                    continue;
-                };
+        for (pod, node) in placed(&self.pods) {
+            for volume in claimed(pod, &self.claims, &self.volumes) {
                 let Some(source) = volume.spec.as_ref().and_then(|s| s.csi.as_ref()) else {
                     continue;
                 };
@@ -115,14 +129,14 @@ impl World {
                 if driver.is_some_and(|d| d.spec.attach_required == Some(false)) {
                     continue;
                 }
-                let name = csi::attachment_name(&source.driver, &source.volume_handle, &node);
+                let name = csi::attachment_name(&source.driver, &source.volume_handle, node);
                 let unique = csi::unique_name(&source.driver, &source.volume_handle);
                 needs.push((
                     pod,
                     name,
                     Wanted {
                         driver: source.driver.clone(),
-                        node: node.clone(),
+                        node: node.to_owned(),
                         volume: volume.name_any(),
                         unique,
                     },

@@ -322,6 +322,18 @@ impl Variables {
     }
 }
 
+/// What was found; that it is missing is an error unless it is optional.
+fn unless_optional<T>(
+    found: Option<T>,
+    optional: Option<bool>,
+    missing: impl FnOnce() -> String,
+) -> Result<Option<T>, String> {
+    match found {
+        None if optional != Some(true) => Err(missing()),
+        found => Ok(found),
+    }
+}
+
 /// What the environment of a container is made from.
 struct Origins<'a> {
     container: &'a Container,
@@ -349,33 +361,25 @@ impl Origins<'_> {
         Ok(())
     }
 
-    /// None where it may be missing.
     fn config_map(
         &self,
         name: &str,
         optional: Option<bool>,
     ) -> Result<Option<Arc<ConfigMap>>, String> {
-        match self.objects.config_map(name) {
-            None if optional != Some(true) => Err(format!("configmap {name:?} not found")),
-            found => Ok(found),
-        }
+        let missing = || format!("configmap {name:?} not found");
+        unless_optional(self.objects.config_map(name), optional, missing)
     }
 
-    /// None where it may be missing.
     fn secret(&self, name: &str, optional: Option<bool>) -> Result<Option<Arc<Secret>>, String> {
-        match self.objects.secret(name) {
-            None if optional != Some(true) => Err(format!("secret {name:?} not found")),
-            found => Ok(found),
-        }
+        let missing = || format!("secret {name:?} not found");
+        unless_optional(self.objects.secret(name), optional, missing)
     }
 
     /// What a variable has from its source; none where that may be missing.
     fn value(&self, name: &str, source: &EnvVarSource) -> Result<Option<Vec<u8>>, String> {
         let namespace = meta::namespace(self.around.pod);
         let missing = |kind: &str, key: &str, of: &str| {
-            Err(format!(
-                "couldn't find key {key} in {kind} {namespace}/{of}"
-            ))
+            format!("couldn't find key {key} in {kind} {namespace}/{of}")
         };
         if let Some(reference) = &source.field_ref {
             return Ok(Some(
@@ -391,20 +395,20 @@ impl Origins<'_> {
             let Some(map) = self.config_map(&reference.name, optional)? else {
                 return Ok(None);
             };
-            return match map.data.as_ref().and_then(|data| data.get(key)) {
-                None if optional != Some(true) => missing("ConfigMap", key, &reference.name),
-                found => Ok(found.map(|value| value.clone().into_bytes())),
-            };
+            let value = map.data.as_ref().and_then(|data| data.get(key));
+            let value = value.map(|value| value.clone().into_bytes());
+            let missing = || missing("ConfigMap", key, &reference.name);
+            return unless_optional(value, optional, missing);
         }
         if let Some(reference) = &source.secret_key_ref {
             let (key, optional) = (&reference.key, reference.optional);
             let Some(secret) = self.secret(&reference.name, optional)? else {
                 return Ok(None);
             };
-            return match secret.data.as_ref().and_then(|data| data.get(key)) {
-                None if optional != Some(true) => missing("Secret", key, &reference.name),
-                found => Ok(found.map(|value| value.0.clone())),
-            };
+            let value = secret.data.as_ref().and_then(|data| data.get(key));
+            let value = value.map(|value| value.0.clone());
+            let missing = || missing("Secret", key, &reference.name);
+            return unless_optional(value, optional, missing);
         }
         match &source.file_key_ref {
             Some(reference) => self.in_file(reference),
@@ -423,12 +427,9 @@ impl Origins<'_> {
             Some(Err(error)) => return Err(format!("couldn't parse env file: {error}")),
             None => return Err(format!("couldn't parse env file: {path} was not read")),
         };
-        match super::env_file::lookup(text, key)? {
-            None if reference.optional != Some(true) => Err(format!(
-                "environment variable key {key:?} not found in file {path:?}"
-            )),
-            found => Ok(found.map(String::into_bytes)),
-        }
+        let value = super::env_file::lookup(text, key)?.map(String::into_bytes);
+        let missing = || format!("environment variable key {key:?} not found in file {path:?}");
+        unless_optional(value, reference.optional, missing)
     }
 }
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Pod};
 use kube::ResourceExt as _;
 
-use super::{in_use, listed};
+use super::{claimed, in_use, listed, placed};
 use crate::core::pod;
-use crate::core::volume::{claims, disks};
+use crate::core::volume::disks;
 
 /// A disk that a pod needs.
 struct Need<'a> {
@@ -53,16 +53,12 @@ fn is_for_one_node(volume: &PersistentVolume) -> bool {
 
 fn needs<'a>(
     pods: &'a [Arc<Pod>],
-    all_claims: &[Arc<PersistentVolumeClaim>],
+    claims: &[Arc<PersistentVolumeClaim>],
     volumes: &[Arc<PersistentVolume>],
 ) -> Vec<Need<'a>> {
     let mut needs = vec![];
-    for pod in pods.iter().filter(|pod| !pod::is_terminal(pod)) {
-        let spec = pod::spec(pod);
-        let Some(node) = spec.node_name.as_deref().filter(|node| !node.is_empty()) else {
-            continue;
-        };
-        for volume in spec.volumes.iter().flatten() {
+    for (pod, node) in placed(pods) {
+        for volume in pod::spec(pod).volumes.iter().flatten() {
             let iscsi = volume.iscsi.as_ref();
             let iscsi = iscsi.map(|s| disks::iscsi_name(&s.target_portal, &s.iqn, s.lun));
             if let Some(unique) = iscsi.or_else(|| volume.fc.as_ref().map(disks::fc_name)) {
@@ -75,14 +71,8 @@ fn needs<'a>(
                 });
             }
         }
-        for (_, name) in claims::of_pod(pod) {
-            let is_its = |claim: &&Arc<PersistentVolumeClaim>| {
-                claim.metadata.namespace == pod.metadata.namespace && claim.name_any() == name
-            };
-            let claim = all_claims.iter().find(is_its);
-            let bound = claim.and_then(|claim| claims::bound(claim));
-            let volume = bound.and_then(|name| volumes.iter().find(|v| v.name_any() == name));
-            if let Some((volume, unique)) = volume.and_then(|v| Some((v, of_persistent(v)?))) {
+        for volume in claimed(pod, claims, volumes) {
+            if let Some(unique) = of_persistent(volume) {
                 needs.push(Need {
                     pod,
                     node,
