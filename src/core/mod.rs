@@ -9,6 +9,7 @@ pub mod bucket;
 pub mod correlate;
 pub mod cpuset;
 pub mod digest;
+pub mod fault;
 pub mod image;
 pub mod indexes;
 pub mod json;

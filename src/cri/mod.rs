@@ -21,6 +21,7 @@ use tokio::sync::mpsc;
 pub use client::CriClient;
 pub use measured::Report;
 
+use crate::core::fault::{Class, Fault};
 use crate::core::node::collection::DeadContainer;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
@@ -42,7 +43,33 @@ fn told(code: Option<&str>, message: &str) -> String {
     code.map_or_else(|| message.to_owned(), |code| failure::told(code, message))
 }
 
+impl From<RuntimeError> for Fault {
+    fn from(error: RuntimeError) -> Fault {
+        Fault {
+            class: error.class(),
+            message: error.to_string(),
+        }
+    }
+}
+
 impl RuntimeError {
+    /// What it means for the next try: that the runtime is back is told to all pods.
+    fn class(&self) -> Class {
+        match self.kind {
+            RuntimeErrorKind::Unavailable => Class::WaitForNews,
+            _ => Class::RetryLater,
+        }
+    }
+
+    /// The same without the code, as the kubelet shows containers that cannot be made or started.
+    #[must_use]
+    pub fn without_code(self) -> Fault {
+        Fault {
+            class: self.class(),
+            message: self.message,
+        }
+    }
+
     /// The text without a code that says nothing, as the kubelet shows failed pulls.
     #[must_use]
     pub fn without_unknown(&self) -> String {

@@ -5,6 +5,8 @@ use std::io;
 
 use nix::errno::Errno;
 
+use crate::core::fault::Fault;
+
 /// What a failure means for the caller. There is a kind for each thing that a caller does differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostErrorKind {
@@ -59,6 +61,13 @@ impl HostError {
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         self.kind == HostErrorKind::UnderWay
+    }
+}
+
+/// Nothing says when it may succeed.
+impl From<HostError> for Fault {
+    fn from(error: HostError) -> Fault {
+        Fault::later(error.message)
     }
 }
 

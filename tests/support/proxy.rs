@@ -1,4 +1,6 @@
-//! A proxy in front of the real containerd that makes chosen calls fail, hang, come late or lose their answer.
+//! A proxy in front of the real containerd that makes chosen calls fail, hang, come late or lose their answer, or cuts off
+//! everybody.
+#![allow(dead_code, reason = "each suite needs a part of it")]
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -50,6 +52,7 @@ pub struct Proxy {
     hits: Arc<Mutex<u64>>,
     killer: Killer,
     killed: Arc<Mutex<bool>>,
+    away: watch::Sender<bool>,
     _runtime: tokio::runtime::Runtime,
 }
 
@@ -153,17 +156,27 @@ impl Proxy {
             killer: Arc::clone(&killer),
         };
         let listener = runtime.block_on(async { UnixListener::bind(&socket).unwrap() });
+        let away = watch::Sender::new(false);
+        let is_away = away.subscribe();
         runtime.spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
+                let mut is_away = is_away.clone();
+                if *is_away.borrow_and_update() {
+                    continue;
+                }
                 let (target, shared) = (target.clone(), shared.clone());
                 let service = hyper::service::service_fn(move |request| {
                     let answer = handle(target.clone(), shared.clone(), request);
                     async move { Ok::<_, Infallible>(answer.await) }
                 });
-                tokio::spawn(
-                    hyper::server::conn::http2::Builder::new(TokioExecutor::new())
-                        .serve_connection(TokioIo::new(stream), service),
-                );
+                let connection = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
+                    .serve_connection(TokioIo::new(stream), service);
+                tokio::spawn(async move {
+                    tokio::select! {
+                        _ = connection => {}
+                        _ = is_away.changed() => {}
+                    }
+                });
             }
         });
         Proxy {
@@ -171,6 +184,7 @@ impl Proxy {
             hits,
             killer,
             killed: Arc::default(),
+            away,
             _runtime: runtime,
         }
     }
@@ -199,6 +213,11 @@ impl Proxy {
     /// Whether the fault that is on has killed the caller.
     pub fn has_killed(&self) -> bool {
         *self.killed.lock().unwrap()
+    }
+
+    /// Cuts everybody off, and lets nobody in until the next call of this.
+    pub fn set_away(&self, away: bool) {
+        self.away.send_replace(away);
     }
 
     /// Lifts it.

@@ -28,6 +28,7 @@ use crate::config::Config;
 use crate::core::backoff::PullBackoff;
 use crate::core::bucket::Bucket;
 use crate::core::digest;
+use crate::core::fault::{Class, Fault};
 use crate::core::image::gc::Ledger as Ages;
 use crate::core::image::keyring::{self, Entry};
 use crate::core::image::pulled::{self, By, ByAccount, BySecret, Own, Policy};
@@ -47,8 +48,10 @@ pub struct Waiting {
     pub reason: String,
     /// The message.
     pub message: String,
-    /// When trying again makes sense.
+    /// When trying again makes sense, if that is known.
     pub again: Option<Timestamp>,
+    /// What it waits for where that is not known.
+    pub class: Class,
 }
 
 impl std::fmt::Display for Waiting {
@@ -165,7 +168,7 @@ fn hash(entry: &Entry) -> String {
 #[async_trait]
 pub trait SandboxMessage: Send + Sync {
     /// The message, as soon as what it names is there.
-    async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, String>;
+    async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, Fault>;
 }
 
 /// Whose images they are.
@@ -242,10 +245,11 @@ async fn ensure(
     whose: For<'_>,
     container: &Container,
 ) -> Result<Image, Waiting> {
-    let waiting = |reason: &str, message: String| Waiting {
+    let waiting = |reason: &str, message: String, class: Class| Waiting {
         reason: reason.into(),
         message,
         again: None,
+        class,
     };
     let spec_image = container.image.clone().unwrap_or_default();
     let about = About {
@@ -256,13 +260,14 @@ async fn ensure(
     let name = with_default_tag(&spec_image).map_err(|error| {
         let reason = "InvalidImageName";
         about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);
-        waiting(reason, error)
+        waiting(reason, error, Class::Final)
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
-        let message = format!("Failed to inspect image {name:?}: {error}");
+        let fault = Fault::from(error).within(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
-        about.refuse((Kind::Warning, "InspectFailed", message.clone()), reason);
-        waiting(reason, message)
+        let told = (Kind::Warning, "InspectFailed", fault.to_string());
+        about.refuse(told, reason);
+        waiting(reason, fault.message, fault.class)
     })?;
     let policy = container
         .image_pull_policy
@@ -289,7 +294,7 @@ async fn ensure(
             let message =
                 format!("Container image {spec_image:?} is not present with pull policy of Never");
             about.refuse((Kind::Warning, reason, message.clone()), reason);
-            Err(waiting(reason, message))
+            Err(waiting(reason, message, Class::RetryLater))
         }
         _ => pull(&about, &spec_image, &name).await,
     }
@@ -358,6 +363,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
             reason: reason.into(),
             message: format!("{message}: {error}"),
             again: Some(until),
+            class: Class::RetryLater,
         });
     }
     about.say(Kind::Normal, "Pulling", format!("Pulling image {shown:?}"));
@@ -384,6 +390,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
                 reason: reason.into(),
                 message,
                 again: Some(until.min(context.clock.now() + SHOWN)),
+                class: Class::RetryLater,
             })
         }
     }
@@ -428,7 +435,8 @@ async fn attempt(
     whose: For<'_>,
 ) -> Result<(Image, std::time::Duration), String> {
     let images = &context.images;
-    let sandbox = whose.sandbox.sandbox_message().await?;
+    let sandbox = whose.sandbox.sandbox_message().await;
+    let sandbox = sandbox.map_err(|fault| fault.message)?;
     let _slot = images.slots.acquire().await.map_err(|e| e.to_string())?;
     let quota = lock(&images.quota).take(context.clock.now());
     if quota.is_err() {

@@ -240,6 +240,11 @@ impl Dispatcher {
                     worker.inbox.send(Input::Update(worker.update.clone()));
                 }
             }
+            Hint::RuntimeBack => {
+                for worker in self.workers.values() {
+                    worker.inbox.send(Input::RuntimeBack);
+                }
+            }
             Hint::Listed(listed) if self.is_ready() => self.adopt_orphans(&listed),
             Hint::Listed(_) => {}
         }

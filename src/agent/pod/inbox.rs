@@ -111,6 +111,7 @@ fn supersedes(new: &Input, old: &Input) -> bool {
         | (Input::Devices(_), Input::Devices(_))
         | (Input::RoomFreed, Input::RoomFreed)
         | (Input::Network(_), Input::Network(_))
+        | (Input::RuntimeBack, Input::RuntimeBack)
         | (Input::Tick, Input::Tick) => true,
         _ => false,
     }

@@ -5,6 +5,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
 use crate::agent::Context;
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::worker::Update;
 use crate::kubeapi::pods::ApiFailure;
@@ -37,9 +38,11 @@ fn of(pod: &Pod, node: &Node) -> Pod {
 }
 
 /// Makes sure that a static pod's mirror is there and is the right one.
-pub async fn reconcile(context: &Context, update: &Update) -> Result<(), String> {
+pub async fn reconcile(context: &Context, update: &Update) -> Result<(), Fault> {
     let Some(node) = context.node.borrow().clone() else {
-        return Err("the Node object that owns mirrors is not known yet".into());
+        return Err(Fault::later(
+            "the Node object that owns mirrors is not known yet",
+        ));
     };
     if let Some(mirror) = &update.object {
         if update.is_mirrored_by(mirror) {
@@ -49,12 +52,14 @@ pub async fn reconcile(context: &Context, update: &Update) -> Result<(), String>
     }
     match context.api.create(&of(&update.pod, &node)).await {
         Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(()),
-        Err(error) => Err(format!("the mirror pod cannot be created: {error}")),
+        Err(error) => Err(Fault::later(format!(
+            "the mirror pod cannot be created: {error}"
+        ))),
     }
 }
 
 /// Removes a mirror.
-pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
+pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), Fault> {
     match context
         .api
         .delete(
@@ -66,7 +71,9 @@ pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), String> {
     {
         Ok(()) => Ok(()),
         Err(error) if error.is_gone() => Ok(()),
-        Err(error) => Err(format!("the mirror pod cannot be removed: {error}")),
+        Err(error) => Err(Fault::later(format!(
+            "the mirror pod cannot be removed: {error}"
+        ))),
     }
 }
 

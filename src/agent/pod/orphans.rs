@@ -16,6 +16,7 @@ use super::mirror;
 use crate::agent::volume::csi::VolumeError;
 use crate::agent::{Context, volume};
 use crate::core::backoff::Doubling;
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::cri::RuntimeError;
 
@@ -253,7 +254,7 @@ async fn delete_mirror(context: Arc<Context>, mirror: Arc<Pod>) -> (String, bool
     let deletion = mirror::remove(&context, &mirror);
     let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
         .await
-        .unwrap_or_else(|_| Err(format!("no answer after {DELETE_TIMEOUT:?}")));
+        .unwrap_or_else(|_| Err(Fault::later(format!("no answer after {DELETE_TIMEOUT:?}"))));
     if let Err(error) = &deleted {
         tracing::warn!(%error, pod = %pod::full_name(&mirror), "orphaned mirror pod not deleted, retrying");
     }

@@ -59,6 +59,8 @@ pub enum Hint {
     Event(RuntimeEvent),
     /// The devices of this pod have another health than before.
     Devices(String),
+    /// The runtime answers again, after it had not.
+    RuntimeBack,
     /// All pods that the runtime has.
     Listed(Vec<ListedPod>),
 }
@@ -77,6 +79,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut has_events = true;
     let mut next_try = Instant::now();
     let mut failing = false;
+    let mut was_away = false;
     let mut last: Option<Instant> = None;
     // Memory is given back once a burst is over: something happened, and then a while nothing did. The last to free much
     // are workers that end, some time after their containers.
@@ -116,6 +119,9 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 if std::mem::replace(&mut failing, false) {
                     tracing::info!("the container runtime answers again");
                 }
+                if std::mem::take(&mut was_away) && hints.send(Hint::RuntimeBack).await.is_err() {
+                    return;
+                }
                 for uid in seen.differing(&listed) {
                     quiet_since = Some(Instant::now());
                     if hints.send(Hint::Pod(uid)).await.is_err() {
@@ -127,6 +133,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 }
             }
             Err(error) => {
+                was_away = true;
                 if !std::mem::replace(&mut failing, true) {
                     tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried every second");
                 }
@@ -146,7 +153,8 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                             return;
                         }
                     }
-                    None => events = None,
+                    // It may have been started again, sooner than it is listed.
+                    None => (events, was_away) = (None, true),
                 },
                 Ok(()) = roster.changed() => quiet_since = Some(Instant::now()),
                 () = trimming(quiet_since) => {

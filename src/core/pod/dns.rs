@@ -3,6 +3,7 @@
 use holdfast_proto::cri::DnsConfig;
 use k8s_openapi::api::core::v1::Pod;
 
+use crate::core::fault::Fault;
 use crate::core::{meta, pod};
 
 /// What the node's own resolver and the cluster's settings give.
@@ -170,7 +171,7 @@ fn unique(list: &mut Vec<String>) {
 }
 
 /// Host name and domain of a pod; the error is a sandbox error.
-pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), String> {
+pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Fault> {
     let spec = pod::spec(pod);
     if let Some(name) = spec.hostname_override.clone().filter(|h| !h.is_empty()) {
         return Ok((name, String::new()));
@@ -189,10 +190,10 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Str
     if spec.set_hostname_as_fqdn == Some(true) && !domain.is_empty() {
         let full = format!("{short}.{domain}");
         if full.len() > 64 {
-            return Err(format!(
+            return Err(Fault::invalid(format!(
                 "failed to construct FQDN from pod hostname and cluster domain, FQDN {full} is too long (64 characters is the max, {} characters requested)",
                 full.len()
-            ));
+            )));
         }
         return Ok((full, domain));
     }

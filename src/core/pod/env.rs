@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::{
 
 use super::quoted::quoted;
 use super::resources::{Side, of_container, of_pod_level};
+use crate::core::fault::Fault;
 use crate::core::meta;
 use crate::core::quantity::Quantity;
 
@@ -159,7 +160,7 @@ pub fn of_services(
 }
 
 /// A field of the pod as text.
-pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
+pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, Fault> {
     let pod = around.pod;
     let keyed = |prefix: &str| {
         path.strip_prefix(prefix)
@@ -189,15 +190,15 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, String> {
         "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
         // It would be wrong for as long as the container lives.
         "status.hostIP" | "status.hostIPs" if around.node_ips.is_empty() => {
-            return Err(format!(
+            return Err(Fault::later(format!(
                 "{path}: the node has no address yet: bring its network up, or name an address with --node-ip"
-            ));
+            )));
         }
         "status.hostIP" => around.node_ips[0].clone(),
         "status.hostIPs" => around.node_ips.join(","),
         "status.podIP" => around.addresses().into_iter().next().unwrap_or_default(),
         "status.podIPs" => around.addresses().join(","),
-        other => return Err(format!("unsupported fieldPath: {other}")),
+        other => return Err(Fault::invalid(format!("unsupported fieldPath: {other}"))),
     })
 }
 
@@ -208,11 +209,15 @@ pub fn resource(
     name: &str,
     divisor: Option<&str>,
     around: &Surroundings<'_>,
-) -> Result<String, String> {
+) -> Result<String, Fault> {
     let (side, key) = match name.split_once('.') {
         Some(("limits", key)) => (Side::Limits, key),
         Some(("requests", key)) => (Side::Requests, key),
-        _ => return Err(format!("unsupported container resource: {name}")),
+        _ => {
+            return Err(Fault::invalid(format!(
+                "unsupported container resource: {name}"
+            )));
+        }
     };
     let set = of_container(container, side)
         .get(key)
@@ -239,7 +244,7 @@ pub fn resource(
         None | Some("" | "0") => Quantity::from_units(1),
         Some(text) => text
             .parse()
-            .map_err(|_| format!("invalid divisor {text:?}"))?,
+            .map_err(|_| Fault::invalid(format!("invalid divisor {text:?}")))?,
     };
     let (amount, divisor) = if key == "cpu" {
         (amount.milli(), divisor.milli().max(1))
@@ -254,7 +259,7 @@ fn selected(
     own: &Container,
     reference: &ResourceFieldSelector,
     around: &Surroundings<'_>,
-) -> Result<String, String> {
+) -> Result<String, Fault> {
     let divisor = reference.divisor.as_ref().map(|q| q.0.as_str());
     let of = |container: &Container| resource(container, &reference.resource, divisor, around);
     match reference.container_name.as_deref() {
@@ -264,13 +269,13 @@ fn selected(
             .find(|(_, c)| c.name == name)
         {
             Some((_, container)) => of(container),
-            None => Err(format!("container {name} not found")),
+            None => Err(Fault::invalid(format!("container {name} not found"))),
         },
     }
 }
 
 /// What stands in the files that variables refer to, by volume and path.
-pub type Files = BTreeMap<(String, String), Result<String, String>>;
+pub type Files = BTreeMap<(String, String), Result<String, Fault>>;
 
 /// The files that a container's variables refer to: volume and path.
 pub fn file_references(container: &Container) -> impl Iterator<Item = (String, String)> {
@@ -283,7 +288,7 @@ pub fn file_references(container: &Container) -> impl Iterator<Item = (String, S
 }
 
 /// Replaces `$(NAME)` everywhere; names that are not known or empty are an error (upstream's `ExpandContainerVolumeMounts`).
-pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, Fault> {
     let missing = std::cell::RefCell::new(BTreeSet::new());
     let expanded = expand(text, |name| {
         let value = lookup(name).filter(|value| !value.is_empty());
@@ -295,7 +300,10 @@ pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result
     let missing: Vec<String> = missing.into_inner().into_iter().collect();
     match missing.as_slice() {
         [] => Ok(expanded),
-        names => Err(format!("missing value for {}", names.join(", "))),
+        names => Err(Fault::missing(format!(
+            "missing value for {}",
+            names.join(", ")
+        ))),
     }
 }
 
@@ -327,9 +335,9 @@ fn unless_optional<T>(
     found: Option<T>,
     optional: Option<bool>,
     missing: impl FnOnce() -> String,
-) -> Result<Option<T>, String> {
+) -> Result<Option<T>, Fault> {
     match found {
-        None if optional != Some(true) => Err(missing()),
+        None if optional != Some(true) => Err(Fault::missing(missing())),
         found => Ok(found),
     }
 }
@@ -344,7 +352,7 @@ struct Origins<'a> {
 
 impl Origins<'_> {
     /// Sets all that a ConfigMap or a Secret has.
-    fn set_all(&self, source: &EnvFromSource, variables: &mut Variables) -> Result<(), String> {
+    fn set_all(&self, source: &EnvFromSource, variables: &mut Variables) -> Result<(), Fault> {
         let prefix = source.prefix.clone().unwrap_or_default();
         if let Some(reference) = &source.config_map_ref {
             let map = self.config_map(&reference.name, reference.optional)?;
@@ -365,18 +373,18 @@ impl Origins<'_> {
         &self,
         name: &str,
         optional: Option<bool>,
-    ) -> Result<Option<Arc<ConfigMap>>, String> {
+    ) -> Result<Option<Arc<ConfigMap>>, Fault> {
         let missing = || format!("configmap {name:?} not found");
         unless_optional(self.objects.config_map(name), optional, missing)
     }
 
-    fn secret(&self, name: &str, optional: Option<bool>) -> Result<Option<Arc<Secret>>, String> {
+    fn secret(&self, name: &str, optional: Option<bool>) -> Result<Option<Arc<Secret>>, Fault> {
         let missing = || format!("secret {name:?} not found");
         unless_optional(self.objects.secret(name), optional, missing)
     }
 
     /// What a variable has from its source; none where that may be missing.
-    fn value(&self, name: &str, source: &EnvVarSource) -> Result<Option<Vec<u8>>, String> {
+    fn value(&self, name: &str, source: &EnvVarSource) -> Result<Option<Vec<u8>>, Fault> {
         let namespace = meta::namespace(self.around.pod);
         let missing = |kind: &str, key: &str, of: &str| {
             format!("couldn't find key {key} in {kind} {namespace}/{of}")
@@ -412,20 +420,24 @@ impl Origins<'_> {
         }
         match &source.file_key_ref {
             Some(reference) => self.in_file(reference),
-            None => Err(format!(
+            None => Err(Fault::invalid(format!(
                 "environment variable {name:?} has a source that is not supported"
-            )),
+            ))),
         }
     }
 
     /// What a variable has from a file of a volume.
-    fn in_file(&self, reference: &FileKeySelector) -> Result<Option<Vec<u8>>, String> {
+    fn in_file(&self, reference: &FileKeySelector) -> Result<Option<Vec<u8>>, Fault> {
         let FileKeySelector { key, path, .. } = reference;
         let place = (reference.volume_name.clone(), path.clone());
         let text = match self.files.get(&place) {
             Some(Ok(text)) => text,
-            Some(Err(error)) => return Err(format!("couldn't parse env file: {error}")),
-            None => return Err(format!("couldn't parse env file: {path} was not read")),
+            Some(Err(error)) => return Err(error.clone().within("couldn't parse env file")),
+            None => {
+                return Err(Fault::later(format!(
+                    "couldn't parse env file: {path} was not read"
+                )));
+            }
         };
         let value = super::env_file::lookup(text, key)?.map(String::into_bytes);
         let missing = || format!("environment variable key {key:?} not found in file {path:?}");
@@ -440,7 +452,7 @@ pub fn build(
     services: &BTreeMap<String, String>,
     objects: &dyn Objects,
     files: &Files,
-) -> Result<Vec<(String, Vec<u8>)>, String> {
+) -> Result<Vec<(String, Vec<u8>)>, Fault> {
     let origins = Origins {
         container,
         around,
@@ -570,7 +582,7 @@ mod tests {
             assert_eq!(value(path, &both).as_deref(), Ok(expected));
             let error = value(path, &[]).expect_err("no address");
             assert!(
-                error.starts_with(path) && error.contains("--node-ip"),
+                error.message.starts_with(path) && error.message.contains("--node-ip"),
                 "{error}"
             );
         }
@@ -604,7 +616,7 @@ mod tests {
                 serde_json::from_value(json!({"containerName": of, "resource": resource}))
                     .expect("a reference");
             let found = selected(&super::super::spec(&pod).containers[0], &reference, &around);
-            let found = found.as_deref().map_err(String::as_str);
+            let found = found.as_deref().map_err(|fault| fault.message.as_str());
             assert_eq!(found, expected, "{of} {resource}");
         }
     }
@@ -674,7 +686,7 @@ mod tests {
                 .expect("a container");
         assert_eq!(
             build(&missing, &around, &services, &Fixed, &Files::new()),
-            Err("couldn't find key no in Secret n/s".into())
+            Err(Fault::missing("couldn't find key no in Secret n/s"))
         );
     }
 }

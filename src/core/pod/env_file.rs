@@ -1,8 +1,10 @@
 //! Environment files, which `fileKeyRef` reads (KEP-3721): `KEY='value'` lines. Pure.
 
+use crate::core::fault::Fault;
+
 /// The value of `key` in a file. The error is what is wrong with the file; `None` if the key is not in it,
 /// or has no value.
-pub fn lookup(text: &str, key: &str) -> Result<Option<String>, String> {
+pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
     let mut rest = text;
     let mut number = 1;
     while !rest.is_empty() {
@@ -13,7 +15,8 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, String> {
             number += 1;
             continue;
         }
-        let wrong = |why: &str| format!("couldn't parse env file: line {number}: {why}");
+        let wrong =
+            |why: &str| Fault::later(format!("couldn't parse env file: line {number}: {why}"));
         let (name, value) = rest
             .split_once('=')
             .filter(|(name, _)| !name.contains('\n'))
@@ -73,7 +76,7 @@ mod tests {
             ("A\n", "line 1: it has no '='"),
         ] {
             assert!(
-                lookup(wrong, "B").is_err_and(|e| e.contains(expected)),
+                lookup(wrong, "B").is_err_and(|e| e.message.contains(expected)),
                 "{wrong}"
             );
         }

@@ -131,7 +131,7 @@ fn brief(outcome: &Outcome) -> String {
             format!("{id}, its postStart hook failed: {message}")
         }
         Outcome::Outdated(why) => format!("not up to date: {why}"),
-        Outcome::Failed(why) => format!("failed: {why}"),
+        Outcome::Failed(fault) => format!("failed: {fault}"),
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
         Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),

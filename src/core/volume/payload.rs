@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::{
     ConfigMap, DownwardAPIVolumeFile, KeyToPath, Pod, Secret, Volume, VolumeProjection,
 };
 
+use crate::core::fault::Fault;
 use crate::core::pod::env::{self, Objects, Surroundings};
 
 /// One projected file.
@@ -111,16 +112,16 @@ pub fn references(volume: &Volume) -> (Vec<String>, Vec<String>) {
 }
 
 /// A path below the volume: relative, no `..`.
-fn safe(path: &str) -> Result<String, String> {
+fn safe(path: &str) -> Result<String, Fault> {
     let bad = path.is_empty()
         || path.starts_with('/')
         || path
             .split('/')
             .any(|part| part.is_empty() || part == ".." || part == ".");
     if bad || path.starts_with("..") {
-        Err(format!(
+        Err(Fault::invalid(format!(
             "invalid path {path:?}: it must be relative and must not contain '..'"
-        ))
+        )))
     } else {
         Ok(path.to_owned())
     }
@@ -137,7 +138,7 @@ fn project(
     default: i32,
     optional: bool,
     missing: &str,
-) -> Result<Files, String> {
+) -> Result<Files, Fault> {
     let mut files = Files::new();
     if items.is_empty() {
         for (key, content) in data {
@@ -155,7 +156,7 @@ fn project(
             }
             None if optional => {}
             None => {
-                return Err(format!("{missing}: {}", item.key));
+                return Err(Fault::missing(format!("{missing}: {}", item.key)));
             }
         }
     }
@@ -192,7 +193,7 @@ fn config_map(
     default: i32,
     optional: bool,
     objects: &dyn Objects,
-) -> Result<Files, String> {
+) -> Result<Files, Fault> {
     match objects.config_map(name) {
         Some(map) => project(
             map_data(&map),
@@ -202,10 +203,10 @@ fn config_map(
             "configmap references non-existent config key",
         ),
         None if optional => Ok(Files::new()),
-        None => Err(format!(
+        None => Err(Fault::missing(format!(
             "configmap {name:?} not found in namespace {:?}",
             objects.namespace()
-        )),
+        ))),
     }
 }
 
@@ -215,7 +216,7 @@ fn secret(
     default: i32,
     optional: bool,
     objects: &dyn Objects,
-) -> Result<Files, String> {
+) -> Result<Files, Fault> {
     match objects.secret(name) {
         Some(secret) => project(
             secret_data(&secret),
@@ -225,10 +226,10 @@ fn secret(
             "references non-existent secret key",
         ),
         None if optional => Ok(Files::new()),
-        None => Err(format!(
+        None => Err(Fault::missing(format!(
             "secret {name:?} not found in namespace {:?}",
             objects.namespace()
-        )),
+        ))),
     }
 }
 
@@ -236,7 +237,7 @@ fn downward(
     items: &[DownwardAPIVolumeFile],
     default: i32,
     around: &Surroundings<'_>,
-) -> Result<Files, String> {
+) -> Result<Files, Fault> {
     let mut files = Files::new();
     for item in items {
         let text = if let Some(reference) = &item.field_ref {
@@ -247,10 +248,10 @@ fn downward(
                 .iter()
                 .find(|(_, c)| Some(&c.name) == reference.container_name.as_ref());
             let (_, container) = named.ok_or_else(|| {
-                format!(
+                Fault::invalid(format!(
                     "resourceFieldRef names no container of the pod: {:?}",
                     reference.container_name
-                )
+                ))
             })?;
             env::resource(
                 container,
@@ -259,7 +260,10 @@ fn downward(
                 around,
             )?
         } else {
-            return Err(format!("downward API file {:?} has no source", item.path));
+            return Err(Fault::invalid(format!(
+                "downward API file {:?} has no source",
+                item.path
+            )));
         };
         files.insert(
             safe(&item.path)?,
@@ -275,7 +279,7 @@ pub fn files(
     around: &Surroundings<'_>,
     objects: &dyn Objects,
     given: &Given,
-) -> Option<Result<Files, String>> {
+) -> Option<Result<Files, Fault>> {
     if let Some(source) = &volume.config_map {
         return Some(config_map(
             &source.name,
@@ -322,7 +326,7 @@ fn projection(
     around: &Surroundings<'_>,
     objects: &dyn Objects,
     given: &Given,
-) -> Result<Files, String> {
+) -> Result<Files, Fault> {
     if let Some(map) = &source.config_map {
         return config_map(
             &map.name,
@@ -348,7 +352,7 @@ fn projection(
         let text = given
             .tokens
             .get(&token.path)
-            .ok_or("the service account token has not been issued")?;
+            .ok_or_else(|| Fault::later("the service account token has not been issued"))?;
         return Ok(Files::from([(
             safe(&token.path)?,
             private(around.pod, text.clone(), default),
@@ -358,7 +362,7 @@ fn projection(
         let text = given
             .bundles
             .get(&bundle.path)
-            .ok_or("the trust bundle has not been fetched")?;
+            .ok_or_else(|| Fault::later("the trust bundle has not been fetched"))?;
         let text = text.clone().unwrap_or_default();
         return Ok(Files::from([(
             safe(&bundle.path)?,
@@ -369,7 +373,7 @@ fn projection(
         let credential = given
             .credentials
             .get(&place)
-            .ok_or("the certificate has not been issued")?;
+            .ok_or_else(|| Fault::later("the certificate has not been issued"))?;
         let mut files = Files::new();
         for (path, content) in [
             (
@@ -390,9 +394,9 @@ fn projection(
     }
     let known =
         "configMap, secret, downwardAPI, serviceAccountToken, clusterTrustBundle or podCertificate";
-    Err(format!(
+    Err(Fault::invalid(format!(
         "the projected volume has a source that is not known: use {known}"
-    ))
+    )))
 }
 
 /// A file that proves who the pod is, or whom it trusts. Only one user may read it where the pod says which: the one that all containers
@@ -437,7 +441,7 @@ mod tests {
         }
     }
 
-    fn made(volume: Value) -> Result<Vec<(String, String, u32)>, String> {
+    fn made(volume: Value) -> Result<Vec<(String, String, u32)>, Fault> {
         let mut volume = volume;
         volume["name"] = "v".into();
         let volume: Volume = serde_json::from_value(volume).expect("a volume");
@@ -490,11 +494,15 @@ mod tests {
         );
         assert_eq!(
             made(json!({"secret": {"secretName": "none"}})),
-            Err("secret \"none\" not found in namespace \"n\"".into())
+            Err(Fault::missing(
+                "secret \"none\" not found in namespace \"n\""
+            ))
         );
         assert_eq!(
             made(json!({"configMap": {"name": "cm", "items": [{"key": "z", "path": "z"}]}})),
-            Err("configmap references non-existent config key: z".into())
+            Err(Fault::missing(
+                "configmap references non-existent config key: z"
+            ))
         );
         assert_eq!(
             made(
@@ -531,7 +539,7 @@ mod tests {
             ])
         );
         let missing = json!({"projected": {"sources": [{"podCertificate": {"signerName": "a.b/c", "keyType": "ED25519", "keyPath": "key"}}]}});
-        assert!(made(missing).is_err_and(|e| e.contains("not been issued")));
+        assert!(made(missing).is_err_and(|e| e.message.contains("not been issued")));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use kube::ResourceExt as _;
 use super::prepare::node_config;
 use super::{Asset, Job, Result};
 use crate::agent::{Kind, image};
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::actions::Start;
 use crate::core::pod::cri_config;
@@ -19,11 +20,11 @@ use crate::core::pod::worker::Outcome;
 #[async_trait]
 impl image::SandboxMessage for Job {
     /// The pod is prepared before an image is pulled, as with the kubelet.
-    async fn sandbox_message(&self) -> std::result::Result<pb::PodSandboxConfig, String> {
+    async fn sandbox_message(&self) -> std::result::Result<pb::PodSandboxConfig, Fault> {
         let mut setup = self.tools.setup.subscribe();
         let made = setup.wait_for(Option::is_some).await;
-        let setup = made.map_err(|e| e.to_string())?.clone();
-        let setup = setup.ok_or("the pod is not prepared")?;
+        let setup = made.map_err(|e| Fault::later(e.to_string()))?.clone();
+        let setup = setup.ok_or_else(|| Fault::later("the pod is not prepared"))?;
         let node = node_config(self.context(), &self.pod, &setup);
         let newest = self.observed.sandboxes.first();
         let attempt = newest.map_or(0, |sandbox| sandbox.attempt);

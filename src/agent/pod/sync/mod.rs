@@ -35,6 +35,7 @@ use crate::agent::node::ledger::Admission;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::volume::{NotSetUp, SetUp, Volumes};
 use crate::agent::{Context, Kind};
+use crate::core::fault::Fault;
 use crate::core::lock::lock;
 use crate::core::node::admit::{NODE_AFFINITY, Refusal};
 use crate::core::pod;
@@ -124,9 +125,9 @@ pub struct Job {
 
 type Result<T> = std::result::Result<T, Outcome>;
 
-/// An operation whose failure is told in words.
-fn failed(error: impl std::fmt::Display) -> Outcome {
-    Outcome::Failed(error.to_string())
+/// An operation that has failed.
+fn failed(fault: impl Into<Fault>) -> Outcome {
+    Outcome::Failed(fault.into())
 }
 
 impl Job {
@@ -284,7 +285,7 @@ impl Job {
             outdated,
             again,
         } = set_up.map_err(|problem| match problem {
-            NotSetUp::Failed(why) => failed(why),
+            NotSetUp::Failed(why) => failed(Fault::later(why)),
             NotSetUp::LimitExceeded(message) => {
                 self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
                 Outcome::Refused {

@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::{Job, Result, failed};
 use crate::agent::Kind;
+use crate::core::fault::Fault;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
@@ -23,16 +24,16 @@ impl Job {
         }
         let look = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
-            observed.map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))
+            observed.map_err(|e| Fault::from(e).within("the runtime cannot be asked about the pod"))
         };
         let mut observed = self
             .log()
             .step(Step::Observe, "", look)
             .await
-            .map_err(|error| {
-                let message = format!("error determining status: {error}");
+            .map_err(|fault| {
+                let message = format!("error determining status: {fault}");
                 self.say(Kind::Warning, "FailedSync", message);
-                failed(error)
+                failed(fault)
             })?;
         for container in observed
             .containers

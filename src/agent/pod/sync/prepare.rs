@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{Asset, Job, Result, failed};
 use crate::agent::{Context, Kind};
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::cri_config;
 use crate::core::pod::journal::Step;
@@ -38,18 +39,18 @@ impl Job {
             .step(Step::Cgroup, "", make_cgroup)
             .await
             .map_err(|error| {
-                let message = format!("unable to ensure pod container exists: {error}");
-                self.say(Kind::Warning, "FailedCreatePodContainer", message.clone());
-                failed(message)
+                let fault = Fault::from(error).within("unable to ensure pod container exists");
+                self.say(Kind::Warning, "FailedCreatePodContainer", &fault.message);
+                failed(fault)
             })?;
         let make_directories = context.host.make_directories(pod);
         self.log()
             .step(Step::Directories, "", make_directories)
             .await
             .map_err(|error| {
-                let message = format!("error making pod data directories: {error}");
-                self.say(Kind::Warning, "Failed", message.clone());
-                failed(message)
+                let fault = Fault::from(error).within("error making pod data directories");
+                self.say(Kind::Warning, "Failed", &fault.message);
+                failed(fault)
             })?;
         let setup = Arc::new(Setup {
             cgroup_parent,
@@ -71,18 +72,18 @@ impl Job {
     async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
-        let fail = |error: String| {
-            let message = format!("Failed to create pod sandbox: {error}");
-            self.say(Kind::Warning, "FailedCreatePodSandBox", message.clone());
-            failed(message)
+        let fail = |fault: Fault| {
+            let fault = fault.within("Failed to create pod sandbox");
+            self.say(Kind::Warning, "FailedCreatePodSandBox", &fault.message);
+            failed(fault)
         };
         let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
             None => String::new(),
-            Some(class) => context
-                .api
-                .runtime_handler(class)
-                .await
-                .map_err(|e| fail(format!("failed to get RuntimeClass {class:?}: {e}")))?,
+            Some(class) => context.api.runtime_handler(class).await.map_err(|e| {
+                fail(Fault::later(format!(
+                    "failed to get RuntimeClass {class:?}: {e}"
+                )))
+            })?,
         };
         if spec.host_users != Some(false) {
             return Ok((handler, None));
@@ -93,22 +94,22 @@ impl Job {
             } else {
                 format!("RuntimeClass handler {handler:?}")
             };
-            return Err(fail(format!(
+            return Err(fail(Fault::later(format!(
                 "can't set `spec.hostUsers: false`, {which} does not support user namespaces"
-            )));
+            ))));
         }
         let users = context.host.user_mappings(pod).await;
-        let users = users.map_err(|e| fail(e.message))?;
+        let users = users.map_err(|e| fail(e.into()))?;
         Ok((handler, Some(users)))
     }
 
     /// What the node is for the pod's messages to the runtime.
-    pub(super) fn node(&self) -> Result<cri_config::Node> {
+    pub(super) fn node(&self) -> std::result::Result<cri_config::Node, Fault> {
         let setup = self
             .assets
             .setup
             .as_ref()
-            .ok_or_else(|| failed("the pod has no cgroup and directories yet"))?;
+            .ok_or_else(|| Fault::later("the pod has no cgroup and directories yet"))?;
         Ok(node_config(self.context(), &self.pod, setup))
     }
 }

@@ -5,6 +5,7 @@ use std::fmt::Display;
 use kube::ResourceExt as _;
 
 use super::{Job, Result, failed};
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::worker::Outcome;
@@ -18,15 +19,15 @@ impl Job {
                 self.remove_from_runtime().await?;
             }
             let torn_down = crate::agent::volume::tear_down(context, pod::uid(pod));
-            torn_down.await.map_err(|e| e.to_string())?;
+            torn_down.await.map_err(|e| Fault::later(e.to_string()))?;
             let remove = context.host.remove_cgroup(pod);
             let removed = self.count_cgroup("destroy", remove).await;
-            removed.map_err(|e| e.to_string())?;
+            removed?;
             if content {
                 let removed = context.host.remove_directories(pod).await;
-                removed.map_err(|e| e.to_string())?;
+                removed?;
             }
-            Ok::<_, String>(())
+            Ok::<_, Fault>(())
         };
         self.log()
             .step(Step::Release, "", give_back)
@@ -41,7 +42,7 @@ impl Job {
         let context = self.context();
         let give_back = async {
             let given_back = context.claims.give_back(context, pod::uid(&self.pod));
-            let told = |why| format!("unprepare dynamic resources: {why}");
+            let told = |why| Fault::later(format!("unprepare dynamic resources: {why}"));
             given_back.await.map_err(told)
         };
         let step = self.log().step(Step::ReturnClaims, "", give_back);
@@ -49,18 +50,18 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    async fn remove_from_runtime(&self) -> std::result::Result<(), String> {
+    async fn remove_from_runtime(&self) -> std::result::Result<(), Fault> {
         let runtime = &self.context().runtime;
         let observed = runtime
             .observe(pod::uid(&self.pod))
             .await
-            .map_err(|e| format!("the runtime cannot be asked about the pod: {e}"))?;
+            .map_err(|e| Fault::from(e).within("the runtime cannot be asked about the pod"))?;
         let removals = observed
             .sandboxes
             .iter()
             .map(|s| runtime.remove_sandbox(&s.id));
         for removed in futures::future::join_all(removals).await {
-            removed.map_err(|e| format!("the sandbox cannot be removed: {e}"))?;
+            removed.map_err(|e| Fault::from(e).within("the sandbox cannot be removed"))?;
         }
         let orphans = observed
             .containers
@@ -68,7 +69,9 @@ impl Job {
             .filter(|c| !observed.sandboxes.iter().any(|s| s.id == c.sandbox));
         for container in orphans {
             let removed = runtime.remove_container(&container.id).await;
-            removed.map_err(|e| format!("container {} cannot be removed: {e}", container.name))?;
+            removed.map_err(|e| {
+                Fault::from(e).within(&format!("container {} cannot be removed", container.name))
+            })?;
         }
         Ok(())
     }
@@ -91,7 +94,9 @@ impl Job {
                 // Another object under the name is not ours to delete.
                 Ok(()) => Ok(()),
                 Err(error) if error.is_gone() => Ok(()),
-                Err(error) => Err(format!("the pod cannot be deleted from the API: {error}")),
+                Err(error) => Err(Fault::later(format!(
+                    "the pod cannot be deleted from the API: {error}"
+                ))),
             }
         };
         self.log()

@@ -3,6 +3,7 @@
 
 use super::{Job, Result, failed};
 use crate::agent::Kind;
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
 use crate::core::pod::resize::{Lowered, Sizes};
@@ -17,7 +18,7 @@ impl Job {
             let described = resize::described(&self.pod, Some(&error));
             let message = format!("Pod resize error: {described}");
             self.say(Kind::Warning, "ResizeError", message);
-            return Err(failed(error));
+            return Err(failed(Fault::later(error)));
         }
         self.log().close(Step::Resize, "");
         self.inform_sandbox().await?;
@@ -30,7 +31,7 @@ impl Job {
         to: &Sizes,
     ) -> std::result::Result<(), String> {
         let (context, pod) = (self.context(), &self.pod);
-        let node = self.node().map_err(|_| "the pod is not prepared")?;
+        let node = self.node().map_err(|fault| fault.message)?;
         let at_most = self.resizing.at_most();
         let lowered = |name: &str| resize::lowers_memory(name, to, &at_most);
         let all = pod::containers(pod);

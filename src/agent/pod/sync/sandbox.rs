@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::{Asset, Job, Result, failed};
 use crate::agent::Kind;
+use crate::core::fault::Fault;
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
@@ -42,10 +43,10 @@ impl Job {
         }
         let prepare = async {
             context.claims.prepare(context, pod).await.map_err(|why| {
-                let error = format!("prepare dynamic resources: {why}");
-                let message = format!("Failed to prepare dynamic resources: {error}");
+                let fault = Fault::later(format!("prepare dynamic resources: {why}"));
+                let message = format!("Failed to prepare dynamic resources: {fault}");
                 self.say(Kind::Warning, "FailedPrepareDynamicResources", message);
-                error
+                fault
             })
         };
         let step = self.log().step(Step::Claims, "", prepare);
@@ -56,14 +57,14 @@ impl Job {
         &self,
         attempt: u32,
         asked: &AtomicBool,
-    ) -> std::result::Result<(Outcome, Option<Asset>), String> {
+    ) -> std::result::Result<(Outcome, Option<Asset>), Fault> {
         let (context, pod) = (self.context(), &self.pod);
-        let fail = |error: String| {
-            let message = format!("Failed to create pod sandbox: {error}");
-            self.say(Kind::Warning, "FailedCreatePodSandBox", message.clone());
-            message
+        let fail = |fault: Fault| {
+            let fault = fault.within("Failed to create pod sandbox");
+            self.say(Kind::Warning, "FailedCreatePodSandBox", &fault.message);
+            fault
         };
-        let node = self.node().map_err(|_| "the pod is not prepared")?;
+        let node = self.node()?;
         let config = cri_config::sandbox(pod, attempt, &node).map_err(fail)?;
         for (reason, warning) in dns::config(pod, &node.resolver).1 {
             self.say(Kind::Warning, reason, warning);
@@ -82,11 +83,11 @@ impl Job {
             made
         };
         let made = context.starts.sandbox(make).await;
-        let id = made.map_err(|e| fail(e.to_string()))?;
+        let id = made.map_err(|e| fail(e.into()))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
-            let message = format!("Unable to get pod sandbox status: {e}");
-            self.say(Kind::Warning, "FailedPodSandBoxStatus", message.clone());
-            message
+            let fault = Fault::from(e).within("Unable to get pod sandbox status");
+            self.say(Kind::Warning, "FailedPodSandBoxStatus", &fault.message);
+            fault
         })?;
         let asset = Asset::Sandbox(id.clone(), Arc::new(config));
         Ok((Outcome::Sandbox { id, ips }, Some(asset)))
@@ -113,15 +114,16 @@ impl Job {
                 Ok(Outcome::Done)
             }
             Err(error) => {
-                let error = format!("the sandbox {id} cannot be stopped: {error}");
+                let fault =
+                    Fault::from(error).within(&format!("the sandbox {id} cannot be stopped"));
                 self.log()
-                    .end(Step::StopSandbox, "", Progress::Failed(error.clone()));
+                    .end(Step::StopSandbox, "", Progress::Failed(fault.to_string()));
                 self.say(
                     Kind::Warning,
                     "FailedKillPod",
-                    format!("error killing pod: {error}"),
+                    format!("error killing pod: {fault}"),
                 );
-                Err(failed(error))
+                Err(failed(fault))
             }
         }
     }

@@ -16,6 +16,7 @@ use crate::agent::image::{Pulled, Waiting};
 use crate::agent::pod::journal::Log;
 use crate::agent::volume::objects::Fetched;
 use crate::agent::{Context, Kind};
+use crate::core::fault::Fault;
 use crate::core::node::claims::has_claims;
 use crate::core::pod::actions::Start;
 use crate::core::pod::env::{self, Surroundings};
@@ -25,7 +26,7 @@ use crate::core::pod::worker::Outcome;
 use crate::core::pod::{self, Role};
 use crate::core::pod::{cri_config, dns};
 use crate::core::volume::resolved::Source;
-use crate::cri::RuntimeErrorKind;
+use crate::cri::{RuntimeError, RuntimeErrorKind};
 use crate::host::SubPath;
 
 /// How long the runtime may take to end the start of a container that is not wanted any more, before
@@ -51,6 +52,7 @@ pub(super) fn waiting(waiting: Waiting) -> Outcome {
         reason: waiting.reason,
         message: waiting.message,
         until: waiting.again,
+        class: waiting.class,
     }
 }
 
@@ -58,7 +60,8 @@ impl Job {
     /// Creates and starts one container whose images and volumes are there, and runs its postStart hook.
     pub(super) async fn start(&self, start: &Start, place: &Place<'_>) -> Result<Outcome> {
         let name = &start.container.name;
-        let missing = |what: &str| failed(format!("container {name} has no {what} yet"));
+        let missing =
+            |what: &str| failed(Fault::later(format!("container {name} has no {what} yet")));
         let pulled = self.assets.pulled.get(name).ok_or(missing("image"))?;
         let fetched = self.assets.fetched.as_ref().ok_or(missing("volumes"))?;
         let node = self.node()?;
@@ -117,12 +120,13 @@ impl Job {
 
     /// Asks the runtime to start a container. The call goes on where the operation is cancelled: containerd
     /// 2 leaves a shim behind, and the container busy for seconds, where a client cuts it off.
-    async fn start_uncut(&self, id: &str) -> std::result::Result<(), String> {
+    async fn start_uncut(&self, id: &str) -> std::result::Result<(), Fault> {
         let (runtime, id) = (Arc::clone(&self.context().runtime), id.to_owned());
         let call = async move { runtime.start_container(&id).await };
         let started = self.tools.starts.spawn(call.in_current_span()).await;
         // It is not aborted, and a panic ends the process: it fails only when the process ends.
-        started.map_err(|e| e.to_string())?.map_err(|e| e.message)
+        let answer = started.map_err(|e| Fault::later(e.to_string()))?;
+        answer.map_err(RuntimeError::without_code)
     }
 
     /// Waits until the calls of cancelled starts have come to their end, but not for a runtime that hangs.
@@ -159,12 +163,13 @@ impl Starting<'_> {
         );
     }
 
-    fn refuse(&self, start: &Start, reason: &str, error: String) -> Waiting {
-        self.say(start, Kind::Warning, "Failed", format!("Error: {error}"));
+    fn refuse(&self, start: &Start, reason: &str, fault: Fault) -> Waiting {
+        self.say(start, Kind::Warning, "Failed", format!("Error: {fault}"));
         Waiting {
             reason: reason.into(),
-            message: error,
+            message: fault.message,
             again: None,
+            class: fault.class,
         }
     }
 }
@@ -235,13 +240,15 @@ async fn create_container(
     let config = container_config(s, start, images)
         .await
         .map_err(|e| s.refuse(start, "CreateContainerConfigError", e))?;
-    let failed = |e: String| s.refuse(start, "CreateContainerError", e);
+    let failed = |fault: Fault| s.refuse(start, "CreateContainerError", fault);
     if let Some(old) = &start.replaces {
         let removed = s.context.runtime.remove_container(old).await;
         removed.map_err(|e| {
-            failed(format!(
-                "the instance that was made before and never started cannot be removed: {e}"
-            ))
+            failed(
+                Fault::from(e).within(
+                    "the instance that was made before and never started cannot be removed",
+                ),
+            )
         })?;
     }
     let (metrics, image_volumes) = (&s.context.metrics, images.volumes.len() as u64);
@@ -263,14 +270,14 @@ async fn create_container(
                 .runtime
                 .observe(pod::uid(s.pod))
                 .await
-                .map_err(|e| failed(e.to_string()))?;
+                .map_err(|e| failed(e.into()))?;
             let made = observed
                 .newest(&start.container.name)
                 .filter(|c| c.attempt == start.attempt && c.state == ContainerState::Created);
             made.map(|c| c.id.clone())
-                .ok_or_else(|| failed(error.to_string()))
+                .ok_or_else(|| failed(error.into()))
         }
-        Err(error) => Err(failed(error.message)),
+        Err(error) => Err(failed(error.without_code())),
     }
 }
 
@@ -302,7 +309,7 @@ async fn post_start(
 async fn environment(
     s: &Starting<'_>,
     container: &Container,
-) -> std::result::Result<Vec<(String, Vec<u8>)>, String> {
+) -> std::result::Result<Vec<(String, Vec<u8>)>, Fault> {
     let services = match s.context.api.services() {
         Some(services) => env::of_services(
             &services,
@@ -311,9 +318,9 @@ async fn environment(
         ),
         None if pod::is_static(s.pod) => BTreeMap::new(),
         None => {
-            return Err(
-                "services have not yet been read at least once, cannot construct envvars".into(),
-            );
+            return Err(Fault::later(
+                "services have not yet been read at least once, cannot construct envvars",
+            ));
         }
     };
     let mut files = env::Files::new();
@@ -326,9 +333,11 @@ async fn environment(
         let text = match found {
             Some(found) => {
                 let read = s.context.host.read_file(s.pod, found, &path).await;
-                read.map_err(|e| e.message)
+                read.map_err(Fault::from)
             }
-            None => Err(format!("volume {volume:?} is not an emptyDir of the pod")),
+            None => Err(Fault::invalid(format!(
+                "volume {volume:?} is not an emptyDir of the pod"
+            ))),
         };
         files.insert((volume, path), text);
     }
@@ -346,16 +355,16 @@ async fn container_config(
     s: &Starting<'_>,
     start: &Start,
     images: &Pulled,
-) -> std::result::Result<pb::ContainerConfig, String> {
+) -> std::result::Result<pb::ContainerConfig, Fault> {
     let container = &start.container;
     let given = s.context.devices.prepare(pod::uid(s.pod), &container.name);
-    let given = given.await?;
+    let given = given.await.map_err(Fault::later)?;
     let claimed = match s.job.update.with_status() {
         pod if has_claims(pod) => s
             .context
             .claims
             .cdi(pod, container)
-            .map_err(|e| e.to_string())?,
+            .map_err(|e| Fault::later(e.to_string()))?,
         _ => vec![],
     };
     // Where both name a variable or a path, the container's own counts.
@@ -401,7 +410,7 @@ async fn container_config(
 }
 
 /// The container whose processes an ephemeral one shares.
-fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>, String> {
+fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>, Fault> {
     let ephemeral = pod::spec(s.pod)
         .ephemeral_containers
         .iter()
@@ -419,7 +428,7 @@ fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>
         .filter(|c| c.state == ContainerState::Running);
     running
         .map(|c| Some(c.id.clone()))
-        .ok_or_else(|| format!("unable to find target container {name}"))
+        .ok_or_else(|| Fault::later(format!("unable to find target container {name}")))
 }
 
 /// One volumeMount as the runtime takes it.
@@ -429,7 +438,7 @@ async fn volume_mount(
     (index, mount): (usize, &VolumeMount),
     env: &[(String, Vec<u8>)],
     images: &BTreeMap<String, String>,
-) -> std::result::Result<pb::Mount, String> {
+) -> std::result::Result<pb::Mount, Fault> {
     let volume = pod::spec(s.pod)
         .volumes
         .iter()
@@ -437,10 +446,10 @@ async fn volume_mount(
         .find(|v| v.name == mount.name);
     let missing = || {
         let container = &start.container.name;
-        format!(
+        Fault::invalid(format!(
             "cannot find volume {:?} to mount into container {container:?}",
             mount.name
-        )
+        ))
     };
     let volume = volume.ok_or_else(missing)?;
     let sub_path = cri_config::sub_path(mount, env)?;
@@ -464,7 +473,7 @@ async fn volume_mount(
         path: sub_path,
     };
     let source = s.context.host.mount_source(s.pod, resolved, &place).await;
-    message.host_path = source.map_err(|e| e.message)?.display().to_string();
+    message.host_path = source?.display().to_string();
     Ok(message)
 }
 
@@ -472,18 +481,20 @@ async fn volume_mount(
 async fn devices(
     s: &Starting<'_>,
     container: &Container,
-) -> std::result::Result<Vec<pb::Device>, String> {
+) -> std::result::Result<Vec<pb::Device>, Fault> {
     let mut devices = vec![];
     for (index, device) in container.volume_devices.iter().flatten().enumerate() {
         let resolved = s.fetched.resolved.get(&device.name).ok_or_else(|| {
             let (volume, container) = (&device.name, &container.name);
-            format!("cannot find volume {volume:?} to pass into container {container:?}")
+            Fault::invalid(format!(
+                "cannot find volume {volume:?} to pass into container {container:?}"
+            ))
         })?;
         if !resolved.block {
-            return Err(format!(
+            return Err(Fault::invalid(format!(
                 "volume {:?} is not a block volume, but is specified in volumeDevices",
                 device.name
-            ));
+            )));
         }
         let place = SubPath {
             container: container.name.clone(),
@@ -494,7 +505,7 @@ async fn devices(
             Source::Csi(_) => s.context.csi.device(pod::uid(s.pod), &resolved.name),
             _ => s.context.host.mount_source(s.pod, resolved, &place).await,
         };
-        let path = path.map_err(|e| e.message)?;
+        let path = path?;
         let permissions = if resolved.read_only { "r" } else { "mrw" };
         devices.push(pb::Device {
             container_path: device.device_path.clone(),
@@ -510,7 +521,7 @@ async fn mounts(
     start: &Start,
     env: &[(String, Vec<u8>)],
     images: &BTreeMap<String, String>,
-) -> std::result::Result<Vec<pb::Mount>, String> {
+) -> std::result::Result<Vec<pb::Mount>, Fault> {
     let container = &start.container;
     let mut mounts = Vec::new();
     for mount in container.volume_mounts.iter().flatten().enumerate() {
@@ -532,7 +543,7 @@ async fn mounts(
             &s.context.host.node_hosts().await,
         );
         let hosts = s.context.host.write_hosts(s.pod, text).await;
-        mounts.push(file("/etc/hosts", hosts.map_err(|e| e.message)?));
+        mounts.push(file("/etc/hosts", hosts?));
     }
     if let Some(path) = container
         .termination_message_path
@@ -541,7 +552,7 @@ async fn mounts(
     {
         let (host, name) = (&s.context.host, &container.name);
         let made = host.termination_log(s.pod, name, start.attempt).await;
-        mounts.push(file(path, made.map_err(|e| e.message)?));
+        mounts.push(file(path, made?));
     }
     Ok(mounts)
 }

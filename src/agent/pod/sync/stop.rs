@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::{Job, Result, failed, hook_address, hooks};
 use crate::agent::Kind;
+use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::Role;
 use crate::core::pod::actions::Kill;
@@ -105,14 +106,16 @@ impl Job {
     async fn signal(&self, kill: &Kill, grace: i64) -> Result<Outcome> {
         let stop = async {
             let stopped = self.context().runtime.stop_container(&kill.id, grace).await;
-            stopped.map_err(|e| format!("container {} cannot be stopped: {e}", kill.name))
+            stopped.map_err(|e| {
+                Fault::from(e).within(&format!("container {} cannot be stopped", kill.name))
+            })
         };
         match self.log().step(Step::Stop, &kill.name, stop).await {
             Ok(()) => Ok(Outcome::Done),
-            Err(error) => {
-                let message = format!("error killing pod: {error}");
+            Err(fault) => {
+                let message = format!("error killing pod: {fault}");
                 self.say(Kind::Warning, "FailedKillPod", message);
-                Err(failed(error))
+                Err(failed(fault))
             }
         }
     }
@@ -139,10 +142,10 @@ impl Job {
         for kill in kills {
             let removed = self.context().runtime.remove_container(&kill.id).await;
             removed.map_err(|e| {
-                failed(format!(
-                    "container {} cannot be removed to start over: {e}",
+                failed(Fault::from(e).within(&format!(
+                    "container {} cannot be removed to start over",
                     kill.name
-                ))
+                )))
             })?;
         }
         Ok(Outcome::Done)

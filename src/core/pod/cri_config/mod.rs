@@ -15,6 +15,7 @@ use super::dns::{self, Resolver};
 use super::memory_qos::MemoryQos;
 use super::pinning::Pinning;
 use super::users::{Mapping, Mappings};
+use crate::core::fault::Fault;
 use crate::core::{meta, pod};
 pub use mounts::{recursive_read_only, sub_path, volume_mount};
 pub use resources::{Swap, may_swap, resources};
@@ -161,7 +162,7 @@ fn privileged(container: &Container) -> bool {
 }
 
 /// The sandbox of a pod. The error is a sandbox error.
-pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxConfig, String> {
+pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxConfig, Fault> {
     let spec = pod::spec(pod);
     let context = spec.security_context.clone().unwrap_or_default();
     let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });
@@ -304,7 +305,7 @@ pub struct Prepared<'a> {
 
 /// The signal that asks a container to end: its own setting, else the image's (KEP-4960). The runtime's enum
 /// spells out the sign of real-time signals.
-fn stop_signal(container: &Container) -> Result<pb::Signal, String> {
+fn stop_signal(container: &Container) -> Result<pb::Signal, Fault> {
     let Some(name) = container
         .lifecycle
         .as_ref()
@@ -315,7 +316,7 @@ fn stop_signal(container: &Container) -> Result<pb::Signal, String> {
     };
     let known = pb::Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS"))
         .filter(|s| *s != pb::Signal::RuntimeDefault);
-    known.ok_or_else(|| format!("lifecycle.stopSignal {name:?} is not a signal: use a name such as SIGTERM or SIGRTMIN+1"))
+    known.ok_or_else(|| Fault::invalid(format!("lifecycle.stopSignal {name:?} is not a signal: use a name such as SIGTERM or SIGRTMIN+1")))
 }
 
 /// A signal of the runtime's as the API spells it.
@@ -403,7 +404,7 @@ pub fn container(
     container: &Container,
     prepared: Prepared<'_>,
     node: &Node,
-) -> Result<pb::ContainerConfig, String> {
+) -> Result<pb::ContainerConfig, Fault> {
     let lookup = |name: &str| super::env::text_of(&prepared.env, name);
     let expand = |list: Option<&Vec<String>>| {
         list.into_iter()
@@ -463,7 +464,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, String> {
+    fn made(pod: Value, image_user: (Option<i64>, String)) -> Result<pb::ContainerConfig, Fault> {
         let pod: Pod = serde_json::from_value(pod).expect("a pod");
         let node = Node {
             seccomp_root: "/s".into(),
@@ -551,7 +552,10 @@ mod tests {
         );
         assert_eq!(signal_name(pb::Signal::RuntimeDefault), None);
         for wrong in ["TERM", "RUNTIME_DEFAULT", "15"] {
-            assert!(config(wrong).is_err_and(|e| e.contains(wrong)), "{wrong}");
+            assert!(
+                config(wrong).is_err_and(|e| e.message.contains(wrong)),
+                "{wrong}"
+            );
         }
     }
 
@@ -594,7 +598,7 @@ mod tests {
             match expected {
                 None => assert!(result.is_ok(), "{context}: {result:?}"),
                 Some(text) => assert!(
-                    result.as_ref().is_err_and(|e| e.contains(text)),
+                    result.as_ref().is_err_and(|e| e.message.contains(text)),
                     "{context}: {result:?}"
                 ),
             }

@@ -4,12 +4,13 @@ use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, VolumeMount};
 
 use super::{Node, privileged};
+use crate::core::fault::Fault;
 use crate::core::pod::env;
 use crate::core::pod::quoted::quoted;
 
 /// Whether a mount is read-only with all that is mounted below it (KEP-3857, upstream's `resolveRecursiveReadOnly`). What only
 /// a read-only mount without propagation can have is an error for `IfPossible` too; the runtime alone makes a difference there.
-pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bool, String> {
+pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bool, Fault> {
     let Some(mode) = mount
         .recursive_read_only
         .as_deref()
@@ -19,9 +20,9 @@ pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bo
     };
     let volume = quoted(&mount.name);
     let refused = |why: &str| {
-        Err(format!(
+        Err(Fault::invalid(format!(
             "volume {volume} requested recursive read-only mode, but it is {why}"
-        ))
+        )))
     };
     if mount.read_only != Some(true) {
         return refused("not read-only");
@@ -36,39 +37,42 @@ pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bo
         "IfPossible" => Ok(is_supported),
         "Enabled" if is_supported => Ok(true),
         "Enabled" => refused("not supported by the runtime"),
-        other => Err(format!(
+        other => Err(Fault::invalid(format!(
             "unknown recursive read-only mode {}",
             quoted(other)
-        )),
+        ))),
     }
 }
 
 /// How mounts are passed on between a container and the machine (upstream's `translateMountPropagation`).
-fn propagation(mount: &VolumeMount) -> Result<pb::MountPropagation, String> {
+fn propagation(mount: &VolumeMount) -> Result<pb::MountPropagation, Fault> {
     match mount.mount_propagation.as_deref() {
         None | Some("None") => Ok(pb::MountPropagation::PropagationPrivate),
         Some("HostToContainer") => Ok(pb::MountPropagation::PropagationHostToContainer),
         Some("Bidirectional") => Ok(pb::MountPropagation::PropagationBidirectional),
-        Some(other) => Err(format!("invalid MountPropagation mode: {}", quoted(other))),
+        Some(other) => Err(Fault::invalid(format!(
+            "invalid MountPropagation mode: {}",
+            quoted(other)
+        ))),
     }
 }
 
 /// The path in a volume that is mounted; none for all of it. The error is a `CreateContainerConfigError` with the kubelet's
 /// words: what a name expands to is not known before, so that no validation has seen it.
-pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option<String>, String> {
+pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option<String>, Fault> {
     let path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
         Some(expression) => env::expand_all(expression, |name| env::text_of(env, name))?,
         None => mount.sub_path.clone().unwrap_or_default(),
     };
     if path.starts_with('/') {
-        return Err(format!(
+        return Err(Fault::invalid(format!(
             "error SubPath `{path}` must not be an absolute path"
-        ));
+        )));
     }
     if path.split('/').any(|part| part == "..") {
-        return Err(format!(
+        return Err(Fault::invalid(format!(
             "unable to provision SubPath `{path}`: must not contain '..'"
-        ));
+        )));
     }
     Ok(Some(path).filter(|path| !path.is_empty()))
 }
@@ -86,17 +90,17 @@ pub fn volume_mount(
     mount: &VolumeMount,
     container: &Container,
     node: &Node,
-) -> Result<pb::Mount, String> {
+) -> Result<pb::Mount, Fault> {
     let propagation = propagation(mount)?;
     if propagation == pb::MountPropagation::PropagationBidirectional && !privileged(container) {
         // An apiserver says so; of a static pod nobody has said it yet.
-        return Err(
-            "Bidirectional mount propagation is available only to privileged containers".into(),
-        );
+        return Err(Fault::invalid(
+            "Bidirectional mount propagation is available only to privileged containers",
+        ));
     }
     let propagation = propagation as i32;
     let recursive_read_only = recursive_read_only(mount, node.recursive_read_only)
-        .map_err(|why| format!("failed to resolve recursive read-only mode: {why}"))?;
+        .map_err(|why| why.within("failed to resolve recursive read-only mode"))?;
     Ok(pb::Mount {
         container_path: absolute(&mount.mount_path),
         readonly: mount.read_only == Some(true),
@@ -118,7 +122,7 @@ mod tests {
             .expect("a container")
     }
 
-    fn made(mut mount: Value, is_supported: bool) -> Result<(bool, i32), String> {
+    fn made(mut mount: Value, is_supported: bool) -> Result<(bool, i32), Fault> {
         mount["name"] = json!("v");
         mount["mountPath"] = json!("/v");
         let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
@@ -148,7 +152,11 @@ mod tests {
             ] {
                 let mut mount = more.clone();
                 mount["recursiveReadOnly"] = json!(mode);
-                assert_eq!(made(mount, true), Err(format!("{refused}{why}")), "{more}");
+                assert_eq!(
+                    made(mount, true),
+                    Err(Fault::invalid(format!("{refused}{why}"))),
+                    "{more}"
+                );
             }
         }
         let of = |mode: &str, propagation: Value, is_supported| {
@@ -162,13 +170,17 @@ mod tests {
             assert_eq!(of("Disabled", propagation.clone(), true), Ok(false));
             assert_eq!(
                 of("Enabled", propagation, false),
-                Err(format!("{refused}not supported by the runtime"))
+                Err(Fault::invalid(format!(
+                    "{refused}not supported by the runtime"
+                )))
             );
         }
         assert_eq!(of("Disabled", json!("Bidirectional"), true), Ok(false));
         assert_eq!(
             of("Perhaps", json!(null), true),
-            Err("failed to resolve recursive read-only mode: unknown recursive read-only mode \"Perhaps\"".into())
+            Err(Fault::invalid(
+                "failed to resolve recursive read-only mode: unknown recursive read-only mode \"Perhaps\""
+            ))
         );
     }
 
@@ -182,11 +194,13 @@ mod tests {
         let mount = json!({"name": "v", "mountPath": "/v", "mountPropagation": "Bidirectional"});
         let mount: VolumeMount = serde_json::from_value(mount).expect("a mount");
         let plain = volume_mount(&mount, &container(false), &Node::new(Arc::default()));
-        assert!(plain.is_err_and(|e| e.contains("only to privileged containers")));
+        assert!(plain.is_err_and(|e| e.message.contains("only to privileged containers")));
         for unknown in ["", "Private", "hosttocontainer"] {
             assert_eq!(
                 of(json!(unknown)),
-                Err(format!("invalid MountPropagation mode: {unknown:?}"))
+                Err(Fault::invalid(format!(
+                    "invalid MountPropagation mode: {unknown:?}"
+                )))
             );
         }
     }
@@ -248,7 +262,8 @@ mod tests {
                 "missing value for A, EMPTY, Z",
             ),
         ] {
-            assert_eq!(of(expression, plain), Err(refused.to_owned()));
+            let fault = of(expression, plain).expect_err("it is refused");
+            assert_eq!(fault.message, refused);
         }
     }
 }

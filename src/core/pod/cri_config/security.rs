@@ -12,6 +12,7 @@ use super::Node;
 use super::Prepared;
 use super::namespaces;
 use super::privileged;
+use crate::core::fault::Fault;
 use crate::core::{meta, pod};
 
 pub(super) const MASKED: &[&str] = &[
@@ -129,7 +130,7 @@ pub fn apparmor_refusal(pod: &Pod, enabled: bool) -> Option<String> {
 
 fn apparmor_message(
     profile: Option<(String, Option<String>)>,
-) -> Result<(Option<pb::SecurityProfile>, String), String> {
+) -> Result<(Option<pb::SecurityProfile>, String), Fault> {
     use pb::security_profile::ProfileType;
     let Some((kind, name)) = profile else {
         return Ok((None, String::new()));
@@ -160,17 +161,19 @@ fn apparmor_message(
             )
         }
         ("Localhost", _) => {
-            return Err("localhostProfile must be set if appArmorProfile type is Localhost".into());
+            return Err(Fault::invalid(
+                "localhostProfile must be set if appArmorProfile type is Localhost",
+            ));
         }
         (other, _) => {
-            return Err(format!(
+            return Err(Fault::invalid(format!(
                 "appArmorProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined"
-            ));
+            )));
         }
     })
 }
 
-fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::SecurityProfile, String> {
+fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::SecurityProfile, Fault> {
     use pb::security_profile::ProfileType;
     let simple = |kind: ProfileType| pb::SecurityProfile {
         profile_type: kind as i32,
@@ -192,14 +195,16 @@ fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::Security
                         localhost_ref: format!("{}/{path}", node.seccomp_root),
                     },
                     None => {
-                        return Err("localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.".into());
+                        return Err(Fault::invalid(
+                            "localhostProfile must be set to a path below the seccomp directory if seccompProfile type is Localhost.",
+                        ));
                     }
                 }
             }
             other => {
-                return Err(format!(
+                return Err(Fault::invalid(format!(
                     "seccompProfile type {other:?} is not supported: use RuntimeDefault, Localhost or Unconfined"
-                ));
+                )));
             }
         },
     })
@@ -211,7 +216,7 @@ fn check_non_root(
     container: &Container,
     user: Option<i64>,
     image: &(Option<i64>, String),
-) -> Result<(), String> {
+) -> Result<(), Fault> {
     let of_pod = pod
         .spec
         .as_ref()
@@ -231,16 +236,16 @@ fn check_non_root(
         container.name
     );
     match (user, image) {
-        (Some(0), _) => Err(format!(
+        (Some(0), _) => Err(Fault::invalid(format!(
             "container's runAsUser breaks non-root policy {who}"
-        )),
+        ))),
         (Some(_), _) => Ok(()),
-        (None, (None, name)) if !name.is_empty() => Err(format!(
+        (None, (None, name)) if !name.is_empty() => Err(Fault::later(format!(
             "container has runAsNonRoot and image has non-numeric user ({name}), cannot verify user is non-root {who}"
-        )),
-        (None, (None | Some(0), _)) => Err(format!(
+        ))),
+        (None, (None | Some(0), _)) => Err(Fault::later(format!(
             "container has runAsNonRoot and image will run as root {who}"
-        )),
+        ))),
         (None, (Some(_), _)) => Ok(()),
     }
 }
@@ -252,7 +257,7 @@ pub(super) fn security(
     container: &Container,
     prepared: &Prepared<'_>,
     node: &Node,
-) -> Result<pb::LinuxContainerSecurityContext, String> {
+) -> Result<pb::LinuxContainerSecurityContext, Fault> {
     let image_user = &prepared.image_user;
     let spec = pod::spec(pod);
     let of_pod = spec.security_context.clone().unwrap_or_default();

@@ -12,6 +12,7 @@ use super::{
     warning,
 };
 use crate::core::backoff::Doubling;
+use crate::core::fault::{Class, Fault};
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
 use crate::core::pod::actions::{Kill, Start};
@@ -22,8 +23,9 @@ use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 
 /// How long a failed operation waits, doubling up to the longest.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
-/// How long a container that could not be started waits where nothing says how long.
-const START_RETRY: SignedDuration = SignedDuration::from_secs(10);
+/// How long a container that could not be started waits where nothing says how long; what cannot succeed waits twice as long
+/// each time.
+const START_RETRY: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(300));
 
 /// A sandbox that stood this long did not fail because of what it is.
 const SANDBOX_STABLE: SignedDuration = SignedDuration::from_secs(60);
@@ -42,6 +44,11 @@ impl Worker {
             Input::VolumesChanged => {
                 self.volumes.stale = true;
                 self.forget_retry(&Key::Volumes);
+                self.has_news();
+            }
+            Input::RuntimeBack => {
+                self.look = true;
+                self.has_news();
             }
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
@@ -120,6 +127,9 @@ impl Worker {
             return false;
         }
         self.adopt_update();
+        // Labels and annotations are referred to as well.
+        self.retries
+            .retain(|retry| retry.class == Class::RetryLater);
         if changed {
             self.retries.clear();
             if self.is_in_flight(&Key::Grow) {
@@ -135,29 +145,14 @@ impl Worker {
             return;
         };
         match outcome {
-            Outcome::Failed(error) => {
-                self.failed(facts.now, key);
-                if let Op::Resize { .. } = op {
-                    self.resizing.error = Some(error);
-                }
-                if op.changes_runtime() {
-                    // Timeout or refusal.
-                    self.look_before_more();
-                }
-                match op {
-                    Op::Observe { .. } => self.look = true,
-                    // What has changed before has not come to them: that does not wait for the next refresh.
-                    Op::Volumes { .. } => self.volumes.stale = true,
-                    _ => {}
-                }
-                return;
-            }
+            Outcome::Failed(fault) => return self.apply_failure(facts, &op, fault),
             Outcome::Waiting {
                 reason,
                 message,
                 until,
-            } => return self.apply_waiting(facts, &op, (reason, message), until),
-            Outcome::Outdated(_) => self.failed(facts.now, key),
+                class,
+            } => return self.apply_waiting(facts, &op, (reason, message), (class, until)),
+            Outcome::Outdated(_) => self.failed(facts.now, key, Class::RetryLater),
             // Making sandboxes is paced by how long they stand, not by whether one was made.
             _ if *key != Key::Sandbox => self.forget_retry(key),
             _ => {}
@@ -212,7 +207,7 @@ impl Worker {
                 self.acted += 1;
                 self.look = true;
                 // What could not be removed is not tried again at once.
-                self.failed(facts.now, key);
+                self.failed(facts.now, key, Class::RetryLater);
             }
             (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
             (Op::Resize { names, to }, _) => self.resizing.carried_out(&names, to),
@@ -231,6 +226,21 @@ impl Worker {
         }
     }
 
+    fn apply_failure(&mut self, facts: &Facts, op: &Op, fault: Fault) {
+        self.failed(facts.now, &op.key(), fault.class);
+        if op.changes_runtime() {
+            // Timeout or refusal.
+            self.look_before_more();
+        }
+        match op {
+            Op::Resize { .. } => self.resizing.error = Some(fault.message),
+            Op::Observe { .. } => self.look = true,
+            // What has changed before has not come to them: that does not wait for the next refresh.
+            Op::Volumes { .. } => self.volumes.stale = true,
+            _ => {}
+        }
+    }
+
     /// What came of something that was done is seen before anything else is done.
     fn look_before_more(&mut self) {
         self.acted += 1;
@@ -246,23 +256,27 @@ impl Worker {
         facts: &Facts,
         op: &Op,
         problem: (String, String),
-        until: Option<Timestamp>,
+        (class, until): (Class, Option<Timestamp>),
     ) {
         let (Op::Pull(start) | Op::Start { start, .. }) = op else {
-            return self.failed(facts.now, &op.key());
+            return self.failed(facts.now, &op.key(), class);
         };
         let name = &start.container.name;
         self.problems.insert(name.clone(), problem);
         self.images.remove(name);
-        let until = until.unwrap_or(facts.now + START_RETRY);
+        let pause = |failures: u32| match class {
+            Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
+            Class::Final => START_RETRY.after(failures),
+        };
         // One of both holds the container back, whichever failed.
         let key = Key::Start(name.clone());
-        self.forget_retry(&key);
-        self.retries.push(Retry {
-            key,
-            failures: 1,
-            until,
+        self.hold(class, &key, |failures| {
+            until.unwrap_or(facts.now + pause(failures))
         });
+        if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
+            // What is missing may be among what has changed meanwhile.
+            self.has_news();
+        }
         if matches!(op, Op::Start { .. }) {
             self.look_before_more();
         }
@@ -334,7 +348,7 @@ impl Worker {
             .retain(|id, _| seen.containers.iter().any(|c| c.id == *id));
         for survivor in std::mem::take(&mut self.stop_done) {
             if runs(&survivor) {
-                self.failed(facts.now, &Key::Stop(survivor));
+                self.failed(facts.now, &Key::Stop(survivor), Class::RetryLater);
             } else if seen.containers.iter().any(|c| c.id == survivor) {
                 self.stop_done.insert(survivor);
             }
@@ -393,7 +407,7 @@ impl Worker {
         if stable {
             self.forget_retry(&Key::Sandbox);
         }
-        self.failed(now, &Key::Sandbox);
+        self.failed(now, &Key::Sandbox, Class::RetryLater);
         self.note(|observed| {
             // It may have been seen while it was being made, and have ended since.
             if observed.sandboxes.iter().any(|s| s.id == id) {
@@ -574,15 +588,36 @@ impl Worker {
             .then(|| newest.finished_at.unwrap_or(newest.created_at))
     }
 
-    fn failed(&mut self, now: Timestamp, key: &Key) {
+    fn failed(&mut self, now: Timestamp, key: &Key, class: Class) {
+        let pauses = match class {
+            Class::RetryLater | Class::WaitForNews => &RETRY,
+            Class::Final => &START_RETRY,
+        };
+        self.hold(class, key, |failures| now + pauses.after(failures));
+    }
+
+    /// What has failed is not tried again before `until`, which gets the number of its failures.
+    fn hold(&mut self, class: Class, key: &Key, until: impl FnOnce(u32) -> Timestamp) {
         let before = self.retries.iter().find(|r| r.key == *key);
         let failures = before.map_or(1, |r| r.failures + 1);
         self.forget_retry(key);
         self.retries.push(Retry {
             key: key.clone(),
             failures,
-            until: now + RETRY.after(failures),
+            until: until(failures),
+            class,
         });
+    }
+
+    /// What was missing may be there: it is tried again.
+    fn has_news(&mut self) {
+        let waits = |retry: &Retry| retry.class == Class::WaitForNews;
+        let starts = |retry: &Retry| waits(retry) && matches!(retry.key, Key::Start(_));
+        if self.retries.iter().any(starts) {
+            // A start takes what the refresh before it has found.
+            self.volumes.fresh = false;
+        }
+        self.retries.retain(|retry| !waits(retry));
     }
 
     pub(super) fn forget_retry(&mut self, key: &Key) {

@@ -8,6 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 
+use crate::core::fault::{Class, Fault};
 use crate::core::pod;
 use crate::core::pod::actions::{Kill, Start};
 use crate::core::pod::lifecycle::Intent;
@@ -157,6 +158,8 @@ pub enum Input {
     RoomFreed,
     /// Whether the runtime can give sandboxes a network has changed.
     Network(Network),
+    /// The runtime answers again, after it had not.
+    RuntimeBack,
     /// An operation of the plan has ended.
     Done {
         /// Which.
@@ -186,6 +189,7 @@ impl Input {
             Input::Evicted(_) => "evicted",
             Input::RoomFreed => "room-freed",
             Input::Network(_) => "network",
+            Input::RuntimeBack => "runtime-back",
             Input::Done { .. } => "done",
             Input::Tick => "tick",
         }
@@ -426,13 +430,22 @@ pub enum Outcome {
         message: String,
         /// When another try makes sense, if that is known.
         until: Option<Timestamp>,
+        /// What it waits for where that is not known.
+        #[serde(default)]
+        class: Class,
     },
     /// It is done, and something of it is to be tried again then.
     Again(Timestamp),
     /// What was there before still is, and could not be brought up to date.
     Outdated(String),
-    /// It failed or its outcome is unknown; another try may cure it.
-    Failed(String),
+    /// It failed or its outcome is unknown.
+    Failed(Fault),
+}
+
+impl From<Fault> for Outcome {
+    fn from(fault: Fault) -> Outcome {
+        Outcome::Failed(fault)
+    }
 }
 
 /// An event about the pod.

@@ -38,6 +38,7 @@ use super::resize::{self, Resizing, Sizes};
 use super::status::devices::OfPod as DeviceHealth;
 use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
+use crate::core::fault::Class;
 use crate::core::pod;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
@@ -99,6 +100,8 @@ struct Retry {
     key: Key,
     failures: u32,
     until: Timestamp,
+    #[serde(default)]
+    class: Class,
 }
 
 /// How far the pod's volumes are.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::core::fault::Fault;
 use crate::core::pod::observed::{Container, Sandbox};
 use crate::core::pod::record::Record;
 use proptest::prelude::*;
@@ -7,6 +8,7 @@ use serde_json::{Value, json};
 mod claims;
 mod ends;
 mod events;
+mod failures;
 mod images;
 mod refusals;
 mod resizes;
@@ -329,7 +331,7 @@ fn deadlines_move_with_the_clock() {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let mut run = Run::new(a_pod(spec, json!({})));
         run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
-        run.done(&Key::Sandbox, Outcome::Failed("injected".into()));
+        run.done(&Key::Sandbox, Outcome::Failed(Fault::later("injected")));
         let wait = |turn: &Turn, now: i64| turn.wake_at.map(|wake| wake.duration_since(at(now)));
         run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
         assert_eq!(run.count(&Key::Sandbox), 1);
@@ -433,7 +435,7 @@ fn what_fails_is_tried_again_with_growing_pauses_and_looked_at_before() {
     let mut pauses = vec![];
     for _ in 0..7 {
         let before = run.count(&Key::Observe);
-        run.done(&Key::Sandbox, Outcome::Failed("no".into()));
+        run.done(&Key::Sandbox, Outcome::Failed(Fault::later("no")));
         run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
         assert_eq!(run.count(&Key::Observe), before + 1);
         let begun = run.now;
@@ -718,7 +720,7 @@ proptest! {
                     let outcome = run.outcome(&op);
                     run.done(&op.key(), outcome);
                 }
-                (9 | 10, Some(op)) => _ = run.done(&op.key(), Outcome::Failed("injected".into())),
+                (9 | 10, Some(op)) => _ = run.done(&op.key(), Outcome::Failed(Fault::later("injected"))),
                 (11, _) => {
                     let running = run.runtime.live().next().map(|c| c.id.clone());
                     if let Some(id) = running {

@@ -1,5 +1,6 @@
 //! Why a volume cannot be had, and in which words pods are told.
 
+use crate::core::fault::Fault;
 use crate::core::volume::permissions::{self, Giving};
 
 /// Why a volume cannot be had.
@@ -56,6 +57,12 @@ pub enum Problem {
         /// Why.
         why: String,
     },
+}
+
+impl From<Fault> for Problem {
+    fn from(fault: Fault) -> Problem {
+        Problem::SetUp(fault.message)
+    }
 }
 
 impl From<String> for Problem {

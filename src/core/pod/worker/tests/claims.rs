@@ -22,7 +22,7 @@ fn a_pod_ends_when_its_claims_are_given_back() {
     }
     let turn = run.done(
         &Key::ReturnClaims,
-        Outcome::Failed("the driver says no".into()),
+        Outcome::Failed(Fault::later("the driver says no")),
     );
     assert_eq!(run.phase(), "Running");
     assert!(matches!(run.worker.state, State::Terminating { .. }));

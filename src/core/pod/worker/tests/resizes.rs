@@ -57,7 +57,7 @@ fn a_new_size_is_observed_when_the_node_has_decided() {
     );
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
     assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
-    run.done(&Key::Resize, Outcome::Failed("too small".into()));
+    run.done(&Key::Resize, Outcome::Failed(Fault::later("too small")));
     let error = one("PodResizeInProgress", "Error", "too small");
     assert_eq!(told(&run), (2, error));
     // Another agent takes over in the middle of it.
@@ -166,7 +166,10 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
         let mut run = running("NotRequired");
         updated(&mut run, sized(2, "2", "NotRequired"));
         run.settle_but(|op| matches!(op, Op::Resize { .. }));
-        run.done(&Key::Resize, Outcome::Failed("deadline exceeded".into()));
+        run.done(
+            &Key::Resize,
+            Outcome::Failed(Fault::later("deadline exceeded")),
+        );
         run.settle();
         let cpu = |run: &Run| {
             let all = run.worker.status.container_statuses.as_ref();
@@ -185,7 +188,7 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
             updated(&mut run, sized(3, "1", "NotRequired"));
             run.settle_but(|op| matches!(op, Op::Resize { .. }));
             // The try that the update has begun, before the node had decided.
-            run.done(&Key::Resize, Outcome::Failed("refused".into()));
+            run.done(&Key::Resize, Outcome::Failed(Fault::later("refused")));
             run.settle();
             assert_eq!(
                 told(&run),

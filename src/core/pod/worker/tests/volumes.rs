@@ -44,7 +44,7 @@ fn a_refresh_of_volumes_that_fails_is_tried_again() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     run.input(Input::VolumesChanged);
-    let turn = run.done(&Key::Volumes, Outcome::Failed("injected".into()));
+    let turn = run.done(&Key::Volumes, Outcome::Failed(Fault::later("injected")));
     assert_eq!(turn.wake_at, Some(at(run.now + 500)));
     run.now += 500;
     run.input(Input::Tick);

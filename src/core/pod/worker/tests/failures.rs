@@ -1,0 +1,160 @@
+//! When what has failed is tried again, by its class.
+
+use super::*;
+
+fn waits(class: Class) -> Outcome {
+    Outcome::Waiting {
+        reason: "CreateContainerConfigError".into(),
+        message: "injected".into(),
+        until: None,
+        class,
+    }
+}
+
+/// A pod whose container is being started.
+fn starting() -> Run {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| matches!(op, Op::Start { .. }));
+    run
+}
+
+/// Fails what is under way, and the pauses after that.
+fn pauses(run: &mut Run, class: Class, times: usize) -> Vec<i64> {
+    let mut pauses = vec![];
+    for _ in 0..times {
+        run.done(&start("c"), waits(class));
+        run.settle_but(|op| matches!(op, Op::Start { .. }));
+        let begun = run.count(&start("c"));
+        let from = run.now;
+        while run.count(&start("c")) == begun {
+            run.now += 1000;
+            run.input(Input::Tick);
+            run.settle_but(|op| matches!(op, Op::Start { .. }));
+        }
+        pauses.push((run.now - from) / 1000);
+    }
+    pauses
+}
+
+#[test]
+fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
+    for (class, expected) in [
+        (Class::RetryLater, [10, 10, 10, 10, 10, 10, 10]),
+        (Class::WaitForNews, [10, 10, 10, 10, 10, 10, 10]),
+        (Class::Final, [10, 20, 40, 80, 160, 300, 300]),
+    ] {
+        assert_eq!(pauses(&mut starting(), class, 7), expected, "{class:?}");
+    }
+}
+
+/// A ConfigMap that comes late: the container is started at once, with what a refresh has found.
+#[test]
+fn what_was_missing_is_tried_again_with_the_news() {
+    for (class, again) in [
+        (Class::WaitForNews, true),
+        (Class::RetryLater, false),
+        (Class::Final, false),
+    ] {
+        let mut run = starting();
+        run.done(&start("c"), waits(class));
+        run.settle();
+        let (begun, refreshed) = (run.count(&start("c")), run.count(&Key::Volumes));
+        run.input(Input::VolumesChanged);
+        assert_eq!(run.count(&start("c")), begun, "not before the refresh");
+        run.settle();
+        assert_eq!(run.count(&Key::Volumes), refreshed + 1);
+        assert_eq!(
+            run.count(&start("c")),
+            begun + usize::from(again),
+            "{class:?}"
+        );
+    }
+}
+
+/// The news has come while the start was failing, or the refresh that will show it is under way.
+#[test]
+fn news_that_comes_before_the_failure_is_not_lost() {
+    for refresh_begins in [false, true] {
+        let mut run = starting();
+        let begun = run.count(&start("c"));
+        run.input(Input::VolumesChanged);
+        if !refresh_begins {
+            run.settle_but(|op| matches!(op, Op::Start { .. }));
+            run.input(Input::VolumesChanged);
+        }
+        run.done(&start("c"), waits(Class::WaitForNews));
+        run.settle();
+        assert_eq!(run.count(&start("c")), begun + 1);
+    }
+}
+
+/// Without news a failure of this class is not tried again and again.
+#[test]
+fn a_refresh_without_news_is_no_reason_to_try_again() {
+    let mut run = starting();
+    run.done(&start("c"), waits(Class::WaitForNews));
+    run.settle();
+    let begun = run.count(&start("c"));
+    for _ in 0..9 {
+        run.now += 1000;
+        run.input(Input::Tick);
+        run.settle();
+    }
+    assert_eq!(run.count(&start("c")), begun);
+}
+
+/// Labels and annotations are what a path or a variable may be made from.
+#[test]
+fn another_annotation_is_reason_to_try_again() {
+    for (class, again) in [
+        (Class::Final, true),
+        (Class::WaitForNews, true),
+        (Class::RetryLater, false),
+    ] {
+        let mut run = starting();
+        run.done(&start("c"), waits(class));
+        run.settle();
+        let begun = run.count(&start("c"));
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let metadata = json!({"annotations": {"a": "b"}, "resourceVersion": "2"});
+        run.input(Input::Update(a_pod(spec, metadata)));
+        run.settle();
+        assert_eq!(
+            run.count(&start("c")),
+            begun + usize::from(again),
+            "{class:?}"
+        );
+    }
+}
+
+/// What the runtime could not do while it was away waits for no pause that has grown meanwhile.
+#[test]
+fn pods_go_on_as_soon_as_the_runtime_is_back() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    for _ in 0..6 {
+        run.done(
+            &Key::Sandbox,
+            Outcome::Failed(Fault::missing("connection refused")),
+        );
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        let begun = run.count(&Key::Sandbox);
+        while run.count(&Key::Sandbox) == begun {
+            run.now += 500;
+            run.input(Input::Tick);
+            run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        }
+    }
+    run.done(
+        &Key::Sandbox,
+        Outcome::Failed(Fault::missing("connection refused")),
+    );
+    run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    let begun = run.count(&Key::Sandbox);
+    run.input(Input::RuntimeBack);
+    run.settle();
+    assert_eq!(run.count(&Key::Sandbox), begun + 1);
+    assert_eq!(run.phase(), "Running");
+}
