@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use holdfast::cri::{CriClient, Runtime as _};
 
+use crate::paper::Paper;
 use crate::{create, create_all, delete, floor_burst, floor_create, floor_delete, p50, prepare};
 
 /// How many pods start at once.
@@ -119,10 +120,31 @@ async fn as_a_job(api: &Api<Pod>, pods: Vec<Pod>, at_a_time: usize) -> f64 {
     took
 }
 
-/// Pods a second when so many start at once, and those of the floor, the medians. They take turns, for one burst
-/// alone is good to a tenth on a shared machine.
-pub async fn at_once(api: &Api<Pod>, runtime: &CriClient, count: usize, kind: &str) -> (f64, f64) {
-    let (mut rates, mut floors) = (vec![], vec![]);
+/// Pods a second when so many start at once, the medians.
+pub struct Rates {
+    /// Through the control plane and the agent.
+    pub ours: f64,
+    /// By bare calls.
+    pub floor: f64,
+    /// On a node that exists on paper alone: what the control plane makes by itself.
+    pub control: f64,
+}
+
+impl Rates {
+    /// Pods a second if what bare calls need and what the control plane needs came after each other.
+    pub fn floor_and_control(&self) -> f64 {
+        1.0 / (1.0 / self.floor + 1.0 / self.control)
+    }
+}
+
+/// Measures them. They take turns, for one burst alone is good to a tenth on a shared machine.
+pub async fn at_once(
+    api: &Api<Pod>,
+    (runtime, paper): (&CriClient, &Paper),
+    count: usize,
+    kind: &str,
+) -> Rates {
+    let (mut rates, mut floors, mut controls) = (vec![], vec![], vec![]);
     for round in 0..ROUNDS {
         floors.push(floor_burst(runtime, count, &format!("floor-{kind}-{round}")).await);
         let names: Vec<String> = (0..count).map(|i| format!("{kind}-{round}-{i}")).collect();
@@ -130,8 +152,13 @@ pub async fn at_once(api: &Api<Pod>, runtime: &CriClient, count: usize, kind: &s
         delete(api, &names).await;
         // Sandboxes of the last round are removed a little after their pods.
         tokio::time::sleep(Duration::from_secs(2)).await;
+        controls.push(count as f64 / paper.burst(&names).await);
     }
-    (p50(rates), p50(floors))
+    Rates {
+        ours: p50(rates),
+        floor: p50(floors),
+        control: p50(controls),
+    }
 }
 
 /// The floor of a Job: as many sandboxes and containers by bare calls, of which so many are at work at a time. A

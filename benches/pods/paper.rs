@@ -1,7 +1,7 @@
 //! What the control plane needs for a pod by itself: on a node that exists on paper alone, whose agent says of each pod that is
 //! bound to it that it is ready, with one patch, and does nothing else.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::TryStreamExt as _;
 use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ServiceAccount};
@@ -25,23 +25,62 @@ fn parsed<T: serde::de::DeserializeOwned>(object: Value) -> T {
     serde_json::from_value(object).unwrap()
 }
 
-/// Says that every pod is ready, as soon as it is bound to the node.
-async fn answer(pods: Api<Pod>) {
-    let here = WatchParams::default().fields(&format!("spec.nodeName={NODE}"));
-    let mut events = Box::pin(pods.watch(&here, "0").await.unwrap());
-    while let Some(event) = events.try_next().await.unwrap() {
-        let (WatchEvent::Added(pod) | WatchEvent::Modified(pod)) = event else {
-            continue;
-        };
-        if is_ready(&pod) || pod.metadata.deletion_timestamp.is_some() {
-            continue;
-        }
+/// What the control plane needs by itself, in seconds.
+pub struct Life {
+    /// From a pod's creation until a watcher sees that it is ready.
+    pub start: f64,
+    /// From its deletion until a watcher sees that it is gone.
+    pub end: f64,
+}
+
+/// Says that a pod is ready, or that nothing of one that is deleted is left.
+async fn answer_for(pods: &Api<Pod>, pod: Pod) {
+    let name = pod.name_any();
+    let done = if pod.metadata.deletion_timestamp.is_some() {
+        let at_once = DeleteParams::default().grace_period(0);
+        pods.delete(&name, &at_once).await.map(drop)
+    } else if is_ready(&pod) {
+        return;
+    } else {
         let condition = json!({"type": "Ready", "status": "True"});
         let status = json!({"status": {"phase": "Running", "conditions": [condition]}});
-        let (name, patch) = (pod.name_any(), Patch::Strategic(status));
-        let parameters = PatchParams::default();
-        pods.patch_status(&name, &parameters, &patch).await.unwrap();
+        let (parameters, patch) = (PatchParams::default(), Patch::Strategic(status));
+        pods.patch_status(&name, &parameters, &patch)
+            .await
+            .map(drop)
+    };
+    // An event that comes late is of a pod that has gone.
+    if let Err(error) = done
+        && !matches!(&error, kube::Error::Api(status) if status.code == 404)
+    {
+        panic!("{name}: {error}");
     }
+}
+
+/// Answers for every pod that is bound to the node.
+async fn answer(pods: Api<Pod>) {
+    let here = WatchParams::default().fields(&format!("spec.nodeName={NODE}"));
+    let each = |event| async {
+        if let WatchEvent::Added(pod) | WatchEvent::Modified(pod) = event {
+            answer_for(&pods, pod).await;
+        }
+        Ok(())
+    };
+    // An apiserver ends a watch after some minutes.
+    loop {
+        let events = pods.watch(&here, "0").await.unwrap();
+        let ended = events.try_for_each_concurrent(None, each).await;
+        ended.unwrap();
+    }
+}
+
+/// A pod for the node.
+fn pod_here(name: &str) -> Pod {
+    let mut pod = pod(name);
+    let spec = pod.spec.as_mut().unwrap();
+    spec.node_selector = parsed(json!({"bench": NODE}));
+    spec.tolerations = parsed(json!([{"operator": "Exists"}]));
+    pod
 }
 
 impl Paper {
@@ -54,7 +93,7 @@ impl Paper {
         while accounts.get_opt("default").await.unwrap().is_none() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        let room = json!({"cpu": "1", "memory": "1Gi", "pods": "10"});
+        let room = json!({"cpu": "1", "memory": "1Gi", "pods": "250"});
         let node: Node = parsed(json!({
             "metadata": {"name": NODE, "labels": {"bench": NODE}},
             "spec": {"taints": [{"key": "bench", "value": NODE, "effect": "NoSchedule"}]}}));
@@ -76,17 +115,21 @@ impl Paper {
         }
     }
 
-    /// Seconds from a pod's creation until a watcher sees that it is ready.
-    pub async fn start(&self, name: &str) -> f64 {
-        let mut pod = pod(name);
-        let spec = pod.spec.as_mut().unwrap();
-        spec.node_selector = parsed(json!({"bench": NODE}));
-        spec.tolerations = parsed(json!([{"operator": "Exists"}]));
-        spec.termination_grace_period_seconds = Some(0);
-        let begun = Instant::now();
-        create_all(&self.pods, &[pod]).await;
-        let took = begun.elapsed().as_secs_f64();
-        delete(&self.pods, &[name.to_owned()]).await;
+    /// One pod, from its creation to its end.
+    pub async fn life(&self, name: &str) -> Life {
+        let start = create_all(&self.pods, &[pod_here(name)]).await;
+        let end = delete(&self.pods, &[name.to_owned()]).await;
+        Life {
+            start: start.as_secs_f64(),
+            end: end.as_secs_f64(),
+        }
+    }
+
+    /// Seconds from the creation of so many pods until a watcher sees that all are ready.
+    pub async fn burst(&self, names: &[String]) -> f64 {
+        let pods: Vec<Pod> = names.iter().map(|name| pod_here(name)).collect();
+        let took = create_all(&self.pods, &pods).await.as_secs_f64();
+        delete(&self.pods, names).await;
         took
     }
 

@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What a failure means for the next try. What may be tried again at once is tried by the step that has failed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// What a failure means for the next try, the sooner one before the later. What may be tried again at once is tried by the step
+/// that has failed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Class {
     /// It may succeed by itself: it is tried again after a pause.
     #[default]

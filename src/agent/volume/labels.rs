@@ -26,7 +26,7 @@ pub(super) async fn admit(
             let is_error = mode == selinux::ALONE;
             context.metrics.several_labels(mode, is_error);
             return match is_error {
-                true => Err(Problem::Claim(several)),
+                true => Err(Problem::Claim(several.message)),
                 false => Ok(()),
             };
         }
@@ -52,11 +52,12 @@ pub(super) async fn admit(
 }
 
 /// Whether volumes of this kind can be mounted with a label.
-async fn mounts_with_label(context: &Context, resolved: &ResolvedVolume) -> Result<bool, String> {
+async fn mounts_with_label(context: &Context, resolved: &ResolvedVolume) -> Result<bool, Problem> {
     Ok(match &resolved.source {
         Source::Csi(served) => {
             let driver = context.api.csi_driver(&served.driver).await;
-            csi::mounts_with_label(driver.map_err(|e| e.to_string())?.as_ref())
+            let driver = driver.map_err(|e| Problem::later(e.to_string()))?;
+            csi::mounts_with_label(driver.as_ref())
         }
         Source::Disk { .. } => true,
         Source::EmptyDir(_)

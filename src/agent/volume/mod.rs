@@ -30,6 +30,7 @@ use super::Context;
 use super::Kind;
 use super::metrics::{PodVolumes, VolumeOperation};
 use super::pod::journal::Log;
+use crate::core::fault::Fault;
 use crate::core::pod::env::Surroundings;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
@@ -94,20 +95,20 @@ struct Made {
 /// Why the volumes of a pod are not all there.
 pub enum NotSetUp {
     /// It is tried again.
-    Failed(String),
+    Failed(Fault),
     /// The node has as many as it can have attached: the pod is not taken.
     LimitExceeded(String),
 }
 
 impl From<ApiFailure> for NotSetUp {
     fn from(failure: ApiFailure) -> NotSetUp {
-        NotSetUp::Failed(failure.to_string())
+        NotSetUp::Failed(Fault::later(failure.to_string()))
     }
 }
 
 /// A problem that a pod was told of.
 struct Told {
-    message: String,
+    fault: Fault,
     is_under_way: bool,
     /// Whether it is that the volume is not attached.
     unattached: Option<Unattached>,
@@ -228,7 +229,9 @@ impl Volumes {
                         self.wait(context, pod);
                     }
                     unattached.extend(problem.unattached);
-                    failed = failed.or(Some(problem.message));
+                    let class = problem.fault.class;
+                    let first: &mut Fault = failed.get_or_insert(problem.fault);
+                    first.class = first.class.min(class);
                 }
             }
         }
@@ -241,10 +244,10 @@ impl Volumes {
         }
         fetched.resolved.clone_from(&self.resolved);
         match failed {
-            Some(error) if !self.set_up => Err(NotSetUp::Failed(error)),
+            Some(fault) if !self.set_up => Err(NotSetUp::Failed(fault)),
             outdated => Ok(SetUp {
                 fetched,
-                outdated,
+                outdated: outdated.map(|fault| fault.message),
                 again: again.into_iter().min(),
             }),
         }
@@ -329,7 +332,10 @@ impl Volumes {
             _ => events.pod(pod, None, Kind::Warning, problem.reason(), message.as_str()),
         }
         Told {
-            message,
+            fault: Fault {
+                class: problem.class(),
+                message,
+            },
             is_under_way: problem.is_under_way(),
             unattached: match problem {
                 Problem::Unattached { is_full, .. } => Some(Unattached {
@@ -523,7 +529,7 @@ async fn passwords(
         return Ok(None);
     };
     let secret = context.api.secret(namespace, name).await.map_err(|e| {
-        Problem::SetUp(format!("the secret {namespace}/{name} cannot be read: {e}"))
+        Problem::later(format!("the secret {namespace}/{name} cannot be read: {e}"))
     })?;
     let known = secret
         .data

@@ -69,7 +69,7 @@ impl Held {
         if !bundles.is_empty() {
             let all =
                 context.api.trust_bundles().await.map_err(|e| {
-                    Problem::SetUp(format!("the trust bundles cannot be read: {e}"))
+                    Problem::later(format!("the trust bundles cannot be read: {e}"))
                 })?;
             for source in bundles {
                 given
@@ -124,7 +124,7 @@ impl Held {
                 Ok(text)
             }
             (Err(_), Some((text, _, true))) => Ok(text),
-            (Err(error), _) => Err(Problem::SetUp(format!("failed to fetch token: {error}"))),
+            (Err(error), _) => Err(Problem::later(format!("failed to fetch token: {error}"))),
         }
     }
 
@@ -161,7 +161,7 @@ impl Held {
                 Ok(credential)
             }
             (None, Err(error)) => Err(error),
-            (None, Ok(())) => Err(Problem::SetUp(format!(
+            (None, Ok(())) => Err(Problem::later(format!(
                 "the certificate of signer {} has ended before it came",
                 source.signer
             ))),
@@ -207,14 +207,14 @@ async fn certify(
             Err(ApiFailure::NotFound(_)) => {
                 certified.asked = None;
                 let why = format!("{about} was removed before it was answered");
-                return Err(Problem::SetUp(why));
+                return Err(Problem::later(why));
             }
-            other => other.map_err(|e| Problem::SetUp(format!("{about} cannot be read: {e}")))?,
+            other => other.map_err(|e| Problem::later(format!("{about} cannot be read: {e}")))?,
         };
         match certificates::outcome(found.status.as_ref(), now) {
             Outcome::Pending => {}
             // It stays as it is: asking again would be refused again.
-            Outcome::Refused(why) => return Err(Problem::SetUp(format!("{about} was {why}"))),
+            Outcome::Refused(why) => return Err(Problem::later(format!("{about} was {why}"))),
             Outcome::Issued {
                 chain,
                 refresh,
@@ -233,7 +233,7 @@ async fn certify(
             }
         }
     }
-    Err(Problem::SetUp(format!(
+    Err(Problem::later(format!(
         "{about} is awaited: its signer {} has not decided yet",
         source.signer
     )))
@@ -242,7 +242,7 @@ async fn certify(
 /// Makes a key and asks for a certificate.
 async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, Problem> {
     let Some(node) = context.node.borrow().clone() else {
-        return Err(Problem::SetUp("the node is not registered yet".into()));
+        return Err(Problem::later("the node is not registered yet"));
     };
     let kind = source.key_type.clone();
     let (key, request) = blocking(move || make(&kind)).await?;
@@ -257,7 +257,7 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
         .await;
     let request = asked.map_err(|e| {
         let signer = &source.signer;
-        Problem::SetUp(format!(
+        Problem::later(format!(
             "a certificate of signer {signer} cannot be asked for: {e}"
         ))
     })?;

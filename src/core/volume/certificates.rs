@@ -6,6 +6,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::certificates::v1beta1::{ClusterTrustBundle, PodCertificateRequestStatus};
 use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
 
+use crate::core::fault::Fault;
 use crate::core::node::signing;
 use crate::core::{digest, meta, selector};
 
@@ -21,14 +22,15 @@ pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
 }
 
 /// The certificates of a PEM text, without headers; each with its digest.
-fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), String> {
+fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
     for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
-        let block = block.map_err(|e| format!("the trust bundle is not PEM: {e}"))?;
+        let block =
+            block.map_err(|e| Fault::missing(format!("the trust bundle is not PEM: {e}")))?;
         if block.label != "CERTIFICATE" {
-            return Err(format!(
+            return Err(Fault::missing(format!(
                 "the trust bundle has a block {:?}: only CERTIFICATE may be in it",
                 block.label
-            ));
+            )));
         }
         let pem = signing::pem("CERTIFICATE", &block.contents);
         into.insert(digest::sha256(&block.contents), pem);
@@ -41,7 +43,7 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), String> 
 pub fn trusted(
     source: &ClusterTrustBundleProjection,
     all: &[impl AsRef<ClusterTrustBundle>],
-) -> Result<Option<String>, String> {
+) -> Result<Option<String>, Fault> {
     let mut all = all.iter().map(AsRef::as_ref);
     let optional = source.optional == Some(true);
     let found: Vec<&ClusterTrustBundle> = match (&source.name, &source.signer_name) {
@@ -55,15 +57,23 @@ pub fn trusted(
                         .is_some_and(|s| selector::matches(s, meta::labels(*b)))
             })
             .collect(),
-        _ => return Err("a clusterTrustBundle source needs either name or signerName".into()),
+        _ => {
+            return Err(Fault::invalid(
+                "a clusterTrustBundle source needs either name or signerName",
+            ));
+        }
     };
     if found.is_empty() {
         let missing = match &source.name {
             Some(name) => format!("clustertrustbundle {name:?} not found"),
             None => "combination of signerName and labelSelector matched zero ClusterTrustBundles"
-                .into(),
+                .to_owned(),
         };
-        return if optional { Ok(None) } else { Err(missing) };
+        return if optional {
+            Ok(None)
+        } else {
+            Err(Fault::missing(missing))
+        };
     }
     let mut certificates = BTreeMap::new();
     for bundle in found {
@@ -216,10 +226,14 @@ mod tests {
         );
         assert_eq!(chosen(json!({"name": "none", "optional": true})), Ok(None));
         assert!(
-            chosen(json!({"signerName": "a.b/c"})).is_err_and(|e| e.contains("matched zero")),
+            chosen(json!({"signerName": "a.b/c"}))
+                .is_err_and(|e| e.message.contains("matched zero")),
             "no selector selects nothing"
         );
-        assert!(chosen(json!({"name": "none"})).is_err_and(|e| e.contains("\"none\" not found")));
+        assert!(
+            chosen(json!({"name": "none"}))
+                .is_err_and(|e| e.message.contains("\"none\" not found"))
+        );
     }
 
     #[test]

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::claims::{self, Grown};
 use super::{migrated, selinux};
 use crate::core::digest::sha256;
+use crate::core::fault::Fault;
 use crate::core::pod::quoted::quoted;
 use crate::core::{meta, pod};
 
@@ -104,7 +105,7 @@ pub fn of_persistent(
 }
 
 /// What a driver serves of a pod's own: an inline volume, or one of a kind that it has taken over; else none.
-pub fn of_pod(pod: &Pod, volume: &PodVolume) -> Result<Option<Volume>, String> {
+pub fn of_pod(pod: &Pod, volume: &PodVolume) -> Result<Option<Volume>, Fault> {
     if let Some(inline) = of_inline(pod, volume) {
         return Ok(Some(inline));
     }
@@ -364,7 +365,7 @@ fn lifecycle(volume: &Volume) -> &'static str {
 
 /// Whether a driver serves volumes that live as long as this one does. The error is the kubelet's: a driver that the cluster
 /// has no CSIDriver of serves persistent ones alone.
-pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), String> {
+pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> {
     let mode = lifecycle(volume);
     let modes = driver.map(|d| d.spec.volume_lifecycle_modes.as_deref().unwrap_or_default());
     let why = match modes {
@@ -380,10 +381,10 @@ pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), String>
                 .join(" ")
         ),
     };
-    Err(format!(
+    Err(Fault::later(format!(
         "kubernetes.io/csi: mounter.SetupAt failed to check volume lifecycle mode: volume mode {mode:?} not supported by driver {} ({why})",
         volume.driver
-    ))
+    )))
 }
 
 /// Whether a volume has to be attached before it can be staged.
@@ -632,9 +633,9 @@ mod tests {
             },
         );
         let refused = |mode: &str, why: &str| {
-            Err(format!(
+            Err(Fault::later(format!(
                 "kubernetes.io/csi: mounter.SetupAt failed to check volume lifecycle mode: volume mode {mode:?} not supported by driver d ({why})"
-            ))
+            )))
         };
         let of = |modes: Value| Some(driver(json!({"volumeLifecycleModes": modes})));
         for (driver, alone, with_pod) in [

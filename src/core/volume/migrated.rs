@@ -10,6 +10,7 @@ use k8s_openapi::api::core::v1::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::core::fault::Fault;
 use crate::core::meta;
 
 /// Where CSINode says which kinds are served so; attachers and the scheduler go by it.
@@ -110,7 +111,7 @@ impl Translated {
 }
 
 /// `aws://ZONE/vol-1`, `aws:///vol-1` or `vol-1`.
-fn ebs_handle(id: &str) -> Result<String, String> {
+fn ebs_handle(id: &str) -> Result<String, Fault> {
     let Some(path) = id.strip_prefix("aws://") else {
         return Ok(id.to_owned());
     };
@@ -121,9 +122,9 @@ fn ebs_handle(id: &str) -> Result<String, String> {
     if name.starts_with("vol-") && !name.contains('/') {
         Ok(name.to_owned())
     } else {
-        Err(format!(
+        Err(Fault::invalid(format!(
             "volumeID {id:?} of awsElasticBlockStore is not aws://ZONE/vol-ID"
-        ))
+        )))
     }
 }
 
@@ -132,14 +133,14 @@ fn ebs(
     fs_type: Option<&String>,
     partition: Option<i32>,
     read_only: Option<bool>,
-) -> Result<Translated, String> {
+) -> Result<Translated, Fault> {
     Ok(of(EBS, ebs_handle(id)?, fs_type, read_only)
         .with("partition", partition.unwrap_or(0).to_string())
         .zoned("topology.ebs.csi.aws.com/zone"))
 }
 
 /// The region that all zones are in: `us-central1` of `us-central1-a`.
-fn pd_region(zones: &[&str]) -> Result<String, String> {
+fn pd_region(zones: &[&str]) -> Result<String, Fault> {
     let region = |zone: &str| {
         let parts: Vec<&str> = zone.split('-').collect();
         (parts.len() == 3).then(|| parts[..2].join("-"))
@@ -151,10 +152,15 @@ fn pd_region(zones: &[&str]) -> Result<String, String> {
                 .iter()
                 .all(|zone| region(zone).as_ref() == Some(first))
         })
-        .ok_or_else(|| format!("the zones {} are not of one region", zones.join(", ")))
+        .ok_or_else(|| {
+            Fault::invalid(format!(
+                "the zones {} are not of one region",
+                zones.join(", ")
+            ))
+        })
 }
 
-fn pd_handle(zones: &str, disk: &str) -> Result<String, String> {
+fn pd_handle(zones: &str, disk: &str) -> Result<String, Fault> {
     let zones: Vec<&str> = zones.split(BETWEEN_ZONES).collect();
     Ok(match zones[..] {
         [""] => format!("projects/{UNSPECIFIED}/zones/{UNSPECIFIED}/disks/{disk}"),
@@ -185,15 +191,15 @@ fn pd(
     }
 }
 
-fn azure_disk(disk: &AzureDiskVolumeSource) -> Result<Translated, String> {
+fn azure_disk(disk: &AzureDiskVolumeSource) -> Result<Translated, Fault> {
     if let Some(kind) = disk
         .kind
         .as_ref()
         .filter(|kind| !kind.eq_ignore_ascii_case("Managed"))
     {
-        return Err(format!(
+        return Err(Fault::invalid(format!(
             "azureDisk of kind {kind:?} has no CSI driver: only Managed disks have one"
-        ));
+        )));
     }
     let mut translated = of(
         AZURE_DISK,
@@ -284,7 +290,7 @@ fn persistent_share(
     volume: &PersistentVolume,
     spec: &PersistentVolumeSpec,
     file: &AzureFilePersistentVolumeSource,
-) -> Result<Translated, String> {
+) -> Result<Translated, Fault> {
     let claimed = spec
         .claim_ref
         .as_ref()
@@ -296,7 +302,7 @@ fn persistent_share(
         secret: &file.secret_name,
         share: &file.share_name,
         name: meta::name(volume),
-        namespace: namespace.ok_or("azureFile has neither secretNamespace nor a claim: the namespace of its secret is not known")?,
+        namespace: namespace.ok_or_else(|| Fault::missing("azureFile has neither secretNamespace nor a claim: the namespace of its secret is not known"))?,
     };
     Ok(azure_file(&share, file.read_only))
 }
@@ -304,7 +310,7 @@ fn persistent_share(
 fn translated(
     volume: &PersistentVolume,
     spec: &PersistentVolumeSpec,
-) -> Result<Option<Translated>, String> {
+) -> Result<Option<Translated>, Fault> {
     Ok(Some(if let Some(disk) = &spec.aws_elastic_block_store {
         ebs(
             &disk.volume_id,
@@ -411,7 +417,7 @@ fn strict(modes: &[String]) -> Vec<String> {
 }
 
 /// The CSI volume that stands for a persistent volume; one of another kind stays as it is.
-pub fn persistent(volume: PersistentVolume) -> Result<PersistentVolume, String> {
+pub fn persistent(volume: PersistentVolume) -> Result<PersistentVolume, Fault> {
     let Some(spec) = &volume.spec else {
         return Ok(volume);
     };
@@ -470,7 +476,7 @@ fn inline_share(
 }
 
 /// The CSI volume that stands for a pod's own source; none if it is of another kind.
-pub fn inline(volume: &Volume, namespace: &str) -> Result<Option<PersistentVolume>, String> {
+pub fn inline(volume: &Volume, namespace: &str) -> Result<Option<PersistentVolume>, Fault> {
     let once = "ReadWriteOnce";
     let by = |read_only: Option<bool>| {
         if read_only == Some(true) {

@@ -15,6 +15,7 @@ use super::claims::{self, Grown};
 use super::csi;
 use super::disks::{self, Disk};
 use super::{migrated, selinux};
+use crate::core::fault::Fault;
 use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
@@ -218,7 +219,7 @@ pub struct Claimed {
 
 impl Claimed {
     /// A claim with the volume that it is bound to.
-    pub fn new(claim: PersistentVolumeClaim, volume: PersistentVolume) -> Result<Claimed, String> {
+    pub fn new(claim: PersistentVolumeClaim, volume: PersistentVolume) -> Result<Claimed, Fault> {
         let is_csi = |v: &PersistentVolume| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
         let before = is_csi(&volume);
         let volume = migrated::persistent(volume)?;
@@ -300,7 +301,7 @@ fn devices(container: &Container, volume: &str) -> bool {
 }
 
 /// The size of huge pages that a pod asks for, if there is only one.
-fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
+fn page_size(pod: &Pod, medium: &str) -> Result<u64, Fault> {
     let size = |text: &str| {
         text.parse::<Quantity>()
             .ok()
@@ -309,7 +310,9 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
     };
     if let Some(text) = medium.strip_prefix("HugePages-") {
         return size(text).ok_or_else(|| {
-            format!("emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi")
+            Fault::invalid(format!(
+                "emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi"
+            ))
         });
     }
     let mut sizes: Vec<String> = pod::containers(pod)
@@ -321,9 +324,14 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, String> {
     sizes.sort();
     sizes.dedup();
     match sizes.as_slice() {
-        [] => Err("medium HugePages is used, but no container asks for huge pages: add a request for hugepages-<size>".into()),
-        [one] => size(one).ok_or_else(|| format!("hugepages-{one} is not a size of pages")),
-        _ => Err("medium: HugePages can't be used if container requests multiple huge page sizes".into()),
+        [] => Err(Fault::invalid(
+            "medium HugePages is used, but no container asks for huge pages: add a request for hugepages-<size>",
+        )),
+        [one] => size(one)
+            .ok_or_else(|| Fault::invalid(format!("hugepages-{one} is not a size of pages"))),
+        _ => Err(Fault::invalid(
+            "medium: HugePages can't be used if container requests multiple huge page sizes",
+        )),
     }
 }
 
@@ -331,7 +339,7 @@ fn empty_dir(
     pod: &Pod,
     source: &k8s_openapi::api::core::v1::EmptyDirVolumeSource,
     memory: u64,
-) -> Result<Medium, String> {
+) -> Result<Medium, Fault> {
     match source.medium.as_deref().unwrap_or_default() {
         "" => Ok(Medium::Disk {
             counted: pod::spec(pod).host_users == Some(false),
@@ -353,9 +361,9 @@ fn empty_dir(
             Ok(Medium::Memory(smallest.unwrap_or(0)))
         }
         medium if medium.starts_with("HugePages") => page_size(pod, medium).map(Medium::HugePages),
-        other => Err(format!(
+        other => Err(Fault::invalid(format!(
             "emptyDir medium {other:?} is not known: use \"\", Memory or HugePages"
-        )),
+        ))),
     }
 }
 
@@ -476,19 +484,20 @@ pub fn resolve(
         });
     }
     let flex = volume.flex_volume.as_ref();
-    Err(unserved(&volume.name, flex.map(|f| &f.driver)).into())
+    Err(unserved(&volume.name, flex.map(|f| &f.driver)))
 }
 
 /// Why a volume is not served, with the kubelet's words (`ErrNoPluginMatched`); `flex` is the driver of a flexVolume.
-fn unserved(name: &str, flex: Option<&String>) -> String {
-    match flex {
+fn unserved(name: &str, flex: Option<&String>) -> Problem {
+    let why = match flex {
         Some(driver) => format!(
             "no volume plugin matched: volume {name:?} is a flexVolume of driver {driver:?}; FlexVolume is deprecated and not built here, no driver in volumePluginDir is called: use a CSI driver"
         ),
         None => format!(
             "no volume plugin matched: volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the types that CSI drivers have taken over"
         ),
-    }
+    };
+    Fault::invalid(why).into()
 }
 
 /// The filesystem of a disk.
@@ -631,7 +640,7 @@ fn persistent(
         return Ok(made(Source::Csi(Box::new(served)), read_only, false));
     }
     let flex = spec.flex_volume.as_ref();
-    Err(unserved(&volume.name, flex.map(|f| &f.driver)).into())
+    Err(unserved(&volume.name, flex.map(|f| &f.driver)))
 }
 
 /// Whether a node reaches the volume of a claim.

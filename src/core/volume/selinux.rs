@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Pod, SELinuxOptions};
 
+use crate::core::fault::Fault;
 use crate::core::pod;
 
 /// Whether a policy is loaded: before, every process has the first of the kernel's initial labels, and the runtime gives
@@ -91,14 +92,17 @@ fn is_recursive(pod: &Pod) -> bool {
 
 /// The label that a volume could be mounted with: the one that its containers ask for which use it. The error is that they
 /// ask for several, of which one may be what the runtime chooses.
-pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, String> {
+pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, Fault> {
     let labels = labels(pod, volume, files);
     if labels.len() > 1 {
         let all: Vec<&str> = labels
             .iter()
             .map(|l| l.as_deref().unwrap_or_default())
             .collect();
-        return Err(format!("multiple SELinux labels found: {}", all.join(",")));
+        return Err(Fault::invalid(format!(
+            "multiple SELinux labels found: {}",
+            all.join(",")
+        )));
     }
     if is_recursive(pod) {
         return Ok(None);
@@ -308,7 +312,9 @@ mod tests {
         let pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
         assert_eq!(
             wanted(&pod, "v", "u:r:t:s0"),
-            Err("multiple SELinux labels found: u:r:t:s0:c1,c2,u:r:t:s0:c3,c4".into())
+            Err(Fault::invalid(
+                "multiple SELinux labels found: u:r:t:s0:c1,c2,u:r:t:s0:c3,c4"
+            ))
         );
         // What the runtime chooses is another than what is named.
         let own = json!({"name": "c", "volumeMounts": mounts, "securityContext": {"seLinuxOptions": {"type": "t"}}});

@@ -10,6 +10,7 @@ use nix::mount::MntFlags;
 use super::csi::is_mounted;
 use super::staging_lock::Turn;
 use super::{Giver, disks};
+use crate::core::fault::Fault;
 use crate::core::pod::Ownership;
 use crate::core::volume::disks::Disk;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
@@ -99,7 +100,9 @@ pub(super) fn local(
             Ok(())
         } else {
             let shown = path.display();
-            Err(format!("{shown} is not a block device, as volumeMode Block asks for").into())
+            Err(Problem::later(format!(
+                "{shown} is not a block device, as volumeMode Block asks for"
+            )))
         };
     }
     let restrict = || {
@@ -117,11 +120,10 @@ pub(super) fn local(
         stage(path, filesystem, resolved, to)?;
         source = to.staged;
     } else if !found.is_dir() {
-        return Err(format!(
+        return Err(Problem::later(format!(
             "local volume {} is neither a directory nor a block device",
             path.display()
-        )
-        .into());
+        )));
     }
     let owner = match is_shared(to.dir)? {
         // The pod that has it would lose its files; AlreadyMountedVolume tells this one.
@@ -210,10 +212,10 @@ fn stage(
     let shown = device.display().to_string();
     let known = ["ext4", "ext3", "ext2", "xfs", "btrfs"];
     if !known.contains(&filesystem) {
-        return Err(format!(
+        return Err(Fault::invalid(format!(
             "filesystem {filesystem:?} is not known: use one of {}",
             known.join(", ")
-        )
+        ))
         .into());
     }
     let found = prepare(

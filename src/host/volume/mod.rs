@@ -64,7 +64,7 @@ impl From<HostError> for Problem {
     fn from(error: HostError) -> Problem {
         match error.is_under_way() {
             true => Problem::under_way(error.message),
-            false => Problem::SetUp(error.message),
+            false => Problem::later(error.message),
         }
     }
 }

@@ -285,7 +285,7 @@ impl Job {
             outdated,
             again,
         } = set_up.map_err(|problem| match problem {
-            NotSetUp::Failed(why) => failed(Fault::later(why)),
+            NotSetUp::Failed(fault) => failed(fault),
             NotSetUp::LimitExceeded(message) => {
                 self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
                 Outcome::Refused {

@@ -24,6 +24,7 @@ use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
 use crate::agent::volume::Made;
+use crate::core::fault::Fault;
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::csi::{self, NodeCapabilities, Volume};
@@ -62,7 +63,7 @@ impl From<VolumeError> for Problem {
     fn from(error: VolumeError) -> Problem {
         match error {
             VolumeError::Host(error) => error.into(),
-            other => Problem::SetUp(other.to_string()),
+            other => Problem::later(other.to_string()),
         }
     }
 }
@@ -307,7 +308,7 @@ async fn secret(
         return Ok(HashMap::new());
     };
     let found = context.api.secret(namespace, name).await.map_err(|e| {
-        Problem::SetUp(format!(
+        Problem::later(format!(
             "fetching {field} {namespace}/{name} failed: kubernetes.io/csi: failed to find the secret {name} in the namespace {namespace} with error: {e}"
         ))
     })?;
@@ -370,7 +371,7 @@ pub(super) async fn publish(
         .api
         .csi_driver(&volume.driver)
         .await
-        .map_err(|e| e.to_string())?;
+        .map_err(|e| Problem::later(e.to_string()))?;
     let registered = match context.csi.driver(&volume.driver) {
         // What a pod has it keeps while its driver is being replaced, and nothing is asked of that.
         Err(_) if !is_new && !republishes(described.as_ref()) => {
@@ -400,7 +401,7 @@ pub(super) async fn publish(
     };
     // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
-        return Err(csi::TAKEN.to_owned().into());
+        return Err(Fault::missing(csi::TAKEN).into());
     }
     context.csi.note(&wanted.place);
     // What is mounted was attached before: only a driver that publishes anew has to know how.
@@ -607,7 +608,7 @@ async fn tokens(
             .api
             .token(asked)
             .await
-            .map_err(|e| Problem::SetUp(format!("failed to fetch token: {e}")))?;
+            .map_err(|e| Problem::later(format!("failed to fetch token: {e}")))?;
         all.insert(
             wanted.audience.clone(),
             json!({"token": token.text, "expirationTimestamp": token.expires.to_string()}),

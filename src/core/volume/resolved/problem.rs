@@ -1,6 +1,6 @@
 //! Why a volume cannot be had, and in which words pods are told.
 
-use crate::core::fault::Fault;
+use crate::core::fault::{Class, Fault};
 use crate::core::volume::permissions::{self, Giving};
 
 /// Why a volume cannot be had.
@@ -11,10 +11,10 @@ pub enum Problem {
     Claim(String),
     /// It cannot be set up.
     #[error("{0}")]
-    SetUp(String),
+    SetUp(Fault),
     /// It cannot be had as a device.
     #[error("{0}")]
-    Map(String),
+    Map(Fault),
     /// A call for it has not ended: nothing has failed yet, and it is tried again when that has ended.
     #[error("{why}")]
     UnderWay {
@@ -61,13 +61,7 @@ pub enum Problem {
 
 impl From<Fault> for Problem {
     fn from(fault: Fault) -> Problem {
-        Problem::SetUp(fault.message)
-    }
-}
-
-impl From<String> for Problem {
-    fn from(why: String) -> Problem {
-        Problem::SetUp(why)
+        Problem::SetUp(fault)
     }
 }
 
@@ -97,6 +91,27 @@ impl Problem {
         }
     }
 
+    /// It could not be set up this time.
+    #[must_use]
+    pub fn later(why: impl Into<String>) -> Problem {
+        Problem::SetUp(Fault::later(why))
+    }
+
+    /// What it means for the next try.
+    #[must_use]
+    pub fn class(&self) -> Class {
+        match self {
+            Problem::SetUp(fault) | Problem::Map(fault) => fault.class,
+            Problem::Claim(_) => Class::WaitForNews,
+            Problem::UnderWay { .. }
+            | Problem::Permissions(_)
+            | Problem::Mismatch(_)
+            | Problem::Growth { .. }
+            | Problem::Unattached { .. }
+            | Problem::Step { .. } => Class::RetryLater,
+        }
+    }
+
     /// A call for a volume that has not ended.
     #[must_use]
     pub fn under_way(why: String) -> Problem {
@@ -122,7 +137,7 @@ impl Problem {
     pub fn of_device(self) -> Problem {
         let step = "MapVolume.SetUpDevice";
         match self {
-            Problem::SetUp(why) => Problem::Map(why),
+            Problem::SetUp(fault) => Problem::Map(fault),
             Problem::UnderWay { why, .. } => Problem::UnderWay { step, why },
             Problem::Growth { why, .. } => Problem::Growth {
                 step: "MapVolume.MarkVolumeAsMounted",
@@ -152,11 +167,11 @@ impl Problem {
                     "Unable to attach or mount volumes: unmounted volumes=[{volume}], failed to process volumes=[{volume}]: {why}"
                 )
             }
-            Problem::SetUp(why) | Problem::Mismatch(why) => {
+            Problem::SetUp(Fault { message: why, .. }) | Problem::Mismatch(why) => {
                 format!("MountVolume.SetUp failed for volume {volume:?} : {why}")
             }
             Problem::Permissions(giving) => format!("volume {volume:?}: {}", giving.progress),
-            Problem::Map(why) => {
+            Problem::Map(Fault { message: why, .. }) => {
                 format!("MapVolume.SetUpDevice failed for volume {volume:?} : {why}")
             }
             Problem::Unattached { step, why, .. } | Problem::UnderWay { step, why } => {

@@ -251,7 +251,7 @@ fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
 
 #[test]
 fn what_is_under_way_is_told_like_a_failure_and_is_none() {
-    let set_up = Problem::SetUp("w".into());
+    let set_up = Problem::later("w");
     let waits = Problem::under_way("w".into());
     for (problem, reason, step, is_under_way) in [
         (set_up.clone(), "FailedMount", "MountVolume.SetUp", false),
