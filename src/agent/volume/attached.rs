@@ -11,22 +11,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Node, Pod};
-use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
+use crate::agent::volume::reported::{REPORTING, Reported};
 use crate::core::lock::lock;
 use crate::core::pod;
 use crate::core::volume::disks;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::host::volume::disks::all_places;
-
-/// How long a volume waits until the node's status says that it is in use, or that it is attached.
-const REPORTING: Duration = Duration::from_secs(10);
 
 /// The disks that this node attaches by itself.
 pub struct AttachedDisks {
@@ -34,9 +30,7 @@ pub struct AttachedDisks {
     of_pods: Mutex<BTreeMap<(String, String), String>>,
     /// What was there when the agent started: the places, and the names that their disks may have.
     found: Mutex<BTreeMap<PathBuf, Vec<String>>>,
-    /// Those that the node's status says are in use, of those that still are.
-    reported: watch::Sender<BTreeSet<String>>,
-    changed: Notify,
+    reported: Reported,
 }
 
 impl AttachedDisks {
@@ -51,8 +45,7 @@ impl AttachedDisks {
         AttachedDisks {
             of_pods: Mutex::default(),
             found: Mutex::new(found.collect()),
-            reported: watch::Sender::default(),
-            changed: Notify::new(),
+            reported: Reported::default(),
         }
     }
 
@@ -70,24 +63,19 @@ impl AttachedDisks {
         // Under the lock: what is forgotten meanwhile must not come back.
         let of_pods = lock(&self.of_pods);
         let now = of_pods.values().filter(|name| names.contains(name));
-        let now: BTreeSet<String> = now.cloned().collect();
-        self.reported.send_if_modified(|reported| {
-            let changed = *reported != now;
-            *reported = now;
-            changed
-        });
+        self.reported.set(now.cloned().collect());
     }
 
     /// Returns when [`AttachedDisks::in_use`] has changed.
     pub async fn in_use_changed(&self) {
-        self.changed.notified().await;
+        self.reported.changed().await;
     }
 
     fn note(&self, uid: &str, volume: &str, name: &str) {
         let key = (uid.to_owned(), volume.to_owned());
         let before = lock(&self.of_pods).insert(key, name.to_owned());
         if before.is_none() {
-            self.changed.notify_one();
+            self.reported.outdated();
         }
     }
 
@@ -99,11 +87,9 @@ impl AttachedDisks {
         if of_pods.len() == before {
             return;
         }
-        // For the next pod it is reported anew: until then the controller may have given it to another node.
-        self.reported.send_modify(|reported| {
-            reported.retain(|name| of_pods.values().any(|other| other == name));
-        });
-        self.changed.notify_one();
+        self.reported
+            .retain(|name| of_pods.values().any(|other| other == name));
+        self.reported.outdated();
     }
 }
 
@@ -141,7 +127,7 @@ pub(super) async fn of_disk(
 }
 
 async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
-    is_reported(context.disks.reported.subscribe(), name).await?;
+    context.disks.reported.lists(name).await?;
     let node = &context.config.node_name;
     // What was seen before may be older than the report.
     if !context.node.refresh().await {
@@ -161,20 +147,6 @@ pub(super) fn unanswered(context: &Context, volume: &str) -> String {
     format!(
         "the API does not answer whether volumesAttached of node {node} lists {volume}; it is asked again"
     )
-}
-
-/// Waits until the node's status says that a volume is in use.
-pub(super) async fn is_reported(
-    mut reported: watch::Receiver<BTreeSet<String>>,
-    volume: &str,
-) -> Result<(), String> {
-    let says = reported.wait_for(|names| names.contains(volume));
-    match tokio::time::timeout(REPORTING, says).await {
-        Ok(Ok(_)) => Ok(()),
-        _ => Err(format!(
-            "the node's status does not say yet that {volume} is in use"
-        )),
-    }
 }
 
 /// Waits until the node's status lists a volume as attached; whether it does.

@@ -8,6 +8,7 @@ mod labels;
 pub mod objects;
 mod permissions;
 pub mod projected;
+mod reported;
 pub mod storage_limits;
 
 use std::collections::BTreeMap;

@@ -53,10 +53,8 @@ async fn attached_by_controller(
     described: Option<&CSIDriver>,
 ) -> Result<HashMap<String, String>, NotAttached> {
     let volume = csi::unique_name(&data.driver_name, &data.volume_handle);
-    let reported = context.csi.reported.subscribe();
-    attached::is_reported(reported, &volume)
-        .await
-        .map_err(NotAttached::new)?;
+    let reported = context.csi.reported.lists(&volume);
+    reported.await.map_err(NotAttached::new)?;
     let node = &context.config.node_name;
     // What was seen before may be older than the report.
     if !context.node.refresh().await {

@@ -24,6 +24,7 @@ use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::agent::serving::VolumeFigures;
 use crate::agent::volume::Made;
+use crate::agent::volume::reported::Reported;
 use crate::core::fault::Fault;
 use crate::core::lock::lock;
 use crate::core::pod;
@@ -100,10 +101,8 @@ pub struct Csi {
     leaves: Notify,
     /// One call at a time for each volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
-    /// The volumes that the node's status says are in use, of those that still are.
-    reported: watch::Sender<BTreeSet<String>>,
-    /// Which volumes are in use has changed, or why the node is not ready.
-    changed: Notify,
+    /// Outdated also where it is another problem for which the node is not ready.
+    reported: Reported,
     /// The volumes that have grown here, or could not; local ones only while they could not.
     pub(super) expansions: Mutex<Expansions>,
     /// Drivers that have to say anew how many volumes they serve here.
@@ -141,8 +140,7 @@ impl Csi {
             left: Mutex::new(left),
             leaves: Notify::new(),
             locks: Mutex::default(),
-            reported: watch::Sender::default(),
-            changed: Notify::new(),
+            reported: Reported::default(),
             expansions: Mutex::default(),
             outdated: Mutex::default(),
             asked: Notify::new(),
@@ -174,7 +172,7 @@ impl Csi {
     fn note(&self, place: &Published) {
         let before = lock(&self.published).insert(place.key(), place.clone());
         if before.is_none() {
-            self.changed.notify_one();
+            self.reported.outdated();
         }
     }
 
@@ -182,7 +180,7 @@ impl Csi {
         lock(&self.unmounted).remove(&place.key());
         lock(&self.published).remove(&place.key());
         self.settle(place);
-        self.changed.notify_one();
+        self.reported.outdated();
     }
 
     /// For the next pod a volume that nobody has any more, staged neither, is reported anew: until then a controller may have
@@ -192,9 +190,7 @@ impl Csi {
         let published = lock(&self.published);
         let is_there = published.values().any(|v| is_same(v, place));
         if !is_there && !lock(&self.staying).contains_key(&name) {
-            self.reported.send_modify(|reported| {
-                reported.remove(&name);
-            });
+            self.reported.retain(|other| other != name);
             lock(&self.expansions).forget(&name);
         }
     }
@@ -239,7 +235,7 @@ impl Csi {
             changed
         });
         if changed {
-            self.changed.notify_one();
+            self.reported.outdated();
         }
     }
 
@@ -267,11 +263,7 @@ impl Csi {
         let published = lock(&self.published);
         let mut now = self.attached(&published);
         now.retain(|name| names.contains(name));
-        self.reported.send_if_modified(|reported| {
-            let changed = *reported != now;
-            *reported = now;
-            changed
-        });
+        self.reported.set(now);
     }
 
     /// Of volumes that are published or staged, those that are attached, as nodes name them.
@@ -284,7 +276,7 @@ impl Csi {
 
     /// Returns when that has changed, or [`Csi::problem`].
     pub async fn in_use_changed(&self) {
-        self.changed.notified().await;
+        self.reported.changed().await;
     }
 }
 

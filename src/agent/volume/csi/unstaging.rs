@@ -37,7 +37,7 @@ impl Csi {
     fn stays_no_more(&self, place: &Published) {
         lock(&self.staying).remove(&unique_name(place));
         self.settle(place);
-        self.changed.notify_one();
+        self.reported.outdated();
     }
 }
 
