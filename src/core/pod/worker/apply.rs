@@ -46,10 +46,8 @@ impl Worker {
                 self.forget_retry(&Key::Volumes);
                 self.has_news();
             }
-            Input::RuntimeBack => {
-                self.look = true;
-                self.has_news();
-            }
+            // What has changed meanwhile is told by the listing.
+            Input::RuntimeBack => self.has_news(),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
@@ -270,7 +268,7 @@ impl Worker {
         };
         // One of both holds the container back, whichever failed.
         let key = Key::Start(name.clone());
-        self.hold(class, &key, |failures| {
+        self.hold(facts.now, &key, class, |failures| {
             until.unwrap_or(facts.now + pause(failures))
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
@@ -593,31 +591,39 @@ impl Worker {
             Class::RetryLater | Class::WaitForNews => &RETRY,
             Class::Final => &START_RETRY,
         };
-        self.hold(class, key, |failures| now + pauses.after(failures));
+        self.hold(now, key, class, |failures| now + pauses.after(failures));
     }
 
     /// What has failed is not tried again before `until`, which gets the number of its failures.
-    fn hold(&mut self, class: Class, key: &Key, until: impl FnOnce(u32) -> Timestamp) {
+    fn hold(
+        &mut self,
+        now: Timestamp,
+        key: &Key,
+        class: Class,
+        until: impl FnOnce(u32) -> Timestamp,
+    ) {
         let before = self.retries.iter().find(|r| r.key == *key);
         let failures = before.map_or(1, |r| r.failures + 1);
         self.forget_retry(key);
         self.retries.push(Retry {
             key: key.clone(),
             failures,
+            since: now,
             until: until(failures),
             class,
         });
     }
 
-    /// What was missing may be there: it is tried again.
+    /// What was missing may be there: it is tried again, though not without any pause, as there may be news again and again.
     fn has_news(&mut self) {
-        let waits = |retry: &Retry| retry.class == Class::WaitForNews;
-        let starts = |retry: &Retry| waits(retry) && matches!(retry.key, Key::Start(_));
-        if self.retries.iter().any(starts) {
-            // A start takes what the refresh before it has found.
-            self.volumes.fresh = false;
+        let waiting = self.retries.iter_mut();
+        for retry in waiting.filter(|retry| retry.class == Class::WaitForNews) {
+            retry.until = retry.until.min(retry.since + RETRY.after(1));
+            if let Key::Start(_) = retry.key {
+                // A start takes what the refresh before it has found.
+                self.volumes.fresh = false;
+            }
         }
-        self.retries.retain(|retry| !waits(retry));
     }
 
     pub(super) fn forget_retry(&mut self, key: &Key) {

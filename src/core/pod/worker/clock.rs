@@ -20,9 +20,10 @@ impl Worker {
         ];
         optional.into_iter().flatten().for_each(moved);
         self.stops.values_mut().for_each(moved);
-        self.retries
-            .iter_mut()
-            .for_each(|retry| moved(&mut retry.until));
+        for retry in &mut self.retries {
+            moved(&mut retry.since);
+            moved(&mut retry.until);
+        }
         if let Some((_, at)) = &mut self.mirrored {
             moved(at);
         }

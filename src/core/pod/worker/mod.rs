@@ -99,8 +99,9 @@ pub struct Turn {
 struct Retry {
     key: Key,
     failures: u32,
+    /// When it failed last.
+    since: Timestamp,
     until: Timestamp,
-    #[serde(default)]
     class: Class,
 }
 

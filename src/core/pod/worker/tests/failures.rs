@@ -48,6 +48,14 @@ fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
     }
 }
 
+/// Lets the pause pass that there is even with news.
+fn pass(run: &mut Run) {
+    run.settle();
+    run.now += 500;
+    run.input(Input::Tick);
+    run.settle();
+}
+
 /// A ConfigMap that comes late: the container is started at once, with what a refresh has found.
 #[test]
 fn what_was_missing_is_tried_again_with_the_news() {
@@ -58,7 +66,7 @@ fn what_was_missing_is_tried_again_with_the_news() {
     ] {
         let mut run = starting();
         run.done(&start("c"), waits(class));
-        run.settle();
+        pass(&mut run);
         let (begun, refreshed) = (run.count(&start("c")), run.count(&Key::Volumes));
         run.input(Input::VolumesChanged);
         assert_eq!(run.count(&start("c")), begun, "not before the refresh");
@@ -84,9 +92,27 @@ fn news_that_comes_before_the_failure_is_not_lost() {
             run.input(Input::VolumesChanged);
         }
         run.done(&start("c"), waits(Class::WaitForNews));
-        run.settle();
+        pass(&mut run);
         assert_eq!(run.count(&start("c")), begun + 1);
     }
+}
+
+/// An object may change again and again, and the runtime fail as soon as it is back (seed 1317 of the simulation).
+#[test]
+fn there_is_a_pause_also_where_news_comes_all_the_time() {
+    let mut run = starting();
+    let begun = run.count(&start("c"));
+    for _ in 0..600 {
+        run.input(Input::VolumesChanged);
+        run.input(Input::RuntimeBack);
+        run.done(&start("c"), waits(Class::WaitForNews));
+        run.settle_but(|op| matches!(op, Op::Start { .. }));
+        run.now += 100;
+        run.input(Input::Tick);
+        run.settle_but(|op| matches!(op, Op::Start { .. }));
+    }
+    let tries = run.count(&start("c")) - begun;
+    assert!((100..=120).contains(&tries), "{tries} tries in a minute");
 }
 
 /// Without news a failure of this class is not tried again and again.
@@ -152,6 +178,7 @@ fn pods_go_on_as_soon_as_the_runtime_is_back() {
         Outcome::Failed(Fault::missing("connection refused")),
     );
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    run.now += 1000;
     let begun = run.count(&Key::Sandbox);
     run.input(Input::RuntimeBack);
     run.settle();
