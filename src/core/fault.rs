@@ -1,4 +1,4 @@
-//! Why something that a user has written cannot be had, by what cures it.
+//! Why something could not be done for a pod, by what the next try waits for.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,19 +9,20 @@ pub enum Class {
     /// It may succeed by itself: it is tried again after a pause.
     #[default]
     RetryLater,
-    /// Something that it refers to is missing: it is tried again as soon as that changes, and after a pause.
+    /// Something that it needs is missing, an object or the runtime: it is tried again as soon as there is news of that, and after a
+    /// pause.
     WaitForNews,
     /// It cannot succeed as long as the pod is as it is: it is tried again when that changes, and after pauses that grow.
     Final,
 }
 
-/// Why something that a user has written cannot be had.
+/// Why something could not be done for a pod: what its spec asks for cannot be had, or the machine or the runtime did not do it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Fault {
     /// What it means for the next try.
     pub class: Class,
-    /// A sentence for the user.
+    /// A sentence for people.
     pub message: String,
 }
 
