@@ -54,6 +54,19 @@ pub struct Waiting {
     pub class: Class,
 }
 
+impl Waiting {
+    /// It waits for what the fault says.
+    #[must_use]
+    pub fn new(reason: &str, fault: Fault) -> Waiting {
+        Waiting {
+            reason: reason.into(),
+            message: fault.message,
+            again: None,
+            class: fault.class,
+        }
+    }
+}
+
 impl std::fmt::Display for Waiting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}", self.reason, self.message)
@@ -245,12 +258,6 @@ async fn ensure(
     whose: For<'_>,
     container: &Container,
 ) -> Result<Image, Waiting> {
-    let waiting = |reason: &str, message: String, class: Class| Waiting {
-        reason: reason.into(),
-        message,
-        again: None,
-        class,
-    };
     let spec_image = container.image.clone().unwrap_or_default();
     let about = About {
         context,
@@ -260,14 +267,14 @@ async fn ensure(
     let name = with_default_tag(&spec_image).map_err(|error| {
         let reason = "InvalidImageName";
         about.refuse((Kind::Warning, "InspectFailed", error.clone()), reason);
-        waiting(reason, error, Class::Final)
+        Waiting::new(reason, Fault::invalid(error))
     })?;
     let present = context.runtime.image(&name).await.map_err(|error| {
         let fault = Fault::from(error).within(&format!("Failed to inspect image {name:?}"));
         let reason = "ImageInspectError";
         let told = (Kind::Warning, "InspectFailed", fault.to_string());
         about.refuse(told, reason);
-        waiting(reason, fault.message, fault.class)
+        Waiting::new(reason, fault)
     })?;
     let policy = container
         .image_pull_policy
@@ -294,7 +301,7 @@ async fn ensure(
             let message =
                 format!("Container image {spec_image:?} is not present with pull policy of Never");
             about.refuse((Kind::Warning, reason, message.clone()), reason);
-            Err(waiting(reason, message, Class::RetryLater))
+            Err(Waiting::new(reason, Fault::later(message)))
         }
         _ => pull(&about, &spec_image, &name).await,
     }

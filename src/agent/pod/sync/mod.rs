@@ -125,11 +125,6 @@ pub struct Job {
 
 type Result<T> = std::result::Result<T, Outcome>;
 
-/// An operation that has failed.
-fn failed(fault: impl Into<Fault>) -> Outcome {
-    Outcome::Failed(fault.into())
-}
-
 impl Job {
     fn context(&self) -> &Arc<Context> {
         &self.tools.context
@@ -143,6 +138,22 @@ impl Job {
         self.context()
             .events
             .pod(&self.pod, None, kind, reason, message);
+    }
+
+    /// Warns of a failure, and passes it on with what could not be done before its own words.
+    fn warned(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
+        let fault = fault.into().within(what);
+        self.say(Kind::Warning, reason, &fault.message);
+        fault
+    }
+
+    /// There will be no sandbox for now.
+    fn no_sandbox(&self, fault: impl Into<Fault>) -> Fault {
+        self.warned(
+            "FailedCreatePodSandBox",
+            "Failed to create pod sandbox",
+            fault,
+        )
     }
 
     /// Carries out an operation.
@@ -265,7 +276,8 @@ impl Job {
     async fn mirror(&self) -> Result<Outcome> {
         let work = mirror::reconcile(self.context(), &self.update);
         let made = self.log().step(Step::Mirror, "", work).await;
-        made.map(|()| Outcome::Done).map_err(failed)
+        made?;
+        Ok(Outcome::Done)
     }
 
     /// Step 8, and what environments are made from.
@@ -285,7 +297,7 @@ impl Job {
             outdated,
             again,
         } = set_up.map_err(|problem| match problem {
-            NotSetUp::Failed(fault) => failed(fault),
+            NotSetUp::Failed(fault) => fault.into(),
             NotSetUp::LimitExceeded(message) => {
                 self.context().metrics.rejected(attachment::LIMIT_EXCEEDED);
                 Outcome::Refused {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 
-use super::{Job, Result, failed};
+use super::{Job, Result};
 use crate::agent::Kind;
 use crate::core::fault::Fault;
 use crate::core::lock::lock;
@@ -33,7 +33,7 @@ impl Job {
             .map_err(|fault| {
                 let message = format!("error determining status: {fault}");
                 self.say(Kind::Warning, "FailedSync", message);
-                failed(fault)
+                fault
             })?;
         for container in observed
             .containers

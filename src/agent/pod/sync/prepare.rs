@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::{Asset, Job, Result, failed};
-use crate::agent::{Context, Kind};
+use super::{Asset, Job, Result};
+use crate::agent::Context;
 use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::cri_config;
@@ -39,19 +39,14 @@ impl Job {
             .step(Step::Cgroup, "", make_cgroup)
             .await
             .map_err(|error| {
-                let fault = Fault::from(error).within("unable to ensure pod container exists");
-                self.say(Kind::Warning, "FailedCreatePodContainer", &fault.message);
-                failed(fault)
+                let what = "unable to ensure pod container exists";
+                self.warned("FailedCreatePodContainer", what, error)
             })?;
         let make_directories = context.host.make_directories(pod);
         self.log()
             .step(Step::Directories, "", make_directories)
             .await
-            .map_err(|error| {
-                let fault = Fault::from(error).within("error making pod data directories");
-                self.say(Kind::Warning, "Failed", &fault.message);
-                failed(fault)
-            })?;
+            .map_err(|error| self.warned("Failed", "error making pod data directories", error))?;
         let setup = Arc::new(Setup {
             cgroup_parent,
             handler,
@@ -72,15 +67,10 @@ impl Job {
     async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
-        let fail = |fault: Fault| {
-            let fault = fault.within("Failed to create pod sandbox");
-            self.say(Kind::Warning, "FailedCreatePodSandBox", &fault.message);
-            failed(fault)
-        };
         let handler = match spec.runtime_class_name.as_deref().filter(|n| !n.is_empty()) {
             None => String::new(),
             Some(class) => context.api.runtime_handler(class).await.map_err(|e| {
-                fail(Fault::later(format!(
+                self.no_sandbox(Fault::later(format!(
                     "failed to get RuntimeClass {class:?}: {e}"
                 )))
             })?,
@@ -94,12 +84,13 @@ impl Job {
             } else {
                 format!("RuntimeClass handler {handler:?}")
             };
-            return Err(fail(Fault::later(format!(
+            let why = format!(
                 "can't set `spec.hostUsers: false`, {which} does not support user namespaces"
-            ))));
+            );
+            return Err(self.no_sandbox(Fault::later(why)).into());
         }
         let users = context.host.user_mappings(pod).await;
-        let users = users.map_err(|e| fail(e.into()))?;
+        let users = users.map_err(|e| self.no_sandbox(e))?;
         Ok((handler, Some(users)))
     }
 

@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use kube::ResourceExt as _;
 
-use super::{Job, Result, failed};
+use super::{Job, Result};
 use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::journal::Step;
@@ -29,10 +29,7 @@ impl Job {
             }
             Ok::<_, Fault>(())
         };
-        self.log()
-            .step(Step::Release, "", give_back)
-            .await
-            .map_err(failed)?;
+        self.log().step(Step::Release, "", give_back).await?;
         context.ledger.release(pod::uid(pod));
         Ok(Outcome::Done)
     }
@@ -46,7 +43,7 @@ impl Job {
             given_back.await.map_err(told)
         };
         let step = self.log().step(Step::ReturnClaims, "", give_back);
-        step.await.map_err(failed)?;
+        step.await?;
         Ok(Outcome::Done)
     }
 
@@ -99,10 +96,7 @@ impl Job {
                 ))),
             }
         };
-        self.log()
-            .step(Step::Finalise, "", delete)
-            .await
-            .map_err(failed)?;
+        self.log().step(Step::Finalise, "", delete).await?;
         Ok(Outcome::Done)
     }
 

@@ -1,7 +1,7 @@
 //! Bringing running containers to the sizes that were granted: the pod's cgroup grows first, then those
 //! that shrink, then those that grow, and at last the pod's cgroup shrinks (KEP-1287).
 
-use super::{Job, Result, failed};
+use super::{Job, Result};
 use crate::agent::Kind;
 use crate::core::fault::Fault;
 use crate::core::pod;
@@ -18,7 +18,7 @@ impl Job {
             let described = resize::described(&self.pod, Some(&error));
             let message = format!("Pod resize error: {described}");
             self.say(Kind::Warning, "ResizeError", message);
-            return Err(failed(Fault::later(error)));
+            return Err(Fault::later(error).into());
         }
         self.log().close(Step::Resize, "");
         self.inform_sandbox().await?;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::time::Instant;
 
-use super::{Asset, Job, Result, failed};
+use super::{Asset, Job, Result};
 use crate::agent::Kind;
 use crate::core::fault::Fault;
 use crate::core::node::claims::has_claims;
@@ -22,7 +22,7 @@ impl Job {
         tokio::select! {
             // In this order, so that `asked` is as the first has left it.
             biased;
-            made = self.log().step(Step::Sandbox, "", make) => made.map_err(failed),
+            made = self.log().step(Step::Sandbox, "", make) => Ok(made?),
             () = self.given_up(&asked) => Ok((Outcome::NotBegun, None)),
         }
     }
@@ -50,7 +50,7 @@ impl Job {
             })
         };
         let step = self.log().step(Step::Claims, "", prepare);
-        step.await.map_err(failed)
+        Ok(step.await?)
     }
 
     async fn make_sandbox(
@@ -59,13 +59,9 @@ impl Job {
         asked: &AtomicBool,
     ) -> std::result::Result<(Outcome, Option<Asset>), Fault> {
         let (context, pod) = (self.context(), &self.pod);
-        let fail = |fault: Fault| {
-            let fault = fault.within("Failed to create pod sandbox");
-            self.say(Kind::Warning, "FailedCreatePodSandBox", &fault.message);
-            fault
-        };
         let node = self.node()?;
-        let config = cri_config::sandbox(pod, attempt, &node).map_err(fail)?;
+        let config = cri_config::sandbox(pod, attempt, &node);
+        let config = config.map_err(|fault| self.no_sandbox(fault))?;
         for (reason, warning) in dns::config(pod, &node.resolver).1 {
             self.say(Kind::Warning, reason, warning);
         }
@@ -83,11 +79,10 @@ impl Job {
             made
         };
         let made = context.starts.sandbox(make).await;
-        let id = made.map_err(|e| fail(e.into()))?;
+        let id = made.map_err(|e| self.no_sandbox(e))?;
         let ips = context.runtime.sandbox_ips(&id).await.map_err(|e| {
-            let fault = Fault::from(e).within("Unable to get pod sandbox status");
-            self.say(Kind::Warning, "FailedPodSandBoxStatus", &fault.message);
-            fault
+            let what = "Unable to get pod sandbox status";
+            self.warned("FailedPodSandBoxStatus", what, e)
         })?;
         let asset = Asset::Sandbox(id.clone(), Arc::new(config));
         Ok((Outcome::Sandbox { id, ips }, Some(asset)))
@@ -123,7 +118,7 @@ impl Job {
                     "FailedKillPod",
                     format!("error killing pod: {fault}"),
                 );
-                Err(failed(fault))
+                Err(fault.into())
             }
         }
     }

@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
 use tracing::Instrument as _;
 
-use super::{Job, Result, failed, hook_address, hooks};
+use super::{Job, Result, hook_address, hooks};
 use crate::agent::image::{Pulled, Waiting};
 use crate::agent::pod::journal::Log;
 use crate::agent::volume::objects::Fetched;
@@ -60,8 +60,7 @@ impl Job {
     /// Creates and starts one container whose images and volumes are there, and runs its postStart hook.
     pub(super) async fn start(&self, start: &Start, place: &Place<'_>) -> Result<Outcome> {
         let name = &start.container.name;
-        let missing =
-            |what: &str| failed(Fault::later(format!("container {name} has no {what} yet")));
+        let missing = |what: &str| Fault::later(format!("container {name} has no {what} yet"));
         let pulled = self.assets.pulled.get(name).ok_or(missing("image"))?;
         let fetched = self.assets.fetched.as_ref().ok_or(missing("volumes"))?;
         let node = self.node()?;
@@ -71,7 +70,7 @@ impl Job {
         };
         let config = match made {
             Some(config) => config,
-            None => cri_config::sandbox(&self.pod, place.attempt, &node).map_err(failed)?,
+            None => cri_config::sandbox(&self.pod, place.attempt, &node)?,
         };
         let context = self.context();
         let node_ips = context.node_ips.borrow().clone();
@@ -165,12 +164,7 @@ impl Starting<'_> {
 
     fn refuse(&self, start: &Start, reason: &str, fault: Fault) -> Waiting {
         self.say(start, Kind::Warning, "Failed", format!("Error: {fault}"));
-        Waiting {
-            reason: reason.into(),
-            message: fault.message,
-            again: None,
-            class: fault.class,
-        }
+        Waiting::new(reason, fault)
     }
 }
 

@@ -5,7 +5,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, LifecycleHandler};
 use std::time::Duration;
 
-use super::{Job, Result, failed, hook_address, hooks};
+use super::{Job, Result, hook_address, hooks};
 use crate::agent::Kind;
 use crate::core::fault::Fault;
 use crate::core::pod;
@@ -115,7 +115,7 @@ impl Job {
             Err(fault) => {
                 let message = format!("error killing pod: {fault}");
                 self.say(Kind::Warning, "FailedKillPod", message);
-                Err(failed(fault))
+                Err(fault.into())
             }
         }
     }
@@ -142,10 +142,10 @@ impl Job {
         for kill in kills {
             let removed = self.context().runtime.remove_container(&kill.id).await;
             removed.map_err(|e| {
-                failed(Fault::from(e).within(&format!(
+                Fault::from(e).within(&format!(
                     "container {} cannot be removed to start over",
                     kill.name
-                )))
+                ))
             })?;
         }
         Ok(Outcome::Done)
