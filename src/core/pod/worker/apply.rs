@@ -44,10 +44,10 @@ impl Worker {
             Input::VolumesChanged => {
                 self.volumes.stale = true;
                 self.forget_retry(&Key::Volumes);
-                self.has_news();
+                self.has_news(&[Class::WaitForNews]);
             }
             // What has changed meanwhile is told by the listing.
-            Input::RuntimeBack => self.has_news(),
+            Input::RuntimeBack => self.has_news(&[Class::WaitForNews]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
@@ -126,8 +126,7 @@ impl Worker {
         }
         self.adopt_update();
         // Labels and annotations are referred to as well.
-        self.retries
-            .retain(|retry| retry.class == Class::RetryLater);
+        self.has_news(&[Class::WaitForNews, Class::Final]);
         if changed {
             self.retries.clear();
             if self.is_in_flight(&Key::Grow) {
@@ -273,7 +272,7 @@ impl Worker {
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // What is missing may be among what has changed meanwhile.
-            self.has_news();
+            self.has_news(&[Class::WaitForNews]);
         }
         if matches!(op, Op::Start { .. }) {
             self.look_before_more();
@@ -614,10 +613,11 @@ impl Worker {
         });
     }
 
-    /// What was missing may be there: it is tried again, though not without any pause, as there may be news again and again.
-    fn has_news(&mut self) {
+    /// What has failed with one of these classes may succeed by now: it is tried again, though not without any pause, as there
+    /// may be news again and again.
+    fn has_news(&mut self, of: &[Class]) {
         let waiting = self.retries.iter_mut();
-        for retry in waiting.filter(|retry| retry.class == Class::WaitForNews) {
+        for retry in waiting.filter(|retry| of.contains(&retry.class)) {
             retry.until = retry.until.min(retry.since + RETRY.after(1));
             if let Key::Start(_) = retry.key {
                 // A start takes what the refresh before it has found.

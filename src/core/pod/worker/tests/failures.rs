@@ -19,22 +19,17 @@ fn starting() -> Run {
     run
 }
 
-/// Fails what is under way, and the pauses after that.
-fn pauses(run: &mut Run, class: Class, times: usize) -> Vec<i64> {
-    let mut pauses = vec![];
-    for _ in 0..times {
-        run.done(&start("c"), waits(class));
-        run.settle_but(|op| matches!(op, Op::Start { .. }));
-        let begun = run.count(&start("c"));
-        let from = run.now;
-        while run.count(&start("c")) == begun {
-            run.now += 1000;
-            run.input(Input::Tick);
-            run.settle_but(|op| matches!(op, Op::Start { .. }));
-        }
-        pauses.push((run.now - from) / 1000);
+/// Fails what is under way, and how many milliseconds pass until it is tried again.
+fn pause(run: &mut Run, key: &Key, outcome: Outcome) -> i64 {
+    run.done(key, outcome);
+    run.settle_but(|op| op.key() == *key);
+    let (begun, from) = (run.count(key), run.now);
+    while run.count(key) == begun {
+        run.now += 500;
+        run.input(Input::Tick);
+        run.settle_but(|op| op.key() == *key);
     }
-    pauses
+    run.now - from
 }
 
 #[test]
@@ -44,7 +39,9 @@ fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
         (Class::WaitForNews, [10, 10, 10, 10, 10, 10, 10]),
         (Class::Final, [10, 20, 40, 80, 160, 300, 300]),
     ] {
-        assert_eq!(pauses(&mut starting(), class, 7), expected, "{class:?}");
+        let mut run = starting();
+        let pauses = [(); 7].map(|()| pause(&mut run, &start("c"), waits(class)) / 1000);
+        assert_eq!(pauses, expected, "{class:?}");
     }
 }
 
@@ -56,6 +53,19 @@ fn pass(run: &mut Run) {
     run.settle();
 }
 
+/// Whether a start that has failed is tried again as soon as there is news.
+fn is_tried_again(class: Class, news: impl FnOnce(&mut Run)) -> bool {
+    let mut run = starting();
+    run.done(&start("c"), waits(class));
+    pass(&mut run);
+    let begun = run.count(&start("c"));
+    news(&mut run);
+    run.settle();
+    let tries = run.count(&start("c")) - begun;
+    assert!(tries <= 1, "{class:?}");
+    tries == 1
+}
+
 /// A ConfigMap that comes late: the container is started at once, with what a refresh has found.
 #[test]
 fn what_was_missing_is_tried_again_with_the_news() {
@@ -64,19 +74,14 @@ fn what_was_missing_is_tried_again_with_the_news() {
         (Class::RetryLater, false),
         (Class::Final, false),
     ] {
-        let mut run = starting();
-        run.done(&start("c"), waits(class));
-        pass(&mut run);
-        let (begun, refreshed) = (run.count(&start("c")), run.count(&Key::Volumes));
-        run.input(Input::VolumesChanged);
-        assert_eq!(run.count(&start("c")), begun, "not before the refresh");
-        run.settle();
-        assert_eq!(run.count(&Key::Volumes), refreshed + 1);
-        assert_eq!(
-            run.count(&start("c")),
-            begun + usize::from(again),
-            "{class:?}"
-        );
+        let tried = is_tried_again(class, |run| {
+            let (begun, refreshed) = (run.count(&start("c")), run.count(&Key::Volumes));
+            run.input(Input::VolumesChanged);
+            assert_eq!(run.count(&start("c")), begun, "not before the refresh");
+            run.settle();
+            assert_eq!(run.count(&Key::Volumes), refreshed + 1);
+        });
+        assert_eq!(tried, again, "{class:?}");
     }
 }
 
@@ -102,9 +107,12 @@ fn news_that_comes_before_the_failure_is_not_lost() {
 fn there_is_a_pause_also_where_news_comes_all_the_time() {
     let mut run = starting();
     let begun = run.count(&start("c"));
-    for _ in 0..600 {
+    for n in 0..600 {
         run.input(Input::VolumesChanged);
         run.input(Input::RuntimeBack);
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let metadata = json!({"annotations": {"a": n.to_string()}});
+        run.input(Input::Update(a_pod(spec, metadata)));
         run.done(&start("c"), waits(Class::WaitForNews));
         run.settle_but(|op| matches!(op, Op::Start { .. }));
         run.now += 100;
@@ -138,19 +146,12 @@ fn another_annotation_is_reason_to_try_again() {
         (Class::WaitForNews, true),
         (Class::RetryLater, false),
     ] {
-        let mut run = starting();
-        run.done(&start("c"), waits(class));
-        run.settle();
-        let begun = run.count(&start("c"));
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let metadata = json!({"annotations": {"a": "b"}, "resourceVersion": "2"});
-        run.input(Input::Update(a_pod(spec, metadata)));
-        run.settle();
-        assert_eq!(
-            run.count(&start("c")),
-            begun + usize::from(again),
-            "{class:?}"
-        );
+        let tried = is_tried_again(class, |run| {
+            run.input(Input::Update(a_pod(spec, metadata)));
+        });
+        assert_eq!(tried, again, "{class:?}");
     }
 }
 
@@ -160,23 +161,11 @@ fn pods_go_on_as_soon_as_the_runtime_is_back() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+    let away = || Outcome::Failed(Fault::missing("connection refused"));
     for _ in 0..6 {
-        run.done(
-            &Key::Sandbox,
-            Outcome::Failed(Fault::missing("connection refused")),
-        );
-        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
-        let begun = run.count(&Key::Sandbox);
-        while run.count(&Key::Sandbox) == begun {
-            run.now += 500;
-            run.input(Input::Tick);
-            run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
-        }
+        pause(&mut run, &Key::Sandbox, away());
     }
-    run.done(
-        &Key::Sandbox,
-        Outcome::Failed(Fault::missing("connection refused")),
-    );
+    run.done(&Key::Sandbox, away());
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
     run.now += 1000;
     let begun = run.count(&Key::Sandbox);
