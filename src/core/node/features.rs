@@ -1,5 +1,7 @@
-//! The kubelet's feature gates that say how a node behaves (kubelet spec, chapter 0), and whether this agent behaves so.
-//! Pure.
+//! The kubelet's feature gates that say how a node behaves, and whether this agent behaves so. Pure.
+//!
+//! `gates.txt` holds the facts of upstream's `pkg/features/kube_features.go` (name, stage, default, locked). Unit tests compare
+//! this table with the facts; `tests/docs.rs` compares the facts with upstream's files where they are available.
 
 use std::collections::BTreeMap;
 
@@ -12,6 +14,8 @@ pub enum Stage {
     Beta,
     /// It is off by default.
     Alpha,
+    /// The gate will be removed; its default stays until then.
+    Deprecated,
 }
 
 impl Stage {
@@ -22,6 +26,7 @@ impl Stage {
             Stage::Ga => "",
             Stage::Beta => "BETA",
             Stage::Alpha => "ALPHA",
+            Stage::Deprecated => "DEPRECATED",
         }
     }
 }
@@ -62,6 +67,14 @@ const fn alpha(name: &'static str, here: bool) -> Feature {
     }
 }
 
+const fn deprecated(name: &'static str, here: bool) -> Feature {
+    Feature {
+        name,
+        stage: Stage::Deprecated,
+        here,
+    }
+}
+
 /// Whether beta options of the CPU manager can be set. This gate and the next are what the configuration says.
 pub const CPU_BETA_OPTIONS: &str = "CPUManagerPolicyBetaOptions";
 
@@ -79,7 +92,6 @@ pub const PLUGIN_TOKENS: &str = "KubeletServiceAccountTokenForCredentialProvider
 
 /// All of them.
 pub const FEATURES: &[Feature] = &[
-    ga("CPUCFSQuotaPeriod", true),
     ga("CPUManagerPolicyOptions", true),
     ga("CSIServiceAccountTokenSecrets", true),
     ga("DynamicResourceAllocation", true),
@@ -100,6 +112,7 @@ pub const FEATURES: &[Feature] = &[
     ga("PodLifecycleSleepActionAllowZero", true),
     ga("PodObservedGenerationTracking", true),
     ga("ProcMountType", true),
+    ga("RecoverVolumeExpansionFailure", true),
     ga("RecursiveReadOnlyMounts", true),
     ga("SELinuxChangePolicy", true),
     ga("SELinuxMountReadWriteOncePod", true),
@@ -109,12 +122,14 @@ pub const FEATURES: &[Feature] = &[
     ga("TopologyManagerPolicyOptions", true),
     ga("UserNamespacesSupport", true),
     beta(CPU_BETA_OPTIONS, true),
+    beta("ClusterTrustBundle", true),
+    beta("ClusterTrustBundleProjection", true),
     beta("ComponentFlagz", true),
     beta("ComponentStatusz", true),
     beta("ContainerCheckpoint", true),
     beta("ContainerRestartRules", true),
+    beta("DRAConsumableCapacity", true),
     beta("DRAExtendedResource", true),
-    beta("DisableCPUQuotaWithExclusiveCPUs", true),
     beta("EnvFiles", true),
     beta("ExtendWebSocketsToKubelet", true),
     beta("GracefulNodeShutdown", true),
@@ -126,39 +141,50 @@ pub const FEATURES: &[Feature] = &[
     beta("KubeletEnsureSecretPulledImages", true),
     beta("KubeletSeparateDiskGC", false),
     beta(PLUGIN_TOKENS, true),
+    beta("LocalStorageCapacityIsolationFSQuotaMonitoring", true),
     beta("NodeDeclaredFeatures", true),
     beta("PLEGOnDemandRelist", true),
+    beta("PodCertificateRequest", true),
     beta("PodLevelResources", true),
     beta("PodReadyToStartContainersCondition", true),
     beta("PreventStaticPodAPIReferences", true),
     beta("ReloadKubeletClientCAFile", true),
     beta("ReloadKubeletServerCertificateFile", true),
     beta("ResourceHealthStatus", true),
+    beta("ResourceHealthStatusMessage", true),
     beta("RestartAllContainersOnContainerExits", true),
     beta("RotateKubeletServerCertificate", true),
     beta("SELinuxMount", false),
-    alpha("AllowDNSOnlyNodeCSR", false),
+    beta("TopologyManagerPolicyBetaOptions", true),
     alpha(CPU_ALPHA_OPTIONS, false),
     alpha("CRIListStreaming", false),
-    alpha("ChangeContainerStatusOnKubeletRestart", false),
-    alpha("ClusterTrustBundle", true),
-    alpha("ClusterTrustBundleProjection", true),
+    alpha("CSIVolumeHealth", false),
     alpha("ContainerStopSignals", true),
+    alpha("CustomCPUCFSQuotaPeriod", true),
+    alpha("DRAWorkloadResourceClaims", false),
     alpha("EventedPLEG", true),
     alpha("ImageVolumeWithDigest", false),
     alpha("InPlacePodVerticalScalingExclusiveCPUs", false),
     alpha("InPlacePodVerticalScalingExclusiveMemory", false),
-    alpha("LocalStorageCapacityIsolationFSQuotaMonitoring", true),
+    alpha("KubeletInUserNamespace", false),
     alpha(MEMORY_QOS, false),
     alpha("PodAndContainerStatsFromCRI", false),
-    alpha("PodCertificateRequest", true),
     alpha("PodLevelResourceManagers", false),
     alpha("PodLogsQuerySplitStreams", false),
     alpha("PodsAPI", false),
     alpha(QOS_RESERVED, false),
     alpha("ReduceDefaultCrashLoopBackOffDecay", false),
-    alpha("RuntimeClassInImageCriAPI", false),
+    alpha("RuntimeClassInImageCriApi", false),
+    alpha("TaintTolerationComparisonOperators", false),
+    alpha("TopologyManagerPolicyAlphaOptions", false),
     alpha("UserNamespacesHostNetworkSupport", false),
+    deprecated("AllowDNSOnlyNodeCSR", false),
+    deprecated("ChangeContainerStatusOnKubeletRestart", false),
+    deprecated("DisableCPUQuotaWithExclusiveCPUs", true),
+    deprecated("DisableNodeKubeProxyVersion", true),
+    deprecated("GitRepoVolumeDriver", false),
+    deprecated("KubeletPodResourcesListUseActivePods", true),
+    deprecated("KubeletRegistrationGetOnExistsOnly", false),
 ];
 
 /// Whether a gate decides: those of the CPU manager's options, of `qosReserved`, of memory QoS and of plugins' tokens.
@@ -295,11 +321,53 @@ mod tests {
         );
     }
 
+    /// Name, stage, default, and whether the default is locked.
+    fn facts() -> Vec<(&'static str, Stage, bool, bool)> {
+        let lines = include_str!("gates.txt").lines();
+        let fact = |line: &'static str| {
+            let [name, stage, default, locked] = line.split(' ').collect::<Vec<_>>()[..] else {
+                panic!("not four words: {line}");
+            };
+            let stage = match stage {
+                "GA" => Stage::Ga,
+                "Beta" => Stage::Beta,
+                "Alpha" => Stage::Alpha,
+                "Deprecated" => Stage::Deprecated,
+                other => panic!("unknown stage {other} of {name}"),
+            };
+            (name, stage, default == "true", locked == "locked")
+        };
+        lines.filter(|l| !l.starts_with('#')).map(fact).collect()
+    }
+
     #[test]
-    fn every_gate_stands_once() {
-        let mut names: Vec<&str> = FEATURES.iter().map(|f| f.name).collect();
-        names.sort_unstable();
-        names.dedup();
-        assert_eq!(names.len(), FEATURES.len());
+    fn the_table_has_upstreams_gates_and_stages() {
+        let upstream: Vec<_> = facts().iter().map(|f| (f.0, f.1)).collect();
+        let ours: Vec<_> = FEATURES.iter().map(|f| (f.name, f.stage)).collect();
+        for gate in &ours {
+            assert!(upstream.contains(gate), "not upstream's: {gate:?}");
+        }
+        for gate in &upstream {
+            assert!(ours.contains(gate), "missing: {gate:?}");
+        }
+        assert_eq!(ours.len(), upstream.len(), "a gate is listed twice");
+    }
+
+    #[test]
+    fn only_locked_gates_are_refused_and_documentation_names_what_is_not_built() {
+        let documented = include_str!("../../../docs/FEATURES.md");
+        for (name, stage, default, locked) in facts() {
+            if stage == Stage::Ga {
+                assert!(locked && default, "{name}: its other value is refused");
+            }
+            if default && !is_enabled(name, &BTreeMap::new()) {
+                let named = documented.contains(&format!("`{name}`"));
+                assert!(named, "docs/FEATURES.md does not name {name}");
+            }
+        }
+        for feature in FEATURES.iter().filter(|f| is_configurable(f.name)) {
+            let named = documented.contains(&format!("`{}`", feature.name));
+            assert!(named, "docs/FEATURES.md does not name {}", feature.name);
+        }
     }
 }
