@@ -523,9 +523,19 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     a_plugin_that_hangs_or_refuses_holds_up_nobody_else(&cluster, &plugin, &image);
 
     let other = Plugin::new("example.com/other", file.path(), &["x"]);
+    other.feel(Mood::HidesOptions);
     let runs = other.run_in_registry(&cluster.data().join("agent/plugins_registry"));
+    cluster.wait("the plugin to learn why it is not registered", || {
+        other.calls().first().is_some_and(|outcome| {
+            outcome.contains("failed to get device plugin options")
+                && outcome.contains("no options yet")
+        })
+    });
+    other.feel(Mood::Answers);
     wait_for_things(&cluster, "example.com/other", "1", "1");
-    cluster.wait("it to be told so", || other.calls() == ["outcome \"\""]);
+    cluster.wait("the plugin to learn that it is registered", || {
+        other.calls().last().is_some_and(|c| c == "outcome \"\"")
+    });
     drop(runs);
     wait_for_things(&cluster, "example.com/other", "1", "0");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);

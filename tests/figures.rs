@@ -170,7 +170,7 @@ fn resource_metrics(node: &Node) {
     );
     assert!(
         value(&resource, "node_memory_working_set_bytes") > memory
-            && value(&resource, "scrape_error") == 0.0
+            && value(&resource, "resource_scrape_error") == 0.0
     );
     assert!(
         value(

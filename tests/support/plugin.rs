@@ -17,10 +17,12 @@ use tonic::{Request, Response, Status};
 
 use crate::support::served::{Servers, registration, serve};
 
-/// What a plugin does with calls to Allocate.
+/// What a plugin does with calls to Allocate, and with GetDevicePluginOptions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mood {
     Answers,
+    /// It fails GetDevicePluginOptions.
+    HidesOptions,
     Hangs,
     Refuses(&'static str),
 }
@@ -136,6 +138,9 @@ impl DevicePlugin for Plugin {
         &self,
         _: Request<pb::Empty>,
     ) -> Result<Response<pb::DevicePluginOptions>, Status> {
+        if *self.0.mood.borrow() == Mood::HidesOptions {
+            return Err(Status::unavailable("no options yet"));
+        }
         Ok(Response::new(pb::DevicePluginOptions {
             pre_start_required: true,
             get_preferred_allocation_available: true,

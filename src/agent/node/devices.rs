@@ -278,7 +278,8 @@ pub(super) fn allocate(
 }
 
 /// Registers the plugin behind a socket: it is asked what it wants, and its devices are followed from now on. `by` is the
-/// socket that it has registered with.
+/// socket that it has registered with. Errors have the words of upstream's `pkg/kubelet/cm/devicemanager` (`manager.go`,
+/// `plugin/v1beta1/api.go`), since operators of plugins search for them.
 pub async fn register(
     context: &Arc<Context>,
     resource: &str,
@@ -290,17 +291,17 @@ pub async fn register(
     if !versions.iter().any(|v| v == VERSION) {
         let versions = versions.join(", ");
         return Err(format!(
-            "the device plugin speaks version {versions:?}, and {VERSION:?} is needed"
+            "requested API version {versions:?} is not supported by kubelet. Supported version is [{VERSION:?}]"
         ));
     }
     if !is_resource_name(resource) {
         return Err(format!(
-            "the resource name {resource:?} is invalid: it must be an extended resource such as example.com/gpu"
+            "the ResourceName {resource:?} is invalid: it must be an extended resource such as example.com/gpu"
         ));
     }
     let plugin = Plugin::new(socket).map_err(|e| e.to_string())?;
     let options = plugin.options().await;
-    let options = options.map_err(|e| format!("GetDevicePluginOptions: {e}"))?;
+    let options = options.map_err(|e| format!("failed to get device plugin options: {e}"))?;
     tracing::info!(resource, socket = %socket.display(), ?options, "a device plugin is registered");
     context.devices.change(|state| {
         state.registrations += 1;

@@ -53,15 +53,7 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         Ok(snapshot) => snapshot,
         Err(error) => {
             tracing::debug!(%error, "there are no figures");
-            for name in ["scrape_error", "resource_scrape_error"] {
-                out.single(
-                    name,
-                    "gauge",
-                    "1 if there was an error while getting container metrics, 0 otherwise",
-                    &[],
-                    1.0,
-                );
-            }
+            scrape_error(&mut out, 1.0);
             return Ok(page(out));
         }
     };
@@ -127,16 +119,15 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
         out.family(name, kind, "What the node used")
             .sample(name, &[], value, at);
     }
-    for name in ["scrape_error", "resource_scrape_error"] {
-        out.single(
-            name,
-            "gauge",
-            "1 if there was an error while getting container metrics, 0 otherwise",
-            &[],
-            0.0,
-        );
-    }
+    scrape_error(&mut out, 0.0);
     Ok(page(out))
+}
+
+/// Whether reading the figures failed (1) or not (0). Its older name, `scrape_error`, is deprecated since 1.29 and hidden
+/// (`pkg/kubelet/metrics/collectors/resource_metrics.go`); no other metric of the kubelet is deprecated in 1.36.
+fn scrape_error(out: &mut Page, value: f64) {
+    let help = "1 if there was an error while getting container metrics, 0 otherwise";
+    out.single("resource_scrape_error", "gauge", help, &[], value);
 }
 
 /// What containers may swap, and when they began.
