@@ -1,12 +1,46 @@
 //! Compiles the two programs of the bundled images (pause and demo) into static binaries, which the
-//! library embeds: a first try needs no registry.
+//! library embeds: a first try needs no registry. Names the reflog, from which `holdfast --version` takes the commit.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// Where git records every commit and checkout of this working tree; `None` outside of one, as in a package.
+fn reflog(manifest_dir: &Path) -> Option<PathBuf> {
+    let git = manifest_dir.join(".git");
+    // In a linked worktree `.git` is a file that names the directory.
+    let dir = match std::fs::read_to_string(&git) {
+        Ok(text) => manifest_dir.join(text.strip_prefix("gitdir:")?.trim()),
+        Err(_) => git,
+    };
+    let reflog = dir.join("logs/HEAD");
+    if !reflog.is_file() {
+        return None;
+    }
+    // A missing file makes cargo run this script again, so a build without `.git` finds no stale path. The file must not
+    // change with a commit, because the whole package is compiled again after this script runs.
+    let stable = ["commondir", "description", "config"];
+    let stable = stable
+        .iter()
+        .map(|name| dir.join(name))
+        .find(|p| p.is_file())?;
+    println!("cargo::rerun-if-changed={}", stable.display());
+    Some(reflog)
+}
+
+/// Tells `main.rs` which file has the commit. Cargo rebuilds only the program when that file changes.
+fn name_the_reflog(manifest_dir: &Path, out: &Path) {
+    let path = reflog(manifest_dir).unwrap_or_else(|| {
+        let none = out.join("no-reflog");
+        std::fs::write(&none, "").expect("OUT_DIR is writable");
+        none
+    });
+    println!("cargo::rustc-env=HOLDFAST_REFLOG={}", path.display());
+}
 
 fn main() {
     let env = |name: &str| std::env::var(name).unwrap_or_default();
     let out = PathBuf::from(env("OUT_DIR"));
+    name_the_reflog(Path::new(&env("CARGO_MANIFEST_DIR")), &out);
     for program in ["pause", "web"] {
         let source = format!("src/up/images/{program}.rs");
         println!("cargo::rerun-if-changed={source}");

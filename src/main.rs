@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use clap::Parser as _;
+use clap::{CommandFactory as _, FromArgMatches as _, Parser as _};
 use holdfast::agent;
 use holdfast::ask;
 use holdfast::cli::{
@@ -17,12 +17,33 @@ use holdfast::core::node::collection;
 use holdfast::core::node::doctor as diagnosis;
 use holdfast::core::pod::explain as explanation;
 use holdfast::core::pod::record::Report;
+use holdfast::core::version::{KUBERNETES, newest_commit, shown_commit};
 use holdfast::https;
 use holdfast::logging;
 use holdfast::sys;
 use holdfast::up;
 use holdfast_cni::ipam::audit as ipam;
 use tokio_util::sync::CancellationToken;
+
+/// The commit that this program was built from. Only this file refers to the reflog, so that a commit compiles no more than
+/// this file.
+const COMMIT: [u8; 12] = newest_commit(include_bytes!(env!("HOLDFAST_REFLOG")));
+
+/// The command of an invocation as `holdfast`.
+fn of_holdfast(arguments: &[std::ffi::OsString]) -> Command {
+    let version = format!(
+        "{} ({}), Kubernetes {KUBERNETES}",
+        env!("CARGO_PKG_VERSION"),
+        shown_commit(&COMMIT)
+    );
+    // The parser keeps its version for the life of the process.
+    let mut parser = Cli::command().version(&*version.leak());
+    let matches = parser.clone().get_matches_from(arguments);
+    match Cli::from_arg_matches(&matches) {
+        Ok(parsed) => parsed.command,
+        Err(error) => error.format(&mut parser).exit(),
+    }
+}
 
 fn main() -> ExitCode {
     let called_as = std::env::args_os().next().unwrap_or_default();
@@ -47,13 +68,21 @@ fn main() -> ExitCode {
         }
     };
     let command = if as_kubelet {
+        let kubelet = KubeletCli::parse_from(&given.rest);
         Command::Agent {
             running: None,
-            flags: Box::new(KubeletCli::parse_from(&given.rest).agent),
+            version: kubelet.version,
+            flags: Box::new(kubelet.agent),
         }
     } else {
-        Cli::parse_from(&given.rest).command
+        of_holdfast(&given.rest)
     };
+    if let Command::Agent { version, .. } = &command
+        && let Some(text) = version.wanted.text(shown_commit(&COMMIT))
+    {
+        println!("{text}");
+        return ExitCode::SUCCESS;
+    }
     sys::memory::limit_arenas();
     https::end_process_on_panic();
     // The agent's log is as its configuration has it.
@@ -165,6 +194,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
         Command::Agent {
             running: None,
             flags,
+            ..
         } => {
             let stop = CancellationToken::new();
             let work = run_agent(*flags, given, stop.clone());

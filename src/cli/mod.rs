@@ -8,6 +8,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::core::version::Wanted;
+
 /// A node agent for Kubernetes, with a minimal control plane to try it on one machine.
 #[derive(Parser)]
 #[command(name = "holdfast", version, max_term_width = 100)]
@@ -21,14 +23,26 @@ pub struct Cli {
 #[derive(Parser)]
 #[command(
     name = "kubelet",
-    version,
+    disable_version_flag = true,
     about = "The Holdfast node agent, as a drop-in kubelet",
     max_term_width = 100
 )]
 pub struct KubeletCli {
+    /// Which version to print.
+    #[command(flatten)]
+    pub version: VersionFlag,
     /// The agent's flags.
     #[command(flatten)]
     pub agent: AgentFlags,
+}
+
+/// The kubelet's `--version`.
+#[derive(Args, Debug, Clone)]
+pub struct VersionFlag {
+    /// Print the Kubernetes version and exit; `raw` prints all its fields.
+    #[arg(long = "version", num_args = 0..=1, require_equals = true, default_value = "false", default_missing_value = "true",
+        hide_default_value = true, value_name = "BOOL|raw")]
+    pub wanted: Wanted,
 }
 
 /// What to do.
@@ -73,6 +87,9 @@ pub enum Command {
         /// What to do with an agent that runs already.
         #[command(subcommand)]
         running: Option<Running>,
+        /// Which version to print.
+        #[command(flatten)]
+        version: VersionFlag,
         /// The agent's flags.
         #[command(flatten)]
         flags: Box<AgentFlags>,

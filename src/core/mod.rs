@@ -22,4 +22,5 @@ pub mod schedule;
 pub mod selector;
 pub mod serving;
 pub mod time;
+pub mod version;
 pub mod volume;

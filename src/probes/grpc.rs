@@ -20,7 +20,7 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
     let start = tokio::time::Instant::now();
     let (target, shown) = (host.to_owned(), crate::core::time::shown(timeout));
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
-        .and_then(|e| e.user_agent("kube-probe/1.36"))
+        .and_then(|e| e.user_agent(crate::core::version::PROBE_AGENT))
         .map_err(|e| e.to_string())?;
     // Dialled by hand, so that the failure is the dial's own words.
     let (tell, mut dialled) = tokio::sync::oneshot::channel();

@@ -62,17 +62,6 @@ use crate::core::pod::worker::Network;
 use crate::sys::machine::Machine;
 use runtime::RuntimeView;
 
-/// The Kubernetes version whose agent behaviour this is.
-pub(super) const VERSION: &str = "v1.36.2+holdfast";
-
-fn arch() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    }
-}
-
 fn size(machine: &Machine) -> MachineSize {
     MachineSize {
         cpus: machine.cpus,

@@ -9,11 +9,12 @@ use kube::ResourceExt as _;
 use serde_json::{Map, Value, json};
 
 use super::api::{NodeApi, within};
-use super::{arch, deadline};
+use super::deadline;
 use crate::agent::Context;
 use crate::config::Config;
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::PROVIDED;
+use crate::core::version::arch;
 use crate::kubeapi::pods::ApiFailure;
 
 /// The pauses between tries to register.

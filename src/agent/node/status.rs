@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::api::{NodeApi, within};
 use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
-use super::{VERSION, arch, deadline, limits, size};
+use super::{deadline, limits, size};
 use crate::agent::{Context, Kind};
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
@@ -22,6 +22,7 @@ use crate::core::node::conditions::{
     conditions, is_ready, joined, patch, report_after, transitions,
 };
 use crate::core::node::shutdown;
+use crate::core::version::{REPORTED, arch};
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
 
@@ -66,7 +67,7 @@ fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
         boot_id: machine.boot_id.clone(),
         container_runtime_version: runtime.to_owned(),
         kernel_version: machine.kernel.clone(),
-        kubelet_version: VERSION.into(),
+        kubelet_version: REPORTED.into(),
         machine_id: machine.machine_id.clone(),
         operating_system: "linux".into(),
         os_image: machine.os_image.clone(),
@@ -357,7 +358,7 @@ mod tests {
 
     #[test]
     fn another_agents_devices_are_known_by_its_version() {
-        for (version, expected) in [("v1.36.2", true), (VERSION, false), ("", false)] {
+        for (version, expected) in [("v1.36.2", true), (REPORTED, false), ("", false)] {
             let info = json!({"nodeInfo": {"architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
                 "kubeletVersion": version, "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""}});
             let status: NodeStatus = serde_json::from_value(info).expect("a status");

@@ -17,6 +17,7 @@ use crate::core::node::features::FEATURES;
 use crate::core::pod;
 use crate::core::serving::cgroup_stats::{Depth, Usage};
 use crate::core::serving::exposition::Page;
+use crate::core::version;
 use crate::https::{Body, text};
 use crate::sys::meter;
 
@@ -576,11 +577,10 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
             None,
         );
     }
-    let version = crate::agent::node::VERSION;
     let labels = [
-        ("git_version", version),
-        ("major", "1"),
-        ("minor", "36"),
+        ("git_version", version::REPORTED),
+        ("major", version::MAJOR),
+        ("minor", version::MINOR),
         ("platform", "linux"),
     ];
     out.single(

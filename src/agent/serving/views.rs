@@ -139,7 +139,7 @@ pub fn status(server: &Arc<Server>) -> Response<Body> {
         String::new(),
         format!("Started: {started}"),
         format!("Up: {} hr {:02} min {:02} sec", up / 3600, up / 60 % 60, up % 60),
-        format!("Binary version: {} (Holdfast {})", crate::agent::node::VERSION, env!("CARGO_PKG_VERSION")),
+        format!("Binary version: {} (Holdfast {})", crate::core::version::REPORTED, env!("CARGO_PKG_VERSION")),
         "Paths: /configz /healthz /metrics".to_owned(),
         String::new(),
     ];

@@ -3,12 +3,10 @@
 use serde_json::{Value, json};
 
 use super::resources::{RESOURCES, REVIEWS, Resource, Sub};
+use crate::core::version;
 
 /// The content type by which a client knows aggregated discovery.
 pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
-
-/// The Kubernetes version whose behaviour this server follows.
-pub const VERSION: &str = "v1.36.2+holdfast";
 
 fn groups() -> Vec<(&'static str, &'static str)> {
     let mut groups: Vec<(&str, &str)> = Vec::new();
@@ -225,19 +223,9 @@ pub fn resource_list(group: &str, version: &str) -> Option<Value> {
 #[must_use]
 pub fn version() -> Value {
     json!({
-        "major": "1", "minor": "36", "gitVersion": VERSION, "gitCommit": "", "gitTreeState": "clean", "buildDate": "1970-01-01T00:00:00Z",
-        "goVersion": "none", "compiler": "rustc", "platform": format!("linux/{}", arch()),
+        "major": version::MAJOR, "minor": version::MINOR, "gitVersion": version::REPORTED, "gitCommit": "", "gitTreeState": "clean", "buildDate": "1970-01-01T00:00:00Z",
+        "goVersion": "none", "compiler": "rustc", "platform": format!("linux/{}", version::arch()),
     })
-}
-
-/// The processor as Kubernetes names it.
-#[must_use]
-pub fn arch() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    }
 }
 
 fn path_of(group: &str, version: &str) -> String {
@@ -255,7 +243,7 @@ pub const OPENAPI_V2: &str = "application/com.github.proto-openapi.spec.v2.v1.0+
 /// describe, a `List` above all, and let pass what has no definition: the server validates it.
 #[must_use]
 pub fn openapi_v2() -> Value {
-    json!({"swagger": "2.0", "info": {"title": "Holdfast", "version": VERSION}, "paths": {}})
+    json!({"swagger": "2.0", "info": {"title": "Holdfast", "version": version::REPORTED}, "paths": {}})
 }
 
 /// The same as protobuf, which is what kubectl reads.
@@ -269,7 +257,11 @@ pub fn openapi_v2_protobuf() -> Vec<u8> {
         ];
         [&head[..], content].concat()
     };
-    let info = [field(1, b"Holdfast"), field(2, VERSION.as_bytes())].concat();
+    let info = [
+        field(1, b"Holdfast"),
+        field(2, version::REPORTED.as_bytes()),
+    ]
+    .concat();
     [field(1, b"2.0"), field(2, &info)].concat()
 }
 

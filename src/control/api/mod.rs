@@ -42,7 +42,6 @@ use std::sync::Arc;
 use serde_json::Value;
 use tokio::sync::mpsc;
 
-pub use discovery::VERSION;
 pub use error::{ApiError, FieldError};
 use read::{View, render};
 use resources::{Resource, Sub};

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
 use crate::core::serving::query;
+use crate::core::version::{HOOK_AGENT, PROBE_AGENT};
 
 /// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
 /// `readiness=100ms,liveness=500ms`. Ours; off unless set.
@@ -379,7 +380,7 @@ pub fn check(probe: &Probe, container: &Container, ip: &str) -> Result<Check, St
         ));
     }
     if let Some(get) = &probe.http_get {
-        return http(get, container, ip, "kube-probe/1.36").map(Check::Http);
+        return http(get, container, ip, PROBE_AGENT).map(Check::Http);
     }
     if let Some(tcp) = &probe.tcp_socket {
         return Ok(Check::Tcp(
@@ -425,7 +426,7 @@ pub fn hook(
         let ip = ip
             .or(named.then_some(""))
             .ok_or("failed to find networking container")?;
-        return http(get, container, ip, "kube-lifecycle/1.36").map(Hook::Http);
+        return http(get, container, ip, HOOK_AGENT).map(Hook::Http);
     }
     if let Some(sleep) = &handler.sleep {
         return Ok(Hook::Sleep(Duration::from_secs(
