@@ -209,6 +209,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         Arc::new(runtime(&config, Some(report)).map_err(anyhow::Error::msg)?);
     let clock = Clock::system();
     credentials::bootstrap(&config, clock).await?;
+    let adopted = credentials::adopt(&config, clock.now());
     let keeper = match &config.kubeconfig {
         Some(_) => {
             let credentials = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
@@ -225,7 +226,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     // Begun here: what follows waits for the runtime.
     let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
     let renewal = rotated.map(|Connections { client, .. }| {
-        let kept = credentials::Renewed::client(&config);
+        let kept = credentials::Renewed::client(&config, adopted);
         let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
         AbortOnDropHandle::new(tokio::spawn(keep))
     });

@@ -1,6 +1,8 @@
 //! The node's own certificates: the first by a bootstrap token, later ones by the one before, those it serves with by
 //! asking too; kept in the kubelet's files (kubelet spec, chapter 15).
 
+mod embedded;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +15,9 @@ use kube::config::Kubeconfig;
 use rcgen::{CertificateParams, DnType, KeyPair, PublicKeyData as _};
 use serde_json::json;
 use tokio::sync::watch;
+
+use embedded::User;
+pub use embedded::adopt;
 
 use crate::agent::Metrics;
 use crate::config::Config;
@@ -74,6 +79,16 @@ impl Pair {
     #[must_use]
     pub fn lifetime(&self) -> Option<(Timestamp, Timestamp)> {
         signing::lifetime(&std::fs::read(self.current()).ok()?)
+    }
+
+    /// Completes an exchange that another agent began: the link was removed, and its successor was not renamed yet (`recover`
+    /// in client-go's `certificate_store.go`).
+    fn recover(&self) -> std::io::Result<()> {
+        let updated = self.dir.join(format!("{}-updated.pem", self.prefix));
+        if self.current().exists() || !updated.is_symlink() {
+            return Ok(());
+        }
+        std::fs::rename(updated, self.current())
     }
 
     /// Keeps a new one; the link leads to it once it is whole.
@@ -154,22 +169,14 @@ fn first_key(dir: &Path) -> Result<KeyPair, HostError> {
     Ok(key)
 }
 
-/// Whether what a kubeconfig refers to can still be used: its client certificate is there, and has not ended.
+/// Whether a kubeconfig has a client certificate that has not expired, embedded or in a file (`isClientConfigStillValid` in
+/// `pkg/kubelet/certificate/bootstrap`). Credentials of other kinds do not count, as for the kubelet.
 fn is_usable(path: &Path, now: Timestamp) -> bool {
-    let Ok(file) = Kubeconfig::read_from(path) else {
+    let Ok(Some(user)) = User::read(path) else {
         return false;
     };
-    let user = file
-        .auth_infos
-        .iter()
-        .find_map(|named| named.auth_info.as_ref());
-    let Some(certificate) = user.and_then(|u| u.client_certificate.as_ref()) else {
-        return true;
-    };
-    std::fs::read(certificate)
-        .ok()
-        .and_then(|pem| signing::lifetime(&pem))
-        .is_some_and(|(_, ends)| ends > now)
+    let lifetime = user.certificate().and_then(|pem| signing::lifetime(&pem));
+    lifetime.is_some_and(|(_, ends)| ends > now)
 }
 
 /// The kubeconfig of a node, from the one it began with.
@@ -287,18 +294,22 @@ pub struct Renewed {
     node: String,
     /// The names and addresses that the node reports, where the certificate is for them.
     addresses: Option<watch::Receiver<Vec<NodeAddress>>>,
+    /// Whether the first renewal is due at once, whatever the present certificate's lifetime is.
+    is_forced: bool,
 }
 
 impl Renewed {
-    /// The certificate by which the node shows who it is.
+    /// The certificate by which the node shows who it is. With `is_forced` it is renewed at once: it was copied from the
+    /// kubeconfig.
     #[must_use]
-    pub fn client(config: &Config) -> Renewed {
+    pub fn client(config: &Config, is_forced: bool) -> Renewed {
         Renewed {
             pair: Pair::client(&config.cert_dir),
             signer: CLIENT,
             usages: CLIENT_USAGES,
             node: config.node_name.clone(),
             addresses: None,
+            is_forced,
         }
     }
 
@@ -311,6 +322,7 @@ impl Renewed {
             usages: SERVING_USAGES,
             node: config.node_name.clone(),
             addresses: Some(addresses),
+            is_forced: false,
         }
     }
 
@@ -394,13 +406,14 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
     loop {
         let (now, names) = (clock.now(), kept.names());
         let present = std::fs::read(kept.pair.current()).unwrap_or_default();
-        if !kept.can_be_asked_for() || !is_due(&present, &names, answered.as_ref(), now) {
+        let due = kept.is_forced || is_due(&present, &names, answered.as_ref(), now);
+        if !kept.can_be_asked_for() || !due {
             kept.idle().await;
             continue;
         }
         match renew(&kept, &names, &client, now).await {
             Ok(()) => {
-                answered = Some(names);
+                (answered, kept.is_forced) = (Some(names), false);
                 tracing::info!(signer = kept.signer, "a certificate was renewed");
                 again.reset();
             }
@@ -531,7 +544,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_serving_certificate_waits_for_the_nodes_address() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
-        assert!(Renewed::client(&config).can_be_asked_for());
+        assert!(Renewed::client(&config, false).can_be_asked_for());
         // A cloud controller has not told any yet.
         let addresses = watch::channel(reported(&[])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());

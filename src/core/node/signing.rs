@@ -318,6 +318,14 @@ pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
     })
 }
 
+/// The public key of the first certificate of a PEM text: a SubjectPublicKeyInfo, DER.
+#[must_use]
+pub fn public_key(pem: &[u8]) -> Option<Vec<u8>> {
+    read(pem, |certificate| {
+        Some(certificate.public_key().raw.to_vec())
+    })
+}
+
 /// Whether the first certificate of a PEM text is of the first version of X.509, without extensions: rustls uses none.
 #[must_use]
 pub fn is_version_1(pem: &[u8]) -> bool {
