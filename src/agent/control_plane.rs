@@ -11,6 +11,7 @@ use super::node::credentials;
 use super::node::standalone::NoApi;
 use super::{KubeNodes, Metrics, NodeApi};
 use crate::config::Config;
+use crate::kubeapi::answers::Answers;
 use crate::kubeapi::client::connect_as;
 use crate::kubeapi::measured::Report;
 use crate::kubeapi::pace::Pace;
@@ -24,6 +25,8 @@ use crate::sealed::{self, Keeper, SealedApi};
 pub(super) struct Connections {
     pub client: Client,
     heartbeat: Client,
+    /// Of the requests of all of them.
+    answers: Answers,
     pub reviews: Arc<dyn Reviews>,
 }
 
@@ -36,8 +39,11 @@ impl Connections {
         keeper: Option<&Keeper>,
     ) -> anyhow::Result<Connections> {
         let (counted, confirmed) = (Arc::clone(metrics), keeper.cloned());
+        let answers = Answers::default();
+        let noted = answers.clone();
         let report: Report = Arc::new(move |method, host, code, took| {
             counted.requested(method, host, code, took);
+            noted.note(code);
             if let (Some(keeper), Some(200..300)) = (&confirmed, code) {
                 keeper.confirm();
             }
@@ -47,6 +53,7 @@ impl Connections {
             connect_as(path, own, Some(Arc::clone(&report)), pace)
         };
         Ok(Connections {
+            answers,
             reviews: Arc::new(KubeReviews(connect(Pace::default()).await?)),
             heartbeat: connect(Pace::default()).await?,
             client: connect(Pace::new(config.api_pace)).await?,
@@ -70,11 +77,14 @@ impl ControlPlane {
         keeper: Option<&Keeper>,
     ) -> ControlPlane {
         let Connections {
-            client, heartbeat, ..
+            client,
+            heartbeat,
+            answers,
+            ..
         } = connections;
         let only_ours = watcher::Config::default().fields(&format!("spec.nodeName={node_name}"));
         let pods: Cache<Pod> = Cache::start(Api::all(client.clone()), only_ours);
-        let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client));
+        let api: Arc<dyn PodApi> = Arc::new(KubePods::new(client, answers));
         ControlPlane {
             api: match keeper {
                 Some(kept) => keep(api, kept, &pods),

@@ -1,5 +1,6 @@
 //! The Kubernetes API as a client sees it: connections from a kubeconfig, watched caches.
 
+pub mod answers;
 mod api;
 pub mod cache;
 pub mod client;

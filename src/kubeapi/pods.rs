@@ -25,6 +25,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::answers::{Answers, Recovery};
 pub use super::failure::ApiFailure;
 use super::objects::{Following, OnChange, Watched};
 use super::{Api, Cache};
@@ -158,6 +159,10 @@ pub trait PodApi: Send + Sync + 'static {
     async fn pod(&self, namespace: &str, name: &str) -> Result<Pod, ApiFailure>;
     /// Removes a pod at once, if it still has this uid.
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure>;
+    /// Reports when the apiserver answers again after it had not.
+    fn recovery(&self) -> Recovery {
+        Recovery::never()
+    }
     /// Creates a (mirror) pod.
     async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure>;
     /// A ConfigMap.
@@ -221,6 +226,7 @@ const CLAIM_TRIES: u32 = 5;
 /// The API over kube.
 pub struct KubePods {
     client: Client,
+    answers: Answers,
     services: Cache<Service>,
     config_maps: Watched<ConfigMap>,
     secrets: Watched<Secret>,
@@ -260,9 +266,9 @@ where
 }
 
 impl KubePods {
-    /// Starts watching services; other objects are watched while pods use them.
+    /// Starts watching services; other objects are watched while pods use them. `answers` follows the requests of `client`.
     #[must_use]
-    pub fn new(client: Client) -> KubePods {
+    pub fn new(client: Client, answers: Answers) -> KubePods {
         let services = Cache::start(
             Api::all(client.clone()),
             kube::runtime::watcher::Config::default(),
@@ -273,6 +279,7 @@ impl KubePods {
             drivers: Lazy(OnceLock::new()),
             bundles: Lazy(OnceLock::new()),
             client,
+            answers,
             services,
         }
     }
@@ -280,6 +287,10 @@ impl KubePods {
 
 #[async_trait]
 impl PodApi for KubePods {
+    fn recovery(&self) -> Recovery {
+        self.answers.subscribe()
+    }
+
     async fn patch_status(
         &self,
         namespace: &str,

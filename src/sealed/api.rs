@@ -18,6 +18,7 @@ use super::Keeper;
 use super::Kind;
 use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::Resize;
+use crate::kubeapi::answers::Recovery;
 use crate::kubeapi::objects::{Following, OnChange};
 use crate::kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
@@ -67,6 +68,10 @@ impl SealedApi {
 
 #[async_trait]
 impl PodApi for SealedApi {
+    fn recovery(&self) -> Recovery {
+        self.api.recovery()
+    }
+
     async fn patch_status(
         &self,
         namespace: &str,

@@ -1,5 +1,7 @@
 //! Mirror pods: how static pods are seen in the API (upstream's `pod/mirror_client.go`).
 
+use std::time::Duration;
+
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
@@ -9,6 +11,9 @@ use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::worker::Update;
 use crate::kubeapi::pods::ApiFailure;
+
+/// The longest time between two tries while the apiserver is silent.
+const RETRY: Duration = Duration::from_secs(10);
 
 /// The mirror of a static pod.
 fn of(pod: &Pod, node: &Node) -> Pod {
@@ -37,44 +42,72 @@ fn of(pod: &Pod, node: &Node) -> Pod {
     mirror
 }
 
-/// Makes sure that a static pod's mirror is there and is the right one.
-pub async fn reconcile(context: &Context, update: &Update) -> Result<(), Fault> {
-    let Some(node) = context.node.borrow().clone() else {
-        return Err(Fault::later(
-            "the Node object that owns mirrors is not known yet",
-        ));
-    };
+/// Creates the mirror of a static pod, and replaces one of another manifest.
+///
+/// While the Node object is unknown or the apiserver does not answer, this waits, and retries as soon as either changes: static
+/// pods run before their apiserver does, which is no failure of theirs. `on_wait` gets what it waits for.
+pub async fn reconcile(
+    context: &Context,
+    update: &Update,
+    on_wait: impl Fn(&str),
+) -> Result<(), Fault> {
+    let mut recovery = context.api.recovery();
+    let mut node = context.node.subscribe();
+    loop {
+        let owner = node.borrow_and_update().clone();
+        let reason = match owner {
+            None => "waiting for the Node object, which owns mirror pods".to_owned(),
+            Some(owner) => match replace(context, update, &owner).await {
+                Ok(()) => return Ok(()),
+                Err(error) if error.is_answer() => {
+                    let why = format!("the mirror pod cannot be created: {error}");
+                    return Err(Fault::later(why));
+                }
+                Err(error) => {
+                    format!("waiting for the apiserver to create the mirror pod: {error}")
+                }
+            },
+        };
+        tracing::debug!(reason, "the mirror pod waits");
+        on_wait(&reason);
+        let is_unknown = node.borrow().is_none();
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            () = recovery.next() => {}
+            // The context owns the sender. A known Node changes with every heartbeat, which is no reason to retry.
+            _ = node.changed(), if is_unknown => {}
+            () = tokio::time::sleep(RETRY) => {}
+        }
+    }
+}
+
+async fn replace(context: &Context, update: &Update, node: &Node) -> Result<(), ApiFailure> {
     if let Some(mirror) = &update.object {
         if update.is_mirrored_by(mirror) {
             return Ok(());
         }
-        remove(context, mirror).await?;
+        delete(context, mirror).await?;
     }
-    match context.api.create(&of(&update.pod, &node)).await {
+    match context.api.create(&of(&update.pod, node)).await {
         Ok(_) | Err(ApiFailure::AlreadyExists(_)) => Ok(()),
-        Err(error) => Err(Fault::later(format!(
-            "the mirror pod cannot be created: {error}"
-        ))),
+        Err(error) => Err(error),
+    }
+}
+
+async fn delete(context: &Context, mirror: &Pod) -> Result<(), ApiFailure> {
+    let (namespace, name) = (mirror.namespace().unwrap_or_default(), mirror.name_any());
+    let deleted = context.api.delete(&namespace, &name, pod::uid(mirror));
+    match deleted.await {
+        Err(error) if !error.is_gone() => Err(error),
+        _ => Ok(()),
     }
 }
 
 /// Removes a mirror.
 pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), Fault> {
-    match context
-        .api
-        .delete(
-            &mirror.namespace().unwrap_or_default(),
-            &mirror.name_any(),
-            pod::uid(mirror),
-        )
-        .await
-    {
-        Ok(()) => Ok(()),
-        Err(error) if error.is_gone() => Ok(()),
-        Err(error) => Err(Fault::later(format!(
-            "the mirror pod cannot be removed: {error}"
-        ))),
-    }
+    let deleted = delete(context, mirror).await;
+    deleted.map_err(|error| Fault::later(format!("the mirror pod cannot be removed: {error}")))
 }
 
 #[cfg(test)]

@@ -274,7 +274,10 @@ impl Job {
 
     /// Step 6.
     async fn mirror(&self) -> Result<Outcome> {
-        let work = mirror::reconcile(self.context(), &self.update);
+        let log = self.log();
+        let work = mirror::reconcile(self.context(), &self.update, |reason| {
+            log.fail(Step::Mirror, "", reason, None);
+        });
         let made = self.log().step(Step::Mirror, "", work).await;
         made?;
         Ok(Outcome::Done)
