@@ -25,6 +25,7 @@ use crate::agent::volume::Volumes;
 use crate::agent::{Context, Kind};
 use crate::core::node::claims::has_claims;
 use crate::core::pod;
+use crate::core::pod::exits::Exits;
 use crate::core::pod::journal::Step;
 use crate::core::pod::lifecycle::{Cause, State};
 use crate::core::pod::record::Record;
@@ -57,6 +58,7 @@ struct Shell {
     ran: bool,
     /// It does not count any more for what the node has left.
     uncounted: bool,
+    exits: Exits,
     turns: u64,
 }
 
@@ -111,6 +113,7 @@ pub async fn run(
         }),
         seen,
         uncounted: false,
+        exits: Exits::default(),
         assets: Assets::default(),
         running: BTreeMap::new(),
         cut_off: false,
@@ -309,6 +312,7 @@ impl Shell {
             let observed = self.worker.observed.as_ref();
             self.seen.set(uid, observed.map_or(0, |o| o.fingerprint()));
         }
+        self.log_exits(turn);
         match self.worker.state {
             State::Syncing | State::Terminating { .. } => {
                 let Some(observed) = self.worker.observed.clone() else {
@@ -321,6 +325,24 @@ impl Shell {
                 }
             }
             State::Terminated { .. } | State::Finished { .. } => self.probing.stop(),
+        }
+    }
+
+    /// Logs how containers exited: a crash loop is named in the log of the node.
+    fn log_exits(&mut self, turn: &Turn) {
+        let Some(observed) = self.worker.observed.as_ref().filter(|_| turn.observed) else {
+            return;
+        };
+        let now = self.tools.context.clock.now();
+        for exit in self.exits.follow(observed, self.first_seen, now) {
+            tracing::info!(
+                container = exit.container,
+                exit_code = exit.code,
+                reason = exit.reason,
+                restarts = exit.restarts,
+                omitted = exit.omitted,
+                "a container exited"
+            );
         }
     }
 

@@ -9,6 +9,7 @@ pub mod desired;
 pub mod dns;
 pub mod env;
 mod env_file;
+pub mod exits;
 pub mod explain;
 pub mod journal;
 pub mod lifecycle;

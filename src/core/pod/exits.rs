@@ -1,0 +1,145 @@
+//! Which exits of a pod's containers are logged: each once, and of a container that exits often only some.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use jiff::{SignedDuration, Timestamp};
+
+use super::observed::{ContainerState, ObservedPod};
+
+/// At most one exit of a container is logged in this time.
+const PAUSE: SignedDuration = SignedDuration::from_secs(10);
+
+/// An exit to log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exit {
+    /// The container's name.
+    pub container: String,
+    /// The exit code of its process.
+    pub code: i32,
+    /// The runtime's reason, for instance `OOMKilled`.
+    pub reason: String,
+    /// How many instances came before this one.
+    pub restarts: u32,
+    /// How many exits of the container were not logged since the last one.
+    pub omitted: u32,
+}
+
+/// The exits of one pod that are known.
+#[derive(Debug, Default)]
+pub struct Exits {
+    /// Ids of exited containers that the runtime still has.
+    known: BTreeSet<String>,
+    /// When an exit of a container was logged last, and how many were omitted since, by name.
+    logged: BTreeMap<String, (Timestamp, u32)>,
+}
+
+impl Exits {
+    /// The exits to log now. What exited before `since` is not reported: an earlier agent did that.
+    pub fn follow(
+        &mut self,
+        observed: &ObservedPod,
+        since: Timestamp,
+        now: Timestamp,
+    ) -> Vec<Exit> {
+        let mut exits = vec![];
+        let exited = |state: ContainerState| state == ContainerState::Exited;
+        self.known
+            .retain(|id| observed.containers.iter().any(|c| c.id == *id));
+        // Newest first: the exits are logged in the order in which they happened.
+        for container in observed.containers.iter().rev() {
+            if !exited(container.state) || !self.known.insert(container.id.clone()) {
+                continue;
+            }
+            if container.finished_at.is_some_and(|at| at < since) {
+                continue;
+            }
+            let before = self.logged.get_mut(&container.name);
+            let omitted = match before {
+                Some((at, omitted)) if now < *at + PAUSE => {
+                    *omitted = omitted.saturating_add(1);
+                    continue;
+                }
+                Some((_, omitted)) => *omitted,
+                None => 0,
+            };
+            self.logged.insert(container.name.clone(), (now, 0));
+            exits.push(Exit {
+                container: container.name.clone(),
+                code: container.exit_code,
+                reason: container.reason.clone(),
+                restarts: container.attempt,
+                omitted,
+            });
+        }
+        exits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::pod::observed::Container;
+
+    fn instance(id: &str, attempt: u32, exited: Option<i64>) -> Container {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        Container {
+            id: id.into(),
+            name: "c".into(),
+            sandbox: "s".into(),
+            attempt,
+            state: match exited {
+                Some(_) => ContainerState::Exited,
+                None => ContainerState::Running,
+            },
+            created_at: at(0),
+            started_at: Some(at(0)),
+            finished_at: exited.map(at),
+            exit_code: 3,
+            reason: "Error".into(),
+            message: String::new(),
+            image: String::new(),
+            image_ref: String::new(),
+            hash: None,
+            user: None,
+            stop_signal: None,
+            message_file: None,
+        }
+    }
+
+    #[test]
+    fn each_exit_is_logged_once_and_a_crash_loop_at_a_bounded_rate() {
+        let at = |second: i64| Timestamp::from_second(second).expect("a time");
+        let mut exits = Exits::default();
+        let mut follow = |containers: Vec<Container>, now: i64| {
+            let observed = ObservedPod {
+                containers,
+                ..ObservedPod::default()
+            };
+            let all = exits.follow(&observed, at(100), at(now));
+            let shown = |exit: Exit| (exit.restarts, exit.code, exit.omitted);
+            all.into_iter().map(shown).collect::<Vec<_>>()
+        };
+        // Newest first, as everywhere.
+        let old = || instance("a", 0, Some(99));
+        assert_eq!(
+            follow(vec![instance("b", 1, None), old()], 100),
+            [],
+            "before this agent"
+        );
+        assert_eq!(
+            follow(vec![instance("b", 1, Some(101)), old()], 101),
+            [(1, 3, 0)]
+        );
+        assert_eq!(follow(vec![instance("b", 1, Some(101))], 102), [], "once");
+        for attempt in 2..9 {
+            let id = format!("c{attempt}");
+            let now = 101 + i64::from(attempt);
+            assert_eq!(
+                follow(vec![instance(&id, attempt, Some(now))], now),
+                [],
+                "{attempt}"
+            );
+        }
+        assert_eq!(follow(vec![instance("d", 9, Some(111))], 111), [(9, 3, 7)]);
+    }
+}
