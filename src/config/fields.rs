@@ -185,16 +185,21 @@ pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
     taken
 }
 
-/// Whether a value says no more than the default does. kubeadm writes out zeros for what it leaves open.
-pub(super) fn is_default(name: &str, value: &Value) -> bool {
-    let is_empty = match value {
+/// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for what it leaves open.
+pub(super) fn is_unset(value: &Value) -> bool {
+    match value {
         Value::Null => true,
-        Value::Bool(_) => false,
+        Value::Bool(is_set) => !is_set,
         Value::Number(number) => number.as_i64() == Some(0),
-        Value::String(text) => text.is_empty() || text == "0s",
+        Value::String(text) => matches!(text.as_str(), "" | "0" | "0s"),
         Value::Array(items) => items.is_empty(),
-        Value::Object(fields) => fields.is_empty(),
-    };
+        Value::Object(fields) => fields.values().all(is_unset),
+    }
+}
+
+/// Whether a value says no more than the default does.
+pub(super) fn is_default(name: &str, value: &Value) -> bool {
+    let is_empty = is_unset(value) && !value.is_boolean();
     let shown = effective::of(&Value::Object(Map::new()));
     is_empty || shown.get(name) == Some(value) || (*value == false && shown.get(name).is_none())
 }

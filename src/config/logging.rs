@@ -4,6 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::ConfigError;
+use super::fields::is_unset;
 use super::values::invalid;
 
 /// The fields as they stand in a file.
@@ -58,6 +59,8 @@ pub(super) fn resolve(
         match key.as_str() {
             // Lines are written as they come, and whole.
             "flushFrequency" => {}
+            // kubeadm writes the defaults of `options`.
+            "options" | "vmodule" if is_unset(value) => {}
             "options" | "vmodule" => ignored.push(format!("logging.{key}")),
             _ => {
                 return Err(invalid(
@@ -109,6 +112,23 @@ mod tests {
             resolve(&serde_saphyr::from_str(text).expect("YAML"), flag).map_err(|e| e.to_string())
         };
         assert_eq!(of("{}", 0), Ok((Logging::default(), vec![])));
+        for (options, is_reported) in [
+            ("{}", false),
+            (
+                "{json: {infoBufferSize: '0'}, text: {infoBufferSize: '0', splitStream: false}}",
+                false,
+            ),
+            ("{text: {infoBufferSize: '64Ki'}}", true),
+            ("{json: {splitStream: true}}", true),
+        ] {
+            let ignored = of(&format!("logging: {{options: {options}, vmodule: []}}"), 0);
+            let expected = Vec::from_iter(is_reported.then(|| "logging.options".to_owned()));
+            assert_eq!(
+                ignored.map(|(_, ignored)| ignored),
+                Ok(expected),
+                "{options}"
+            );
+        }
         let own = "logging: {format: json, verbosity: 4, flushFrequency: 5s, vmodule: [{filePattern: a, verbosity: 9}]}";
         assert_eq!(
             of(own, 0),
