@@ -326,6 +326,7 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         cache_dir,
         network,
         mend,
+        older_than,
     } = flags;
     let data_dir = name.map_or(data_dir, |name| {
         up::Settings::dirs(&name).data.join("cni/networks")
@@ -335,6 +336,7 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
         network,
         cache_dir,
         mend,
+        patience: std::time::Duration::from_secs(older_than),
     })?;
     let (table, well) = ipam::table(&findings);
     println!("{table}");

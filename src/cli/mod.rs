@@ -167,6 +167,9 @@ pub struct AuditFlags {
     /// Release what nobody can use any more.
     #[arg(long)]
     pub mend: bool,
+    /// Release only what was reserved longer ago than this: a younger reservation may belong to a pod that is starting.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    pub older_than: u64,
 }
 
 /// What can be explained.

@@ -18,7 +18,7 @@ use super::client::Asking;
 use super::lease::{Lease, Step};
 use super::message::option;
 use crate::cni::{Error, Json, cni_args, digest};
-use crate::ipam::owners::inode;
+use crate::ipam::owners::Namespace;
 use crate::net::link::{Change, parse_mac};
 use crate::net::local;
 use crate::net::netlink::Socket;
@@ -139,7 +139,7 @@ struct Holder {
     container: String,
     ifname: String,
     netns: String,
-    inode: u64,
+    namespace: Namespace,
     options: Vec<(u8, Vec<u8>)>,
     wanted: Vec<u8>,
 }
@@ -270,7 +270,7 @@ impl Holder {
             network,
             container,
             ifname,
-            inode: inode(&netns),
+            namespace: Namespace::at(Path::new(&netns)),
             netns,
             options,
             wanted,
@@ -288,7 +288,7 @@ impl Holder {
     /// Runs `work` in the container, as long as it is the same one.
     fn inside<T>(&self, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
         let namespace = netns::require(&self.netns)?;
-        if inode(&self.netns) != self.inode {
+        if !Namespace::at(Path::new(&self.netns)).may_be(self.namespace) {
             return Err(Error::new(
                 Error::NAMESPACE,
                 format!("{} is another network namespace by now", self.netns),
@@ -335,8 +335,8 @@ fn to_json(holder: &Holder, state: &State) -> Value {
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
         .as_secs();
-    json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns, "inode": holder.inode,
-        "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
+    json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns,
+        "namespace": holder.namespace.json(), "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
 }
 
 fn from_json(value: &Value) -> Option<(Holder, State)> {
@@ -353,7 +353,7 @@ fn from_json(value: &Value) -> Option<(Holder, State)> {
         container: text("container")?,
         ifname: text("ifname")?,
         netns: text("netns")?,
-        inode: value["inode"].as_u64()?,
+        namespace: Namespace::parse(&value["namespace"], &value["inode"])?,
         options,
         wanted: bytes(&value["wanted"])?,
     };

@@ -1,16 +1,21 @@
 //! What is wrong with the addresses that have been given out, and mending it: `host-local audit`, which `holdfast ipam audit`
 //! is too.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use super::owners::{Life, Record, inode};
+use super::owners::{Life, Namespace, Record};
 use super::results;
 use super::store::Store;
 use crate::cni::Error;
 use crate::net::netlink::Socket;
 use crate::net::netns;
+
+/// The longest time from a reservation to a sandbox that the runtime lists: the kubelet's deadline for `RunPodSandbox` is twice
+/// `runtimeRequestTimeout`, 4 minutes by default, and the runtime cleans up after it.
+pub const DEFAULT_PATIENCE: Duration = Duration::from_secs(300);
 
 /// What an audit looks at, and whether it mends.
 #[derive(Debug, Clone)]
@@ -23,6 +28,8 @@ pub struct Request {
     pub cache_dir: PathBuf,
     /// Release what is leaked.
     pub mend: bool,
+    /// An address that was reserved less than this ago is not released: its ADD may still run.
+    pub patience: Duration,
 }
 
 impl Default for Request {
@@ -33,6 +40,7 @@ impl Default for Request {
             network: None,
             cache_dir: default(results::DEFAULT_DIR),
             mend: false,
+            patience: DEFAULT_PATIENCE,
         }
     }
 }
@@ -44,6 +52,8 @@ pub enum State {
     Used,
     /// Nobody can use it; why.
     Leaked(String),
+    /// Nobody uses it yet: its attachment may still be in the making.
+    Starting,
     /// More than one container has it on its interface.
     Double(String),
     /// Nothing tells whether its owner is there.
@@ -107,16 +117,26 @@ fn judge(
             .map(|a| (*a, state.clone()))
             .collect()
     };
+    let is_starting = store.is_starting(record, request.patience);
+    let leaked = |why: String| match is_starting {
+        true => State::Starting,
+        false => State::Leaked(why),
+    };
     let (netns, life) = match store.life(record) {
         Life::Unknown => match cached(&request.cache_dir, network, record) {
-            Some(path) if inode(&path) == 0 => (None, Life::Gone("its network namespace is gone")),
+            Some(path) if Namespace::at(Path::new(&path)) == Namespace::default() => {
+                (None, Life::Gone("its network namespace is gone"))
+            }
             Some(path) => (Some(path), Life::Alive),
             None => (None, Life::Unknown),
         },
-        life => (Some(record.netns.clone()).filter(|n| !n.is_empty()), life),
+        life => {
+            let path = record.namespace_path();
+            (path.and_then(|p| p.to_str().map(str::to_owned)), life)
+        }
     };
     match life {
-        Life::Gone(why) => (None, all(State::Leaked(why.into()))),
+        Life::Gone(why) => (None, all(leaked(why.into()))),
         Life::Unknown => (None, all(State::Unknown)),
         Life::Alive => {
             let Some(present) = netns
@@ -129,7 +149,7 @@ fn judge(
                 if present.contains(address) {
                     State::Used
                 } else {
-                    State::Leaked(format!("{} of its container has not got it", record.ifname))
+                    leaked(format!("{} of its container has not got it", record.ifname))
                 }
             };
             (
@@ -223,6 +243,48 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     Ok(findings)
 }
 
+/// Releases the addresses of sandboxes that the runtime no longer has, in one network: what reservations of failed sandboxes
+/// leave, where the runtime could not call DEL. `sandboxes` are the ids that the runtime lists now.
+///
+/// Only what this host-local has recorded for a pod of Kubernetes is released, once its namespace is gone or lacks the address,
+/// and never before `patience` has passed. So reservations of podman, of the reference's host-local and of pods that are just
+/// starting stay.
+pub fn repair(
+    request: &Request,
+    network: &str,
+    sandboxes: &BTreeSet<String>,
+) -> Result<Vec<Finding>, Error> {
+    let Some(store) = Store::open_existing(&request.data_dir, network)? else {
+        return Ok(vec![]);
+    };
+    let mut findings = vec![];
+    for record in store.owners()? {
+        let is_ours = !record.pod.is_empty() && !sandboxes.contains(&record.container);
+        if !is_ours || store.is_starting(&record, request.patience) {
+            continue;
+        }
+        let (_, states) = judge(&store, request, network, &record);
+        for (address, state) in states {
+            if !matches!(state, State::Leaked(_)) {
+                continue;
+            }
+            // What one of several addresses left changes the record.
+            if let Some(owner) = store.of(&record.container, &record.ifname) {
+                store.release_one(&owner, address)?;
+            }
+            findings.push(Finding {
+                network: network.to_owned(),
+                address,
+                container: record.container.clone(),
+                ifname: record.ifname.clone(),
+                state,
+                mended: true,
+            });
+        }
+    }
+    Ok(findings)
+}
+
 /// An audit's findings as a table, and whether all is well.
 #[must_use]
 pub fn table(findings: &[Finding]) -> (String, bool) {
@@ -235,11 +297,14 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
             (State::Unknown, _) => {
                 "unknown: nothing tells whether its container is there".to_owned()
             }
+            (State::Starting, _) => {
+                "starting: its attachment may still be in the making".to_owned()
+            }
             (State::Leaked(why), true) => format!("released: {why}"),
             (State::Leaked(why), false) => format!("leaked: {why}"),
             (State::Double(why), _) => format!("held twice: {why}"),
         };
-        well &= f.mended || matches!(f.state, State::Used | State::Unknown);
+        well &= f.mended || matches!(f.state, State::Used | State::Unknown | State::Starting);
         rows.push([
             f.network.clone(),
             f.address.to_string(),
@@ -272,7 +337,8 @@ pub fn run(arguments: &[String]) -> Result<(String, bool), Error> {
 Shows the addresses that host-local has given out, which of them are leaked (nobody can use them any more) or held
 twice, and with --mend releases the leaked ones. Exits with 1 if something is left to mend.
   --data-dir DIR    where host-local keeps its networks (/var/lib/cni/networks)
-  --cache-dir DIR   where the runtime keeps results (/var/lib/cni/results)";
+  --cache-dir DIR   where the runtime keeps results (/var/lib/cni/results)
+  --older-than SECS release only what was reserved longer ago (300): younger ones may belong to a pod that is starting";
     let mut request = Request::default();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
@@ -289,6 +355,13 @@ twice, and with --mend releases the leaked ones. Exits with 1 if something is le
             "--data-dir" => request.data_dir = value()?.into(),
             "--cache-dir" => request.cache_dir = value()?.into(),
             "--network" => request.network = Some(value()?),
+            "--older-than" => {
+                let text = value()?;
+                let seconds = text.parse().map_err(|_| {
+                    Error::config(format!("invalid --older-than {text:?}: use whole seconds"))
+                })?;
+                request.patience = Duration::from_secs(seconds);
+            }
             "--mend" => request.mend = true,
             "--help" | "-h" => return Ok((USAGE.to_owned(), true)),
             other => {

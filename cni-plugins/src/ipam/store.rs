@@ -16,10 +16,11 @@ use std::io::{self, Read as _, Write as _};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::fcntl::{Flock, FlockArg};
 
-use super::owners::{Here, Life, Owners, Record, inhabited};
+use super::owners::{Here, Life, Owners, Process, Record, inhabited};
 use crate::cni::Error;
 
 /// Records longer than this are nobody's.
@@ -217,12 +218,14 @@ impl Store {
         self.addresses()
     }
 
-    /// Begins to give an attachment addresses. From here on it is known whose they are, whatever happens.
+    /// Begins to give an attachment addresses. From here on it is known whose they are, and which process makes it, whatever
+    /// happens. `pod` is the uid of a Kubernetes pod, or empty.
     pub fn begin(
         &self,
         container: &str,
         ifname: &str,
         netns: &str,
+        pod: &str,
     ) -> Result<Reservation<'_>, Error> {
         let failed = |e: io::Error| {
             Error::doing(
@@ -231,7 +234,11 @@ impl Store {
             )
         };
         let before = self.get(container, ifname);
-        let mut owner = Record::new(container, ifname, netns, &self.here);
+        let mut owner = Record {
+            pod: pod.into(),
+            adder: Process::own(),
+            ..Record::new(container, ifname, netns, &self.here)
+        };
         owner
             .addresses
             .extend(before.iter().flat_map(|b| &b.addresses));
@@ -295,6 +302,12 @@ impl Store {
         record.life(&self.here, |number| {
             self.inhabited.get_or_init(inhabited).contains(&number)
         })
+    }
+
+    /// Whether the ADD of an owner may still run (see [`Record::is_starting`]).
+    #[must_use]
+    pub fn is_starting(&self, record: &Record, patience: Duration) -> bool {
+        record.is_starting(&self.here, patience)
     }
 
     /// Whether `address` belongs to a container's interface.
@@ -480,7 +493,7 @@ mod tests {
     }
 
     fn reserve(store: &Store, container: &str, addresses: &[&str]) -> bool {
-        let mut reservation = store.begin(container, "eth0", "").expect("begin");
+        let mut reservation = store.begin(container, "eth0", "", "").expect("begin");
         let all = addresses
             .iter()
             .enumerate()
@@ -616,6 +629,7 @@ mod tests {
                 Here {
                     boot: boot.into(),
                     machine: machine.into(),
+                    ..Here::now()
                 },
             )
             .expect("open")
@@ -636,7 +650,9 @@ mod tests {
     fn what_died_half_way_is_known_and_can_be_released() {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
-        let mut reservation = store.begin("c1", "eth0", "/nonexistent").expect("begin");
+        let mut reservation = store
+            .begin("c1", "eth0", "/nonexistent", "")
+            .expect("begin");
         assert!(reservation.take(ip("10.0.0.2"), 0).expect("take"));
         std::mem::forget(reservation);
         // Killed: nothing was finished, and the lock went with the process.

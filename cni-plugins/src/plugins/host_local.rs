@@ -112,6 +112,13 @@ fn resolv_conf(text: &str) -> Dns {
     Dns { fields }
 }
 
+/// The uid that CRI runtimes name among the arguments of a call; empty if there is none.
+fn pod_uid(args: &str) -> &str {
+    let mut pairs = args.split(';');
+    let found = pairs.find_map(|pair| pair.strip_prefix("K8S_POD_UID="));
+    found.unwrap_or_default()
+}
+
 impl Plugin for HostLocal {
     fn name(&self) -> &'static str {
         "host-local"
@@ -137,7 +144,8 @@ impl Plugin for HostLocal {
                 )));
             }
         }
-        let mut reservation = store.begin(&call.container, &call.ifname, &call.netns)?;
+        let pod = pod_uid(&call.args);
+        let mut reservation = store.begin(&call.container, &call.ifname, &call.netns, pod)?;
         for (i, set) in config.sets.iter().enumerate() {
             success
                 .ips

@@ -386,12 +386,17 @@ fn an_audit_looks_at_the_interfaces() {
     // And took its own away.
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
+    let starting = row(&table, "10.198.1.3").contains("starting: its attachment may still be");
+    assert!(well && starting, "it was reserved a moment ago: {table}");
+    assert_eq!(world.taken().len(), 2);
+    let (well, table) = audit(&["--mend", "--older-than=0"]);
     assert!(
         well && row(&table, "10.198.1.3")
             .contains("released: eth0 of its container has not got it"),
         "{table}"
     );
     assert_eq!(world.taken(), ["10.198.1.2"]);
+    assert!(!audit(&["--older-than", "x"]).0);
     assert!(
         world
             .call(

@@ -4,12 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::mount::{MsFlags, mount};
 use serde_json::{Value, json};
 
-use super::world::plugins;
+use holdfast_cni::ipam::audit::{Finding, Request, audit, repair};
+
+use super::world::{World, comes_true, plugins};
 
 /// A machine as far as host-local can see one, in a mount namespace of the test's own.
 struct Machine {
@@ -77,6 +81,9 @@ impl Machine {
             .env("CNI_IFNAME", "eth0")
             .env("CNI_PATH", plugins());
         command.env("CNI_NETNS", self.netns(container));
+        if container.starts_with("pod") {
+            command.env("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_UID=u");
+        }
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -110,6 +117,7 @@ impl Machine {
             .arg("audit")
             .arg("--data-dir")
             .arg(self.data())
+            .args(["--older-than", "0"])
             .args(arguments)
             .output()
             .unwrap();
@@ -356,14 +364,17 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
         drop(filler);
         std::fs::remove_file(machine.data().join("filler")).unwrap();
         assert!(machine.call("ADD", "c3", json!({})).status.success());
-        mount(
-            None::<&str>,
+        let none = None::<&str>;
+        let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        // A program that another test starts just now holds open files until it is executed.
+        assert!(comes_true(|| mount(
+            none,
             &machine.data(),
-            None::<&str>,
-            MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY,
-            None::<&str>,
+            none,
+            read_only,
+            none
         )
-        .unwrap();
+        .is_ok()));
         let refused = machine.call("ADD", "c4", json!({}));
         assert!(
             String::from_utf8_lossy(&refused.stdout).contains("Read-only"),
@@ -412,4 +423,117 @@ fn a_full_pool_is_not_full_of_the_dead() {
             "{request:?}"
         );
     });
+}
+
+/// The containers whose addresses a repair has released.
+fn released(findings: &[Finding]) -> Vec<&str> {
+    let mended = findings.iter().filter(|f| f.mended);
+    mended.map(|f| f.container.as_str()).collect()
+}
+
+#[test]
+fn a_repair_releases_only_what_failed_sandboxes_left() {
+    in_a_thread_of_its_own(|| {
+        let machine = Machine::new();
+        let request = |patience: u64| Request {
+            data_dir: machine.data(),
+            patience: Duration::from_secs(patience),
+            ..Request::default()
+        };
+        let all = ["pod-failed", "pod-listed", "pod-alive", "podman", "other"];
+        for container in all {
+            std::fs::write(machine.netns(container), "").unwrap();
+            assert!(machine.call("ADD", container, json!({})).status.success());
+        }
+        // The runtime could not call DEL: a plugin of the chain, or the configuration, is missing.
+        for container in ["pod-failed", "pod-listed", "other"] {
+            std::fs::remove_file(machine.netns(container)).unwrap();
+        }
+        let theirs = machine.data().join("net/10.9.9.12");
+        std::fs::write(&theirs, "pod-theirs\r\neth0").unwrap();
+        let listed = BTreeSet::from(["pod-listed".to_owned(), "podman".to_owned()]);
+        let repaired = |patience: u64| repair(&request(patience), "net", &listed).unwrap();
+        assert_eq!(released(&repaired(300)), [""; 0], "its ADD may still run");
+        assert_eq!(released(&repaired(0)), ["pod-failed"]);
+        assert_eq!(released(&repaired(0)), [""; 0]);
+        let left = addresses(&machine.data().join("net"));
+        assert_eq!(left.len(), 5, "{left:?}");
+        std::fs::remove_file(machine.netns("pod-alive")).unwrap();
+        let audited = audit(&Request {
+            mend: true,
+            ..request(300)
+        });
+        assert_eq!(
+            released(&audited.unwrap()),
+            [""; 0],
+            "an audit has the same rule"
+        );
+        let nowhere = repair(&request(0), "nosuch", &listed).unwrap();
+        assert_eq!(released(&nowhere), [""; 0]);
+    });
+}
+
+/// Starts and stops pods in a world, one after the other; each has an address that nobody else has until it is stopped.
+fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTreeSet<String>>) {
+    let dir = Path::new(config["ipam"]["dataDir"].as_str().unwrap()).join("net");
+    for i in 0..PODS_OF_A_WORLD {
+        let container = format!("{name}-{i}");
+        let env = [
+            ("CNI_CONTAINERID", container.as_str()),
+            ("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_UID=u"),
+        ];
+        let result = world.ok_with("bridge", "ADD", config, &env);
+        let address = result["ips"][0]["address"].as_str().unwrap();
+        let address = address.split('/').next().unwrap().to_owned();
+        assert!(
+            live.lock().unwrap().insert(address.clone()),
+            "{address} was given twice"
+        );
+        let owner = std::fs::read_to_string(dir.join(&address)).unwrap_or_default();
+        assert_eq!(owner, format!("{container}\r\neth0"), "{address} was lost");
+        live.lock().unwrap().remove(&address);
+        world.ok_with("bridge", "DEL", config, &env);
+    }
+}
+
+/// Together the worlds start and stop 200 pods.
+const PODS_OF_A_WORLD: usize = 50;
+
+#[test]
+fn a_repair_takes_nothing_from_pods_that_come_and_go() {
+    let worlds = [(); 4].map(|()| World::new());
+    let config = worlds[0].config("1.1.0", json!({}));
+    let (live, done) = (Mutex::new(BTreeSet::new()), AtomicBool::new(false));
+    let request = Request {
+        data_dir: worlds[0].data.path().to_owned(),
+        mend: true,
+        ..Request::default()
+    };
+    std::thread::scope(|scope| {
+        let repairs = scope.spawn(|| {
+            let mut rounds = 0;
+            while !done.load(Ordering::Relaxed) {
+                // As if the runtime listed no sandbox at all.
+                let repaired = repair(&request, "net", &BTreeSet::new()).unwrap();
+                let audited = audit(&request).unwrap();
+                assert_eq!(released(&repaired), [""; 0]);
+                assert_eq!(released(&audited), [""; 0]);
+                rounds += 1;
+            }
+            rounds
+        });
+        let pods = worlds.iter().enumerate().map(|(i, world)| {
+            let (config, live) = (&config, &live);
+            scope.spawn(move || pods_come_and_go(world, config, &format!("w{i}"), live))
+        });
+        let ended: Vec<_> = pods
+            .collect::<Vec<_>>()
+            .into_iter()
+            .map(|t| t.join())
+            .collect();
+        done.store(true, Ordering::Relaxed);
+        assert!(ended.iter().all(Result::is_ok));
+        assert!(repairs.join().unwrap() > 10);
+    });
+    assert_eq!(worlds[0].taken(), [""; 0]);
 }
