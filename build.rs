@@ -27,7 +27,7 @@ fn reflog(manifest_dir: &Path) -> Option<PathBuf> {
     Some(reflog)
 }
 
-/// Tells `main.rs` which file has the commit. Cargo rebuilds only the program when that file changes.
+/// Passes the file that has the commit to `main.rs`. Cargo rebuilds only the program when that file changes.
 fn name_the_reflog(manifest_dir: &Path, out: &Path) {
     let path = reflog(manifest_dir).unwrap_or_else(|| {
         let none = out.join("no-reflog");
