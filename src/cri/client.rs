@@ -33,6 +33,7 @@ use super::measured::{Measured, Report};
 use super::observation::Detail;
 use super::tasks;
 use crate::core::node::collection::DeadContainer;
+use crate::core::node::leases::{self, Attachments};
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
@@ -258,6 +259,15 @@ impl Runtime for CriClient {
         });
         self.runtime.clone().update_runtime_config(request).await?;
         Ok(())
+    }
+
+    async fn attachments(&self) -> Result<Attachments, RuntimeError> {
+        let networks = leases::networks(&self.configuration().await?);
+        let sandboxes = self.sandboxes(None).await?.into_iter().map(|s| s.id);
+        Ok(Attachments {
+            networks,
+            sandboxes: sandboxes.collect(),
+        })
     }
 
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {

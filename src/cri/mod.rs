@@ -23,6 +23,7 @@ pub use measured::Report;
 
 use crate::core::fault::{Class, Fault};
 use crate::core::node::collection::DeadContainer;
+use crate::core::node::leases::Attachments;
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{Container, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
@@ -260,6 +261,10 @@ pub trait Runtime: Send + Sync + 'static {
     /// CNI configuration by it.
     async fn tell_pod_cidrs(&self, _cidrs: &str) -> Result<(), RuntimeError> {
         Ok(())
+    }
+    /// The networks in which host-local leases addresses to its sandboxes, and the ids of all sandboxes.
+    async fn attachments(&self) -> Result<Attachments, RuntimeError> {
+        Ok(Attachments::default())
     }
     /// All pods.
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError>;

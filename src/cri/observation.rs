@@ -41,7 +41,7 @@ impl Detail {
 }
 
 impl CriClient {
-    async fn sandboxes(
+    pub(super) async fn sandboxes(
         &self,
         filter: Option<HashMap<String, String>>,
     ) -> Result<Vec<pb::PodSandbox>, RuntimeError> {

@@ -9,6 +9,7 @@ mod descent;
 pub mod failure;
 pub mod file;
 pub mod kmsg;
+pub mod leases;
 pub mod link;
 pub mod logind;
 pub mod loop_device;

@@ -52,7 +52,7 @@ pub enum State {
     Used,
     /// Nobody can use it; why.
     Leaked(String),
-    /// Nobody uses it yet: its attachment may still be in the making.
+    /// Not on an interface yet: its attachment may still be in the making.
     Starting,
     /// More than one container has it on its interface.
     Double(String),
@@ -246,7 +246,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
 /// Releases the addresses of sandboxes that the runtime no longer has, in one network: what reservations of failed sandboxes
 /// leave, where the runtime could not call DEL. `sandboxes` are the ids that the runtime lists now.
 ///
-/// Only what this host-local has recorded for a pod of Kubernetes is released, once its namespace is gone or lacks the address,
+/// Only what this host-local has recorded for a pod of Kubernetes is released, once its namespace was removed or lacks the address,
 /// and never before `patience` has passed. So reservations of podman, of the reference's host-local and of pods that are just
 /// starting stay.
 pub fn repair(

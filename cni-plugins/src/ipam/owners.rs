@@ -55,7 +55,7 @@ fn uptime(text: &str) -> Duration {
 pub struct Namespace {
     /// The number of the filesystem of namespaces; 0 in records of older versions.
     pub device: u64,
-    /// Its number; 0 for none. The kernel gives the number of a namespace that is gone to a later one.
+    /// Its number; 0 for none. The kernel gives the number of a removed namespace to a later one.
     pub inode: u64,
     /// When its file appeared, in nanoseconds: with the number, no two namespaces of a boot have the same. 0 if the path does not
     /// pin the namespace: then the kernel makes a new file each time.

@@ -473,7 +473,7 @@ fn a_repair_releases_only_what_failed_sandboxes_left() {
     });
 }
 
-/// Starts and stops pods in a world, one after the other; each has an address that nobody else has until it is stopped.
+/// Starts and stops pods in a world, one after the other; each has an address of its own until it is stopped.
 fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTreeSet<String>>) {
     let dir = Path::new(config["ipam"]["dataDir"].as_str().unwrap()).join("net");
     for i in 0..PODS_OF_A_WORLD {

@@ -9,6 +9,7 @@
 //! | `lease::keep` | renews the lease |
 //! | `own::follow` | watches the Node object |
 //! | `cgroup_tree::keep` | gives the cgroups above pods, and those of the system, their values |
+//! | `leases::keep` | releases the addresses that failed sandboxes left |
 //! | `own_cgroups::keep` | moves the agent and the system's processes to their cgroups, where they are to have some |
 //!
 //! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `oom` says when the kernel had to kill; `shutdown`
@@ -27,6 +28,7 @@ pub mod credentials;
 pub mod devices;
 pub mod firewall;
 mod lease;
+mod leases;
 pub mod ledger;
 pub mod log_rotation;
 pub mod machine;
@@ -111,5 +113,6 @@ pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
         own::follow(&context),
         cgroup_tree::keep(&context),
         own_cgroups::keep(&context),
+        leases::keep(&context),
     );
 }

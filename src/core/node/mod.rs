@@ -15,6 +15,7 @@ pub mod doctor;
 pub mod eviction;
 pub mod features;
 pub mod hints;
+pub mod leases;
 pub mod ledger;
 pub mod managers;
 pub mod memory;

@@ -1,0 +1,63 @@
+//! Releases the addresses that failed sandboxes left behind. The runtime cannot call DEL if a plugin of the chain or the
+//! network's configuration is missing: libcni stops at the first plugin that fails, and the lease of host-local stays.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use crate::agent::Context;
+use crate::core::node::leases::Attachments;
+use crate::sys::leases::release_orphaned;
+
+/// How often leases are checked.
+const EVERY: Duration = Duration::from_secs(300);
+/// The deadline of the questions to the runtime.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// The time that a runtime may need after the deadline of `RunPodSandbox` to give up a sandbox.
+const CLEANUP: Duration = Duration::from_secs(60);
+
+/// Runs until the process ends. Nothing else waits for it.
+pub(super) async fn keep(context: &Context) {
+    // The client's deadline for RunPodSandbox is twice that of other calls. The listing is that much older than the check.
+    let patience = context.config.runtime_timeout * 2 + CLEANUP + ANSWER_TIMEOUT;
+    let mut networks = BTreeSet::new();
+    loop {
+        match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
+            Ok(Ok(found)) => {
+                // A configuration that was removed leaves leases, too.
+                networks.extend(found.networks);
+                let all = Attachments {
+                    networks: networks.clone(),
+                    ..found
+                };
+                release(all, patience).await;
+            }
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "the runtime's networks cannot be listed; retrying")
+            }
+            Err(_) => tracing::debug!("the runtime's networks were not listed in time; retrying"),
+        }
+        tokio::time::sleep(EVERY).await;
+    }
+}
+
+async fn release(attachments: Attachments, patience: Duration) {
+    if attachments.networks.is_empty() {
+        return;
+    }
+    match release_orphaned(attachments, patience).await {
+        Ok(released) => {
+            for lease in released {
+                tracing::info!(
+                    network = lease.network,
+                    address = lease.address,
+                    sandbox = lease.sandbox,
+                    why = lease.why,
+                    "released the address of a sandbox that the runtime no longer has"
+                );
+            }
+        }
+        Err(error) => tracing::warn!(%error, "cannot check the leases of pod addresses; retrying"),
+    }
+}

@@ -1,0 +1,74 @@
+//! The leases of the bundled host-local plugin.
+
+use std::io;
+use std::time::Duration;
+
+use holdfast_cni::ipam::audit::{Finding, Request, State, repair};
+use tokio::sync::oneshot;
+
+use crate::core::node::leases::Attachments;
+
+/// A lease that was released.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Released {
+    /// The network.
+    pub network: String,
+    /// The address.
+    pub address: String,
+    /// The sandbox that had it.
+    pub sandbox: String,
+    /// Why nobody can use it.
+    pub why: String,
+}
+
+impl From<Finding> for Released {
+    fn from(finding: Finding) -> Released {
+        Released {
+            network: finding.network,
+            address: finding.address.to_string(),
+            sandbox: finding.container,
+            why: match finding.state {
+                State::Leaked(why) => why,
+                _ => String::new(),
+            },
+        }
+    }
+}
+
+fn repair_all(attachments: &Attachments, patience: Duration) -> io::Result<Vec<Released>> {
+    let mut released = vec![];
+    for network in &attachments.networks {
+        let request = Request {
+            data_dir: network.data_dir.clone(),
+            patience,
+            ..Request::default()
+        };
+        let found = repair(&request, &network.name, &attachments.sandboxes);
+        let found = found.map_err(|error| io::Error::other(error.to_string()))?;
+        released.extend(found.into_iter().map(Released::from));
+    }
+    Ok(released)
+}
+
+/// Releases the addresses of sandboxes that the runtime no longer has; none that was leased less than `patience` ago.
+///
+/// # Errors
+///
+/// A store cannot be read or changed. What was released before stays so.
+pub async fn release_orphaned(
+    attachments: Attachments,
+    patience: Duration,
+) -> io::Result<Vec<Released>> {
+    let (answer, answered) = oneshot::channel();
+    // A thread of its own: it enters network namespaces, and a plugin that hangs may hold the lock of a store.
+    let work = move || {
+        // The receiver is dropped only when the agent stops.
+        _ = answer.send(repair_all(&attachments, patience));
+    };
+    std::thread::Builder::new()
+        .name("leases".into())
+        .spawn(work)?;
+    answered
+        .await
+        .unwrap_or_else(|_| Err(io::Error::other("the thread that reads leases ended")))
+}
