@@ -1,7 +1,7 @@
 //! Putting an agent together from its configuration and the real world.
 
 use std::os::unix::fs::DirBuilderExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +34,7 @@ use crate::sys::file;
 use crate::sys::logind::Logind;
 use crate::sys::machine::Machine;
 use crate::sys::mount::{self, Sharing};
+use crate::sys::netns;
 
 /// A client of the runtime that the configuration names. Nothing is sent yet.
 pub(super) fn runtime(
@@ -119,6 +120,27 @@ fn share_mounts(config: &Config) {
         Err(error) => tracing::warn!(
             %error,
             "what is mounted below {root} cannot be made visible to other mount namespaces, and {without}: mount --make-rshared the filesystem that it is on"
+        ),
+    }
+}
+
+/// The longest wait for the list of sandboxes.
+const SANDBOXES_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Makes the directory of network namespaces a shared mount, as `ip netns add` would, while the node has no sandbox. Later that
+/// would hide the namespaces of running pods, which could not be stopped then.
+async fn share_namespaces(runtime: &dyn Runtime) {
+    let listed = tokio::time::timeout(SANDBOXES_TIMEOUT, runtime.attachments()).await;
+    if !matches!(listed, Ok(Ok(found)) if found.sandboxes.is_empty()) {
+        return;
+    }
+    match netns::share(Path::new(netns::DIR)) {
+        Ok(Sharing::Shared) => {}
+        Ok(Sharing::Occupied) => tracing::debug!("{} has namespaces already", netns::DIR),
+        Err(error) => tracing::warn!(
+            %error,
+            "cannot make {} a shared mount: the first `ip netns add` will hide the namespaces of running pods",
+            netns::DIR
         ),
     }
 }
@@ -241,6 +263,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     }
     let driver = driver(&*runtime, &config).await;
     share_mounts(&config);
+    share_namespaces(&*runtime).await;
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());

@@ -23,7 +23,7 @@ use crate::kubeapi::client::{chain, connect_as};
 use crate::kubeapi::pace::Pace;
 use crate::sys::clock::Clock;
 use crate::sys::machine::{self as own, Room};
-use crate::sys::{cgroup, file, ports};
+use crate::sys::{cgroup, file, netns, ports};
 
 /// How long the runtime and the apiserver may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -90,6 +90,7 @@ async fn local(config: &Config, clock: Clock) -> Facts {
         wants_systemd: config.systemd_cgroups,
         runtime: Some((config.runtime_endpoint.clone(), runtime)),
         network,
+        hidden_namespaces: hidden_namespaces(),
         api: None,
         ports: vec![],
         certificates: certificates(config),
@@ -105,6 +106,15 @@ fn unheard(config: &Config) -> Vec<String> {
         .map(|field| format!("{field} is read but not honoured by this version"))
         .chain(config.unread.iter().cloned())
         .collect()
+}
+
+/// Namespaces that a mount hides; none where the mount table cannot be read.
+pub(super) fn hidden_namespaces() -> Vec<PathBuf> {
+    let hidden = netns::hidden(Path::new(netns::DIR));
+    hidden.unwrap_or_else(|error| {
+        tracing::debug!(%error, "cannot read which network namespaces are hidden");
+        vec![]
+    })
 }
 
 /// None where no bridge exists, or br_netfilter is not loaded: then bridges are routed around iptables by intent.

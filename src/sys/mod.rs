@@ -18,6 +18,7 @@ pub mod memory;
 pub mod memory_notice;
 pub mod meter;
 pub mod mount;
+pub mod netns;
 pub mod ownership;
 pub mod patient;
 pub mod ports;

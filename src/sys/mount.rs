@@ -38,7 +38,7 @@ pub struct Mount {
 
 /// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
 pub fn table() -> io::Result<Vec<Mount>> {
-    let table = std::fs::read("/proc/self/mountinfo")?;
+    let table = std::fs::read("/proc/thread-self/mountinfo")?;
     Ok(table.split(|b| *b == b'\n').filter_map(parse).collect())
 }
 
@@ -67,7 +67,7 @@ fn parse(line: &[u8]) -> Option<Mount> {
 }
 
 /// Undoes the kernel's escapes: a backslash and three octal digits.
-fn unescape(field: &[u8]) -> Vec<u8> {
+pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
     while let Some((first, after)) = rest.split_first() {
@@ -357,7 +357,7 @@ pub enum Sharing {
 pub fn share(dir: &Path) -> io::Result<Sharing> {
     let dir = std::fs::canonicalize(dir)?;
     let id = mount_id(std::fs::File::open(&dir)?)?.to_string();
-    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let table = std::fs::read_to_string("/proc/thread-self/mountinfo")?;
     let held = table.lines().find(|l| l.split(' ').next() == Some(&id));
     if held.is_some_and(is_shared) {
         return Ok(Sharing::Shared);

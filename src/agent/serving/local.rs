@@ -12,6 +12,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 
 use crate::agent::Context;
+use crate::agent::doctor::hidden_namespaces;
 use crate::agent::image::collect;
 use crate::core::pod::explain::{self, Fetching};
 use crate::core::pod::record::Report;
@@ -74,7 +75,10 @@ async fn explanation(context: &Context, namespace: &str, name: &str) -> Option<A
     } else {
         None
     };
-    let explanation = explain::explain(namespace, name, &uid, journal, fetching);
+    let mut explanation = explain::explain(namespace, name, &uid, journal, fetching);
+    if explanation.fails_to_stop_sandbox() {
+        explanation = explanation.with_hidden_namespaces(&hidden_namespaces());
+    }
     Some(serde_json::to_string(&explanation))
 }
 

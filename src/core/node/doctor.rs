@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use serde::Serialize;
 
 use crate::core::pod::dns::Resolver;
-pub use runtime::{Details, NetworkFacts, PodNetwork, parse_network};
+pub use runtime::{Details, NetworkFacts, PodNetwork, UNHIDE, parse_network};
 
 mod judge;
 mod runtime;
@@ -140,6 +140,8 @@ pub struct Facts {
     pub runtime: Option<(String, Result<RuntimeFacts, String>)>,
     /// What is there for pods' networks, if the runtime tells where.
     pub network: Option<NetworkFacts>,
+    /// Network namespaces of sandboxes that a later mount over their directory hides.
+    pub hidden_namespaces: Vec<PathBuf>,
     /// What the apiserver says; none without a kubeconfig.
     pub api: Option<Result<ApiFacts, String>>,
     /// The ports that the agent serves on.
@@ -172,6 +174,7 @@ pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     let is_told = findings.iter().any(|f| f.subject == "network");
     let network = facts.network.iter();
     findings.extend(network.flat_map(|network| runtime::network(network, is_told)));
+    findings.extend(runtime::hidden(&facts.hidden_namespaces));
     findings.extend(facts.disks.iter().flat_map(judge::disk));
     let resolved = facts.resolver.iter();
     findings.extend(resolved.map(|(path, resolver)| judge::resolve(path, resolver)));

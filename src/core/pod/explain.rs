@@ -1,12 +1,14 @@
 //! Why a pod is as it is, from its journal: a sentence, a timeline as text, JSON or SVG. Pure.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use super::journal::{Entry, Journal, Progress, Step};
 use super::lifecycle::{Cause, State};
+use crate::core::node::doctor::UNHIDE;
 use crate::core::time;
 
 /// The width of the bars in a terminal, in columns.
@@ -237,6 +239,30 @@ pub fn explain(
     }
 }
 
+impl Explanation {
+    /// Whether the pod's sandbox cannot be stopped: then hidden namespaces may be why.
+    #[must_use]
+    pub fn fails_to_stop_sandbox(&self) -> bool {
+        let blocking = self.blocking.as_ref();
+        blocking.is_some_and(|entry| {
+            entry.step == Step::StopSandbox && matches!(entry.progress, Progress::Failed(_))
+        })
+    }
+
+    /// Names the network namespaces that a mount hides, and the remedy.
+    #[must_use]
+    pub fn with_hidden_namespaces(mut self, hidden: &[PathBuf]) -> Explanation {
+        if let Some(first) = hidden.first() {
+            let _ = write!(
+                self.sentence,
+                " A mount over /run/netns hides network namespaces of pods, among them {}; remedy: {UNHIDE}.",
+                first.display()
+            );
+        }
+        self
+    }
+}
+
 /// A step as a bar: its label, where it begins and how long it is, in milliseconds.
 struct Bar {
     label: String,
@@ -457,6 +483,27 @@ mod tests {
         );
         journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
         assert_eq!(said(&journal, far), "It is as its spec says.");
+    }
+
+    #[test]
+    fn a_sandbox_that_cannot_be_stopped_names_hidden_namespaces() {
+        let failing = |step: Step| {
+            let mut journal = Journal::default();
+            journal.begin(step, "", at(0));
+            let error = Progress::Failed("device or resource busy".into());
+            journal.end(step, "", error, at(1));
+            explain("n", "p", "u", journal, None)
+        };
+        assert!(!failing(Step::Release).fails_to_stop_sandbox());
+        let explanation = failing(Step::StopSandbox);
+        assert!(explanation.fails_to_stop_sandbox());
+        let hidden = explanation.with_hidden_namespaces(&["/run/netns/cni-1".into()]);
+        for expected in ["/run/netns/cni-1", "umount -R /run/netns", "busy"] {
+            assert!(hidden.sentence.contains(expected), "{}", hidden.sentence);
+        }
+        let sentence = failing(Step::StopSandbox).sentence;
+        let nothing = failing(Step::StopSandbox).with_hidden_namespaces(&[]);
+        assert_eq!(nothing.sentence, sentence);
     }
 
     fn at(ms: i64) -> Timestamp {

@@ -184,6 +184,23 @@ pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
     )]
 }
 
+/// The remedy where network namespaces are hidden.
+pub const UNHIDE: &str =
+    "umount -R /run/netns; namespaces that `ip netns add` made since then lose their names";
+
+/// Network namespaces of sandboxes that a mount over their directory hides.
+pub(super) fn hidden(namespaces: &[PathBuf]) -> Option<Finding> {
+    let first = namespaces.first()?;
+    let found = format!(
+        "a mount over /run/netns hides {} network namespaces of pods, among them {}: probably the first `ip netns add` of this boot",
+        namespaces.len(),
+        first.display()
+    );
+    let leads_to =
+        "their sandboxes cannot be stopped (device or resource busy): the pods stay Terminating";
+    Some(fault(Severity::Error, "netns", found, leads_to, UNHIDE))
+}
+
 /// What the runtime's configuration says besides what is seen of it.
 pub(super) fn configured(facts: &RuntimeFacts, wants_systemd: bool) -> Vec<Finding> {
     let mut findings = vec![];

@@ -133,6 +133,13 @@ fn faults_of_the_machine_are_found_alone_with_their_remedies() {
         "remove",
     );
     only(|f| f.overlay = false, "kernel", Error, "modprobe");
+    let hidden = ["/run/netns/cni-1", "/run/netns/cni-2"];
+    only(
+        |f| f.hidden_namespaces = hidden.map(Into::into).into(),
+        "netns",
+        Error,
+        "umount -R /run/netns",
+    );
     only(|f| f.forwards = false, "kernel", Error, "ip_forward=1");
     only(
         |f| f.bridge_filters = Some(false),

@@ -1,0 +1,216 @@
+//! The directory in which network namespaces have names: files over which namespaces are mounted.
+//!
+//! The first `ip netns add` of a boot mounts the directory over itself, if it is no mount (iproute2, `ip/ipnetns.c`). Where the
+//! filesystem that the directory is on is not shared, this hides what container runtimes mounted there before: a runtime
+//! unmounts the copy on top, and cannot remove the file, which is still a mount point below (EBUSY). So the agent does the same
+//! before the first sandbox. On a shared filesystem both copies are peers, and unmounting one unmounts the other.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::mount::MntFlags;
+
+use super::mount::{self as mounts, Sharing, unescape};
+
+/// The directory of iproute2 and of container runtimes.
+pub const DIR: &str = "/run/netns";
+
+/// Makes `dir` a shared mount of itself, unless it is on a shared mount already. Where namespaces are mounted below it, nothing
+/// changes.
+///
+/// # Errors
+///
+/// The directory cannot be created or mounted.
+pub fn share(dir: &Path) -> io::Result<Sharing> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(dir)?;
+    let was_mounted = mounts::is_mounted(dir)?;
+    let sharing = mounts::share(dir)?;
+    if !was_mounted && mounts::is_mounted(dir)? && !hidden(dir)?.is_empty() {
+        // A runtime was faster.
+        mounts::unmount(dir, MntFlags::empty())?;
+        return Ok(Sharing::Occupied);
+    }
+    Ok(sharing)
+}
+
+/// The places below `dir` at which something is mounted that a mount over `dir` hides.
+///
+/// # Errors
+///
+/// The mount table cannot be read.
+pub fn hidden(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let dir = match std::fs::canonicalize(dir) {
+        Ok(dir) => dir,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        Err(error) => return Err(error),
+    };
+    Ok(hidden_in(
+        &std::fs::read("/proc/thread-self/mountinfo")?,
+        &dir,
+    ))
+}
+
+/// A line of the mount table.
+struct Entry {
+    parent: u64,
+    point: PathBuf,
+    /// The group of mounts that get each other's mounts below them; none of a private mount.
+    peers: Option<Vec<u8>>,
+}
+
+/// `id parent major:minor root point options [optional…] - …` (proc_pid_mountinfo(5)).
+fn parse(line: &[u8]) -> Option<(u64, Entry)> {
+    let number = |field: Option<&[u8]>| std::str::from_utf8(field?).ok()?.parse::<u64>().ok();
+    let mut fields = line.split(|b| *b == b' ');
+    let (id, parent) = (number(fields.next())?, number(fields.next())?);
+    let point = PathBuf::from(OsString::from_vec(unescape(fields.nth(2)?)));
+    let mut optional = fields.skip(1).take_while(|field| *field != b"-");
+    let peers = optional.find(|field| field.starts_with(b"shared:"));
+    let entry = Entry {
+        parent,
+        point,
+        peers: peers.map(<[u8]>::to_vec),
+    };
+    Some((id, entry))
+}
+
+fn hidden_in(table: &[u8], dir: &Path) -> Vec<PathBuf> {
+    let all: BTreeMap<u64, Entry> = table.split(|b| *b == b'\n').filter_map(parse).collect();
+    let over: Vec<u64> = all
+        .iter()
+        .filter(|(_, entry)| entry.point == dir)
+        .map(|(id, _)| *id)
+        .collect();
+    // Of several mounts at one place each is the parent of the next.
+    let is_covered = |id: &u64| over.iter().any(|other| all[other].parent == *id);
+    let Some(top) = over.iter().find(|id| !is_covered(id)) else {
+        return vec![];
+    };
+    let peers = all[top].peers.as_ref();
+    let is_hidden = |entry: &Entry| {
+        let mut parent = entry.parent;
+        // No chain of parents is longer than the table.
+        for _ in 0..all.len() {
+            let Some(above) = all.get(&parent).filter(|_| parent != *top) else {
+                break;
+            };
+            if above.peers.is_some() && above.peers.as_ref() == peers {
+                return false;
+            }
+            parent = above.parent;
+        }
+        parent != *top
+    };
+    let below = all
+        .values()
+        .filter(|entry| entry.point.starts_with(dir) && entry.point != dir);
+    let hidden = below.filter(|entry| is_hidden(entry));
+    hidden.map(|entry| entry.point.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::mount::{MsFlags, mount};
+
+    use super::*;
+
+    #[test]
+    fn a_mount_over_a_directory_hides_what_was_mounted_below_it() {
+        let base = "20 1 0:20 / / rw - tmpfs t rw\n30 20 0:25 / /run rw - tmpfs t rw\n\
+                    41 30 0:4 net:[1] /run/netns/cni-1 rw - nsfs nsfs rw\n";
+        let over = "50 30 0:25 /netns /run/netns rw shared:5 - tmpfs t rw\n\
+                    51 50 0:4 net:[1] /run/netns/cni-1 rw - nsfs nsfs rw\n\
+                    52 50 0:4 net:[2] /run/netns/a\\040b rw - nsfs nsfs rw\n";
+        let twice = "60 50 0:25 /netns /run/netns rw shared:6 - tmpfs t rw\n";
+        let names = |table: &str| {
+            let found = hidden_in(table.as_bytes(), Path::new("/run/netns"));
+            let name = |path: PathBuf| path.file_name().map(|n| n.to_string_lossy().into_owned());
+            found.into_iter().filter_map(name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(base), Vec::<String>::new());
+        assert_eq!(names(&format!("{base}{over}")), ["cni-1"]);
+        assert_eq!(
+            names(&format!("{base}{over}{twice}")),
+            ["cni-1", "cni-1", "a b"]
+        );
+        let shared = base.replace("/run rw - ", "/run rw shared:5 - ");
+        assert_eq!(
+            names(&format!("{shared}{over}")),
+            Vec::<String>::new(),
+            "they are peers"
+        );
+        assert_eq!(names("1 1 0:1 / / rw - a b c\nx\n"), Vec::<String>::new());
+    }
+
+    /// A mount namespace of its own with an empty `/run`, for a thread.
+    fn with_a_run_of_its_own(work: impl FnOnce() + Send) {
+        let thread = || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).expect("unshared");
+            let none = None::<&str>;
+            let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+            mount(none, "/", none, private, none).expect("private");
+            mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).expect("mounted");
+            mount(none, "/run", none, private, none).expect("private, as without systemd");
+            work();
+        };
+        std::thread::scope(|scope| scope.spawn(thread).join().expect("it ends well"));
+    }
+
+    /// As a runtime pins the namespace of a sandbox, and lets it go.
+    fn pin(name: &str) -> PathBuf {
+        let path = Path::new(DIR).join(name);
+        std::fs::create_dir_all(DIR).expect("mkdir");
+        std::fs::write(&path, "").expect("written");
+        let (none, own) = (None::<&str>, Some("/proc/thread-self/ns/net"));
+        mount(own, &path, none, MsFlags::MS_BIND, none).expect("mounted");
+        path
+    }
+
+    fn unpin(path: &Path) -> io::Result<()> {
+        mounts::unmount(path, MntFlags::MNT_DETACH)?;
+        std::fs::remove_file(path)
+    }
+
+    fn add(name: &str) {
+        let status = std::process::Command::new("ip")
+            .args(["netns", "add", name])
+            .status();
+        assert!(status.expect("iproute2 is installed").success());
+    }
+
+    #[test]
+    fn the_first_ip_netns_add_hides_no_sandbox() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = Path::new(DIR);
+        with_a_run_of_its_own(|| {
+            let sandbox = pin("cni-1");
+            assert_eq!(share(dir).expect("looked at"), Sharing::Occupied);
+            assert!(!mounts::is_mounted(dir).expect("looked at"));
+            add("first");
+            assert_eq!(hidden(dir).expect("read"), [sandbox.clone()]);
+            let error = unpin(&sandbox).expect_err("the hidden mount is still there");
+            assert_eq!(error.raw_os_error(), Some(nix::errno::Errno::EBUSY as i32));
+            // The remedy that doctor names.
+            mounts::unmount_all(dir).expect("unmounted");
+            assert!(hidden(dir).expect("read").is_empty());
+        });
+        with_a_run_of_its_own(|| {
+            for _ in 0..2 {
+                assert_eq!(share(dir).expect("shared"), Sharing::Shared);
+            }
+            let sandbox = pin("cni-1");
+            add("first");
+            assert!(hidden(dir).expect("read").is_empty());
+            unpin(&sandbox).expect("it is let go");
+        });
+    }
+}
