@@ -259,6 +259,110 @@ fn serving_request(cluster: &Cluster) -> String {
     })
 }
 
+/// What kubeadm reads in the output of `kubelet --version`, as its regular expression takes it:
+/// `^\s*Kubernetes v((0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)([-\w.+]*)?)\s*$`.
+fn version_for_kubeadm(output: &str) -> Option<&str> {
+    let version = output.trim().strip_prefix("Kubernetes v")?;
+    let mut numbers = version.splitn(3, '.');
+    let is_number = |text: &str| {
+        let digits = text.bytes().all(|b| b.is_ascii_digit());
+        digits && (text == "0" || !text.starts_with('0') && !text.is_empty())
+    };
+    let (major, minor, patch) = (numbers.next()?, numbers.next()?, numbers.next()?);
+    let end = patch
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(patch.len());
+    let (patch, rest) = patch.split_at(end);
+    let is_rest = |c: char| c.is_ascii_alphanumeric() || "-_.+".contains(c);
+    let is_read = [major, minor, patch].into_iter().all(is_number) && rest.chars().all(is_rest);
+    is_read.then_some(version)
+}
+
+/// What a program prints, if it succeeds.
+fn printed(program: &Path, arguments: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    output.status.success().then_some(text)
+}
+
+/// What kubeadm 1.36 looks for on a node whose kubelet runs, before there is an apiserver: the file of its source, and the
+/// check, of the directory of [`join`].
+const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
+    (
+        "cmd/kubeadm/app/preflight/utils.go, GetKubeletVersion",
+        |dir| {
+            let output = printed(&dir.join("kubelet"), &["--version"]);
+            output.as_deref().and_then(version_for_kubeadm) == Some("1.36.2")
+        },
+    ),
+    ("component-base/version/verflag/verflag.go, true", |dir| {
+        let output = printed(&dir.join("kubelet"), &["--version=true"]);
+        output.as_deref() == Some("Kubernetes v1.36.2\n")
+    }),
+    ("component-base/version/verflag/verflag.go, raw", |dir| {
+        let output = printed(&dir.join("kubelet"), &["--version=raw"]).unwrap_or_default();
+        output.starts_with("version.Info{Major:\"1\", Minor:\"36\",")
+            && output.contains("GitVersion:\"v1.36.2\"")
+    }),
+    (
+        "cmd/kubeadm/app/cmd/phases/init/kubeletfinalize.go, the file",
+        |dir| dir.join("root/pki/kubelet-client-current.pem").exists(),
+    ),
+    (
+        "cmd/kubeadm/app/cmd/phases/init/kubeletfinalize.go, what kubelet.conf refers to then",
+        |dir| {
+            let pair = std::fs::read_to_string(dir.join("root/pki/kubelet-client-current.pem"));
+            pair.is_ok_and(|pair| {
+                pair.contains("BEGIN CERTIFICATE") && pair.contains("PRIVATE KEY")
+            })
+        },
+    ),
+];
+
+/// kubeadm's checks of a kubelet that `kubeadm init` has just started: without an apiserver, and here without a runtime.
+#[test]
+fn kubeadm_finds_what_it_looks_for() {
+    use base64::Engine as _;
+    let dir = tempfile::tempdir().unwrap();
+    let made = rcgen::generate_simple_self_signed(["system:node:second".into()]).unwrap();
+    let encoded = |pem: String| base64::engine::general_purpose::STANDARD.encode(pem);
+    let user = serde_json::json!({"client-certificate-data": encoded(made.cert.pem()),
+        "client-key-data": encoded(made.signing_key.serialize_pem())});
+    let cluster =
+        serde_json::json!({"server": "https://127.0.0.1:1", "insecure-skip-tls-verify": true});
+    let kubeconfig = serde_json::json!({"apiVersion": "v1", "kind": "Config", "current-context": "x",
+        "clusters": [{"name": "c", "cluster": cluster}], "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}]});
+    std::fs::write(dir.path().join("kubelet.conf"), kubeconfig.to_string()).unwrap();
+    let agent = join(dir.path(), 17_996, false);
+    let deadline = std::time::Instant::now() + support::patience();
+    for (source, check) in KUBEADM_CHECKS {
+        while !check(dir.path()) {
+            let log = std::fs::read_to_string(dir.path().join("log")).unwrap();
+            assert!(std::time::Instant::now() < deadline, "{source}: {log}");
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+    }
+    drop(agent);
+    let own = support::holdfast();
+    assert_eq!(
+        printed(&own, &["agent", "--version"]).unwrap(),
+        "Kubernetes v1.36.2\n"
+    );
+    let version = printed(&own, &["--version"]).unwrap();
+    let commit = version
+        .strip_prefix("holdfast 0.1.0 (")
+        .and_then(|v| v.strip_suffix("), Kubernetes v1.36.2\n"));
+    let commit = commit.unwrap_or_else(|| panic!("{version}"));
+    let is_commit = commit.len() == 12 && commit.bytes().all(|b| b.is_ascii_hexdigit());
+    assert!(is_commit || commit == "unknown", "{commit}");
+    assert_eq!(
+        printed(&dir.path().join("kubelet"), &["--version=v1.30.0"]),
+        None
+    );
+    assert_eq!(version_for_kubeadm("kubelet 0.1.0"), None);
+}
+
 /// Name, role and group.
 const BINDINGS: [(&str, &str, &str); 3] = [
     (
@@ -328,7 +432,7 @@ fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
         "apiVersion: v1\nkind: Config\nclusters:\n- name: ''\n  cluster:\n    server: {server}\n    certificate-authority-data: {ca}\ncontexts: null\ncurrent-context: ''\nusers: null\n"
     );
     let config = format!(
-        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nauthentication:\n  anonymous: {{enabled: false}}\n  webhook: {{cacheTTL: 0s, enabled: true}}\n  x509: {{clientCAFile: CA_FILE}}\nauthorization: {{mode: Webhook, webhook: {{cacheAuthorizedTTL: 0s, cacheUnauthorizedTTL: 0s}}}}\ncgroupDriver: cgroupfs\nclusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\ncpuManagerReconcilePeriod: 0s\nevictionPressureTransitionPeriod: 0s\nfileCheckFrequency: 0s\nhealthzBindAddress: 127.0.0.1\nhealthzPort: 0\nmakeIPTablesUtilChains: false\nhttpCheckFrequency: 0s\nimageMaximumGCAge: 0s\nimageMinimumGCAge: 0s\nlogging: {{flushFrequency: 0, options: {{json: {{infoBufferSize: '0'}}, text: {{infoBufferSize: '0'}}}}, verbosity: 0}}\nmemorySwap: {{}}\nfailSwapOn: false\nnodeStatusReportFrequency: 0s\nnodeStatusUpdateFrequency: 0s\nrotateCertificates: true\nserverTLSBootstrap: true\nruntimeRequestTimeout: 0s\nshutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nstreamingConnectionIdleTimeout: 0s\nsyncFrequency: 0s\nvolumeStatsAggPeriod: 0s\nport: 17998\nimageGCHighThresholdPercent: 100\nevictionHard: {{imagefs.available: 0%, nodefs.available: 0%}}\ncontainerRuntimeEndpoint: unix://{}\npodLogsDir: {}\ncgroupRoot: /holdfast-{}\n",
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nauthentication:\n  anonymous: {{enabled: false}}\n  webhook: {{cacheTTL: 0s, enabled: true}}\n  x509: {{clientCAFile: CA_FILE}}\nauthorization: {{mode: Webhook, webhook: {{cacheAuthorizedTTL: 0s, cacheUnauthorizedTTL: 0s}}}}\ncgroupDriver: cgroupfs\nclusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\ncpuManagerReconcilePeriod: 0s\nevictionPressureTransitionPeriod: 0s\nfileCheckFrequency: 0s\nhealthzBindAddress: 127.0.0.1\nhealthzPort: 17997\nmakeIPTablesUtilChains: false\nhttpCheckFrequency: 0s\nimageMaximumGCAge: 0s\nimageMinimumGCAge: 0s\nlogging: {{flushFrequency: 0, options: {{json: {{infoBufferSize: '0'}}, text: {{infoBufferSize: '0'}}}}, verbosity: 0}}\nmemorySwap: {{}}\nfailSwapOn: false\nnodeStatusReportFrequency: 0s\nnodeStatusUpdateFrequency: 0s\nrotateCertificates: true\nserverTLSBootstrap: true\nruntimeRequestTimeout: 0s\nshutdownGracePeriod: 0s\nshutdownGracePeriodCriticalPods: 0s\nstreamingConnectionIdleTimeout: 0s\nsyncFrequency: 0s\nvolumeStatsAggPeriod: 0s\nport: 17998\nimageGCHighThresholdPercent: 100\nevictionHard: {{imagefs.available: 0%, nodefs.available: 0%}}\ncontainerRuntimeEndpoint: unix://{}\npodLogsDir: {}\ncgroupRoot: /holdfast-{}\n",
         containers.run_dir().join("containerd.sock").display(),
         containers.data().join("pods-logs").display(),
         containers.name
@@ -465,6 +569,11 @@ fn a_node_joins_as_kubeadm_prepares_it() {
             .unwrap(),
     );
     let said = || std::fs::read_to_string(dir.path().join("log")).unwrap_or_default();
+    cluster.wait("kubeadm's health check (apiclient/wait.go)", || {
+        let mut curl = Command::new("curl");
+        curl.args(["-s", "http://127.0.0.1:17997/healthz"]);
+        curl.output().unwrap().stdout == b"ok"
+    });
     let ready = || {
         let path = r#"jsonpath={.items[?(@.metadata.name=="second")].status.conditions[?(@.type=="Ready")].status}"#;
         cluster.kubectl(&["get", "nodes", "-o", path]) == "True"
@@ -504,6 +613,8 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     );
     cluster.kubectl(&["delete", "pod", "there"]);
     assert!(!said().contains(TOKEN.1), "the token is nobody's business");
+    // kubeadm writes the field with its default values.
+    assert!(!said().contains("logging.options"), "{}", said());
     drop(agent);
     holdfast::sys::mount::unmount_all(&lib).unwrap();
 }
