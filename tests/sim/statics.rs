@@ -97,3 +97,27 @@ fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
         agent.abort();
     });
 }
+
+/// A static pod runs before its apiserver does: its mirror is there as soon as the apiserver answers, and waits for no back-off.
+#[test]
+fn a_mirror_is_there_as_soon_as_the_api_answers() {
+    for seed in 1..6 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            world.refuse(true);
+            let agent = world.start_agent();
+            world.add_manifest();
+            tokio::time::sleep(Duration::from_secs(90 + seed)).await;
+            assert_eq!(world.phase("steady-node"), None);
+            let spent = world.spent("create", "steady-node");
+            assert!((4..=8).contains(&spent), "{spent} requests in a minute");
+            world.refuse(false);
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            assert!(world.phase("steady-node").is_some(), "no mirror");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.check_at_rest(), Ok(()));
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+        });
+    }
+}

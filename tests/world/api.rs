@@ -9,6 +9,10 @@ use holdfast::core::volume::resize::Resize;
 
 #[async_trait]
 impl PodApi for World {
+    fn recovery(&self) -> Recovery {
+        self.state().answers.subscribe()
+    }
+
     async fn patch_status(&self, _: &str, _: &str, patch: &Value) -> Result<Pod, ApiFailure> {
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
         self.state().spend("patch_status", &uid);

@@ -161,6 +161,10 @@ impl World {
     /// A request to the API: waits as long as it takes. Whether the answer is to be lost after the request was served;
     /// an error is one that is not served.
     pub(super) async fn request(&self) -> Result<bool, ApiFailure> {
+        if self.state().refuses {
+            self.state().answers.note(None);
+            return Err(ApiFailure::Unavailable("connection refused".into()));
+        }
         let fault = self.fault().await;
         let begun = Instant::now();
         while self.state().frozen {
@@ -184,6 +188,13 @@ impl World {
                 _ => ApiFailure::Timeout("injected timeout".into()),
             }),
         }
+    }
+
+    /// Connections to the API are refused; or it is there again, and has answered another request of the agent.
+    pub fn refuse(&self, refuses: bool) {
+        let mut state = self.state();
+        state.refuses = refuses;
+        state.answers.note((!refuses).then_some(200));
     }
 
     /// The API answers nothing, or answers again.

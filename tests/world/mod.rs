@@ -48,6 +48,7 @@ use holdfast::cri::{
     RuntimeStatus, Stock,
 };
 use holdfast::host::{HostError, Log, OnTakenAway, PodHost, SubPath};
+use holdfast::kubeapi::answers::{Answers, Recovery};
 use holdfast::kubeapi::cache::{Cache, Writer};
 use holdfast::kubeapi::objects::{Following, OnChange};
 use holdfast::kubeapi::pods::{
@@ -151,6 +152,10 @@ struct State {
     context: Option<Arc<Context>>,
     /// The API answers nothing.
     frozen: bool,
+    /// Connections to the API are refused.
+    refuses: bool,
+    /// What the agent's requests show of that.
+    answers: Answers,
     /// The watch of pods brings nothing.
     deaf: bool,
     /// The runtime answers nothing but that it is not there.
