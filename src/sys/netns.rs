@@ -93,25 +93,33 @@ fn hidden_in(table: &[u8], dir: &Path) -> Vec<PathBuf> {
     let Some(top) = over.iter().find(|id| !is_covered(id)) else {
         return vec![];
     };
+    // Below the top are the other mounts over the directory, and the mount that the directory is on. What yet another mount
+    // hides is not this one's doing.
+    let covered: Vec<u64> = over
+        .iter()
+        .map(|id| all[id].parent)
+        .filter(|id| id != top)
+        .collect();
     let peers = all[top].peers.as_ref();
+    let is_peer = |id: &u64| {
+        let own = all.get(id).and_then(|entry| entry.peers.as_ref());
+        own.is_some() && own == peers
+    };
+    let is_below = |entry: &Entry| entry.point.starts_with(dir) && entry.point != dir;
     let is_hidden = |entry: &Entry| {
-        let mut parent = entry.parent;
+        let mut base = entry.parent;
         // No chain of parents is longer than the table.
         for _ in 0..all.len() {
-            let Some(above) = all.get(&parent).filter(|_| parent != *top) else {
-                break;
-            };
-            if above.peers.is_some() && above.peers.as_ref() == peers {
-                return false;
+            match all.get(&base).filter(|above| is_below(above)) {
+                Some(above) => base = above.parent,
+                None => break,
             }
-            parent = above.parent;
         }
-        parent != *top
+        covered.contains(&base) && !is_peer(&base)
     };
-    let below = all
+    let hidden = all
         .values()
-        .filter(|entry| entry.point.starts_with(dir) && entry.point != dir);
-    let hidden = below.filter(|entry| is_hidden(entry));
+        .filter(|entry| is_below(entry) && is_hidden(entry));
     hidden.map(|entry| entry.point.clone()).collect()
 }
 
@@ -128,6 +136,8 @@ mod tests {
         let over = "50 30 0:25 /netns /run/netns rw shared:5 - tmpfs t rw\n\
                     51 50 0:4 net:[1] /run/netns/cni-1 rw - nsfs nsfs rw\n\
                     52 50 0:4 net:[2] /run/netns/a\\040b rw - nsfs nsfs rw\n";
+        // What a mount over /run hides.
+        let base = &format!("{base}25 20 0:4 net:[3] /run/netns/older rw - nsfs nsfs rw\n");
         let twice = "60 50 0:25 /netns /run/netns rw shared:6 - tmpfs t rw\n";
         let names = |table: &str| {
             let found = hidden_in(table.as_bytes(), Path::new("/run/netns"));
@@ -156,6 +166,9 @@ mod tests {
             let none = None::<&str>;
             let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
             mount(none, "/", none, private, none).expect("private");
+            for old in mounts::below(Path::new("/run")).expect("listed") {
+                mounts::unmount(&old.point, MntFlags::MNT_DETACH).expect("unmounted");
+            }
             mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).expect("mounted");
             mount(none, "/run", none, private, none).expect("private, as without systemd");
             work();
