@@ -7,13 +7,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::ResourceExt as _;
 
 use crate::agent::Context;
+use crate::core::backoff::Doubling;
 use crate::core::fault::Fault;
 use crate::core::pod;
 use crate::core::pod::worker::Update;
 use crate::kubeapi::pods::ApiFailure;
 
-/// The longest time between two tries while the apiserver is silent.
-const RETRY: Duration = Duration::from_secs(10);
+/// Back-off while the apiserver is silent.
+const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 
 /// The mirror of a static pod.
 fn of(pod: &Pod, node: &Node) -> Pod {
@@ -51,7 +52,7 @@ pub async fn reconcile(
     update: &Update,
     on_wait: impl Fn(&str),
 ) -> Result<(), Fault> {
-    let mut recovery = context.api.recovery();
+    let (mut recovery, mut pauses) = (context.api.recovery(), RETRY);
     let mut node = context.node.subscribe();
     loop {
         let owner = node.borrow_and_update().clone();
@@ -74,10 +75,10 @@ pub async fn reconcile(
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;
-            () = recovery.next() => {}
+            () = recovery.next() => pauses.reset(),
             // The context owns the sender. A known Node changes with every heartbeat, which is no reason to retry.
             _ = node.changed(), if is_unknown => {}
-            () = tokio::time::sleep(RETRY) => {}
+            () = tokio::time::sleep(pauses.pause()) => {}
         }
     }
 }
