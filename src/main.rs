@@ -78,7 +78,9 @@ fn main() -> ExitCode {
         of_holdfast(&given.rest)
     };
     if let Command::Agent { version, .. } = &command
-        && let Some(text) = version.wanted.text(shown_commit(&COMMIT))
+        && let Some(text) = version
+            .wanted
+            .text(shown_commit(&COMMIT), std::env::consts::ARCH)
     {
         println!("{text}");
         return ExitCode::SUCCESS;

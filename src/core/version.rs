@@ -28,10 +28,10 @@ pub const PROBE_AGENT: &str = concat!("kube-probe/", release!());
 /// The User-Agent of lifecycle hooks (`pkg/kubelet/lifecycle/handlers.go`).
 pub const HOOK_AGENT: &str = concat!("kube-lifecycle/", release!());
 
-/// The machine's architecture in Go's spelling, which Kubernetes uses.
+/// An architecture as the compiler names it, in Go's spelling, which Kubernetes uses.
 #[must_use]
-pub fn arch() -> &'static str {
-    match std::env::consts::ARCH {
+pub fn arch(machine: &str) -> &str {
+    match machine {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
         other => other,
@@ -64,9 +64,10 @@ impl std::str::FromStr for Wanted {
 }
 
 impl Wanted {
-    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built from.
+    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built from,
+    /// `machine` its architecture.
     #[must_use]
-    pub fn text(self, commit: &str) -> Option<String> {
+    pub fn text(self, commit: &str, machine: &str) -> Option<String> {
         match self {
             Wanted::Nothing => None,
             Wanted::Line => Some(format!("Kubernetes {KUBERNETES}")),
@@ -75,7 +76,7 @@ impl Wanted {
                  MinCompatibilityMajor:\"\", MinCompatibilityMinor:\"\", GitVersion:\"{KUBERNETES}\", \
                  GitCommit:\"{commit}\", GitTreeState:\"\", BuildDate:\"1970-01-01T00:00:00Z\", GoVersion:\"none\", \
                  Compiler:\"rustc\", Platform:\"linux/{}\"}}",
-                arch()
+                arch(machine)
             )),
         }
     }
@@ -151,13 +152,14 @@ mod tests {
         ] {
             assert_eq!(text.parse().ok(), expected, "{text}");
         }
-        let raw = Wanted::Raw.text("abc").expect("a text");
+        let raw = Wanted::Raw.text("abc", "x86_64").expect("a text");
         assert!(raw.starts_with("version.Info{Major:\"1\", Minor:\"36\", EmulationMajor:\"\", "));
+        assert!(raw.ends_with("Platform:\"linux/amd64\"}"), "{raw}");
         assert!(
             raw.contains("GitVersion:\"v1.36.2\", GitCommit:\"abc\", "),
             "{raw}"
         );
-        assert_eq!(Wanted::Nothing.text("abc"), None);
+        assert_eq!(Wanted::Nothing.text("abc", "x86_64"), None);
     }
 
     #[test]

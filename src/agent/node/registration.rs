@@ -26,9 +26,9 @@ const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 fn platform_labels() -> [(&'static str, &'static str); 4] {
     [
         ("kubernetes.io/os", "linux"),
-        ("kubernetes.io/arch", arch()),
+        ("kubernetes.io/arch", arch(std::env::consts::ARCH)),
         ("beta.kubernetes.io/os", "linux"),
-        ("beta.kubernetes.io/arch", arch()),
+        ("beta.kubernetes.io/arch", arch(std::env::consts::ARCH)),
     ]
 }
 

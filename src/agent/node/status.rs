@@ -63,7 +63,7 @@ fn handlers(features: &Features) -> Vec<NodeRuntimeHandler> {
 fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
     let machine = &context.machine;
     NodeSystemInfo {
-        architecture: arch().into(),
+        architecture: arch(std::env::consts::ARCH).into(),
         boot_id: machine.boot_id.clone(),
         container_runtime_version: runtime.to_owned(),
         kernel_version: machine.kernel.clone(),

@@ -224,7 +224,7 @@ pub fn resource_list(group: &str, version: &str) -> Option<Value> {
 pub fn version() -> Value {
     json!({
         "major": version::MAJOR, "minor": version::MINOR, "gitVersion": version::REPORTED, "gitCommit": "", "gitTreeState": "clean", "buildDate": "1970-01-01T00:00:00Z",
-        "goVersion": "none", "compiler": "rustc", "platform": format!("linux/{}", version::arch()),
+        "goVersion": "none", "compiler": "rustc", "platform": format!("linux/{}", version::arch(std::env::consts::ARCH)),
     })
 }
 
