@@ -124,6 +124,12 @@ fn share_mounts(config: &Config) {
     }
 }
 
+/// Makes visible in other mount namespaces what is mounted from now on.
+async fn share_all(config: &Config, runtime: &dyn Runtime) {
+    share_mounts(config);
+    share_namespaces(runtime).await;
+}
+
 /// The longest wait for the list of sandboxes.
 const SANDBOXES_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -230,8 +236,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     let runtime: Arc<dyn Runtime> =
         Arc::new(runtime(&config, Some(report)).map_err(anyhow::Error::msg)?);
     let clock = Clock::system();
-    credentials::bootstrap(&config, clock).await?;
-    let adopted = credentials::adopt(&config, clock.now());
+    let is_due = credentials::prepare(&config, clock).await?;
     let keeper = match &config.kubeconfig {
         Some(_) => {
             let credentials = std::env::var_os("CREDENTIALS_DIRECTORY").map(PathBuf::from);
@@ -248,7 +253,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
     // Begun here: what follows waits for the runtime.
     let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
     let renewal = rotated.map(|Connections { client, .. }| {
-        let kept = credentials::Renewed::client(&config, adopted);
+        let kept = credentials::Renewed::client(&config, is_due);
         let keep = credentials::keep(kept, client.clone(), clock, Arc::clone(&metrics));
         AbortOnDropHandle::new(tokio::spawn(keep))
     });
@@ -262,8 +267,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         tokio::spawn(credentials::keep(kept, client, clock, metrics));
     }
     let driver = driver(&*runtime, &config).await;
-    share_mounts(&config);
-    share_namespaces(&*runtime).await;
+    share_all(&config, &*runtime).await;
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);
     let resolver = network::resolver(&config, &node_ips.borrow());

@@ -109,7 +109,7 @@ fn a_mirror_is_there_as_soon_as_the_api_answers() {
             world.add_manifest();
             tokio::time::sleep(Duration::from_secs(90 + seed)).await;
             assert_eq!(world.phase("steady-node"), None);
-            let spent = world.spent("create", "steady-node");
+            let spent = world.creations("steady-node");
             assert!((4..=8).contains(&spent), "{spent} requests in a minute");
             world.refuse(false);
             tokio::time::sleep(Duration::from_millis(200)).await;

@@ -190,6 +190,13 @@ impl World {
         }
     }
 
+    /// How many requests to create a pod there were in a minute.
+    pub fn creations(&self, name: &str) -> usize {
+        let state = self.state();
+        let spent = state.spent.get(&(name.to_owned(), "create"));
+        spent.map_or(0, VecDeque::len)
+    }
+
     /// Connections to the API are refused; or it is there again, and has answered another request of the agent.
     pub fn refuse(&self, refuses: bool) {
         let mut state = self.state();

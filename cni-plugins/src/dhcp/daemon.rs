@@ -336,7 +336,7 @@ fn to_json(holder: &Holder, state: &State) -> Value {
         .unwrap_or_default()
         .as_secs();
     json!({"network": holder.network, "container": holder.container, "ifname": holder.ifname, "netns": holder.netns,
-        "namespace": holder.namespace.json(), "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
+        "inode": holder.namespace.inode, "namespace": holder.namespace.json(), "options": holder.options, "wanted": holder.wanted, "since": since, "lease": state.lease.json()})
 }
 
 fn from_json(value: &Value) -> Option<(Holder, State)> {

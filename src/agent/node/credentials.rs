@@ -17,7 +17,7 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use embedded::User;
-pub use embedded::adopt;
+use embedded::adopt;
 
 use crate::agent::Metrics;
 use crate::config::Config;
@@ -203,9 +203,16 @@ fn kubeconfig(bootstrap: &Kubeconfig, pair: &Path) -> Result<String, String> {
     serde_json::to_string_pretty(&text).map_err(|e| e.to_string())
 }
 
+/// Prepares the node's client certificate: by a bootstrap kubeconfig, or by what the kubeconfig embeds. Returns whether a new
+/// one is due at once.
+pub async fn prepare(config: &Config, clock: Clock) -> anyhow::Result<bool> {
+    bootstrap(config, clock).await?;
+    Ok(adopt(config, clock.now()))
+}
+
 /// Sees to it that there is a kubeconfig that can be used: with a bootstrap kubeconfig a missing one is made, and one
 /// whose certificate has ended is made anew. Waits as long as it takes.
-pub async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
+async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
     let (Some(kubeconfig_path), Some(bootstrap_path)) =
         (&config.kubeconfig, &config.bootstrap_kubeconfig)
     else {

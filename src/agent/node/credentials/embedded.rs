@@ -81,7 +81,7 @@ fn is_pair(certificate: &str, key: &str) -> bool {
 ///
 /// Nothing is copied without `rotateCertificates`, while the own pair is valid, or if the embedded pair is unusable. A failure
 /// is logged: the kubeconfig's credentials serve until the first renewal, as for the kubelet.
-pub fn adopt(config: &Config, now: Timestamp) -> bool {
+pub(super) fn adopt(config: &Config, now: Timestamp) -> bool {
     match copy(config, now) {
         Ok(adopted) => adopted,
         Err(error) => {
