@@ -4,10 +4,12 @@
 //! The files lie in a directory of their own, `..data` links to it, and every visible name links through
 //! `..data`. A change makes a new directory and renames one link.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, symlink,
+};
 use std::path::{Path, PathBuf};
 
 use super::removal;
@@ -120,17 +122,30 @@ fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<(
     Ok(())
 }
 
-/// Makes the visible links, and removes those whose file is gone and versions that are not `current`.
+/// Makes the visible links, and removes those whose file is gone and versions that are not `current`. A link belongs to the
+/// owner of its files, as in upstream since 1.36 (`pkg/volume/util/atomic_writer.go`).
 fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
-    let wanted: BTreeSet<&str> = files.keys().filter_map(|p| p.split('/').next()).collect();
-    for name in &wanted {
+    let mut wanted: BTreeMap<&str, Option<u32>> = BTreeMap::new();
+    for (path, file) in files {
+        let name = path.split('/').next().unwrap_or_default();
+        let owner = wanted.entry(name).or_default();
+        *owner = owner.or(file.owner);
+    }
+    for (name, owner) in &wanted {
         let (link, target) = (dir.join(name), Path::new(DATA).join(name));
         match fs::read_link(&link) {
-            Ok(there) if there == target => continue,
-            Ok(_) => fs::remove_file(&link)?,
-            Err(_) => {}
+            Ok(there) if there == target => {}
+            Ok(_) => {
+                fs::remove_file(&link)?;
+                symlink(target, &link)?;
+            }
+            Err(_) => symlink(target, &link)?,
         }
-        symlink(target, &link)?;
+        if let Some(owner) = *owner
+            && fs::symlink_metadata(&link)?.uid() != owner
+        {
+            std::os::unix::fs::lchown(&link, Some(owner), None)?;
+        }
     }
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
@@ -141,7 +156,7 @@ fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
             if kind.is_dir() && Path::new(name) != current {
                 removal::remove_tree(&entry.path()).map_err(io::Error::other)?;
             }
-        } else if !wanted.contains(name) && kind.is_symlink() {
+        } else if !wanted.contains_key(name) && kind.is_symlink() {
             fs::remove_file(entry.path())?;
         }
     }
@@ -218,7 +233,6 @@ mod tests {
 
     #[test]
     fn under_a_group_every_file_is_readable_for_it() {
-        use std::os::unix::fs::MetadataExt as _;
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -239,6 +253,30 @@ mod tests {
         content.insert("new".into(), File::new(b"3".to_vec(), 0o400));
         write(dir.path(), &content, None, "u").expect("written");
         assert_eq!(stat("key").1, 0o400);
+    }
+
+    #[test]
+    fn links_belong_to_the_owner_of_their_files() {
+        if !nix::unistd::geteuid().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut content = files(&[("token", "1"), ("d/x", "2"), ("d/y", "3"), ("ca.crt", "4")]);
+        // As an agent of before left it.
+        write(dir.path(), &content, None, "t").expect("written");
+        for path in ["token", "d/y"] {
+            content.get_mut(path).expect("a file").owner = Some(4242);
+        }
+        let owner = |path: &str| {
+            let metadata = fs::symlink_metadata(dir.path().join(path));
+            metadata.expect("metadata").uid()
+        };
+        for _ in 0..2 {
+            write(dir.path(), &content, None, "u").expect("written");
+            assert_eq!(["token", "d", "ca.crt"].map(owner), [4242, 4242, 0]);
+            assert_eq!(owner(DATA), 0);
+            fs::remove_file(dir.path().join("token")).expect("removed");
+        }
     }
 
     #[test]
