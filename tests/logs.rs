@@ -319,8 +319,10 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     let image = support::busybox(&cluster);
     // Eight seconds are two looks at its size at least.
     let script = r#"busybox awk "BEGIN { end = systime() + 8; for (i = 0; systime() < end; i++) printf \"%d %01000d\\n\", i, 0; printf \"%d\", i > \"/v/lines\" }"; sleep 10000"#;
-    let pod = with_volume(&pod("writer", &image, script));
-    cluster.apply(&pod);
+    // The runtime splits a line into entries of 16 KiB.
+    let long = r#"echo begin; busybox yes x | busybox head -n 40000 | busybox tr -d "\n"; echo; echo end; sleep 10000"#;
+    let writer = with_volume(&pod("writer", &image, script));
+    cluster.apply(&(writer + &pod("long", &image, long)));
     let of_all = cluster.data().join("pods-logs");
     let mut lines = None;
     cluster.wait("all to be written", || {
@@ -345,7 +347,14 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     });
     let files = std::fs::read_dir(&dir).unwrap().count();
     assert!(files > 2, "it was rotated meanwhile: {files}");
-    cluster.kubectl(&["delete", "pod", "writer"]);
+    let log = |arguments: &[&str]| cluster.kubectl(&[&["logs", "long"], arguments].concat());
+    cluster.wait("the long line", || log(&[]).ends_with("end\n"));
+    let line = "x".repeat(40_000) + "\n";
+    assert_eq!(log(&["--tail=1"]), "end\n");
+    assert!(log(&["--tail=2"]) == line.clone() + "end\n");
+    assert!(log(&["--tail=2", "--limit-bytes=39999"]) == line[..39_999]);
+    assert!(log(&["--tail=9"]) == format!("begin\n{line}end\n"));
+    cluster.kubectl(&["delete", "pod", "writer", "long"]);
 }
 
 /// How many lines the writer has each time, of a thousand bytes.

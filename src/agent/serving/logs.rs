@@ -215,6 +215,10 @@ pub async fn of_container(
     })?;
     let (sender, pieces) = mpsc::channel(AHEAD);
     let decoder = Decoder::new(&options);
+    let decoder = match log.tail() {
+        Some(start) => decoder.beginning(start),
+        None => decoder,
+    };
     let follow = options.follow.then(|| Following {
         context: Arc::clone(context),
         dir: dir.join(&place.container),

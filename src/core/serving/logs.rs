@@ -63,6 +63,88 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     out
 }
 
+/// Bytes of an entry that hold its time, stream and tags: RFC 3339 with nanoseconds and an offset takes 35.
+pub const ENTRY_HEAD: usize = 64;
+/// Bytes without an entry of an open line after which a search for the beginning of that line ends.
+const SEARCH_LIMIT: u64 = 1 << 20;
+
+/// The stream of an entry, as an index: runtimes write the lines of both into one file.
+fn stream_index(stream: &[u8]) -> Option<usize> {
+    match stream {
+        b"stdout" => Some(0),
+        b"stderr" => Some(1),
+        _ => None,
+    }
+}
+
+/// Whether the line of an entry with these tags goes on in the next entry of its stream.
+fn is_partial(tags: &[u8]) -> bool {
+    tags.split(|b| *b == b':').next() == Some(b"P")
+}
+
+/// Where the last lines of a file begin: the first offset of each stream. The entries of a line need not follow each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TailStart([u64; 2]);
+
+impl TailStart {
+    /// The offset of the first entry.
+    #[must_use]
+    pub fn offset(self) -> u64 {
+        self.0[0].min(self.0[1])
+    }
+}
+
+/// Searches for the last lines of a file, entry by entry from its end. A line is an entry with the tag F and the entries
+/// with the tag P before it: runtimes split a line that is longer than 16 KiB. The kubelet counts entries, and shows the
+/// end of such a line.
+#[derive(Debug)]
+pub struct TailSearch {
+    /// Lines that are still to be found.
+    lines: u64,
+    starts: [u64; 2],
+    /// The line of the stream that was found last may have more entries.
+    open: [bool; 2],
+    seen: [bool; 2],
+}
+
+impl TailSearch {
+    /// For the last `lines` lines of a file of `length` bytes.
+    #[must_use]
+    pub fn new(lines: u64, length: u64) -> TailSearch {
+        TailSearch {
+            lines,
+            starts: [length; 2],
+            open: [false; 2],
+            seen: [false; 2],
+        }
+    }
+
+    /// Visits the entry at an offset, of which `head` is the beginning. Returns whether the search goes on.
+    pub fn visit(&mut self, at: u64, head: &[u8]) -> bool {
+        let mut fields = head.splitn(4, |b| *b == b' ').skip(1);
+        if let (Some(Some(stream)), Some(tags)) = (fields.next().map(stream_index), fields.next()) {
+            // The last line of a stream may not have ended yet, or never, as its container exited.
+            let ends_line = !is_partial(tags) || !self.seen[stream];
+            self.seen[stream] = true;
+            if ends_line {
+                self.open[stream] = self.lines > 0;
+                self.lines = self.lines.saturating_sub(1);
+            }
+            if self.open[stream] {
+                self.starts[stream] = at;
+            }
+        }
+        let near = self.start().offset().saturating_sub(at) <= SEARCH_LIMIT;
+        self.lines > 0 || (near && self.open.contains(&true))
+    }
+
+    /// The result.
+    #[must_use]
+    pub fn start(&self) -> TailStart {
+        TailStart(self.starts)
+    }
+}
+
 /// Turns what is in a log file into what the reader gets, piece by piece.
 #[derive(Debug, Default)]
 pub struct Decoder {
@@ -72,6 +154,10 @@ pub struct Decoder {
     left: Option<u64>,
     /// So many lines of the file are still wanted; none for any number.
     lines: Option<u64>,
+    /// Entries of a stream before its offset are not wanted; the second is the offset of `rest`.
+    tail: Option<(TailStart, u64)>,
+    /// The line of the stream that began before `since` goes on.
+    old: [bool; 2],
     /// The beginning of a line whose end has not come.
     rest: Vec<u8>,
     /// The line goes on, and its time has been written.
@@ -115,6 +201,13 @@ impl Decoder {
         }
     }
 
+    /// Only the last lines of the file that is read first. Its first piece begins at [`TailStart::offset`].
+    #[must_use]
+    pub fn beginning(mut self, start: TailStart) -> Decoder {
+        self.tail = Some((start, start.offset()));
+        self
+    }
+
     /// Whether nothing more is wanted.
     #[must_use]
     pub fn is_full(&self) -> bool {
@@ -131,12 +224,27 @@ impl Decoder {
             .rposition(|b| *b == b'\n')
             .map_or(0, |end| end + 1);
         text[..whole]
-            .split(|b| *b == b'\n')
-            .for_each(|line| self.line(line, &mut out));
+            .split_inclusive(|b| *b == b'\n')
+            .for_each(|line| {
+                self.line(line.strip_suffix(b"\n").unwrap_or(line), &mut out);
+                self.advance(line.len());
+            });
         if text.len() - whole <= LINE_LIMIT {
             self.rest = text.split_off(whole);
+        } else {
+            self.advance(text.len() - whole);
         }
         self.bounded(out)
+    }
+
+    /// Moves on in the file.
+    fn advance(&mut self, length: usize) {
+        if let Some((start, at)) = &mut self.tail {
+            *at += length as u64;
+            if start.0.iter().all(|start| start <= at) {
+                self.tail = None;
+            }
+        }
     }
 
     /// Takes the end of the log: a line that has not ended by now is whole, but for its end.
@@ -166,20 +274,30 @@ impl Decoder {
             return;
         };
         let data = fields.next().unwrap_or_default();
-        if !matches!(stream, b"stdout" | b"stderr") {
+        let Some(stream) = stream_index(stream) else {
+            return;
+        };
+        if self.tail.is_some_and(|(start, at)| at < start.0[stream]) {
             return;
         }
+        let partial = is_partial(tags);
         if let Some(lines) = &mut self.lines {
-            let Some(left) = lines.checked_sub(1) else {
+            if *lines == 0 {
                 return;
-            };
-            *lines = left;
+            }
+            *lines -= u64::from(!partial);
+        }
+        // A line is as old as its first entry.
+        if std::mem::take(&mut self.old[stream]) {
+            self.old[stream] = partial;
+            return;
         }
         if let (Some(since), false) = (self.since, self.begun) {
             let at = std::str::from_utf8(time)
                 .ok()
                 .and_then(|t| t.parse::<jiff::Timestamp>().ok());
             if at.is_none_or(|at| at < since) {
+                self.old[stream] = partial;
                 return;
             }
             self.begun = true;
@@ -189,7 +307,7 @@ impl Decoder {
             out.push(b' ');
         }
         out.extend_from_slice(data);
-        self.within = tags.split(|b| *b == b':').next() == Some(b"P");
+        self.within = partial;
         if !self.within {
             out.push(b'\n');
         }
@@ -309,6 +427,120 @@ mod tests {
             out.extend(decoder.push(line(3).as_bytes()));
             assert_eq!(out, expected.as_bytes(), "{query}");
             assert_eq!(decoder.is_full(), full, "{query}");
+        }
+    }
+
+    fn found(text: &str, lines: u64) -> TailSearch {
+        let mut search = TailSearch::new(lines, text.len() as u64);
+        let mut at = text.len();
+        for entry in text.split_inclusive('\n').rev() {
+            at -= entry.len();
+            let head = &entry.as_bytes()[..entry.len().min(ENTRY_HEAD)];
+            if lines == 0 || !search.visit(at as u64, head) {
+                break;
+            }
+        }
+        search
+    }
+
+    /// What a reader of the last lines gets.
+    fn last(text: &str, lines: u64, more: &str) -> String {
+        let start = found(text, lines).start();
+        let options = LogOptions {
+            tail: Some(lines),
+            follow: true,
+            ..LogOptions::default()
+        };
+        let mut decoder = Decoder::new(&options).beginning(start);
+        let mut out = vec![];
+        let from = usize::try_from(start.offset()).expect("an offset");
+        for piece in [&text[from..], more].concat().as_bytes().chunks(7) {
+            out.extend(decoder.push(piece));
+        }
+        String::from_utf8(out).expect("text")
+    }
+
+    #[test]
+    fn the_last_lines_are_whole_lines() {
+        let entry = |stream: &str, tag: &str, data: &str| {
+            format!("2026-11-20T00:00:01Z {stream} {tag} {data}\n")
+        };
+        let out = |tag: &str, data: &str| entry("stdout", tag, data);
+        let err = |tag: &str, data: &str| entry("stderr", tag, data);
+        let long = [
+            out("F", "one"),
+            out("P", "tw"),
+            out("P:x", "o"),
+            out("F", "!"),
+        ]
+        .concat();
+        let unended = long.clone() + &out("P", "thr") + &out("P", "ee");
+        // The lines of two streams, entry by entry.
+        let mixed = [
+            err("F", "e1"),
+            out("P", "o"),
+            err("F", "e2"),
+            out("F", "1"),
+            err("P", "e"),
+        ]
+        .concat();
+        for (text, lines, expected) in [
+            (&long, 0, ""),
+            (&long, 1, "two!\n"),
+            (&long, 2, "one\ntwo!\n"),
+            (&long, 9, "one\ntwo!\n"),
+            (&unended, 1, "three"),
+            (&unended, 2, "two!\nthree"),
+            (&mixed, 1, "e"),
+            (&mixed, 2, "o1\ne"),
+            (&mixed, 3, "oe2\n1\ne"),
+            (&mixed, 4, "e1\noe2\n1\ne"),
+            (&String::new(), 3, ""),
+            (&"nonsense\n\n".to_owned(), 3, ""),
+        ] {
+            assert_eq!(last(text, lines, ""), expected, "{lines} of {text}");
+        }
+        // The line of stderr began before the last one of stdout; both go on.
+        let more = err("F", "3") + &out("F", "2");
+        assert_eq!(last(&mixed, 1, &more), "e3\n2\n");
+        assert_eq!(last(&mixed, 0, &out("F", "2")), "2\n");
+    }
+
+    #[test]
+    fn a_search_for_the_beginning_of_a_line_is_bounded() {
+        let other = format!("t stderr F {}\n", "x".repeat(1000)).repeat(4000);
+        let text = format!("t stdout P a\n{other}t stdout F b\n");
+        let from = found(&text, 1).start();
+        assert_eq!(from.0[0], (text.len() - "t stdout F b\n".len()) as u64);
+        let near = format!("t stdout P a\n{}t stdout F b\n", &other[..1012 * 900]);
+        assert_eq!(found(&near, 1).start().0[0], 0);
+    }
+
+    #[test]
+    fn a_line_is_as_old_as_its_first_entry_and_counts_once() {
+        let entry = |n: u32, tag: &str| format!("2026-11-20T00:00:0{n}Z stdout {tag} {n}\n");
+        let text = [
+            entry(1, "P"),
+            entry(2, "P"),
+            entry(3, "F"),
+            entry(4, "P"),
+            entry(5, "F"),
+        ]
+        .concat();
+        for (query, expected) in [
+            ("sinceTime=2026-11-20T00:00:02Z", "45\n"),
+            ("sinceTime=2026-11-20T00:00:01Z", "123\n45\n"),
+            ("tailLines=1", "123\n"),
+            ("tailLines=1&limitBytes=2", "12"),
+            ("tailLines=2&sinceTime=2026-11-20T00:00:02Z", "45\n"),
+        ] {
+            let options = LogOptions::parse(query, jiff::Timestamp::UNIX_EPOCH).expect("options");
+            for size in [1, 1000] {
+                let mut decoder = Decoder::new(&options);
+                let pieces = text.as_bytes().chunks(size);
+                let out: Vec<u8> = pieces.flat_map(|piece| decoder.push(piece)).collect();
+                assert_eq!(String::from_utf8_lossy(&out), expected, "{query}");
+            }
         }
     }
 

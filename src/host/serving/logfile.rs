@@ -9,12 +9,11 @@ use std::path::{Path, PathBuf};
 use flate2::read::GzDecoder;
 use jiff::Timestamp;
 
+use crate::core::serving::logs::{ENTRY_HEAD, TailSearch, TailStart};
 use crate::sys::beneath::Dir;
 
 /// How much is read at once.
 const PIECE: usize = 64 << 10;
-/// How much of a file is read for the time of its first line: RFC 3339 with nanoseconds and an offset takes 35 bytes.
-const TIME: usize = 64;
 /// How often in a row a file that was just rotated is found as long as before until it counts as whole. The runtime gives its
 /// new file to the container's writer first, and then empties what it has buffered into the old one, for which a busy disk
 /// takes its time.
@@ -53,25 +52,36 @@ pub struct LogFile {
     source: Source,
     /// The time of the file's first line, by which its successor is found; none as long as it has none.
     begins: Option<Timestamp>,
+    /// Where the last lines begin, if only these are wanted.
+    tail: Option<TailStart>,
     /// It was rotated last of all: its length when it was looked at last, and how often in a row it had that.
     ending: Option<(u64, u32)>,
 }
 
 impl LogFile {
-    /// Opens the log `name` below the directory `dir`. With `tail` reading begins so many lines before its end.
+    /// Opens the log `name` below the directory `dir`. With `tail` reading begins so many lines before its end, at
+    /// [`LogFile::tail`].
     pub fn open(dir: &Path, name: &Path, tail: Option<u64>) -> io::Result<LogFile> {
         let dir = Dir::open(dir)?;
         let mut file = dir.open_file(name)?;
-        if let Some(lines) = tail {
-            seek_lines(&mut file, lines)?;
+        let tail = tail.map(|lines| last_lines(&file, lines)).transpose()?;
+        if let Some(start) = tail {
+            file.seek(SeekFrom::Start(start.offset()))?;
         }
         Ok(LogFile {
             dir,
             name: name.into(),
             source: Source::Plain(file),
             begins: None,
+            tail,
             ending: None,
         })
+    }
+
+    /// Where the last lines of the file begin, if only these are wanted: entries before that may be read as well.
+    #[must_use]
+    pub fn tail(&self) -> Option<TailStart> {
+        self.tail
     }
 
     /// The next piece; empty at the present end.
@@ -96,7 +106,7 @@ impl LogFile {
             if identity(&there)? == identity(file)? {
                 return Ok(Next::Same);
             }
-            let mut begin = [0; TIME];
+            let mut begin = [0; ENTRY_HEAD];
             let length = file.read_at(&mut begin, 0)?;
             self.begins = first_time(&begin[..length]);
         }
@@ -153,8 +163,10 @@ impl LogFile {
             };
             let mut begin = vec![];
             let time = match source(file.try_clone()?) {
-                Source::Plain(file) => file.take(TIME as u64).read_to_end(&mut begin),
-                Source::Compressed(decoder) => decoder.take(TIME as u64).read_to_end(&mut begin),
+                Source::Plain(file) => file.take(ENTRY_HEAD as u64).read_to_end(&mut begin),
+                Source::Compressed(decoder) => {
+                    decoder.take(ENTRY_HEAD as u64).read_to_end(&mut begin)
+                }
             }
             .ok()
             .and_then(|_| first_time(&begin));
@@ -187,36 +199,34 @@ fn first_time(begin: &[u8]) -> Option<Timestamp> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Goes to where the last `lines` lines begin.
-fn seek_lines(file: &mut File, lines: u64) -> io::Result<()> {
-    let mut at = file.metadata()?.len();
-    if lines == 0 {
-        file.seek(SeekFrom::Start(at))?;
-        return Ok(());
-    }
-    let mut found = 0;
-    let mut last = true;
-    let mut piece = vec![0; PIECE];
+/// Finds where the last `lines` lines of a file begin.
+fn last_lines(file: &File, lines: u64) -> io::Result<TailStart> {
+    let length = file.metadata()?.len();
+    let mut search = TailSearch::new(lines, length);
+    let mut at = if lines == 0 { 0 } else { length };
+    let mut piece = vec![0; 1 + PIECE + ENTRY_HEAD];
     while at > 0 {
-        let length = usize::try_from(at.min(PIECE as u64)).unwrap_or(PIECE);
-        at -= length as u64;
-        file.seek(SeekFrom::Start(at))?;
-        file.read_exact(&mut piece[..length])?;
-        for (i, byte) in piece[..length].iter().enumerate().rev() {
-            // The end of the last line begins none.
-            let ends = *byte == b'\n' && !std::mem::take(&mut last);
-            last = false;
-            if ends {
-                found += 1;
-                if found == lines {
-                    file.seek(SeekFrom::Start(at + i as u64 + 1))?;
-                    return Ok(());
-                }
+        // The entries that begin in this piece: the byte before it says whether one begins with it, and the head of the
+        // last one may lie behind it.
+        let end = at;
+        at = at.saturating_sub(PIECE as u64);
+        let from = at.saturating_sub(1);
+        let wanted = (end + ENTRY_HEAD as u64).min(length) - from;
+        let wanted = usize::try_from(wanted).unwrap_or(piece.len());
+        file.read_exact_at(&mut piece[..wanted], from)?;
+        for offset in (at..end).rev() {
+            let i = usize::try_from(offset - from).unwrap_or(0);
+            if offset > 0 && piece[i - 1] != b'\n' {
+                continue;
+            }
+            let head = &piece[i..wanted.min(i + ENTRY_HEAD)];
+            let head = head.split(|b| *b == b'\n').next().unwrap_or_default();
+            if !search.visit(offset, head) {
+                return Ok(search.start());
             }
         }
     }
-    file.seek(SeekFrom::Start(0))?;
-    Ok(())
+    Ok(search.start())
 }
 
 #[cfg(test)]
@@ -237,7 +247,8 @@ mod tests {
     #[test]
     fn the_end_of_a_log_is_found_whatever_its_length() {
         let dir = tempfile::tempdir().expect("a directory");
-        let lines: Vec<String> = (0..20_000).map(|n| format!("line {n}\n")).collect();
+        let entry = |data: &str| format!("2026-11-20T00:00:01.5Z stdout F {data}\n");
+        let lines: Vec<String> = (0..20_000).map(|n| entry(&format!("line {n}"))).collect();
         std::fs::write(dir.path().join("0.log"), lines.concat()).expect("written");
         for (tail, first) in [
             (0, 20_000),
@@ -249,9 +260,15 @@ mod tests {
             let mut log = LogFile::open(dir.path(), Path::new("0.log"), Some(tail)).expect("open");
             assert_eq!(all(&mut log), lines[first..].concat(), "{tail}");
         }
-        std::fs::write(dir.path().join("1.log"), "whole\nhalf").expect("written");
-        let mut log = LogFile::open(dir.path(), Path::new("1.log"), Some(1)).expect("open");
-        assert_eq!(all(&mut log), "half");
+        // The runtime splits lines: four times as long as a piece that is read at once.
+        let part = entry(&"x".repeat(16 << 10)).replace(" F ", " P ");
+        let long = part.repeat(16) + &entry("end");
+        let half = "2026-11-20T00:00:01.5Z stdout F half";
+        std::fs::write(dir.path().join("1.log"), entry("first") + &long + half).expect("written");
+        for (tail, expected) in [(1, half.to_owned()), (2, long.clone() + half)] {
+            let mut log = LogFile::open(dir.path(), Path::new("1.log"), Some(tail)).expect("open");
+            assert_eq!(all(&mut log), expected, "{tail}");
+        }
     }
 
     fn line(second: u32) -> String {
