@@ -116,6 +116,20 @@ fn commands_run_in_containers_and_ports_are_reached() {
         let text = forwarded(&port);
         assert!(text.contains("Hello from web"), "{text}");
     }
+    std::thread::scope(|scope| {
+        scope.spawn(|| output_arrives_at_a_slow_reader(&cluster, true, 600_000, 600_000));
+        scope.spawn(|| output_arrives_at_a_slow_reader(&cluster, false, 2_000_000, 1_200_000));
+        // A server that closes before it has read everything resets the connection: the session goes on.
+        for _ in 0..5 {
+            let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+            // The end may come while it is still written.
+            let _ = stream.write_all(&payload[..256 << 10]);
+            let _ = stream.read_to_end(&mut vec![]);
+        }
+        let text = forwarded(&port);
+        assert!(text.contains("Hello from web"), "{text}");
+        assert!(forward.0.try_wait().unwrap().is_none(), "the session ended");
+    });
     drop((forward, said));
 
     // A container's own streams.
@@ -194,6 +208,42 @@ fn commands_run_in_containers_and_ports_are_reached() {
     }
     sessions_have_time_to_end_when_the_agent_stops(&cluster);
     ends_without_a_trace(&cluster);
+}
+
+/// A client that reads slowly gets all output of a command that ended long before. Slower than kubectl's period of pings,
+/// which used to meet a closed connection.
+fn output_arrives_at_a_slow_reader(
+    cluster: &Cluster,
+    websockets: bool,
+    last: usize,
+    bytes_per_second: usize,
+) {
+    let last_number = last.to_string();
+    let arguments = ["exec", "shell", "--", "busybox", "seq", "1", &last_number];
+    let mut command = kubectl(cluster, &arguments);
+    command.env("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", websockets.to_string());
+    let mut child = Running(command.spawn().unwrap());
+    let mut output = child.0.stdout.take().unwrap();
+    let (mut piece, mut text, begun) = (vec![0; 64 << 10], vec![], Instant::now());
+    loop {
+        let length = output.read(&mut piece).unwrap();
+        text.extend(&piece[..length]);
+        if length == 0 {
+            break;
+        }
+        let due = Duration::from_millis((1000 * text.len() / bytes_per_second) as u64);
+        std::thread::sleep(due.saturating_sub(begun.elapsed()));
+    }
+    let mut errors = String::new();
+    let stderr = child.0.stderr.as_mut().unwrap();
+    stderr.read_to_string(&mut errors).unwrap();
+    let expected: String = (1..=last).map(|n| format!("{n}\n")).collect();
+    let whole = text == expected.as_bytes() && child.0.wait().unwrap().success();
+    let (got, wanted) = (text.len(), expected.len());
+    assert!(
+        whole,
+        "WebSockets {websockets}: {got} of {wanted} bytes: {errors}"
+    );
 }
 
 fn ends_without_a_trace(cluster: &Cluster) {

@@ -2,6 +2,8 @@
 //! files change, and tunnels for connections that leave HTTP.
 
 mod border;
+mod ending;
+mod pairs;
 mod receive;
 mod spdy;
 mod tls;

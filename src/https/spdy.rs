@@ -5,8 +5,9 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
 /// The stream ends with this.
-const FIN: u8 = 1;
-const SYN_STREAM: u16 = 1;
+pub(super) const FIN: u8 = 1;
+/// Opens a stream.
+pub(super) const SYN_STREAM: u16 = 1;
 const RST_STREAM: u16 = 3;
 const PING: u16 = 6;
 const GOAWAY: u16 = 7;

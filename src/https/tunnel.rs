@@ -5,24 +5,24 @@ use std::io;
 use std::pin::pin;
 use std::time::Duration;
 
-use futures::future::{Either, select};
+use futures::future::{Either, FutureExt as _, select};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper::header::{
     AUTHORIZATION, CONNECTION, HOST, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
     UPGRADE,
 };
-use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper::{HeaderMap, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
-use tokio::time::timeout;
 
 use super::Body;
 use super::BoxError;
+use super::ending::{Copied, Progress, STALL, copy, discard, taken_over};
 use super::full;
+use super::pairs::Pairs;
 
-/// How long one side of a tunnel may go on after the other has ended.
+/// How long a server may be silent after its client has closed.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Why a request could not be handed on.
@@ -46,6 +46,8 @@ pub struct Outgoing {
     pub host: String,
     /// Path and query.
     pub target: String,
+    /// Whether the server is a runtime that forwards ports: reports of connections that were reset do not reach the client.
+    pub forwards_ports: bool,
 }
 
 /// Whether a request asks to leave HTTP.
@@ -87,40 +89,51 @@ fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
     to
 }
 
-/// The client's connection after the answer that leaves HTTP; none if it has ended. hyper gives it away also when TLS still
-/// holds a part of that answer, which goes out here.
-pub(super) async fn taken_over(inner: OnUpgrade) -> Option<TokioIo<Upgraded>> {
-    let mut inner = TokioIo::new(inner.await.ok()?);
-    inner.flush().await.ok()?;
-    Some(inner)
-}
-
-/// Carries bytes until `from` ends, and the end after them.
-async fn one_way(
-    mut from: impl AsyncRead + Unpin,
-    mut to: impl AsyncWrite + Unpin,
-) -> io::Result<()> {
-    tokio::io::copy(&mut from, &mut to).await?;
-    to.shutdown().await
-}
-
-/// Carries bytes both ways until one side ends; what the other one still says to it may take [`GRACE`].
+/// Copies bytes both ways until both sides have closed. What the server sent arrives at a client that reads slowly, as long
+/// as the client makes progress. After the client has closed, the server may be silent for [`GRACE`].
 async fn both_ways(
-    inner: impl AsyncRead + AsyncWrite,
-    outer: impl AsyncRead + AsyncWrite,
+    client: impl AsyncRead + AsyncWrite,
+    server: impl AsyncRead + AsyncWrite,
+    progress: &Progress,
 ) -> io::Result<()> {
-    let (from_inner, to_inner) = tokio::io::split(inner);
-    let (from_outer, to_outer) = tokio::io::split(outer);
-    let there = pin!(one_way(from_inner, to_outer));
-    let back = pin!(one_way(from_outer, to_inner));
-    match select(there, back).await {
-        Either::Left((end, back)) => {
-            end?;
-            timeout(GRACE, back).await.unwrap_or(Ok(()))
+    let (mut from_client, mut to_client) = tokio::io::split(client);
+    let (mut from_server, mut to_server) = tokio::io::split(server);
+    let there = async {
+        let copied = copy(&mut from_client, &mut to_server, progress).await;
+        match &copied {
+            Copied::Whole => {
+                if let Err(error) = to_server.shutdown().await {
+                    tracing::debug!(%error, "the server of a tunnel closed before its client");
+                }
+            }
+            // The server takes nothing more; bytes that stay unread would reset the client's connection.
+            Copied::NotWritten(_) => discard(&mut from_client, progress).await,
+            Copied::NotRead(_) => {}
         }
-        Either::Right((end, there)) => {
-            end?;
-            timeout(GRACE, there).await.unwrap_or(Ok(()))
+        copied
+    };
+    let back = async {
+        let copied = copy(&mut from_server, &mut to_client, progress).await;
+        match to_client.shutdown().await {
+            Err(error) if matches!(copied, Copied::Whole) => Copied::NotWritten(error),
+            _ => copied,
+        }
+    };
+    match select(pin!(there), pin!(back)).await {
+        Either::Left((Copied::NotRead(error), _))
+        | Either::Right((Copied::NotWritten(error), _)) => Err(error),
+        Either::Left((_, back)) => {
+            progress.bounds(GRACE, back.map(drop)).await;
+            Ok(())
+        }
+        Either::Right((copied, there)) => {
+            if !progress.bounds(STALL, there.map(drop)).await {
+                tracing::debug!("the client of a tunnel stopped reading");
+            }
+            match copied {
+                Copied::NotRead(error) => Err(error),
+                _ => Ok(()),
+            }
         }
     }
 }
@@ -134,6 +147,11 @@ pub async fn tunnel(
     held: impl Send + 'static,
 ) -> Result<Response<Body>, TunnelError> {
     let upgrade = is_upgrade(request.headers());
+    let forwards_ports = outgoing.forwards_ports
+        && request
+            .headers()
+            .get(UPGRADE)
+            .is_some_and(|kind| kind.as_bytes().eq_ignore_ascii_case(b"SPDY/3.1"));
     // Taken before the request is used up.
     let inner = upgrade.then(|| hyper::upgrade::on(&mut request));
     let (mut sender, connection) =
@@ -174,11 +192,12 @@ pub async fn tunnel(
         let outer = hyper::upgrade::on(&mut answer);
         tokio::spawn(async move {
             let _held = held;
-            let (Some(inner), Ok(outer)) = tokio::join!(taken_over(inner), outer) else {
+            let (Some((inner, progress)), Ok(outer)) = tokio::join!(taken_over(inner), outer)
+            else {
                 return;
             };
-            // Nobody is left to be told of an error.
-            if let Err(error) = both_ways(inner, TokioIo::new(outer)).await {
+            let outer = Pairs::new(TokioIo::new(outer), forwards_ports);
+            if let Err(error) = both_ways(inner, outer, &progress).await {
                 tracing::debug!(%error, "a stream was cut off");
             }
         });
@@ -225,6 +244,7 @@ mod tests {
                 let outgoing = Outgoing {
                     host: "h".into(),
                     target: "/there?x=1".into(),
+                    forwards_ports: false,
                 };
                 let stream = tokio::net::TcpStream::connect(back_at)
                     .await
@@ -290,14 +310,55 @@ mod tests {
         assert!(said.ends_with("helloEND"), "{said}");
     }
 
+    /// The server closed long ago, and the client sends before it has read everything, as kubectl sends pings.
+    #[tokio::test]
+    async fn a_client_that_reads_late_gets_everything() {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+        const LENGTH: usize = 8 << 20;
+        let at = pair(|mut request| {
+            let on = hyper::upgrade::on(&mut request);
+            tokio::spawn(async move {
+                let mut stream = TokioIo::new(on.await.expect("upgraded"));
+                stream.write_all(&vec![b'x'; LENGTH]).await.expect("sent");
+                stream.shutdown().await.expect("ended");
+            });
+            let answer = Response::builder()
+                .status(101)
+                .header(UPGRADE, "SPDY/3.1")
+                .header(CONNECTION, "Upgrade");
+            answer.body(full("")).expect("an answer")
+        })
+        .await;
+        let mut client = tokio::net::TcpStream::connect(at).await.expect("connected");
+        let request =
+            "POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\r\n";
+        client.write_all(request.as_bytes()).await.expect("sent");
+        let mut head = vec![];
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(client.read_u8().await.expect("a head"));
+        }
+        tokio::time::sleep(GRACE + std::time::Duration::from_secs(1)).await;
+        let (mut received, mut piece) = (0, vec![0; 64 << 10]);
+        while received < LENGTH {
+            client.write_all(b"ping").await.expect("the tunnel reads");
+            let length = client.read(&mut piece).await.expect("everything");
+            assert!(length > 0, "the end after {received} of {LENGTH} bytes");
+            received += length;
+        }
+        assert_eq!(client.read(&mut piece).await.expect("the end"), 0);
+    }
+
     #[tokio::test(start_paused = true)]
     async fn the_end_of_either_side_ends_a_tunnel() {
-        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+        use tokio::io::{AsyncReadExt as _, duplex};
+        use tokio::time::timeout;
 
         for server_ends in [true, false] {
             let (client, inner) = duplex(64);
             let (server, outer) = duplex(64);
-            let carried = tokio::spawn(both_ways(inner, outer));
+            let carried =
+                tokio::spawn(async move { both_ways(inner, outer, &Progress::default()).await });
             let (mut ends, mut stays) = match server_ends {
                 true => (server, client),
                 false => (client, server),
@@ -312,7 +373,7 @@ mod tests {
             let mut rest = String::new();
             ends.read_to_string(&mut rest).await.expect("the end");
             assert_eq!(rest, "and you");
-            let carried = timeout(10 * GRACE, carried).await.expect("in time");
+            let carried = timeout(2 * STALL, carried).await.expect("in time");
             assert!(carried.expect("no panic").is_ok());
         }
     }

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::pin::pin;
 
 use base64::Engine as _;
-use futures::{SinkExt as _, StreamExt as _};
+use futures::future::{Either, select};
+use futures::{Sink, SinkExt as _, Stream, StreamExt as _};
 use hyper::body::Incoming;
 use hyper::header::{
     CONNECTION, HOST, HeaderValue, SEC_WEBSOCKET_ACCEPT, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_PROTOCOL,
@@ -18,14 +20,15 @@ use tokio::sync::mpsc;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
-use tokio_tungstenite::tungstenite::{Bytes, Message};
+use tokio_tungstenite::tungstenite::{Bytes, Error as WebSocketError, Message};
 
 use super::Body;
 use super::Outgoing;
 use super::TunnelError;
+use super::ending::{Progress, STALL, taken_over};
 use super::full;
+use super::pairs::Pairs;
 use super::spdy::{Frame, Reader, Writer};
-use super::tunnel::taken_over;
 
 /// The protocols that we turn into SPDY; older ones a runtime speaks itself.
 const COMMAND: &str = "v5.channel.k8s.io";
@@ -152,13 +155,13 @@ pub async fn serve_socket(
     };
     tokio::spawn(async move {
         let _held = held;
-        let Some(inner) = taken_over(inner).await else {
+        let Some((inner, progress)) = taken_over(inner).await else {
             return;
         };
         let socket = accepted(inner).await;
         let done = match carried {
-            Carried::Command => command(socket, channels, outer).await,
-            Carried::Ports => ports(socket, outer).await,
+            Carried::Command => command(socket, channels, outer, &progress).await,
+            Carried::Ports => ports(socket, Pairs::new(outer, true), &progress).await,
         };
         if let Err(error) = done {
             tracing::debug!(%error, "a stream was cut off");
@@ -194,15 +197,54 @@ fn message(channel: u8, data: &[u8]) -> Message {
     Message::Binary(bytes.into())
 }
 
+/// Runs both directions of a session. After the runtime has ended its side, the client closes when it has read everything:
+/// until then its messages are read, as long as it makes progress. The client's end ends the session at once.
+async fn until_closed(
+    outward: impl Future<Output = io::Result<()>>,
+    inward: impl Future<Output = ()>,
+    progress: &Progress,
+) -> io::Result<()> {
+    match select(pin!(outward), pin!(inward)).await {
+        Either::Left((ended, inward)) => {
+            ended?;
+            if !progress.bounds(STALL, inward).await {
+                tracing::debug!("the client of a session stopped reading");
+            }
+            Ok(())
+        }
+        Either::Right(((), _)) => Ok(()),
+    }
+}
+
+/// Sends the message that closes a session. The message reports an error if the runtime's connection failed before its
+/// end, so that a client does not take the output for complete.
+async fn closed(
+    sink: &mut (impl Sink<Message, Error = WebSocketError> + Unpin),
+    ended: io::Result<()>,
+) -> io::Result<()> {
+    let (code, reason) = match ended {
+        Ok(()) => (CloseCode::Normal, ""),
+        Err(error) => {
+            tracing::debug!(%error, "the runtime's stream of a session failed");
+            let reason = "the container runtime closed its stream early";
+            (CloseCode::Error, reason)
+        }
+    };
+    let reason = reason.into();
+    let message = Message::Close(Some(CloseFrame { code, reason }));
+    sink.send(message).await.map_err(broken)
+}
+
 /// A command: each channel is a stream of the runtime's.
 async fn command(
     socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
     channels: Channels,
     runtime: impl AsyncRead + AsyncWrite + Unpin,
+    progress: &Progress,
 ) -> io::Result<()> {
-    let (mut sink, mut messages) = socket.split();
+    let (mut sink, messages) = socket.split();
     let (from, to) = split(runtime);
-    let (mut reader, mut writer) = (Reader(from), Writer::new(to));
+    let mut writer = Writer::new(to);
     let wanted = [
         (ERROR, "error", true),
         (STDIN, "stdin", channels.stdin),
@@ -220,73 +262,104 @@ async fn command(
         .find(|c| streams.contains_key(c))
         .unwrap_or(ERROR);
     sink.send(message(first, &[])).await.map_err(broken)?;
-    let (questions, mut asked) = mpsc::channel(8);
-    let inward = async {
-        let mut closed = false;
-        loop {
-            let message = tokio::select! {
-                biased;
-                // Both can be begun anew without losing anything.
-                Some(number) = asked.recv() => {
-                    writer.pong(number).await?;
-                    continue;
-                }
-                message = messages.next() => message,
-            };
-            let data = match message {
-                Some(Ok(Message::Binary(data))) => data,
-                Some(Ok(Message::Close(_))) | None => return Ok(()),
-                Some(Ok(_)) => continue,
-                Some(Err(error)) => return Err(broken(error)),
-            };
-            match data.split_first() {
-                Some((&CLOSE, &[channel])) if channel == STDIN && !closed => {
-                    closed = true;
-                    if let Some(stream) = streams.get(&STDIN) {
-                        writer.data(*stream, &[], true).await?;
-                    }
-                }
-                Some((&channel @ (STDIN | RESIZE), data)) if !(closed && channel == STDIN) => {
-                    if let Some(stream) = streams.get(&channel) {
-                        writer.data(*stream, data, false).await?;
-                    }
-                }
-                _ => {}
+    let (questions, asked) = mpsc::channel(8);
+    let open = [STDOUT, STDERR, ERROR]
+        .into_iter()
+        .filter_map(|c| Some((*streams.get(&c)?, c)))
+        .collect();
+    let outward = outward(Reader(from), sink, open, questions, progress);
+    let inward = inward(messages, writer, &streams, asked, progress);
+    until_closed(outward, inward, progress).await
+}
+
+/// Sends the runtime's output to the client, and a close message after it.
+async fn outward(
+    mut reader: Reader<impl AsyncRead + Unpin>,
+    mut sink: impl Sink<Message, Error = WebSocketError> + Unpin,
+    mut open: BTreeMap<u32, u8>,
+    questions: mpsc::Sender<u32>,
+    progress: &Progress,
+) -> io::Result<()> {
+    let mut ended = Ok(());
+    while !open.is_empty() {
+        let frame = match reader.next().await {
+            Ok(frame) => frame,
+            Err(error) => {
+                ended = Err(error);
+                break;
             }
-        }
-    };
-    let outward = async {
-        let mut open: BTreeMap<u32, u8> = [STDOUT, STDERR, ERROR]
-            .into_iter()
-            .filter_map(|c| Some((*streams.get(&c)?, c)))
-            .collect();
-        while !open.is_empty() {
-            match reader.next().await? {
-                Frame::Data(stream, data, last) => {
-                    if let (Some(channel), false) = (open.get(&stream), data.is_empty()) {
-                        sink.send(message(*channel, &data)).await.map_err(broken)?;
-                    }
-                    if last {
-                        open.remove(&stream);
-                    }
-                }
-                Frame::Reset(stream) => _ = open.remove(&stream),
-                // Whoever does not read answers lets us wait; questions are few.
-                Frame::Ping(number) => _ = questions.send(number).await,
-                Frame::End => break,
-                Frame::Other => {}
-            }
-        }
-        let end = CloseFrame {
-            code: CloseCode::Normal,
-            reason: "".into(),
         };
-        sink.send(Message::Close(Some(end))).await.map_err(broken)
-    };
-    tokio::select! {
-        biased;
-        result = outward => result,
-        result = inward => result,
+        match frame {
+            Frame::Data(stream, data, last) => {
+                if let (Some(channel), false) = (open.get(&stream), data.is_empty()) {
+                    sink.send(message(*channel, &data)).await.map_err(broken)?;
+                    progress.add(data.len());
+                }
+                if last {
+                    open.remove(&stream);
+                }
+            }
+            Frame::Reset(stream) => _ = open.remove(&stream),
+            // A runtime that does not read the replies delays only its own session; pings are few.
+            Frame::Ping(number) => _ = questions.send(number).await,
+            Frame::End => break,
+            Frame::Other => {}
+        }
+    }
+    closed(&mut sink, ended).await
+}
+
+/// Hands the client's messages on to the runtime until the client closes. After the runtime has stopped reading, messages
+/// are discarded.
+async fn inward(
+    mut messages: impl Stream<Item = Result<Message, WebSocketError>> + Unpin,
+    mut writer: Writer<impl AsyncWrite + Unpin>,
+    streams: &BTreeMap<u8, u32>,
+    mut asked: mpsc::Receiver<u32>,
+    progress: &Progress,
+) {
+    let (mut input_ended, mut runtime_reads) = (false, true);
+    loop {
+        let message = tokio::select! {
+            biased;
+            // Both can be begun anew without losing anything.
+            Some(number) = asked.recv() => {
+                runtime_reads = runtime_reads && writer.pong(number).await.is_ok();
+                continue;
+            }
+            message = messages.next() => message,
+        };
+        let data = match message {
+            Some(Ok(Message::Binary(data))) => data,
+            Some(Ok(Message::Close(_))) | None => return,
+            Some(Ok(_)) => {
+                progress.add(1);
+                continue;
+            }
+            Some(Err(error)) => {
+                tracing::debug!(%error, "the client of a session closed early");
+                return;
+            }
+        };
+        progress.add(data.len());
+        let written = match data.split_first() {
+            _ if !runtime_reads => Ok(()),
+            Some((&CLOSE, &[STDIN])) if !input_ended => {
+                input_ended = true;
+                match streams.get(&STDIN) {
+                    Some(stream) => writer.data(*stream, &[], true).await,
+                    None => Ok(()),
+                }
+            }
+            Some((&channel @ (STDIN | RESIZE), data)) if !(input_ended && channel == STDIN) => {
+                match streams.get(&channel) {
+                    Some(stream) => writer.data(*stream, data, false).await,
+                    None => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        };
+        runtime_reads = runtime_reads && written.is_ok();
     }
 }
 
@@ -294,36 +367,39 @@ async fn command(
 async fn ports(
     socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
     runtime: impl AsyncRead + AsyncWrite + Unpin,
+    progress: &Progress,
 ) -> io::Result<()> {
     let (mut sink, mut messages) = socket.split();
     let (mut from, mut to) = split(runtime);
     let inward = async {
-        while let Some(message) = messages.next().await {
-            match message.map_err(broken)? {
-                Message::Binary(data) => to.write_all(&data).await?,
+        let mut runtime_reads = true;
+        while let Some(Ok(message)) = messages.next().await {
+            match message {
+                Message::Binary(data) => {
+                    progress.add(data.len());
+                    runtime_reads = runtime_reads && to.write_all(&data).await.is_ok();
+                }
                 Message::Close(_) => break,
-                _ => {}
+                _ => progress.add(1),
             }
         }
-        Ok(())
     };
     let outward = async {
         let mut piece = vec![0; PIECE];
-        loop {
-            let length = from.read(&mut piece).await?;
-            if length == 0 {
-                return sink.send(Message::Close(None)).await.map_err(broken);
-            }
+        let ended = loop {
+            let length = match from.read(&mut piece).await {
+                Ok(0) => break Ok(()),
+                Ok(length) => length,
+                Err(error) => break Err(error),
+            };
             sink.send(Message::Binary(Bytes::copy_from_slice(&piece[..length])))
                 .await
                 .map_err(broken)?;
-        }
+            progress.add(length);
+        };
+        closed(&mut sink, ended).await
     };
-    tokio::select! {
-        biased;
-        result = outward => result,
-        result = inward => result,
-    }
+    until_closed(outward, inward, progress).await
 }
 
 #[cfg(test)]
@@ -370,8 +446,8 @@ mod tests {
                     let served = async {
                         // An error is an end as well.
                         let _ = match carried {
-                            Carried::Command => command(socket, channels, outer).await,
-                            Carried::Ports => ports(socket, outer).await,
+                            Carried::Command => command(socket, channels, outer, &Progress::default()).await,
+                            Carried::Ports => ports(socket, outer, &Progress::default()).await,
                         };
                     };
                     tokio::time::timeout(std::time::Duration::from_secs(60), served).await?;

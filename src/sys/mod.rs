@@ -28,5 +28,6 @@ pub mod removal;
 pub mod service;
 pub mod systemd;
 pub mod topology;
+pub mod unsent;
 pub mod usage;
 pub mod watch;

@@ -175,6 +175,7 @@ pub async fn hand_on(
     let outgoing = Outgoing {
         host: host.to_string(),
         target: target.to_string(),
+        forwards_ports: matches!(endpoint, Endpoint::PortForward(_)),
     };
     if let Some(carried) = carried(request.headers()) {
         let what = match endpoint {

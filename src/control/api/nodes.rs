@@ -317,6 +317,7 @@ impl Nodes {
         let outgoing = Outgoing {
             host: format!("{}:{}", agent.host, agent.port),
             target,
+            forwards_ports: false,
         };
         tunnel(request, &outgoing, stream, ())
             .await
