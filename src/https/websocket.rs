@@ -197,7 +197,7 @@ fn message(channel: u8, data: &[u8]) -> Message {
     Message::Binary(bytes.into())
 }
 
-/// Runs both directions of a session. After the runtime has ended its side, the client closes when it has read everything:
+/// Runs both directions of a session. After the end of the runtime's side, the client closes when it has read everything:
 /// until then its messages are read, as long as it makes progress. The client's end ends the session at once.
 async fn until_closed(
     outward: impl Future<Output = io::Result<()>>,
@@ -322,7 +322,7 @@ async fn inward(
     loop {
         let message = tokio::select! {
             biased;
-            // Both can be begun anew without losing anything.
+            // Both futures are cancel-safe.
             Some(number) = asked.recv() => {
                 runtime_reads = runtime_reads && writer.pong(number).await.is_ok();
                 continue;

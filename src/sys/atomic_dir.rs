@@ -122,7 +122,7 @@ fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<(
     Ok(())
 }
 
-/// Makes the visible links, and removes those whose file is gone and versions that are not `current`. A link belongs to the
+/// Makes the visible links, and removes those without a file, and versions that are not `current`. A link belongs to the
 /// owner of its files, as in upstream since 1.36 (`pkg/volume/util/atomic_writer.go`).
 fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
     let mut wanted: BTreeMap<&str, Option<u32>> = BTreeMap::new();

@@ -123,7 +123,7 @@ impl TailSearch {
     pub fn visit(&mut self, at: u64, head: &[u8]) -> bool {
         let mut fields = head.splitn(4, |b| *b == b' ').skip(1);
         if let (Some(Some(stream)), Some(tags)) = (fields.next().map(stream_index), fields.next()) {
-            // The last line of a stream may not have ended yet, or never, as its container exited.
+            // The last line of a stream may lack its end: the container still writes the line, or exited within it.
             let ends_line = !is_partial(tags) || !self.seen[stream];
             self.seen[stream] = true;
             if ends_line {
