@@ -208,6 +208,14 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
     );
 }
 
+/// A request for a token that is bound to a pod, as agents send it.
+async fn bound(server: &Server, pod: &str) -> Value {
+    let found = server
+        .call("GET", &format!("{PODS}/{pod}"), &Value::Null)
+        .await;
+    json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": found.body["metadata"]["uid"]}}})
+}
+
 #[tokio::test]
 async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
     let server = Server::new().await;
@@ -277,7 +285,6 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         };
         server.send(request)
     };
-    let bound = |pod: &str| json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": pod}}});
     for (name, code) in [("mine", 200), ("theirs", 403), ("other", 403)] {
         for path in [
             format!("namespaces/default/secrets/{name}"),
@@ -297,7 +304,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         let token = node(
             "POST",
             &format!("/api/v1/namespaces/default/serviceaccounts/{name}/token"),
-            bound(name),
+            bound(&server, name).await,
         )
         .await;
         assert_eq!(token.code, if code == 200 { 201 } else { code }, "{name}");
@@ -370,6 +377,22 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         ),
         ("GET", "/api/v1/namespaces/default/secrets", 403),
         ("GET", "/api/v1/secrets", 403),
+        // A name without a namespace would be that name in all namespaces.
+        (
+            "GET",
+            "/api/v1/secrets?fieldSelector=metadata.name%3Dmine",
+            403,
+        ),
+        (
+            "GET",
+            "/api/v1/secrets?watch=1&fieldSelector=metadata.name%3Dmine",
+            403,
+        ),
+        (
+            "GET",
+            "/apis/certificates.k8s.io/v1beta1/podcertificaterequests?fieldSelector=metadata.name%3Dmine",
+            403,
+        ),
         ("GET", "/api/v1/nodes", 403),
         ("PATCH", "/api/v1/namespaces/default/pods/mine/status", 200),
         (

@@ -473,6 +473,165 @@ async fn nodes_and_bootstrap_tokens_may_little() {
     }
 }
 
+const NODE: (&str, &[&str]) = ("system:node:n1", &["system:nodes"]);
+
+/// A mirror gives its node nothing: neither can it be created with a reference, nor does one count that is there.
+#[tokio::test]
+async fn a_mirror_opens_no_secret() {
+    let server = Server::with_roles().await;
+    let secret = json!({"metadata": {"name": "treasure"}, "data": {"k": "dg=="}});
+    let secrets = "/api/v1/namespaces/default/secrets";
+    server.ok("POST", secrets, &secret).await;
+    let node = json!({"metadata": {"name": "n1"}});
+    let node = server.ok("POST", "/api/v1/nodes", &node).await;
+    let mirror = |name: &str, env: Value| {
+        let owner = json!({"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": node["metadata"]["uid"], "controller": true});
+        json!({"metadata": {"name": name, "annotations": {"kubernetes.io/config.mirror": "h"}, "ownerReferences": [owner]},
+            "spec": {"nodeName": "n1", "containers": [{"name": "c", "image": "i", "env": env}]}})
+    };
+    let reference =
+        json!([{"name": "X", "valueFrom": {"secretKeyRef": {"name": "treasure", "key": "k"}}}]);
+    let (name, groups) = NODE;
+    let made = server
+        .call_as(name, groups, "POST", PODS, &mirror("p", json!([])))
+        .await;
+    assert_eq!(made.code, 201, "{}", made.body);
+    let refused = server
+        .call_as(name, groups, "POST", PODS, &mirror("q", reference.clone()))
+        .await;
+    assert_eq!(
+        (refused.code, refused.body["message"].as_str()),
+        (
+            403,
+            Some("pods \"q\" is forbidden: node \"n1\" can not create pods that reference secrets")
+        )
+    );
+    server.ok("POST", PODS, &mirror("r", reference)).await;
+    for url in [
+        format!("{secrets}/treasure"),
+        format!("{secrets}?fieldSelector=metadata.name%3Dtreasure"),
+        "/api/v1/namespaces/default/serviceaccounts/default".to_owned(),
+    ] {
+        let read = server
+            .call_as(name, groups, "GET", &url, &Value::Null)
+            .await;
+        assert_eq!(read.code, 403, "{url}: {}", read.body);
+    }
+}
+
+/// What nodes write below what is theirs gives them nothing either (CVE-2025-4563).
+#[tokio::test]
+async fn a_nodes_status_writes_are_of_the_status() {
+    let server = Server::with_roles().await;
+    let claim = json!({"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}}});
+    let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
+    server.ok("POST", claims, &claim).await;
+    let mut own = pod("p");
+    own["spec"]["nodeName"] = json!("n1");
+    own["spec"]["resourceClaims"] = json!([{"name": "r", "resourceClaimTemplateName": "t"}]);
+    own["spec"]["volumes"] = json!([{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}]);
+    server.ok("POST", PODS, &own).await;
+    let slice = json!({"metadata": {"name": "s"}, "spec": {"nodeName": "n2", "driver": "d", "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1}}});
+    server
+        .ok("POST", "/apis/resource.k8s.io/v1/resourceslices", &slice)
+        .await;
+    let (name, groups) = NODE;
+    let (pod, claim) = (format!("{PODS}/p/status"), format!("{claims}/c/status"));
+    for (url, body, code) in [
+        (&pod, json!({"status": {"phase": "Running"}}), 200),
+        (
+            &pod,
+            json!({"status": {"resourceClaimStatuses": [{"name": "r", "resourceClaimName": "stolen"}]}}),
+            403,
+        ),
+        (
+            &pod,
+            json!({"status": {"extendedResourceClaimStatus": {"resourceClaimName": "stolen", "requestMappings": []}}}),
+            403,
+        ),
+        (
+            &claim,
+            json!({"status": {"capacity": {"storage": "2Mi"}}}),
+            200,
+        ),
+        (&claim, json!({"metadata": {"labels": {"a": "b"}}}), 403),
+        (
+            &claim,
+            json!({"metadata": {"annotations": {"a": "b"}}}),
+            403,
+        ),
+        (&claim, json!({"metadata": {"finalizers": ["a/b"]}}), 403),
+        (&claim, json!({"metadata": {"finalizers": null}}), 403),
+        (&claim, json!({"status": {"phase": "Lost"}}), 403),
+    ] {
+        let reply = server.call_as(name, groups, "PATCH", url, &body).await;
+        assert_eq!(reply.code, code, "{url} {body}: {}", reply.body);
+    }
+    let mut request = request(&["digital signature", "client auth"]);
+    let stolen = server.call_as(name, groups, "POST", CSRS, &request).await;
+    assert_eq!(
+        stolen.code, 403,
+        "it is in the name of another: {}",
+        stolen.body
+    );
+    request["metadata"]["name"] = json!("own");
+    let own = server
+        .call_as("system:node:n", groups, "POST", CSRS, &request)
+        .await;
+    assert_eq!(own.code, 201, "{}", own.body);
+}
+
+/// An update that creates needs the right to create.
+#[tokio::test]
+async fn an_update_alone_creates_nothing() {
+    let server = Server::with_roles().await;
+    let may = |verbs: &[&str]| json!([{"apiGroups": ["", "coordination.k8s.io"], "resources": ["services", "endpoints", "events", "leases"], "verbs": verbs}]);
+    let roles = format!("{RBAC}/namespaces/default");
+    for (who, verbs) in [
+        ("updates", &["update"][..]),
+        ("creates", &["update", "create"]),
+    ] {
+        server
+            .ok("POST", &format!("{roles}/roles"), &role(who, may(verbs)))
+            .await;
+        let bound = binding(who, "Role", who, who);
+        server
+            .ok("POST", &format!("{roles}/rolebindings"), &bound)
+            .await;
+    }
+    let core = "/api/v1/namespaces/default";
+    for (url, more) in [
+        (
+            format!("{core}/services/x"),
+            json!({"spec": {"ports": [{"port": 80}]}}),
+        ),
+        (format!("{core}/endpoints/x"), json!({})),
+        (
+            format!("{core}/events/x"),
+            json!({"involvedObject": {"namespace": "default"}}),
+        ),
+        (
+            "/apis/coordination.k8s.io/v1/namespaces/default/leases/x".to_owned(),
+            json!({"spec": {}}),
+        ),
+    ] {
+        let mut body = json!({"metadata": {"name": "x"}});
+        json_patch::merge(&mut body, &more);
+        let refused = server.call_as("updates", &[], "PUT", &url, &body).await;
+        assert_eq!(refused.code, 403, "{url}: {}", refused.body);
+        let why = refused.body["message"].as_str().unwrap();
+        assert!(
+            why.contains("User \"updates\" cannot create resource"),
+            "{why}"
+        );
+        let made = server.call_as("creates", &[], "PUT", &url, &body).await;
+        assert_eq!(made.code, 201, "{url}: {}", made.body);
+        body["metadata"]["resourceVersion"] = made.body["metadata"]["resourceVersion"].clone();
+        let changed = server.call_as("updates", &[], "PUT", &url, &body).await;
+        assert_eq!(changed.code, 200, "{url}: {}", changed.body);
+    }
+}
+
 /// The proxy to nodes shows its certificate to whatever a node's status names: it calls agents and opens nothing here.
 #[tokio::test]
 async fn the_proxys_certificate_opens_nothing_here() {

@@ -172,6 +172,112 @@ async fn writes_keep_what_is_the_servers() {
     assert_ne!(a["spec"]["clusterIP"], b["spec"]["clusterIP"]);
 }
 
+/// A dry run answers as the write would, and stores nothing, whatever it goes through.
+#[tokio::test]
+async fn a_dry_run_stores_nothing() {
+    let server = Server::new().await;
+    server.ok("POST", PODS, &pod("p")).await;
+    let mut bound = pod("bound");
+    bound["spec"]["nodeName"] = json!("n");
+    server.ok("POST", PODS, &bound).await;
+    let deployments = "/apis/apps/v1/namespaces/default/deployments";
+    let deployment = json!({"metadata": {"name": "d"}, "spec": {"selector": {"matchLabels": {"a": "1"}},
+        "template": {"metadata": {"labels": {"a": "1"}}, "spec": {"containers": [{"name": "c", "image": "i"}]}}}});
+    server.ok("POST", deployments, &deployment).await;
+    let namespace = "/api/v1/namespaces/other";
+    let map = json!({"metadata": {"name": "m"}});
+    server.ok("POST", MAPS, &map).await;
+    let before = server.0.store().revision();
+    let debug = json!({"spec": {"ephemeralContainers": [{"name": "e", "image": "i"}]}});
+    let size =
+        json!({"spec": {"containers": [{"name": "c", "resources": {"requests": {"cpu": "1"}}}]}});
+    let eviction = json!({"metadata": {"name": "bound"}});
+    for (method, url, body) in [
+        (
+            "POST",
+            MAPS.to_owned(),
+            json!({"metadata": {"name": "new"}}),
+        ),
+        (
+            "PUT",
+            format!("{MAPS}/m"),
+            json!({"metadata": {"name": "m"}, "data": {"a": "b"}}),
+        ),
+        ("PATCH", format!("{MAPS}/m"), json!({"data": {"a": "b"}})),
+        ("DELETE", format!("{MAPS}/m"), Value::Null),
+        ("DELETE", MAPS.to_owned(), Value::Null),
+        ("DELETE", namespace.to_owned(), Value::Null),
+        (
+            "PUT",
+            format!("{namespace}/finalize"),
+            json!({"metadata": {"name": "other"}, "spec": {"finalizers": ["a/b"]}}),
+        ),
+        (
+            "POST",
+            format!("{PODS}/p/binding"),
+            json!({"target": {"name": "n"}}),
+        ),
+        ("POST", format!("{PODS}/bound/eviction"), eviction.clone()),
+        (
+            "PATCH",
+            format!("{PODS}/bound/status"),
+            json!({"status": {"phase": "Running"}}),
+        ),
+        ("PATCH", format!("{PODS}/bound/ephemeralcontainers"), debug),
+        ("PATCH", format!("{PODS}/bound/resize"), size),
+        (
+            "PATCH",
+            format!("{deployments}/d/scale"),
+            json!({"spec": {"replicas": 5}}),
+        ),
+        (
+            "PATCH",
+            format!("{deployments}/d/status"),
+            json!({"status": {"replicas": 5}}),
+        ),
+        (
+            "POST",
+            "/api/v1/namespaces/default/serviceaccounts/default/token".to_owned(),
+            json!({}),
+        ),
+    ] {
+        let kind = if method == "PATCH" {
+            STRATEGIC
+        } else {
+            "application/json"
+        };
+        let bytes = if body.is_null() {
+            vec![]
+        } else {
+            body.to_string().into_bytes()
+        };
+        let dry = Server::request(method, &format!("{url}?dryRun=All"), kind, bytes.clone());
+        let dry = server.send(dry).await;
+        assert!(dry.code < 300, "{method} {url}: {}", dry.body);
+        assert_eq!(
+            server.0.store().revision(),
+            before,
+            "{method} {url} stored something"
+        );
+        let bad = Server::request(method, &format!("{url}?dryRun=Some"), kind, bytes);
+        assert_eq!(server.send(bad).await.code, 422, "{method} {url}");
+    }
+    let mut dry = eviction.clone();
+    dry["deleteOptions"] = json!({"dryRun": ["All"]});
+    let url = format!("{PODS}/bound/eviction");
+    server.ok("POST", &url, &dry).await;
+    assert_eq!(server.0.store().revision(), before);
+    let other = json!({"metadata": {"name": "other"}});
+    for sub in ["binding", "eviction"] {
+        let reply = server
+            .call("POST", &format!("{PODS}/p/{sub}"), &other)
+            .await;
+        assert_eq!(reply.code, 400, "{sub}: {}", reply.body);
+    }
+    server.ok("POST", &url, &eviction).await;
+    assert!(server.0.store().revision() > before);
+}
+
 #[tokio::test]
 async fn patches_neither_rename_nor_overtake() {
     let server = Server::new().await;

@@ -383,7 +383,7 @@ fn complete(
         .clone()
         .filter(|n| !n.is_empty())
         .ok_or("metadata.name: Required value")?;
-    if let Some(kind) = references::kind_of_object(&pod) {
+    if let Some(kind) = references::kind_of_object(&pod)? {
         return Err(format!("static pods may not reference {kind}"));
     }
     let spec = pod

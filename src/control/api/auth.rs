@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::error::ApiError;
 use super::object::{list, text};
 use super::resources::Resource;
-use super::token::{ISSUER, Tokens};
+use super::token::{ISSUER, LEGACY_CLAIMS, Tokens};
 use crate::control::store::Store;
 use crate::core::node::signing::subject;
 use crate::https::Certificate;
@@ -76,23 +76,24 @@ pub fn of_certificate(der: &[u8]) -> Option<User> {
     Some(User::authenticated(name, String::new(), groups))
 }
 
-/// Decides who asks. A credential that is presented and does not hold is an error, not anonymous.
+/// Decides who asks, by the certificate or else by the token. If all credentials that are presented are bad, the request is
+/// refused and not anonymous (upstream's `pkg/kubeapiserver/authenticator/config.go`).
 pub fn authenticate(
     certificate: Option<&Certificate>,
     authorization: Option<&str>,
     tokens: &Tokens,
     store: &Store,
 ) -> Result<User, ApiError> {
-    let unauthorized = || ApiError::new(401, "Unauthorized", "Unauthorized");
-    if let Some(token) = authorization {
-        let token = token.strip_prefix("Bearer ").ok_or_else(unauthorized)?;
-        let (user, _) =
-            of_token(token.trim(), &[ISSUER], tokens, store).ok_or_else(unauthorized)?;
+    let shown = certificate.map(|c| c.holds().and_then(of_certificate));
+    if let Some(Some(user)) = shown {
         return Ok(user);
     }
-    if let Some(shown) = certificate {
-        let user = shown.holds().and_then(of_certificate);
-        return user.ok_or_else(unauthorized);
+    let token = authorization.and_then(bearer);
+    if let Some((user, _)) = token.and_then(|token| of_token(token, &[ISSUER], tokens, store)) {
+        return Ok(user);
+    }
+    if shown.is_some() || token.is_some() {
+        return Err(ApiError::new(401, "Unauthorized", "Unauthorized"));
     }
     Ok(User {
         name: "system:anonymous".into(),
@@ -101,8 +102,27 @@ pub fn authenticate(
     })
 }
 
-/// Verifies a service-account token: its signature, that it is meant for one of `audiences`, and that account and pod
-/// still exist. With the user come those of the audiences that it is meant for.
+/// The token of an `Authorization` header; none of another scheme.
+fn bearer(authorization: &str) -> Option<&str> {
+    let (scheme, rest) = authorization.trim().split_once(' ')?;
+    let token = rest.split(' ').next().unwrap_or_default();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
+}
+
+/// How long the token of something deleted still counts, in seconds: clocks differ (go-jose's `DefaultLeeway`).
+const DELETED_LEEWAY: i64 = 60;
+
+/// A stored object, if it has the uid, and no deletion of it is due for longer than the leeway.
+fn alive(store: &Store, key: &str, uid: &str) -> Option<Value> {
+    let object: Value = serde_json::from_slice(&store.get(key)?.value).ok()?;
+    let before = super::object::later(jiff::Timestamp::now(), -DELETED_LEEWAY);
+    let over = text(&object, &["metadata", "deletionTimestamp"])
+        .is_some_and(|at| at.parse::<jiff::Timestamp>().map_or(true, |at| at < before));
+    (super::object::uid(&object) == uid && !over).then_some(object)
+}
+
+/// Verifies a service-account token: its signature, that it is meant for one of `audiences`, and that account and what it
+/// is bound to still exist. With the user come those of the audiences that it is meant for.
 #[must_use]
 pub fn of_token(
     token: &str,
@@ -110,12 +130,17 @@ pub fn of_token(
     tokens: &Tokens,
     store: &Store,
 ) -> Option<(User, Vec<String>)> {
+    let ours = audiences.contains(&ISSUER);
     if let Some((id, secret)) = token
         .split_once('.')
         .filter(|(id, secret)| id.len() == 6 && secret.len() == 16)
     {
         // It is meant for this API alone.
-        let user = of_bootstrap(id, secret, store).filter(|_| audiences.contains(&ISSUER))?;
+        let user = of_bootstrap(id, secret, store).filter(|_| ours)?;
+        return Some((user, vec![ISSUER.into()]));
+    }
+    if let Some(claims) = tokens.verify_legacy(token) {
+        let user = of_secret(token, &claims, store).filter(|_| ours)?;
         return Some((user, vec![ISSUER.into()]));
     }
     let claims = tokens.verify(token, audiences)?;
@@ -130,35 +155,93 @@ pub fn of_token(
         .into_iter()
         .filter(|a: &String| audiences.contains(&a.as_str()))
         .collect();
-    let about = claims.get("kubernetes.io")?;
-    let namespace = text(about, &["namespace"])?;
-    let account = text(about, &["serviceaccount", "name"])?;
-    let uid = text(about, &["serviceaccount", "uid"])?;
-    let alive = |key: String, uid: &str| {
-        let object: Option<Value> = store
-            .get(&key)
-            .and_then(|r| serde_json::from_slice(&r.value).ok());
-        object.is_some_and(|o| super::object::uid(&o) == uid)
-    };
-    if !alive(format!("serviceaccounts/{namespace}/{account}"), uid) {
-        return None;
-    }
-    if let (Some(pod), Some(pod_uid)) =
-        (text(about, &["pod", "name"]), text(about, &["pod", "uid"]))
-        && !alive(format!("pods/{namespace}/{pod}"), pod_uid)
-    {
-        return None;
-    }
-    let user = User::authenticated(
+    Some((of_claims(&claims, store)?, meant))
+}
+
+fn of_account(namespace: &str, account: &str, uid: &str) -> User {
+    User::authenticated(
         format!("system:serviceaccount:{namespace}:{account}"),
         uid.to_owned(),
         vec![
             "system:serviceaccounts".into(),
             format!("system:serviceaccounts:{namespace}"),
         ],
-    );
-    Some((user, meant))
+    )
 }
+
+/// Who a token of TokenRequest stands for (upstream's `pkg/serviceaccount/claims.go`).
+fn of_claims(claims: &Value, store: &Store) -> Option<User> {
+    let about = claims.get("kubernetes.io")?;
+    let namespace = text(about, &["namespace"])?;
+    let account = text(about, &["serviceaccount", "name"])?;
+    let uid = text(about, &["serviceaccount", "uid"])?;
+    alive(
+        store,
+        &format!("serviceaccounts/{namespace}/{account}"),
+        uid,
+    )?;
+    let named = |kind: &str| {
+        let bound = about.get(kind)?;
+        Some((
+            text(bound, &["name"])?,
+            text(bound, &["uid"]).unwrap_or_default(),
+        ))
+    };
+    if let Some((secret, uid)) = named("secret") {
+        alive(store, &format!("secrets/{namespace}/{secret}"), uid)?;
+    }
+    let (pod, node) = (named("pod"), named("node"));
+    match (pod, node) {
+        (Some((pod, uid)), _) => drop(alive(store, &format!("pods/{namespace}/{pod}"), uid)?),
+        // The node of a pod is there for who reads the token.
+        (None, Some((node, uid))) => drop(alive(store, &format!("nodes/{node}"), uid)?),
+        (None, None) => {}
+    }
+    let mut user = of_account(namespace, account, uid);
+    for (kind, bound) in [("pod", pod), ("node", node)] {
+        let Some((name, uid)) = bound else { continue };
+        for (key, value) in [("name", name), ("uid", uid)] {
+            if !value.is_empty() {
+                let key = format!("authentication.kubernetes.io/{kind}-{key}");
+                user.extra.insert(key, vec![value.to_owned()]);
+            }
+        }
+    }
+    if let Some(id) = text(claims, &["jti"]) {
+        let key = "authentication.kubernetes.io/credential-id".to_owned();
+        user.extra.insert(key, vec![format!("JTI={id}")]);
+    }
+    Some(user)
+}
+
+/// Who the token of a Secret stands for, as long as the Secret holds that very token (upstream's
+/// `pkg/serviceaccount/legacy.go`).
+fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
+    use base64::Engine as _;
+    let [namespace, name, account, uid] =
+        LEGACY_CLAIMS.map(|key| text(claims, &[key]).filter(|v| !v.is_empty()));
+    let (namespace, name, account, uid) = (namespace?, name?, account?, uid?);
+    let secret: Value =
+        serde_json::from_slice(&store.get(&format!("secrets/{namespace}/{name}"))?.value).ok()?;
+    let held = base64::engine::general_purpose::STANDARD
+        .decode(text(&secret, &["data", "token"])?)
+        .ok()?;
+    let same = aws_lc_rs::constant_time::verify_slices_are_equal(&held, token.as_bytes()).is_ok();
+    let invalid =
+        text(&secret, &["metadata", "labels", INVALID_SINCE]).is_some_and(|t| !t.is_empty());
+    if !same || invalid || super::object::deleting(&secret) {
+        return None;
+    }
+    let found = alive(
+        store,
+        &format!("serviceaccounts/{namespace}/{account}"),
+        uid,
+    )?;
+    (!super::object::deleting(&found)).then(|| of_account(namespace, account, uid))
+}
+
+/// The label of a Secret whose token counts no more.
+const INVALID_SINCE: &str = "kubernetes.io/legacy-token-invalid-since";
 
 /// Who a bootstrap token stands for: it lies in a secret of kube-system, and may have ended (control-plane spec, 6.1).
 fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
@@ -247,53 +330,40 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     user.node().is_some_and(|node| node_may(node, ask))
 }
 
+/// What a node may do with the kinds of the API (upstream's `NodeRules` and node authorizer). The graph says with which
+/// objects, and admission with which content.
 fn node_may(node: &str, ask: &Ask<'_>) -> bool {
     let read = matches!(ask.verb, "get" | "list" | "watch");
+    let change = matches!(ask.verb, "update" | "patch");
     match (ask.resource, ask.sub) {
-        ("nodes", "" | "status") => match ask.verb {
-            "create" => true,
-            "update" | "patch" => ask.name == node,
-            _ => read && ask.name == node,
-        },
-        // Which one it may get or delete, the graph says.
+        ("nodes", "") => ask.verb == "create" || ((read || change) && ask.name == node),
+        ("nodes", "status") => change && ask.name == node,
         ("pods", "") => match ask.verb {
             "list" | "watch" => ask.on_node == node,
             verb => matches!(verb, "get" | "create" | "delete"),
         },
-        ("pods", "status") => matches!(ask.verb, "patch" | "update" | "get"),
+        ("pods" | "persistentvolumeclaims", "status") => change,
         ("pods", "eviction") | ("serviceaccounts", "token") => ask.verb == "create",
-        (
-            "configmaps" | "secrets" | "services" | "serviceaccounts" | "namespaces" | "endpoints"
-            | "endpointslices" | "runtimeclasses" | "priorityclasses",
-            "",
-        ) => read,
-        (
-            "persistentvolumes" | "persistentvolumeclaims" | "csidrivers" | "volumeattachments",
-            "",
-        ) => read,
-        ("persistentvolumeclaims", "status") => matches!(ask.verb, "patch" | "update" | "get"),
-        ("clustertrustbundles", "") => read,
+        ("configmaps" | "secrets" | "services", "") => read,
+        ("csidrivers" | "runtimeclasses" | "clustertrustbundles", "") => read,
+        ("serviceaccounts" | "endpoints", "") => ask.verb == "get",
+        ("persistentvolumes" | "persistentvolumeclaims", "") => ask.verb == "get",
+        ("volumeattachments" | "resourceclaims", "") => ask.verb == "get",
         ("certificatesigningrequests", "") => read || ask.verb == "create",
-        ("podcertificaterequests", "") => {
-            ask.verb == "create" || (read && (!ask.name.is_empty() || ask.on_node == node))
-        }
-        // Which one it may get, the graph says.
-        ("resourceclaims", "") => ask.verb == "get",
+        ("podcertificaterequests", "") => match ask.verb {
+            "list" | "watch" => ask.on_node == node,
+            verb => matches!(verb, "get" | "create"),
+        },
         ("resourceslices", "") => ask.verb == "deletecollection" && ask.on_node == node,
         ("csinodes", "") => {
             ask.verb == "create"
-                || (ask.name == node
-                    && matches!(
-                        ask.verb,
-                        "get" | "list" | "watch" | "update" | "patch" | "delete"
-                    ))
+                || (ask.name == node && (change || matches!(ask.verb, "get" | "delete")))
         }
-        ("events", "") => matches!(ask.verb, "create" | "patch" | "update"),
+        ("events", "") => ask.verb == "create" || change,
         ("leases", "") => {
             ask.namespace == "kube-node-lease"
                 && (ask.verb == "create"
-                    || (ask.name == node
-                        && matches!(ask.verb, "get" | "update" | "patch" | "delete")))
+                    || (ask.name == node && (change || matches!(ask.verb, "get" | "delete"))))
         }
         ("tokenreviews", "") => ask.verb == "create" && ask.group == "authentication.k8s.io",
         ("subjectaccessreviews", "") => ask.verb == "create" && ask.group == "authorization.k8s.io",

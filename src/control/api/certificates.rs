@@ -49,6 +49,9 @@ pub fn requested_by(request: &mut Value, user: &User) {
     if !user.uid.is_empty() {
         spec.insert("uid".into(), user.uid.as_str().into());
     }
+    if !user.extra.is_empty() {
+        spec.insert("extra".into(), json!(user.extra));
+    }
 }
 
 /// Takes over the conditions of a request; nothing else of it may change. They get their times here.
@@ -125,6 +128,20 @@ fn der_of(base64: &str) -> Option<Vec<u8>> {
             .decode(base64)
             .ok()?,
     )
+}
+
+/// The common name in a request as it stands in the object; empty where there is none or more than one, and none if the
+/// request cannot be read.
+pub fn common_name(base64: &str) -> Option<String> {
+    let der = der_of(base64)?;
+    let (_, csr) =
+        x509_parser::certification_request::X509CertificationRequest::from_der(&der).ok()?;
+    let mut names = csr.certification_request_info.subject.iter_common_name();
+    let name = match (names.next(), names.next()) {
+        (Some(one), None) => one.as_str().unwrap_or_default(),
+        _ => "",
+    };
+    Some(name.to_owned())
 }
 
 fn is_qualified(signer: &str) -> bool {

@@ -3,12 +3,14 @@
 use serde_json::{Value, json};
 
 use super::Api;
+use super::auth::User;
 use super::batch;
 use super::change::bump_generation;
 use super::error::{ApiError, FieldError};
 use super::object;
 use super::object::{deleting, list, meta, text};
 use super::resources::Resource;
+use super::restriction;
 use super::route::Query;
 use super::schema;
 use super::write::{RETRIES, Written};
@@ -26,6 +28,7 @@ impl Api {
         name: &str,
         query: &Query,
         body: &Value,
+        user: &User,
     ) -> Result<Written, ApiError> {
         let mut options = delete_options(query, body)?;
         let mut warnings = vec![];
@@ -43,6 +46,17 @@ impl Api {
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
             preconditions(resource, &old, body)?;
+            self.check_writer(
+                user,
+                &restriction::Write {
+                    resource,
+                    sub: None,
+                    namespace,
+                    name,
+                    old: Some(&old),
+                    new: None,
+                },
+            )?;
             let mut new = old.clone();
             let gone = mark_deleted(resource, &mut new, &options);
             if options.dry_run {
@@ -77,6 +91,7 @@ impl Api {
         namespace: Option<&str>,
         query: &Query,
         body: &Value,
+        user: &User,
     ) -> Result<Written, ApiError> {
         if resource.kind == "Namespace" {
             return Err(ApiError::method_not_allowed());
@@ -93,6 +108,7 @@ impl Api {
                     object::name(item),
                     query,
                     body,
+                    user,
                 )
                 .await
             {

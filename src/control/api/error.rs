@@ -113,6 +113,12 @@ impl ApiError {
         Self::new(403, "Forbidden", message)
     }
 
+    /// 403 of a write that admission refuses (upstream's `admission.NewForbidden`).
+    pub fn refused(group: &str, plural: &str, name: &str, why: &str) -> ApiError {
+        let message = format!("{} {name:?} is forbidden: {why}", qualified(plural, group));
+        Self::about(403, "Forbidden", message, group, plural, name)
+    }
+
     /// 404 of an object.
     pub fn not_found(group: &str, plural: &str, name: &str) -> ApiError {
         Self::about(

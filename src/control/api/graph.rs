@@ -12,6 +12,7 @@ use super::object::text;
 use crate::control::store::Store;
 use crate::core::lock::lock;
 use crate::core::{
+    meta,
     node::claims as resource_claims,
     pod::{self, references},
     volume::claims,
@@ -28,26 +29,25 @@ struct Edges {
     resource_claims: BTreeSet<String>,
 }
 
+/// The annotation of the mirror of a static pod.
+const MIRROR: &str = "kubernetes.io/config.mirror";
+
 fn edges(pod: &Pod) -> Edges {
     let spec = pod::spec(pod);
+    let node = spec.node_name.clone().unwrap_or_default();
+    // A node creates mirrors itself, so that a mirror must give it access to nothing (upstream's `AddPod`).
+    if meta::annotations(pod).contains_key(MIRROR) {
+        return Edges {
+            node,
+            ..Edges::default()
+        };
+    }
     let mut refers = references::of(pod);
     refers.secrets.append(&mut refers.pull_secrets);
-    for volume in spec.volumes.iter().flatten() {
-        let csi = volume
-            .csi
-            .as_ref()
-            .and_then(|c| c.node_publish_secret_ref.as_ref());
-        let iscsi = volume.iscsi.as_ref().and_then(|i| i.secret_ref.as_ref());
-        refers
-            .secrets
-            .extend(csi.into_iter().chain(iscsi).map(|s| s.name.clone()));
-    }
+    refers.secrets.append(&mut refers.storage_secrets);
     Edges {
-        node: spec.node_name.clone().unwrap_or_default(),
-        account: spec
-            .service_account_name
-            .clone()
-            .unwrap_or_else(|| "default".into()),
+        node,
+        account: spec.service_account_name.clone().unwrap_or_default(),
         config_maps: refers.config_maps,
         secrets: refers.secrets,
         claims: claims::of_pod(pod)
@@ -61,6 +61,36 @@ fn edges(pod: &Pod) -> Edges {
             .map(|reference| reference.name)
             .collect(),
     }
+}
+
+/// The Secrets that a persistent volume's node reads, as namespace and name (upstream's `VisitPVSecretNames`; those of a CSI
+/// driver's controller are not the node's).
+fn secrets_of_volume(volume: &Value) -> Vec<(&str, &str)> {
+    let filled = |path: &[&str]| text(volume, path).filter(|t| !t.is_empty());
+    let claim = text(volume, &["spec", "claimRef", "namespace"]).unwrap_or_default();
+    let mut found = vec![];
+    if let Some(name) = filled(&["spec", "azureFile", "secretName"]) {
+        let namespace = filled(&["spec", "azureFile", "secretNamespace"]);
+        found.push((namespace.unwrap_or(claim), name));
+    }
+    for (source, key, default) in [
+        ("cephfs", "secretRef", claim),
+        ("cinder", "secretRef", ""),
+        ("flexVolume", "secretRef", claim),
+        ("rbd", "secretRef", claim),
+        ("scaleIO", "secretRef", claim),
+        ("iscsi", "secretRef", claim),
+        ("storageos", "secretRef", ""),
+        ("csi", "nodePublishSecretRef", ""),
+        ("csi", "nodeStageSecretRef", ""),
+        ("csi", "nodeExpandSecretRef", ""),
+    ] {
+        if let Some(name) = filled(&["spec", source, key, "name"]) {
+            let namespace = filled(&["spec", source, key, "namespace"]);
+            found.push((namespace.unwrap_or(default), name));
+        }
+    }
+    found
 }
 
 /// The graph, read from the store; what was read of a pod is kept until the pod changes.
@@ -111,19 +141,20 @@ impl Graph {
                 .iter()
                 .any(|edges| fits(edges))
         };
+        // A name without a namespace would be that name in all namespaces.
         let named = !ask.name.is_empty();
+        let one = named && !ask.namespace.is_empty();
         match (ask.resource, ask.sub) {
-            ("configmaps", "") => named && any(&|e| e.config_maps.contains(ask.name)),
+            ("configmaps", "") => one && any(&|e| e.config_maps.contains(ask.name)),
             ("secrets", "") => {
-                named
-                    && (any(&|e| e.secrets.contains(ask.name))
-                        || self.is_of_a_volume(store, node, ask))
+                one && (any(&|e| e.secrets.contains(ask.name))
+                    || self.is_of_a_volume(store, node, ask))
             }
-            ("serviceaccounts", "" | "token") => named && any(&|e| e.account == ask.name),
+            ("serviceaccounts", "" | "token") => one && any(&|e| e.account == ask.name),
             ("persistentvolumeclaims", "" | "status") => {
-                named && any(&|e| e.claims.contains(ask.name))
+                one && any(&|e| e.claims.contains(ask.name))
             }
-            ("resourceclaims", "") => named && any(&|e| e.resource_claims.contains(ask.name)),
+            ("resourceclaims", "") => one && any(&|e| e.resource_claims.contains(ask.name)),
             ("persistentvolumes", "") => {
                 named
                     && self.has_volume(
@@ -139,7 +170,7 @@ impl Graph {
             // One that is gone is answered as such.
             ("pods", "status" | "eviction") => own_pod(store, node, ask),
             ("pods", "") if matches!(ask.verb, "get" | "delete") => own_pod(store, node, ask),
-            ("podcertificaterequests", "") if named => {
+            ("podcertificaterequests", "") if one => {
                 let key = format!("podcertificaterequests/{}/{}", ask.namespace, ask.name);
                 object(store, &key).is_none_or(|r| text(&r, &["spec", "nodeName"]) == Some(node))
             }
@@ -168,21 +199,8 @@ impl Graph {
             .0
             .into_iter()
             .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
-        let paths: [&[&str]; 5] = [
-            &["csi", "nodeStageSecretRef"],
-            &["csi", "nodePublishSecretRef"],
-            &["csi", "nodeExpandSecretRef"],
-            &["csi", "controllerPublishSecretRef"],
-            &["iscsi", "secretRef"],
-        ];
-        let refers = |volume: &Value| {
-            let own = text(volume, &["spec", "claimRef", "namespace"]);
-            paths.iter().any(|path| {
-                let reference = path.iter().fold(&volume["spec"], |value, key| &value[*key]);
-                let namespace = text(reference, &["namespace"]).or(own);
-                text(reference, &["name"]) == Some(ask.name) && namespace == Some(ask.namespace)
-            })
-        };
+        let refers =
+            |volume: &Value| secrets_of_volume(volume).contains(&(ask.namespace, ask.name));
         volumes
             .filter(refers)
             .any(|volume| self.has_volume(store, node, &Some(volume)))
@@ -203,16 +221,23 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn edges_of(spec: &Value, annotations: &Value) -> Edges {
+        let mut whole = json!({"nodeName": "here", "containers": []});
+        json_patch::merge(&mut whole, spec);
+        let pod = json!({"metadata": {"name": "p", "namespace": "n", "annotations": annotations}, "spec": whole});
+        edges(&serde_json::from_value(pod).expect("a pod"))
+    }
+
     #[test]
     fn a_pods_references_are_its_nodes() {
-        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {
-            "nodeName": "here", "serviceAccountName": "s", "imagePullSecrets": [{"name": "pull"}],
+        let own = edges_of(
+            &json!({"serviceAccountName": "s", "imagePullSecrets": [{"name": "pull"}],
             "containers": [{"name": "c", "env": [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}]}],
             "volumes": [{"name": "a", "secret": {"secretName": "t"}}, {"name": "b", "csi": {"driver": "d", "nodePublishSecretRef": {"name": "u"}}},
                 {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}, {"name": "e", "ephemeral": {}}],
-            "resourceClaims": [{"name": "r", "resourceClaimName": "device"}]}}))
-        .expect("a pod");
-        let own = edges(&pod);
+            "resourceClaims": [{"name": "r", "resourceClaimName": "device"}]}),
+            &Value::Null,
+        );
         let names = |list: &[&str]| {
             list.iter()
                 .map(|n| (*n).to_owned())
@@ -225,5 +250,70 @@ mod tests {
             (names(&["m"]), names(&["claim", "p-e"]))
         );
         assert_eq!(own.resource_claims, names(&["device"]));
+    }
+
+    /// A pod that the scheduler has bound gives its node what it refers to; the same as a mirror gives nothing.
+    #[test]
+    fn a_mirror_gives_its_node_nothing() {
+        for (spec, kind) in references::tests::every_reference() {
+            let mirror = edges_of(&spec, &json!({MIRROR: "h"}));
+            let nothing = Edges {
+                node: "here".into(),
+                ..Edges::default()
+            };
+            assert_eq!(mirror, nothing, "{spec}");
+            let bound = edges_of(&spec, &Value::Null);
+            // Kinds that all nodes read have no edges, an unnamed object is none, and the older name of the field is filled
+            // into the newer when the pod is created.
+            let has_edge = matches!(kind, "secrets" | "configmaps" | "resourceclaims")
+                || kind.starts_with("persistentvolumeclaims")
+                || (kind == "serviceaccounts" && spec.get("serviceAccount").is_none());
+            assert_eq!(
+                bound != nothing,
+                has_edge || kind.ends_with("map volumes)"),
+                "{spec}"
+            );
+        }
+    }
+
+    #[test]
+    fn secrets_of_volumes_are_in_their_namespace() {
+        let of = |source: Value| {
+            let mut spec = json!({"claimRef": {"namespace": "claims", "name": "c"}});
+            json_patch::merge(&mut spec, &source);
+            let volume = json!({"spec": spec});
+            secrets_of_volume(&volume)
+                .into_iter()
+                .map(|(namespace, name)| format!("{namespace}/{name}"))
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        let (bare, full) = (json!({"name": "s"}), json!({"name": "s", "namespace": "n"}));
+        for source in ["cephfs", "flexVolume", "rbd", "scaleIO", "iscsi"] {
+            assert_eq!(
+                of(json!({source: {"secretRef": bare}})),
+                "claims/s",
+                "{source}"
+            );
+            assert_eq!(of(json!({source: {"secretRef": full}})), "n/s", "{source}");
+        }
+        for source in ["cinder", "storageos"] {
+            assert_eq!(of(json!({source: {"secretRef": full}})), "n/s", "{source}");
+        }
+        assert_eq!(of(json!({"azureFile": {"secretName": "s"}})), "claims/s");
+        assert_eq!(
+            of(json!({"azureFile": {"secretName": "s", "secretNamespace": "n"}})),
+            "n/s"
+        );
+        for key in [
+            "nodePublishSecretRef",
+            "nodeStageSecretRef",
+            "nodeExpandSecretRef",
+        ] {
+            assert_eq!(of(json!({"csi": {key: full}})), "n/s", "{key}");
+        }
+        for key in ["controllerPublishSecretRef", "controllerExpandSecretRef"] {
+            assert_eq!(of(json!({"csi": {key: full}})), "", "{key}");
+        }
     }
 }

@@ -33,6 +33,7 @@ pub mod storage;
 mod sub;
 mod table;
 pub mod token;
+mod token_request;
 mod validate;
 pub mod watch;
 mod write;
@@ -253,7 +254,7 @@ impl Api {
         name: Option<&str>,
         sub: Option<Sub>,
     ) -> Result<Answer, ApiError> {
-        let query = &request.query;
+        let (query, user) = (&request.query, &request.user);
         let verb = authorize::verb(request, name)?;
         {
             let key = (
@@ -314,7 +315,7 @@ impl Api {
                 &View::of(&request.accept, query)?,
             )?)),
             ("create", None) => {
-                let options = Options::of(query, "CreateOptions")?.by(resource, &request.user);
+                let options = Options::of(query, "CreateOptions", user)?;
                 let mut body = decode_body(request)?;
                 if resource.kind == "CertificateSigningRequest" {
                     certificates::requested_by(&mut body, &request.user);
@@ -325,7 +326,7 @@ impl Api {
                     .into())
             }
             ("update", Some(name)) => {
-                let options = Options::of(query, "UpdateOptions")?.by(resource, &request.user);
+                let options = Options::of(query, "UpdateOptions", user)?;
                 Ok(self
                     .update(
                         resource,
@@ -339,7 +340,7 @@ impl Api {
                     .into())
             }
             ("patch", Some(name)) => {
-                let options = Options::of(query, "PatchOptions")?.by(resource, &request.user);
+                let options = Options::of(query, "PatchOptions", user)?;
                 let format = patch::Format::of(&request.content_type)?;
                 let patch = decode_json(&request.body)?;
                 Ok(self
@@ -348,11 +349,18 @@ impl Api {
                     .into())
             }
             ("delete", Some(name)) if sub.is_none() => Ok(self
-                .delete(resource, namespace, name, query, &delete_body(request)?)
+                .delete(
+                    resource,
+                    namespace,
+                    name,
+                    query,
+                    &delete_body(request)?,
+                    user,
+                )
                 .await?
                 .into()),
             ("deletecollection", None) => Ok(self
-                .delete_collection(resource, namespace, query, &delete_body(request)?)
+                .delete_collection(resource, namespace, query, &delete_body(request)?, user)
                 .await?
                 .into()),
             _ => Err(ApiError::method_not_allowed()),
@@ -368,24 +376,31 @@ impl Api {
         name: &str,
         sub: Sub,
     ) -> Result<Answer, ApiError> {
+        let user = &request.user;
+        if verb == "create" {
+            let options = Options::of(&request.query, "CreateOptions", user)?;
+            return Ok(match sub {
+                Sub::Binding => {
+                    let binding = decode_body(request)?;
+                    self.bind(namespace, name, &binding, &options).await?
+                }
+                Sub::Eviction => {
+                    let eviction = decode_body(request)?;
+                    self.evict(namespace, name, eviction, &options).await?
+                }
+                // A token is not stored, so that a dry run gives one too, as upstream's does.
+                Sub::Token => self.issue_token(namespace, name, &decode_body(request)?, user)?,
+                _ => return Err(ApiError::method_not_allowed()),
+            }
+            .into());
+        }
         match (sub, verb) {
-            (Sub::Binding, "create") => Ok(self
-                .bind(namespace, name, &decode_body(request)?)
-                .await?
-                .into()),
-            (Sub::Eviction, "create") => Ok(self
-                .evict(namespace, name, &decode_body(request)?)
-                .await?
-                .into()),
-            (Sub::Token, "create") => Ok(self
-                .issue_token(namespace, name, &decode_body(request)?, &request.user)?
-                .into()),
             (Sub::Scale, "get") => {
                 let view = View::of(&request.accept, &request.query)?;
                 Ok(Answer::json(self.scale(resource, namespace, name, &view)?))
             }
             (Sub::Scale, "update") => {
-                let options = Options::of(&request.query, "UpdateOptions")?;
+                let options = Options::of(&request.query, "UpdateOptions", user)?;
                 Ok(self
                     .set_scale(
                         resource,
@@ -399,7 +414,7 @@ impl Api {
                     .into())
             }
             (Sub::Scale, "patch") => {
-                let options = Options::of(&request.query, "PatchOptions")?;
+                let options = Options::of(&request.query, "PatchOptions", user)?;
                 let format = patch::Format::of(&request.content_type)?;
                 Ok(self
                     .set_scale(

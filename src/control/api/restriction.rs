@@ -1,12 +1,15 @@
-//! What a node's agent may write: its own Node, its own pods' mirrors and status, its own lease (NodeRestriction;
-//! control-plane spec, 6.3). Authorisation says which objects; this says what may be in them. Pure.
+//! What a node's agent may write: its own Node, its own pods' mirrors and status, its own lease (upstream's admission plugin
+//! NodeRestriction). Authorisation says which objects; this says what may be in them. Pure.
 
+use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
 
+use super::certificates;
 use super::error::ApiError;
-use super::object::{at, list, name, text};
+use super::object::{at, list, name, text, uid};
 use super::resources::{Resource, Sub};
-use super::token::ISSUER;
+use crate::core::node::signing;
+use crate::core::pod::{self as core_pod, references};
 
 /// Labels that a node may give itself below `kubernetes.io` and `k8s.io`.
 const LABELS: [&str; 10] = [
@@ -66,367 +69,530 @@ fn foreign_labels(old: Option<&Value>, new: &Value) -> Vec<String> {
     keys
 }
 
-fn node_object(node: &str, old: Option<&Value>, new: &Value) -> Result<(), String> {
-    if name(new) != node {
-        return Err(format!(
+/// A write that a node wants to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Write<'a> {
+    /// The kind.
+    pub resource: &'a Resource,
+    /// The subresource, if it goes through one.
+    pub sub: Option<Sub>,
+    /// The object's namespace, if it has one.
+    pub namespace: Option<&'a str>,
+    /// The object's name in the path; of a new object its own.
+    pub name: &'a str,
+    /// The stored object; none if the write creates one.
+    pub old: Option<&'a Value>,
+    /// What is to be stored, or the subresource's body; none if the write deletes.
+    pub new: Option<&'a Value>,
+}
+
+/// Reads stored objects by their key.
+pub type Read<'a> = &'a dyn Fn(&str) -> Option<Value>;
+
+/// Why a write is refused.
+enum Refusal {
+    /// Admission forbids it, for this reason.
+    Forbidden(String),
+    /// Something it refers to does not exist: plural and name.
+    Missing(&'static str, String),
+    /// A reference is not, or no longer, of the object that is stored. Upstream answers 500, so that the node tries again.
+    Stale(String),
+}
+
+type Verdict = Result<(), Refusal>;
+
+fn forbid(why: impl Into<String>) -> Verdict {
+    Err(Refusal::Forbidden(why.into()))
+}
+
+impl Write<'_> {
+    fn operation(&self) -> &'static str {
+        match (self.old, self.new) {
+            (None, _) => "CREATE",
+            (_, None) => "DELETE",
+            _ => "UPDATE",
+        }
+    }
+}
+
+/// Whether two values are the same, where nothing and what is empty are.
+fn same(a: Option<&Value>, b: Option<&Value>) -> bool {
+    let filled = |value: Option<&Value>| {
+        value
+            .filter(|v| match v {
+                Value::Null => false,
+                Value::Array(items) => !items.is_empty(),
+                Value::Object(map) => !map.is_empty(),
+                _ => true,
+            })
+            .cloned()
+    };
+    filled(a) == filled(b)
+}
+
+fn node_object(node: &str, write: &Write<'_>) -> Verdict {
+    if write.name != node {
+        return forbid(format!(
             "node {node:?} is not allowed to modify node {:?}",
-            name(new)
+            write.name
         ));
     }
-    let labels = foreign_labels(old, new);
-    if !labels.is_empty() {
-        let what = if old.is_some() {
-            "modify labels"
-        } else {
-            "set the following labels"
-        };
-        return Err(format!("is not allowed to {what}: {}", labels.join(", ")));
+    let Some(new) = write.new else { return Ok(()) };
+    let labels = foreign_labels(write.old, new).join(", ");
+    let source = at(new, &["spec", "configSource"]);
+    let Some(old) = write.old else {
+        if source.is_some() {
+            return forbid(format!(
+                "node {node:?} is not allowed to create pods with a non-nil configSource"
+            ));
+        }
+        if !labels.is_empty() {
+            return forbid(format!(
+                "node {node:?} is not allowed to set the following labels: {labels}"
+            ));
+        }
+        return Ok(());
+    };
+    if source.is_some() && source != at(old, &["spec", "configSource"]) {
+        return forbid(format!(
+            "node {node:?} is not allowed to update configSource to a new non-nil configSource"
+        ));
     }
-    let Some(old) = old else { return Ok(()) };
     for (path, what) in [
         (["spec", "taints"], "taints"),
         (["metadata", "ownerReferences"], "ownerReferences"),
     ] {
         if list(old, &path) != list(new, &path) {
-            return Err(format!("node {node:?} is not allowed to modify {what}"));
+            return forbid(format!("node {node:?} is not allowed to modify {what}"));
         }
+    }
+    if !labels.is_empty() {
+        return forbid(format!("is not allowed to modify labels: {labels}"));
+    }
+    Ok(())
+}
+
+/// The owner of a mirror: the node itself, and nothing else.
+fn owner(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
+    let owner = match list(pod, &["metadata", "ownerReferences"]) {
+        [one] => one,
+        [] => {
+            return forbid(format!(
+                "node {node:?} can only create pods with an owner reference set to itself"
+            ));
+        }
+        _ => {
+            return forbid(format!(
+                "node {node:?} can only create pods with a single owner reference set to itself"
+            ));
+        }
+    };
+    if text(owner, &["apiVersion"]) != Some("v1")
+        || text(owner, &["kind"]) != Some("Node")
+        || text(owner, &["name"]) != Some(node)
+    {
+        return forbid(format!(
+            "node {node:?} can only create pods with an owner reference set to itself"
+        ));
+    }
+    if owner["controller"] != true {
+        return forbid(format!(
+            "node {node:?} can only create pods with a controller owner reference set to itself"
+        ));
+    }
+    if owner["blockOwnerDeletion"] == true {
+        return forbid(format!(
+            "node {node:?} must not set blockOwnerDeletion on an owner reference"
+        ));
+    }
+    let own =
+        read(&format!("nodes/{node}")).ok_or_else(|| Refusal::Missing("nodes", node.to_owned()))?;
+    let (said, is) = (text(owner, &["uid"]).unwrap_or_default(), uid(&own));
+    if said != is {
+        return forbid(format!(
+            "node {node} UID mismatch: expected {said} got {is}"
+        ));
     }
     Ok(())
 }
 
 /// Whether a pod is the mirror of a static pod of this node, and draws on nothing of the API.
-fn mirror(node: &str, uid: Option<String>, pod: &Value) -> Result<(), String> {
-    if at(
-        pod,
-        &["metadata", "annotations", "kubernetes.io/config.mirror"],
-    )
-    .is_none()
-    {
-        return Err(format!(
+fn mirror(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
+    let annotation = ["metadata", "annotations", "kubernetes.io/config.mirror"];
+    if at(pod, &annotation).is_none() {
+        return forbid(format!(
             "pod does not have \"kubernetes.io/config.mirror\" annotation, node {node:?} can only create mirror pods"
         ));
     }
     if text(pod, &["spec", "nodeName"]) != Some(node) {
-        return Err(format!(
+        return forbid(format!(
             "node {node:?} can only create pods with spec.nodeName set to itself"
         ));
     }
-    let [owner] = list(pod, &["metadata", "ownerReferences"]) else {
-        return Err(format!(
-            "node {node:?} can only create pods with a single owner reference set to itself"
-        ));
-    };
-    let ours = text(owner, &["apiVersion"]) == Some("v1")
-        && text(owner, &["kind"]) == Some("Node")
-        && text(owner, &["name"]) == Some(node);
-    if !ours
-        || owner["controller"] != true
-        || owner["blockOwnerDeletion"] == true
-        || text(owner, &["uid"]) != uid.as_deref()
-    {
-        return Err(format!(
-            "node {node:?} can only create pods with an owner reference that is itself, by its uid, as their controller"
-        ));
+    owner(node, read, pod)?;
+    let unclear = |why: String| format!("error checking mirror pod for API references: {why}");
+    let typed: Pod = serde_json::from_value(pod.clone())
+        .map_err(|e| Refusal::Forbidden(unclear(e.to_string())))?;
+    match references::kind_of_object(&typed) {
+        Err(why) => return forbid(unclear(why)),
+        Ok(Some(kind)) => {
+            return forbid(format!(
+                "node {node:?} can not create pods that reference {kind}"
+            ));
+        }
+        Ok(None) => {}
     }
-    let refuse = |what: &str| {
-        Err(format!(
-            "node {node:?} can not create pods that reference {what}"
-        ))
-    };
-    if text(pod, &["spec", "serviceAccountName"]).is_some_and(|a| !a.is_empty()) {
-        return refuse("a service account");
-    }
-    for volume in list(pod, &["spec", "volumes"]) {
-        let sources = list(volume, &["projected", "sources"]);
-        let has = |kind: &str| {
-            volume.get(kind).is_some() || sources.iter().any(|s| s.get(kind).is_some())
-        };
-        for (kind, what) in [
-            ("secret", "secrets"),
-            ("configMap", "configmaps"),
-            ("persistentVolumeClaim", "persistentvolumeclaims"),
-            ("ephemeral", "persistentvolumeclaims"),
-            ("serviceAccountToken", "a service account"),
-        ] {
-            if has(kind) {
-                return refuse(what);
-            }
+    // A kind of volume that is not known here may refer to anything.
+    for volume in core_pod::spec(&typed).volumes.iter().flatten() {
+        let sources = serde_json::to_value(volume).ok();
+        if sources
+            .and_then(|v| Some(v.as_object()?.len()))
+            .is_none_or(|n| n < 2)
+        {
+            return forbid(unclear(format!(
+                "unknown volume type for volume  {:?}",
+                volume.name
+            )));
         }
     }
     Ok(())
 }
 
-/// Whether a node may make `new` of `old`. `uid` reads its own Node's, which only mirrors need.
-pub fn check(
-    node: &str,
-    uid: impl FnOnce() -> Option<String>,
-    resource: &Resource,
-    sub: Option<Sub>,
-    old: Option<&Value>,
-    new: &Value,
-) -> Result<(), ApiError> {
-    let same = |what: &str| {
-        if name(new) == node {
-            Ok(())
-        } else {
-            Err(format!(
-                "can only access {what} with the same name as the requesting node"
+fn pod(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
+    match (write.sub, write.old, write.new) {
+        (None, None, Some(new)) => mirror(node, read, new),
+        (None, Some(old), None) if text(old, &["spec", "nodeName"]) != Some(node) => forbid(
+            format!("node {node:?} can only delete pods with spec.nodeName set to itself"),
+        ),
+        (None, Some(_), None) => Ok(()),
+        (None, ..) => forbid(format!(
+            "unexpected operation {:?}, node {node:?} can only create and delete mirror pods",
+            write.operation()
+        )),
+        (Some(Sub::Status), Some(old), Some(new)) => pod_status(node, old, new),
+        (Some(Sub::Eviction), Some(old), _) if text(old, &["spec", "nodeName"]) != Some(node) => {
+            forbid(format!(
+                "node {node} can only evict pods with spec.nodeName set to itself"
             ))
         }
+        (Some(Sub::Eviction), ..) => Ok(()),
+        (Some(Sub::Status), ..) => forbid(format!("unexpected operation {:?}", write.operation())),
+        (Some(sub), ..) => forbid(format!(
+            "unexpected pod subresource {:?}, only 'status' and 'eviction' are allowed",
+            sub.name()
+        )),
+    }
+}
+
+/// What of a pod's status its node may not write: the claims that the node may read then (CVE-2025-4563).
+fn pod_status(node: &str, old: &Value, new: &Value) -> Verdict {
+    if text(old, &["spec", "nodeName"]) != Some(node) {
+        return forbid(format!(
+            "node {node:?} can only update pod status for pods with spec.nodeName set to itself"
+        ));
+    }
+    let changed = |path: &[&str]| !same(at(old, path), at(new, path));
+    if changed(&["metadata", "labels"]) {
+        return forbid(format!(
+            "node {node:?} cannot update labels through pod status"
+        ));
+    }
+    if changed(&["status", "resourceClaimStatuses"]) {
+        return forbid(format!(
+            "node {node:?} cannot update resource claim statues"
+        ));
+    }
+    if changed(&["status", "extendedResourceClaimStatus"]) {
+        return forbid(format!(
+            "node {node:?} cannot update extended resource claim status"
+        ));
+    }
+    Ok(())
+}
+
+/// The fields of a claim's status that a node reports after it has resized a file system.
+const CLAIM_STATUS: [&str; 4] = [
+    "capacity",
+    "conditions",
+    "allocatedResources",
+    "allocatedResourceStatuses",
+];
+
+fn claim(node: &str, write: &Write<'_>) -> Verdict {
+    let (old, new) = match (write.sub, write.old, write.new) {
+        (Some(Sub::Status), Some(old), Some(new)) => (old, new),
+        (Some(Sub::Status), ..) => {
+            return forbid(format!("unexpected operation {:?}", write.operation()));
+        }
+        _ => return forbid("may only update PVC status"),
     };
-    let result = match (resource.kind, sub, old) {
-        ("Node", None | Some(Sub::Status), _) => node_object(node, old, new),
-        ("Pod", None, None) => mirror(node, uid(), new),
-        ("Pod", None, Some(_)) => Err(format!("node {node:?} can only change the status of pods")),
-        ("Pod", Some(Sub::Status), _) if text(new, &["spec", "nodeName"]) != Some(node) => {
-            Err(format!(
-                "node {node:?} can only update pod status for pods with spec.nodeName set to itself"
-            ))
+    let mut changed = vec![];
+    for (part, own) in [
+        ("metadata", &["resourceVersion", "managedFields"][..]),
+        ("spec", &[]),
+        ("status", &CLAIM_STATUS),
+    ] {
+        let keys = |object: &Value| -> Vec<String> {
+            let map = at(object, &[part]).and_then(Value::as_object);
+            map.into_iter().flat_map(|m| m.keys().cloned()).collect()
+        };
+        let foreign = keys(old)
+            .into_iter()
+            .chain(keys(new))
+            .filter(|k| !own.contains(&k.as_str()))
+            .filter(|k| !same(at(old, &[part, k]), at(new, &[part, k])));
+        changed.extend(foreign.map(|k| format!("{part}.{k}")));
+    }
+    changed.sort();
+    changed.dedup();
+    if changed.is_empty() {
+        return Ok(());
+    }
+    forbid(format!(
+        "node {node:?} is not allowed to update fields other than status.quantity and status.conditions: {}",
+        changed.join(", ")
+    ))
+}
+
+/// A request for a certificate of a pod names the pod, its account and its node as they are.
+fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
+    if write.old.is_some() {
+        return forbid(format!("unexpected operation {}", write.operation()));
+    }
+    if let Some(sub) = write.sub {
+        return forbid(format!("unexpected subresource {}", sub.name()));
+    }
+    let Some(request) = write.new else {
+        return Ok(());
+    };
+    let said = |key: &str| text(request, &["spec", key]).unwrap_or_default();
+    if said("nodeName") != node {
+        return forbid(format!(
+            "PodCertificateRequest.Spec.NodeName={:?}, which is not the requesting node {node:?}",
+            said("nodeName")
+        ));
+    }
+    let namespace = write.namespace.unwrap_or_default();
+    let full = format!("{namespace}/{}", said("podName"));
+    let missing = |kind: &str, name: &str, plural: &str, short: &str| {
+        Refusal::Stale(format!(
+            "while retrieving {kind} {name:?} named in the PodCertificateRequest: {plural} {short:?} not found"
+        ))
+    };
+    let own = read(&format!("nodes/{node}")).ok_or_else(|| missing("node", node, "nodes", node))?;
+    if uid(&own) != said("nodeUID") {
+        return Err(Refusal::Stale(format!(
+            "PodCertificateRequest for pod {full:?} names node UID {:?}, inconsistent with the running node ({:?})",
+            said("nodeUID"),
+            uid(&own)
+        )));
+    }
+    let pod = read(&format!("pods/{full}"))
+        .ok_or_else(|| missing("pod", &full, "pods", said("podName")))?;
+    if uid(&pod) != said("podUID") {
+        return Err(Refusal::Stale(format!(
+            "PodCertificateRequest for pod {full:?} contains pod UID ({:?}) which differs from running pod {:?}",
+            said("podUID"),
+            uid(&pod)
+        )));
+    }
+    if text(&pod, &["spec", "nodeName"]) != Some(node) {
+        return forbid(format!(
+            "pod {full:?} is not running on node {node:?} named in the PodCertificateRequest"
+        ));
+    }
+    if at(
+        &pod,
+        &["metadata", "annotations", "kubernetes.io/config.mirror"],
+    )
+    .is_some()
+    {
+        return forbid(format!("pod {full:?} is a mirror pod"));
+    }
+    let account = text(&pod, &["spec", "serviceAccountName"]).unwrap_or_default();
+    if said("serviceAccountName") != account {
+        return forbid(format!(
+            "PodCertificateRequest for pod {full:?} contains serviceAccountName ({:?}) that differs from running pod ({account:?})",
+            said("serviceAccountName")
+        ));
+    }
+    let name = format!("{namespace}/{account}");
+    let found = read(&format!("serviceaccounts/{name}"))
+        .ok_or_else(|| missing("service account", &name, "serviceaccounts", account))?;
+    if uid(&found) != said("serviceAccountUID") {
+        return Err(Refusal::Stale(format!(
+            "PodCertificateRequest for pod {full:?} names service account UID {:?}, which differs from the running service account ({:?})",
+            said("serviceAccountUID"),
+            uid(&found)
+        )));
+    }
+    Ok(())
+}
+
+fn lease(node: &str, write: &Write<'_>) -> Verdict {
+    if write.namespace != Some("kube-node-lease") {
+        return forbid("can only access leases in the \"kube-node-lease\" system namespace");
+    }
+    if write.name != node {
+        return forbid("can only access node lease with the same name as the requesting node");
+    }
+    Ok(())
+}
+
+/// A node adds and removes slices of its own devices; which existing ones it changes, the authorizer says.
+fn resource_slice(node: &str, write: &Write<'_>) -> Verdict {
+    let (object, verb) = match (write.old, write.new) {
+        (None, Some(new)) => (new, "create"),
+        (Some(old), None) => (old, "delete"),
+        _ => return Ok(()),
+    };
+    if text(object, &["spec", "nodeName"]) == Some(node) {
+        return Ok(());
+    }
+    forbid(format!(
+        "can only {verb} ResourceSlice with the same NodeName as the requesting node"
+    ))
+}
+
+/// A node asks for certificates in its own name alone.
+fn signing_request(node: &str, write: &Write<'_>) -> Verdict {
+    let (None, Some(new)) = (write.old, write.new) else {
+        return Ok(());
+    };
+    let signer = text(new, &["spec", "signerName"]);
+    if !signer.is_some_and(|s| s == signing::CLIENT || s == signing::SERVING) {
+        return Ok(());
+    }
+    let name = text(new, &["spec", "request"]).and_then(certificates::common_name);
+    match name {
+        None => forbid("unable to parse csr: PEM block type must be CERTIFICATE REQUEST"),
+        Some(name) if name != format!("system:node:{node}") => forbid(format!(
+            "can only create a node CSR with CN=system:node:{node}"
+        )),
+        Some(_) => Ok(()),
+    }
+}
+
+/// Whether a node may do a write (upstream's `plugin/pkg/admission/noderestriction/admission.go`).
+///
+/// # Errors
+///
+/// 403 with upstream's words; 404 or 500 if something that the object refers to does not exist or is another by now.
+pub fn check(node: &str, read: Read<'_>, write: &Write<'_>) -> Result<(), ApiError> {
+    let resource = write.resource;
+    let verdict = match resource.kind {
+        "Pod" => pod(node, read, write),
+        "Node" => node_object(node, write),
+        "PersistentVolumeClaim" => claim(node, write),
+        "PodCertificateRequest" => pod_certificate(node, read, write),
+        "Lease" => lease(node, write),
+        "CSINode" if write.name != node => {
+            forbid("can only access CSINode with the same name as the requesting node")
         }
-        ("Lease", _, _) => same("lease"),
-        ("CSINode", _, _) => same("CSINode"),
-        ("PodCertificateRequest", _, None) if text(new, &["spec", "nodeName"]) != Some(node) => {
-            Err(format!(
-                "node {node:?} can only ask for certificates of its own pods"
-            ))
-        }
+        "ResourceSlice" => resource_slice(node, write),
+        "CertificateSigningRequest" => signing_request(node, write),
         _ => Ok(()),
     };
-    result.map_err(|why| {
-        ApiError::forbidden(format!(
-            "{} {:?} is forbidden: {why}",
-            resource.plural,
-            name(new)
-        ))
+    verdict.map_err(|refusal| match refusal {
+        Refusal::Forbidden(why) => {
+            ApiError::refused(resource.group, resource.plural, write.name, &why)
+        }
+        Refusal::Missing(plural, name) => ApiError::not_found("", plural, &name),
+        Refusal::Stale(why) => ApiError::new(500, "", why),
     })
 }
 
 /// What a volume of a pod says of its driver.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum Source<'a> {
     /// Its name.
     Driver(&'a str),
     /// The claim that it is bound to.
-    Claim(&'a str),
+    Claim(String),
 }
 
-/// The audiences of which a pod itself wants tokens, and what its volumes say of their drivers.
-fn wanted_by(pod: &Value) -> (Vec<&str>, Vec<Source<'_>>) {
-    let (mut audiences, mut sources) = (vec![], vec![]);
-    for volume in list(pod, &["spec", "volumes"]) {
-        for token in list(volume, &["projected", "sources"])
+/// Whether a pod wants tokens for an audience, empty for the API's own, in a projected volume or by a driver.
+fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<String>) -> bool {
+    list(pod, &["spec", "volumes"]).iter().any(|volume| {
+        let own = list(volume, &["projected", "sources"])
             .iter()
             .filter_map(|s| at(s, &["serviceAccountToken"]))
-        {
-            audiences.push(
-                text(token, &["audience"])
-                    .filter(|a| !a.is_empty())
-                    .unwrap_or(ISSUER),
-            );
-        }
-        sources.extend(text(volume, &["csi", "driver"]).map(Source::Driver));
-        sources.extend(text(volume, &["persistentVolumeClaim", "claimName"]).map(Source::Claim));
-    }
-    (audiences, sources)
+            .any(|token| text(token, &["audience"]).unwrap_or_default() == audience);
+        let made = || {
+            format!(
+                "{}-{}",
+                name(pod),
+                text(volume, &["name"]).unwrap_or_default()
+            )
+        };
+        let source = if at(volume, &["ephemeral", "volumeClaimTemplate"]).is_some() {
+            Some(Source::Claim(made()))
+        } else if let Some(claim) = text(volume, &["persistentVolumeClaim", "claimName"]) {
+            Some(Source::Claim(claim.to_owned()))
+        } else {
+            text(volume, &["csi", "driver"]).map(Source::Driver)
+        };
+        own || source.is_some_and(|s| drivers(&s).iter().any(|a| a == audience))
+    })
 }
 
-/// Whether a node may have this token: only one that is bound to a pod of its own, and meant for whom the pod or a driver
-/// of its volumes wants it. `pod` is the one that it names; `drivers` gives a driver's audiences.
+/// A token that a node asks for.
+pub struct TokenAsk<'a> {
+    /// The account.
+    pub account: &'a str,
+    /// What the token is to be bound to.
+    pub bound: Option<&'a Value>,
+    /// The pod that `bound` names, if it is there.
+    pub pod: Option<&'a Value>,
+    /// The audiences; none for the API's own.
+    pub audiences: &'a [String],
+}
+
+/// Whether a node may have a token: one that is bound to a pod of its own, and meant for whom the pod or a driver of its
+/// volumes wants it. `drivers` gives a driver's audiences; `allowed` says whether the node may have tokens for an audience
+/// anyway.
+///
+/// # Errors
+///
+/// 403 with upstream's words (`admitServiceAccount`), 404 if the pod does not exist.
 pub fn check_token(
     node: &str,
-    account: &str,
-    pod: Option<&Value>,
-    audiences: &[String],
-    drivers: impl Fn(Source<'_>) -> Vec<String>,
+    ask: &TokenAsk<'_>,
+    drivers: impl Fn(&Source<'_>) -> Vec<String>,
+    allowed: impl Fn(&str) -> bool,
 ) -> Result<(), ApiError> {
-    let refuse = |why: &str| {
-        Err(ApiError::forbidden(format!(
-            "serviceaccounts {account:?} is forbidden: {why}"
-        )))
-    };
-    let Some(pod) = pod else {
+    let refuse = |why: &str| Err(ApiError::refused("", "serviceaccounts", ask.account, why));
+    let said = |key: &str| ask.bound.and_then(|b| text(b, &[key])).unwrap_or_default();
+    if said("apiVersion") != "v1" || said("kind") != "Pod" || said("name").is_empty() {
         return refuse("node requested token not bound to a pod");
-    };
+    }
+    if said("uid").is_empty() {
+        return refuse("node requested token with a pod binding without a uid");
+    }
+    let pod = ask
+        .pod
+        .ok_or_else(|| ApiError::not_found("", "pods", said("name")))?;
+    if said("uid") != uid(pod) {
+        return refuse(&format!(
+            "the UID in the bound object reference ({}) does not match the UID in record. The object might have been deleted and then recreated",
+            said("uid")
+        ));
+    }
     if text(pod, &["spec", "nodeName"]) != Some(node) {
         return refuse("node requested token bound to a pod scheduled on a different node");
     }
-    let (own, sources) = wanted_by(pod);
-    let of_drivers: Vec<String> = sources.into_iter().flat_map(drivers).collect();
-    match audiences
-        .iter()
-        .find(|a| a.as_str() != ISSUER && !own.contains(&a.as_str()) && !of_drivers.contains(a))
-    {
-        Some(audience) => refuse(&format!(
-            "audience {audience:?} not found in pod spec volume, system:node:{node} is not authorized to request tokens for this audience"
-        )),
-        None => Ok(()),
+    let audience = match ask.audiences {
+        [] => "",
+        [one] => one.as_str(),
+        _ => return refuse("node may only request 0 or 1 audiences"),
+    };
+    if wants(pod, audience, drivers) || allowed(audience) {
+        return Ok(());
     }
+    refuse(&format!(
+        "audience {audience:?} not found in pod spec volume, system:node:{node} is not authorized to request tokens for this audience"
+    ))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn may(kind: &str, sub: Option<Sub>, old: Option<Value>, new: Value) -> Result<(), String> {
-        let resource = Resource::of_kind(kind).expect("a kind");
-        check(
-            "n1",
-            || Some("uid-1".into()),
-            resource,
-            sub,
-            old.as_ref(),
-            &new,
-        )
-        .map_err(|e| e.message)
-    }
-
-    #[test]
-    fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
-        let node = |more: Value| {
-            let mut node = json!({"metadata": {"name": "n1", "labels": {"kubernetes.io/os": "linux", "pool": "a"}}, "spec": {"taints": [{"key": "t"}]}});
-            json_patch::merge(&mut node, &more);
-            node
-        };
-        let label = |key: &str| node(json!({"metadata": {"labels": {key: "x"}}}));
-        assert_eq!(
-            may("Node", None, None, node(json!({}))),
-            Ok(()),
-            "taints are its own when it comes"
-        );
-        for key in [
-            "pool",
-            "other.example/x",
-            "topology.kubernetes.io/zone",
-            "node.kubernetes.io/instance-type",
-            "sub.node.kubernetes.io/x",
-        ] {
-            assert_eq!(
-                may("Node", None, Some(node(json!({}))), label(key)),
-                Ok(()),
-                "{key}"
-            );
-        }
-        for key in [
-            "node-restriction.kubernetes.io/x",
-            "a.node-restriction.kubernetes.io/x",
-            "node-role.kubernetes.io/control-plane",
-            "k8s.io/x",
-        ] {
-            assert!(
-                may("Node", None, Some(node(json!({}))), label(key))
-                    .is_err_and(|e| e.contains(key)),
-                "{key}"
-            );
-            assert!(
-                may("Node", None, None, label(key))
-                    .is_err_and(|e| e.contains("set the following labels")),
-                "{key}"
-            );
-            assert!(
-                may("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(),
-                "nor remove {key}"
-            );
-        }
-        for more in [
-            json!({"spec": {"taints": []}}),
-            json!({"metadata": {"ownerReferences": [{"uid": "x"}]}}),
-            json!({"metadata": {"name": "n2"}}),
-        ] {
-            assert!(
-                may("Node", None, Some(node(json!({}))), node(more.clone())).is_err(),
-                "{more}"
-            );
-        }
-        assert!(
-            may("Lease", None, None, json!({"metadata": {"name": "n2"}}))
-                .is_err_and(|e| e.contains("same name"))
-        );
-        assert_eq!(
-            may("CSINode", None, None, json!({"metadata": {"name": "n1"}})),
-            Ok(())
-        );
-    }
-
-    #[test]
-    fn a_node_makes_mirrors_of_its_own_static_pods() {
-        let pod = |more: Value| {
-            let owner = json!({"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "uid-1", "controller": true});
-            let mut pod = json!({"metadata": {"name": "p", "annotations": {"kubernetes.io/config.mirror": "h"}, "ownerReferences": [owner]}, "spec": {"nodeName": "n1"}});
-            json_patch::merge(&mut pod, &more);
-            pod
-        };
-        assert_eq!(may("Pod", None, None, pod(json!({}))), Ok(()));
-        for (more, why) in [
-            (json!({"metadata": {"annotations": null}}), "mirror pods"),
-            (json!({"spec": {"nodeName": "n2"}}), "spec.nodeName"),
-            (json!({"metadata": {"ownerReferences": null}}), "owner"),
-            (
-                json!({"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "other", "controller": true}]}}),
-                "uid",
-            ),
-            (
-                json!({"spec": {"serviceAccountName": "a"}}),
-                "service account",
-            ),
-            (json!({"spec": {"volumes": [{"secret": {}}]}}), "secrets"),
-            (
-                json!({"spec": {"volumes": [{"projected": {"sources": [{"configMap": {}}]}}]}}),
-                "configmaps",
-            ),
-        ] {
-            assert!(
-                may("Pod", None, None, pod(more.clone())).is_err_and(|e| e.contains(why)),
-                "{more}"
-            );
-        }
-        assert_eq!(
-            may(
-                "Pod",
-                Some(Sub::Status),
-                Some(pod(json!({}))),
-                pod(json!({}))
-            ),
-            Ok(())
-        );
-        let elsewhere = pod(json!({"spec": {"nodeName": "n2"}}));
-        assert!(
-            may(
-                "Pod",
-                Some(Sub::Status),
-                Some(elsewhere.clone()),
-                elsewhere.clone()
-            )
-            .is_err()
-        );
-        assert!(may("Pod", None, Some(pod(json!({}))), pod(json!({}))).is_err());
-        let token = |pod: Option<&Value>| {
-            check_token("n1", "a", pod, &[ISSUER.into()], |_| vec![]).map_err(|e| e.message)
-        };
-        assert_eq!(token(Some(&pod(json!({})))), Ok(()));
-        assert!(token(Some(&elsewhere)).is_err_and(|e| e.contains("different node")));
-        assert!(token(None).is_err_and(|e| e.contains("not bound to a pod")));
-    }
-
-    #[test]
-    fn tokens_are_for_whom_the_pod_or_its_drivers_want_them() {
-        let pod = json!({"metadata": {"name": "p"}, "spec": {"nodeName": "n1", "volumes": [
-            {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"audience": "vault"}}]}},
-            {"name": "d", "csi": {"driver": "inline"}}, {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}}]}});
-        let drivers = |source: Source<'_>| match source {
-            Source::Driver("inline") => vec!["of-inline".to_owned()],
-            Source::Claim("claim") => vec!["of-claim".to_owned()],
-            _ => vec![],
-        };
-        for (audience, may) in [
-            (ISSUER, true),
-            ("vault", true),
-            ("of-inline", true),
-            ("of-claim", true),
-            ("elsewhere", false),
-        ] {
-            let asked = check_token("n1", "a", Some(&pod), &[audience.into()], drivers);
-            assert_eq!(asked.is_ok(), may, "{audience}");
-        }
-    }
-}
+mod tests;

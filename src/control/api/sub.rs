@@ -1,4 +1,4 @@
-//! Subresources with rules of their own, and reviews (control-plane spec, 3.9 and 5.4).
+//! Subresources with rules of their own, and reviews; tokens are `token_request`'s (control-plane spec, 3.9 and 5.4).
 
 use serde_json::{Value, json};
 
@@ -9,16 +9,13 @@ use super::object;
 use super::object::{at, deleting, list, meta, text};
 use super::patch;
 use super::read::{View, render};
-use super::resources::Resource;
-use super::restriction;
+use super::resources::{Resource, Sub};
+use super::restriction::Write;
 use super::route::Query;
 use super::table;
-use super::token::{ISSUER, Subject};
+use super::token::ISSUER;
 use super::write::{Options, Written};
 use crate::control::store::Bytes;
-
-/// No token lasts so long, in seconds.
-const MOST_SECONDS: i64 = (1 << 32) + 1;
 
 fn success(code: u16) -> Written {
     let body = render(
@@ -31,6 +28,17 @@ fn success(code: u16) -> Written {
     }
 }
 
+/// The body of a subresource names the object of the path, or none.
+fn is_about(name: &str, kind: &str, body: &Value) -> Result<(), ApiError> {
+    let own = object::name(body);
+    if own.is_empty() || own == name {
+        return Ok(());
+    }
+    Err(ApiError::bad_request(format!(
+        "name in URL does not match name in {kind} object"
+    )))
+}
+
 impl Api {
     /// POST `pods/<name>/binding`: the scheduler's decision.
     pub(super) async fn bind(
@@ -38,8 +46,10 @@ impl Api {
         namespace: &str,
         name: &str,
         binding: &Value,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
+        is_about(name, "Binding", binding)?;
         let node = text(binding, &["target", "name"]).filter(|n| !n.is_empty());
         let node = node.ok_or_else(|| {
             ApiError::invalid(
@@ -52,6 +62,17 @@ impl Api {
         let refuse = |why: String| ApiError::conflict("", "pods/binding", name, &why);
         for _ in 0..super::write::RETRIES {
             let (record, old) = self.fetch(pods, Some(namespace), name)?;
+            self.check_writer(
+                options.user,
+                &Write {
+                    resource: pods,
+                    sub: Some(Sub::Binding),
+                    namespace: Some(namespace),
+                    name,
+                    old: Some(&old),
+                    new: Some(binding),
+                },
+            )?;
             if let Some(uid) = text(binding, &["metadata", "uid"])
                 .filter(|uid| !uid.is_empty() && *uid != object::uid(&old))
             {
@@ -74,6 +95,9 @@ impl Api {
                 return Err(refuse(format!(
                     "pod {name} has non-empty .spec.schedulingGates"
                 )));
+            }
+            if options.dry_run {
+                return Ok(success(201));
             }
             match self
                 .replace(
@@ -98,17 +122,37 @@ impl Api {
         &self,
         namespace: &str,
         name: &str,
-        eviction: &Value,
+        mut eviction: Value,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
-        self.delete(
-            pods,
-            Some(namespace),
-            name,
-            &Query::default(),
-            &eviction["deleteOptions"],
-        )
-        .await?;
+        is_about(name, "Eviction", &eviction)?;
+        let (_, old) = self.fetch(pods, Some(namespace), name)?;
+        self.check_writer(
+            options.user,
+            &Write {
+                resource: pods,
+                sub: Some(Sub::Eviction),
+                namespace: Some(namespace),
+                name,
+                old: Some(&old),
+                new: Some(&eviction),
+            },
+        )?;
+        let mut deletion = eviction
+            .get_mut("deleteOptions")
+            .map(Value::take)
+            .unwrap_or_default();
+        // The query's dry run counts where the body says nothing (upstream's `propagateDryRun`).
+        if options.dry_run && list(&deletion, &["dryRun"]).is_empty() {
+            if deletion.is_null() {
+                deletion = json!({});
+            }
+            object::put(&mut deletion, "dryRun", Some(&json!(["All"])));
+        }
+        let query = Query::default();
+        self.delete(pods, Some(namespace), name, &query, &deletion, options.user)
+            .await?;
         Ok(success(201))
     }
 
@@ -139,7 +183,7 @@ impl Api {
         name: &str,
         body: &Value,
         format: Option<patch::Format>,
-        options: &Options,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         let written = self
             .change(
@@ -182,148 +226,6 @@ impl Api {
             body: render(&scale_of(&object)),
             ..written
         })
-    }
-
-    /// The pod that a token is to be bound to; none if it is bound to nothing.
-    fn bound_pod(
-        &self,
-        namespace: &str,
-        account: &str,
-        bound: Option<&Value>,
-    ) -> Result<Option<Value>, ApiError> {
-        Ok(match bound {
-            None => None,
-            Some(bound) if text(bound, &["kind"]) == Some("Pod") => {
-                let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
-                let name = text(bound, &["name"]).unwrap_or_default();
-                let (_, pod) = self.fetch(pods, Some(namespace), name)?;
-                if text(&pod, &["spec", "serviceAccountName"]) != Some(account) {
-                    return Err(ApiError::bad_request(format!(
-                        "cannot bind token for serviceaccount {account:?} to pod running with different serviceaccount name."
-                    )));
-                }
-                if let Some(uid) = text(bound, &["uid"]).filter(|uid| *uid != object::uid(&pod)) {
-                    let why = format!(
-                        "the UID in the bound object reference ({uid}) does not match the UID in record. The object might have been deleted and then recreated"
-                    );
-                    return Err(ApiError::conflict("", "Pod", name, &why));
-                }
-                Some(pod)
-            }
-            Some(bound) => {
-                let error = FieldError::unsupported(
-                    "spec.boundObjectRef.kind",
-                    text(bound, &["kind"]).unwrap_or_default(),
-                    &["Pod"],
-                );
-                return Err(ApiError::invalid(
-                    "TokenRequest",
-                    "authentication.k8s.io",
-                    account,
-                    &[error],
-                ));
-            }
-        })
-    }
-
-    /// POST `serviceaccounts/<name>/token`.
-    pub(super) fn issue_token(
-        &self,
-        namespace: &str,
-        account: &str,
-        request: &Value,
-        user: &User,
-    ) -> Result<Written, ApiError> {
-        let accounts =
-            Resource::of_kind("ServiceAccount").ok_or_else(ApiError::no_such_resource)?;
-        let (_, found) = self.fetch(accounts, Some(namespace), account)?;
-        let seconds = at(request, &["spec", "expirationSeconds"])
-            .and_then(Value::as_i64)
-            .unwrap_or(3600);
-        let refused = match seconds {
-            ..600 => Some("may not specify a duration less than 10 minutes"),
-            MOST_SECONDS.. => Some("may not specify a duration larger than 2^32 seconds"),
-            _ => None,
-        };
-        if let Some(why) = refused {
-            let error = FieldError::invalid("spec.expirationSeconds", &seconds.into(), why);
-            return Err(ApiError::invalid(
-                "TokenRequest",
-                "authentication.k8s.io",
-                account,
-                &[error],
-            ));
-        }
-        let mut audiences: Vec<String> = list(request, &["spec", "audiences"])
-            .iter()
-            .filter_map(|a| a.as_str().map(Into::into))
-            .collect();
-        if audiences.is_empty() {
-            audiences.push(ISSUER.into());
-        }
-        let bound = at(request, &["spec", "boundObjectRef"]);
-        let pod = self.bound_pod(namespace, account, bound)?;
-        if let Some(node) = user.node() {
-            let drivers = |source: restriction::Source<'_>| self.token_audiences(namespace, source);
-            restriction::check_token(node, account, pod.as_ref(), &audiences, drivers)?;
-        }
-        let subject = Subject {
-            namespace,
-            account,
-            uid: object::uid(&found),
-            pod: pod
-                .as_ref()
-                .map(|pod| (object::name(pod), object::uid(pod))),
-            audiences: audiences.clone(),
-            seconds,
-        };
-        let (token, expires) = self
-            .tokens
-            .issue(&subject, jiff::Timestamp::now().as_second())
-            .map_err(ApiError::internal)?;
-        let expires = jiff::Timestamp::from_second(expires).map_err(ApiError::internal)?;
-        let mut answer = json!({
-            "kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1",
-            "metadata": {"name": account, "namespace": namespace, "creationTimestamp": object::now()},
-            "spec": {"audiences": audiences, "expirationSeconds": seconds},
-            "status": {"token": token, "expirationTimestamp": object::stamp(expires)},
-        });
-        if let Some(bound) = bound {
-            answer["spec"]["boundObjectRef"] = bound.clone();
-        }
-        Ok(Written {
-            code: 201,
-            body: render(&answer),
-            warnings: vec![],
-        })
-    }
-
-    /// The audiences of which a storage driver gets tokens: the driver of a volume of a pod, given by its name or by the
-    /// claim that the volume is bound to.
-    fn token_audiences(&self, namespace: &str, source: restriction::Source<'_>) -> Vec<String> {
-        let read = |key: String| -> Option<Value> {
-            serde_json::from_slice(&self.store.get(&key)?.value).ok()
-        };
-        let driver = match source {
-            restriction::Source::Driver(name) => Some(name.to_owned()),
-            restriction::Source::Claim(name) => {
-                let claim = read(format!("persistentvolumeclaims/{namespace}/{name}"));
-                let volume = claim
-                    .as_ref()
-                    .and_then(|c| text(c, &["spec", "volumeName"]))
-                    .and_then(|v| read(format!("persistentvolumes/{v}")));
-                volume.and_then(|v| text(&v, &["spec", "csi", "driver"]).map(Into::into))
-            }
-        };
-        let driver = driver.and_then(|name| read(format!("csidrivers/{name}")));
-        driver
-            .iter()
-            .flat_map(|d| list(d, &["spec", "tokenRequests"]))
-            .map(|r| match text(r, &["audience"]) {
-                None | Some("") => ISSUER.to_owned(),
-                Some(audience) => audience.to_owned(),
-            })
-            .collect()
     }
 
     /// Whether a user may do what a review asks about.

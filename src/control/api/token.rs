@@ -1,10 +1,20 @@
-//! Service-account tokens: ES256 JWTs as TokenRequest gives them out (control-plane spec, 5.4).
+//! Service-account tokens: ES256 JWTs as TokenRequest gives them out, and those of Secrets.
 
 use jsonwebtoken::{Algorithm, DecodingKey, EncodingKey, Header, Validation};
 use serde_json::{Value, json};
 
 /// The issuer and audience of all tokens.
 pub const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
+
+/// The issuer of tokens that lie in Secrets.
+const LEGACY_ISSUER: &str = "kubernetes/serviceaccount";
+/// Their claims: namespace, Secret, name and uid of the account.
+pub const LEGACY_CLAIMS: [&str; 4] = [
+    "kubernetes.io/serviceaccount/namespace",
+    "kubernetes.io/serviceaccount/secret.name",
+    "kubernetes.io/serviceaccount/service-account.name",
+    "kubernetes.io/serviceaccount/service-account.uid",
+];
 
 /// Signs and verifies tokens with one key.
 pub struct Tokens {
@@ -13,7 +23,7 @@ pub struct Tokens {
     key_id: String,
 }
 
-/// What a token is made for.
+/// The account that a token is of.
 pub struct Subject<'a> {
     /// The namespace.
     pub namespace: &'a str,
@@ -21,12 +31,27 @@ pub struct Subject<'a> {
     pub account: &'a str,
     /// The service account's uid.
     pub uid: &'a str,
-    /// The pod it is bound to: name and uid.
-    pub pod: Option<(&'a str, &'a str)>,
-    /// The audiences.
-    pub audiences: Vec<String>,
-    /// The lifetime in seconds.
-    pub seconds: i64,
+}
+
+impl Subject<'_> {
+    fn name(&self) -> String {
+        format!("system:serviceaccount:{}:{}", self.namespace, self.account)
+    }
+}
+
+/// An object's name and uid.
+pub type Named = (String, String);
+
+/// What a token ends with.
+pub enum Bound {
+    /// Nothing but its account.
+    Nothing,
+    /// A pod; its node is noted for who reads the token.
+    Pod(Named, Option<Named>),
+    /// A Secret.
+    Secret(Named),
+    /// A node.
+    Node(Named),
 }
 
 impl Tokens {
@@ -41,29 +66,77 @@ impl Tokens {
         })
     }
 
-    /// Signs a token; also returns when it expires, in seconds since 1970.
+    /// Signs a token that lasts `seconds`; also returns when it expires, in seconds since 1970.
     pub fn issue(
         &self,
         subject: &Subject<'_>,
+        bound: &Bound,
+        audiences: &[String],
+        seconds: i64,
         now: i64,
     ) -> Result<(String, i64), jsonwebtoken::errors::Error> {
+        let named = |(name, uid): &Named| {
+            let mut named = json!({"name": name});
+            if !uid.is_empty() {
+                named["uid"] = uid.as_str().into();
+            }
+            named
+        };
         let mut about = json!({
             "namespace": subject.namespace,
             "serviceaccount": {"name": subject.account, "uid": subject.uid},
         });
-        if let Some((name, uid)) = subject.pod {
-            about["pod"] = json!({"name": name, "uid": uid});
+        match bound {
+            Bound::Nothing => {}
+            Bound::Pod(pod, node) => {
+                about["pod"] = named(pod);
+                if let Some(node) = node {
+                    about["node"] = named(node);
+                }
+            }
+            Bound::Secret(secret) => about["secret"] = named(secret),
+            Bound::Node(node) => about["node"] = named(node),
         }
-        let expires = now.saturating_add(subject.seconds);
+        let expires = now.saturating_add(seconds);
         let claims = json!({
-            "aud": subject.audiences, "exp": expires, "iat": now, "nbf": now, "iss": ISSUER,
-            "jti": super::object::new_uid(), "kubernetes.io": about,
-            "sub": format!("system:serviceaccount:{}:{}", subject.namespace, subject.account),
+            "aud": audiences, "exp": expires, "iat": now, "nbf": now, "iss": ISSUER,
+            "jti": super::object::new_uid(), "kubernetes.io": about, "sub": subject.name(),
         });
+        Ok((self.sign(&claims)?, expires))
+    }
+
+    /// Signs the token of a Secret of type `kubernetes.io/service-account-token`: it never expires, and counts as long as the
+    /// Secret holds it (upstream's `pkg/serviceaccount/legacy.go`).
+    pub fn issue_legacy(
+        &self,
+        subject: &Subject<'_>,
+        secret: &str,
+    ) -> Result<String, jsonwebtoken::errors::Error> {
+        self.sign(&json!({
+            "iss": LEGACY_ISSUER, "sub": subject.name(),
+            LEGACY_CLAIMS[0]: subject.namespace, LEGACY_CLAIMS[1]: secret,
+            LEGACY_CLAIMS[2]: subject.account, LEGACY_CLAIMS[3]: subject.uid,
+        }))
+    }
+
+    fn sign(&self, claims: &Value) -> Result<String, jsonwebtoken::errors::Error> {
         let mut header = Header::new(Algorithm::ES256);
         header.typ = None;
         header.kid = Some(self.key_id.clone());
-        Ok((jsonwebtoken::encode(&header, &claims, &self.sign)?, expires))
+        jsonwebtoken::encode(&header, claims, &self.sign)
+    }
+
+    /// The claims of the token of a Secret that is signed by us; whether the Secret still holds it is not known here.
+    #[must_use]
+    pub fn verify_legacy(&self, token: &str) -> Option<Value> {
+        let mut validation = Validation::new(Algorithm::ES256);
+        validation.set_issuer(&[LEGACY_ISSUER]);
+        validation.set_required_spec_claims(&["iss", "sub"]);
+        validation.validate_exp = false;
+        validation.validate_aud = false;
+        jsonwebtoken::decode::<Value>(token, &self.verify, &validation)
+            .ok()
+            .map(|data| data.claims)
     }
 
     /// The claims of a token that is signed by us, in time and meant for one of `audiences`.

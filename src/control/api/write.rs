@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::Api;
 use super::admit;
-use super::auth::{Ask, User};
+use super::auth::{self, Ask, User};
 use super::batch;
 use super::certificates;
 use super::change;
@@ -16,7 +16,6 @@ use super::error::{ApiError, FieldError};
 use super::object;
 use super::object::{deleting, meta, now, text};
 use super::patch;
-use super::rbac;
 use super::resources::{Resource, Sub};
 use super::restriction;
 use super::route::Query;
@@ -30,15 +29,16 @@ use crate::core::lock::lock;
 /// How often the server retries a write that lost a race and named no version.
 pub(super) const RETRIES: usize = 16;
 
-/// What `dryRun` and `fieldValidation` ask for.
-#[derive(Debug, Clone, Default)]
-pub struct Options {
+/// Who writes, and what `dryRun` and `fieldValidation` ask for. There are no options without a requester: a write that
+/// nobody is responsible for cannot be checked.
+#[derive(Debug, Clone, Copy)]
+pub struct Options<'a> {
+    /// The requester. Every write is compared with what this user may store.
+    pub user: &'a User,
     /// Do everything but store.
     pub dry_run: bool,
     /// `Ignore`, `Warn` or `Strict`.
     pub strict: Strictness,
-    /// Who writes, where that decides whether it may be written.
-    pub user: Option<User>,
 }
 
 /// What happens to unknown fields.
@@ -53,9 +53,9 @@ pub enum Strictness {
     Strict,
 }
 
-impl Options {
-    /// From the query of a write; `kind` is `CreateOptions`, `UpdateOptions`, `PatchOptions` or `DeleteOptions`.
-    pub fn of(query: &Query, kind: &str) -> Result<Options, ApiError> {
+impl<'a> Options<'a> {
+    /// From the query of a write by `user`; `kind` is `CreateOptions`, `UpdateOptions` or `PatchOptions`.
+    pub fn of(query: &Query, kind: &str, user: &'a User) -> Result<Options<'a>, ApiError> {
         let refuse = |error| ApiError::invalid(kind, "meta.k8s.io", "", &[error]);
         let dry_run = match query.get("dryRun") {
             None => false,
@@ -75,22 +75,10 @@ impl Options {
             }
         };
         Ok(Options {
+            user,
             dry_run,
             strict,
-            user: None,
         })
-    }
-
-    /// The same for a user who writes objects of a kind.
-    #[must_use]
-    pub fn by(self, resource: &Resource, user: &User) -> Options {
-        let matters = resource.group == rbac::GROUP
-            || resource.kind == "CertificateSigningRequest"
-            || user.node().is_some();
-        Options {
-            user: matters.then(|| user.clone()),
-            ..self
-        }
     }
 }
 
@@ -203,7 +191,7 @@ impl Api {
         resource: &'static Resource,
         namespace: Option<&str>,
         mut body: Value,
-        options: &Options,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         if resource.namespaced && namespace.is_none() {
             return Err(ApiError::method_not_allowed());
@@ -251,9 +239,17 @@ impl Api {
                     &errors,
                 ));
             }
-            if let Some(user) = &options.user {
-                self.check_writer(user, resource, None, None, &fresh)?;
-            }
+            self.check_writer(
+                options.user,
+                &restriction::Write {
+                    resource,
+                    sub: None,
+                    namespace,
+                    name: &name,
+                    old: None,
+                    new: Some(&fresh),
+                },
+            )?;
             let key = resource.key(namespace, &name);
             if options.dry_run {
                 if self.store.get(&key).is_some() {
@@ -336,31 +332,24 @@ impl Api {
         object::Size::check(fresh)
     }
 
-    /// Whether a user may make `new` of `old`, where that depends on what is in them.
-    fn check_writer(
+    /// Whether a user may do a write, where that depends on what is in the objects.
+    pub(super) fn check_writer(
         &self,
         user: &User,
-        resource: &Resource,
-        sub: Option<Sub>,
-        old: Option<&Value>,
-        new: &Value,
+        write: &restriction::Write<'_>,
     ) -> Result<(), ApiError> {
         if let Some(node) = user.node() {
-            let uid = || {
-                let own: Value =
-                    serde_json::from_slice(&self.store.get(&format!("nodes/{node}"))?.value)
-                        .ok()?;
-                Some(object::uid(&own).to_owned())
-            };
-            restriction::check(node, uid, resource, sub, old, new)?;
+            let read = |key: &str| serde_json::from_slice(&self.store.get(key)?.value).ok();
+            restriction::check(node, &read, write)?;
         }
-        if let ("CertificateSigningRequest", Some(old)) = (resource.kind, old)
-            && let Some((verb, signer)) = certificates::needs(sub, old, new)
+        let Some(new) = write.new else { return Ok(()) };
+        if let ("CertificateSigningRequest", Some(old)) = (write.resource.kind, write.old)
+            && let Some((verb, signer)) = certificates::needs(write.sub, old, new)
         {
             self.check_signer(user, verb, signer)?;
         }
         self.rbac
-            .check_write(&self.store, user, resource.kind, old, new)
+            .check_write(&self.store, user, write.resource.kind, write.old, new)
     }
 
     /// Whether a user may `approve` or `sign` for a signer, or for all of its domain.
@@ -417,7 +406,7 @@ impl Api {
         name: &str,
         sub: Option<Sub>,
         mut body: Value,
-        options: &Options,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         fit_to_path(resource, namespace, &mut body)?;
         let warnings = check_fields(resource, &mut body, options.strict)?;
@@ -432,6 +421,12 @@ impl Api {
             && resource.create_on_update
             && self.store.get(&resource.key(namespace, name)).is_none()
         {
+            // An update that creates needs the right to create (upstream's `withAuthorization`, `handlers/update.go`).
+            let namespace_of = namespace.unwrap_or_default();
+            let ask = auth::ask("create", resource, "", namespace_of, name);
+            if !self.may(options.user, &ask) {
+                return Err(auth::refusal(options.user, &ask));
+            }
             return Box::pin(self.create(resource, namespace, body, options)).await;
         }
         if resource.needs_version
@@ -466,7 +461,7 @@ impl Api {
         sub: Option<Sub>,
         format: patch::Format,
         patch: &Value,
-        options: &Options,
+        options: &Options<'_>,
     ) -> Result<Written, ApiError> {
         let wanted_uid = text(patch, &["metadata", "uid"]).map(str::to_owned);
         let warnings = Mutex::new(vec![]);
@@ -533,7 +528,7 @@ impl Api {
         namespace: Option<&str>,
         name: &str,
         sub: Option<Sub>,
-        options: &Options,
+        options: &Options<'_>,
         warnings: Vec<String>,
         make: impl Fn(&Value) -> Result<Value, ApiError>,
     ) -> Result<Written, ApiError> {
@@ -567,8 +562,18 @@ impl Api {
             if allocation.is_some() {
                 services::allocate(&self.store, self.service_range, Some(&old), &mut new)?;
             }
-            if let (Some(user), true) = (&options.user, new != old) {
-                self.check_writer(user, resource, sub, Some(&old), &new)?;
+            if new != old {
+                self.check_writer(
+                    options.user,
+                    &restriction::Write {
+                        resource,
+                        sub,
+                        namespace,
+                        name,
+                        old: Some(&old),
+                        new: Some(&new),
+                    },
+                )?;
             }
             let errors = change::check(resource, sub, &old, &new);
             if !errors.is_empty() {

@@ -15,6 +15,38 @@ pub struct References {
     pub secrets: BTreeSet<String>,
     /// Secrets with registries' credentials.
     pub pull_secrets: BTreeSet<String>,
+    /// Secrets with the credentials of a volume's storage, for instance of an iSCSI target. Their keys are no files.
+    pub storage_secrets: BTreeSet<String>,
+}
+
+/// The names of the Secrets with the credentials of a volume's storage (upstream's `VisitPodSecretNames`).
+fn storage_secrets(volume: &Volume) -> impl Iterator<Item = String> + '_ {
+    let azure = volume.azure_file.as_ref().map(|s| &s.secret_name);
+    let references = [
+        volume.cephfs.as_ref().and_then(|s| s.secret_ref.as_ref()),
+        volume.cinder.as_ref().and_then(|s| s.secret_ref.as_ref()),
+        volume
+            .flex_volume
+            .as_ref()
+            .and_then(|s| s.secret_ref.as_ref()),
+        volume.rbd.as_ref().and_then(|s| s.secret_ref.as_ref()),
+        volume.scale_io.as_ref().map(|s| &s.secret_ref),
+        volume.iscsi.as_ref().and_then(|s| s.secret_ref.as_ref()),
+        volume
+            .storageos
+            .as_ref()
+            .and_then(|s| s.secret_ref.as_ref()),
+        volume
+            .csi
+            .as_ref()
+            .and_then(|s| s.node_publish_secret_ref.as_ref()),
+    ];
+    let named = references.into_iter().flatten().map(|r| &r.name);
+    azure
+        .into_iter()
+        .chain(named)
+        .filter(|n| !n.is_empty())
+        .cloned()
 }
 
 /// What a pod refers to.
@@ -26,6 +58,7 @@ pub fn of(pod: &Pod) -> References {
         let (maps, secrets) = payload::references(volume);
         found.config_maps.extend(maps);
         found.secrets.extend(secrets);
+        found.storage_secrets.extend(storage_secrets(volume));
     }
     for (_, container) in pod::containers(pod) {
         for source in container.env_from.iter().flatten() {
@@ -59,60 +92,113 @@ pub fn of(pod: &Pod) -> References {
     found
 }
 
-/// What kind of the API's objects a pod needs, if it needs any. Static pods may need none: they must run without an API.
-#[must_use]
-pub fn kind_of_object(pod: &Pod) -> Option<&'static str> {
+/// The plural of the first kind of API object that a pod needs, and where, in upstream's words and order
+/// (`HasAPIObjectReference`, `pkg/api/pod/util.go`); none if the pod needs no API. Static pods and their mirrors may need none:
+/// they must run without an API, and must give their node nothing.
+///
+/// # Errors
+///
+/// A projected volume has a source of an unknown kind.
+pub fn kind_of_object(pod: &Pod) -> Result<Option<&'static str>, String> {
     let (spec, found) = (pod::spec(pod), of(pod));
-    let account = spec.service_account_name.as_deref().unwrap_or_default();
-    let any = |is: fn(&Volume) -> bool| spec.volumes.iter().flatten().any(is);
-    let projects = |is: fn(&VolumeProjection) -> bool| {
-        let projected = spec.volumes.iter().flatten().flat_map(|v| &v.projected);
-        projected.flat_map(|p| p.sources.iter().flatten()).any(is)
-    };
+    let any = |names: &BTreeSet<String>| names.iter().any(|n| !n.is_empty());
+    // `serviceAccount` is the older name of the field.
+    let accounts = [&spec.service_account_name, &spec.service_account];
+    if accounts.into_iter().flatten().any(|a| !a.is_empty()) {
+        return Ok(Some("serviceaccounts"));
+    }
+    if any(&found.secrets) || any(&found.pull_secrets) || any(&found.storage_secrets) {
+        return Ok(Some("secrets"));
+    }
+    if any(&found.config_maps) {
+        return Ok(Some("configmaps"));
+    }
+    if spec.resource_claims.as_ref().is_some_and(|c| !c.is_empty()) {
+        return Ok(Some("resourceclaims"));
+    }
+    for volume in spec.volumes.iter().flatten() {
+        if let Some(kind) = kind_of_volume(volume)? {
+            return Ok(Some(kind));
+        }
+    }
+    Ok(None)
+}
+
+fn kind_of_volume(volume: &Volume) -> Result<Option<&'static str>, String> {
     let kinds = [
         (
-            "serviceaccounts",
-            !account.is_empty() || projects(|s| s.service_account_token.is_some()),
+            volume.config_map.is_some(),
+            "configmaps (via configmap volumes)",
+        ),
+        (volume.secret.is_some(), "secrets (via secret volumes)"),
+        (volume.csi.is_some(), "csidrivers (via CSI volumes)"),
+        (
+            volume.glusterfs.is_some(),
+            "endpoints (via glusterFS volumes)",
         ),
         (
-            "secrets",
-            !found.secrets.is_empty()
-                || !found.pull_secrets.is_empty()
-                || any(|v| v.secret.is_some() || v.azure_file.is_some()),
-        ),
-        (
-            "configmaps",
-            !found.config_maps.is_empty() || any(|v| v.config_map.is_some()),
-        ),
-        (
-            "resourceclaims",
-            spec.resource_claims.as_ref().is_some_and(|c| !c.is_empty()),
-        ),
-        (
+            volume.persistent_volume_claim.is_some(),
             "persistentvolumeclaims",
-            any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some()),
         ),
-        ("csidrivers", any(|v| v.csi.is_some())),
-        ("endpoints", any(|v| v.glusterfs.is_some())),
         (
-            "clustertrustbundles",
-            projects(|s| s.cluster_trust_bundle.is_some()),
+            volume.ephemeral.is_some(),
+            "persistentvolumeclaims (via ephemeral volumes)",
         ),
-        ("podcertificates", projects(|s| s.pod_certificate.is_some())),
+        (
+            volume.azure_file.is_some(),
+            "secrets (via azureFile volumes)",
+        ),
     ];
-    let needed = kinds.into_iter().find(|(_, needed)| *needed);
-    needed.map(|(kind, _)| kind)
+    if let Some((_, kind)) = kinds.into_iter().find(|(has, _)| *has) {
+        return Ok(Some(kind));
+    }
+    let projected = volume
+        .projected
+        .iter()
+        .flat_map(|p| p.sources.iter().flatten());
+    for source in projected {
+        match kind_of_projection(source) {
+            Some(kind) => return Ok(Some(kind)),
+            None if source.downward_api.is_some() => {}
+            None => {
+                return Err(format!(
+                    "unknown source for projected volume {:?}",
+                    volume.name
+                ));
+            }
+        }
+    }
+    Ok(None)
+}
+
+fn kind_of_projection(source: &VolumeProjection) -> Option<&'static str> {
+    let kinds = [
+        (
+            source.config_map.is_some(),
+            "configmaps (via projected volumes)",
+        ),
+        (source.secret.is_some(), "secrets (via projected volumes)"),
+        (
+            source.service_account_token.is_some(),
+            "serviceaccounts (via projected volumes)",
+        ),
+        (source.cluster_trust_bundle.is_some(), "clustertrustbundles"),
+        (source.pod_certificate.is_some(), "podcertificates"),
+    ];
+    let found = kinds.into_iter().find(|(has, _)| *has);
+    found.map(|(_, kind)| kind)
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     #[test]
     fn volumes_variables_and_pull_secrets_are_found() {
         let pod: Pod = serde_json::from_value(json!({"spec": {
-            "volumes": [{"name": "v", "configMap": {"name": "a"}}, {"name": "w", "secret": {"secretName": "b"}}],
+            "volumes": [{"name": "v", "configMap": {"name": "a"}}, {"name": "w", "secret": {"secretName": "b"}},
+                {"name": "x", "iscsi": {"iqn": "i", "lun": 0, "targetPortal": "t", "secretRef": {"name": "e"}}}],
             "imagePullSecrets": [{"name": "p"}],
             "containers": [{"name": "c", "envFrom": [{"configMapRef": {"name": "c"}}],
                             "env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "d", "key": "k"}}}]}]}}))
@@ -127,66 +213,168 @@ mod tests {
             References {
                 config_maps: names(&["a", "c"]),
                 secrets: names(&["b", "d"]),
-                pull_secrets: names(&["p"])
+                pull_secrets: names(&["p"]),
+                storage_secrets: names(&["e"]),
             }
         );
     }
 
-    #[test]
-    fn what_needs_the_api_is_told_from_what_does_not() {
-        let variable = |source: &str, reference: serde_json::Value| json!({"initContainers": [{"name": "i", "env": [{"name": "X", "valueFrom": {source: reference}}]}]});
-        let volume = |kind: &str, source: serde_json::Value| json!({"volumes": [{"name": "v", kind: source}]});
-        let projected = |kind: &str, source: serde_json::Value| json!({"volumes": [{"name": "v", "projected": {"sources": [{kind: source}]}}]});
-        let key = json!({"name": "n", "key": "k"});
-        for (spec, expected) in [
-            (json!({}), None),
+    /// Every place in a pod from which an object of the API is referred to, with upstream's name for it. The objects are
+    /// called `ref`.
+    pub(crate) fn every_reference() -> Vec<(Value, &'static str)> {
+        let (reference, key) = (json!({"name": "ref"}), json!({"name": "ref", "key": "k"}));
+        let mut all = vec![
+            (json!({"serviceAccountName": "ref"}), "serviceaccounts"),
+            (json!({"serviceAccount": "ref"}), "serviceaccounts"),
+            (json!({"imagePullSecrets": [reference]}), "secrets"),
             (
-                variable("fieldRef", json!({"fieldPath": "metadata.name"})),
-                None,
+                json!({"resourceClaims": [{"name": "r", "resourceClaimName": "ref"}]}),
+                "resourceclaims",
             ),
-            (volume("hostPath", json!({"path": "/p"})), None),
-            (projected("downwardAPI", json!({})), None),
-            (json!({"serviceAccountName": "a"}), Some("serviceaccounts")),
+        ];
+        for kind in ["containers", "initContainers", "ephemeralContainers"] {
+            let container = |key: &str, value: Value| json!({kind: [{"name": "c", "image": "i", key: [value]}]});
+            let variable =
+                |source: &str| container("env", json!({"name": "X", "valueFrom": {source: key}}));
+            let every = |source: &str| container("envFrom", json!({source: reference}));
+            all.extend([
+                (variable("secretKeyRef"), "secrets"),
+                (variable("configMapKeyRef"), "configmaps"),
+                (every("secretRef"), "secrets"),
+                (every("configMapRef"), "configmaps"),
+            ]);
+        }
+        let secret_ref = |mut source: Value| {
+            source["secretRef"] = reference.clone();
+            source
+        };
+        for (kind, source, found) in [
+            ("secret", json!({"secretName": "ref"}), "secrets"),
+            ("secret", json!({}), "secrets (via secret volumes)"),
+            ("configMap", reference.clone(), "configmaps"),
+            ("configMap", json!({}), "configmaps (via configmap volumes)"),
             (
-                projected("serviceAccountToken", json!({"path": "p"})),
-                Some("serviceaccounts"),
+                "azureFile",
+                json!({"secretName": "ref", "shareName": "s"}),
+                "secrets",
+            ),
+            ("cephfs", secret_ref(json!({"monitors": ["m"]})), "secrets"),
+            ("cinder", secret_ref(json!({"volumeID": "v"})), "secrets"),
+            (
+                "flexVolume",
+                secret_ref(json!({"driver": "d/d"})),
+                "secrets",
             ),
             (
-                json!({"imagePullSecrets": [{"name": "s"}]}),
-                Some("secrets"),
-            ),
-            (variable("secretKeyRef", key.clone()), Some("secrets")),
-            (
-                volume("secret", json!({"secretName": "s"})),
-                Some("secrets"),
-            ),
-            (variable("configMapKeyRef", key), Some("configmaps")),
-            (
-                projected("configMap", json!({"name": "c"})),
-                Some("configmaps"),
+                "rbd",
+                secret_ref(json!({"image": "i", "monitors": ["m"]})),
+                "secrets",
             ),
             (
-                json!({"resourceClaims": [{"name": "r"}]}),
-                Some("resourceclaims"),
+                "scaleIO",
+                secret_ref(json!({"gateway": "g", "system": "s"})),
+                "secrets",
             ),
             (
-                volume("persistentVolumeClaim", json!({"claimName": "c"})),
-                Some("persistentvolumeclaims"),
+                "iscsi",
+                secret_ref(json!({"iqn": "i", "lun": 0, "targetPortal": "t"})),
+                "secrets",
             ),
             (
-                volume("ephemeral", json!({})),
-                Some("persistentvolumeclaims"),
+                "storageos",
+                secret_ref(json!({"volumeName": "v"})),
+                "secrets",
             ),
-            (volume("csi", json!({"driver": "d"})), Some("csidrivers")),
             (
-                projected("clusterTrustBundle", json!({"path": "p"})),
-                Some("clustertrustbundles"),
+                "csi",
+                json!({"driver": "d", "nodePublishSecretRef": reference}),
+                "secrets",
+            ),
+            (
+                "csi",
+                json!({"driver": "d"}),
+                "csidrivers (via CSI volumes)",
+            ),
+            (
+                "glusterfs",
+                json!({"endpoints": "ref", "path": "p"}),
+                "endpoints (via glusterFS volumes)",
+            ),
+            (
+                "persistentVolumeClaim",
+                json!({"claimName": "ref"}),
+                "persistentvolumeclaims",
+            ),
+            (
+                "ephemeral",
+                json!({}),
+                "persistentvolumeclaims (via ephemeral volumes)",
             ),
         ] {
-            let mut whole = spec.clone();
-            whole["containers"] = json!([]);
-            let pod = serde_json::from_value(json!({"spec": whole})).expect("a pod");
-            assert_eq!(kind_of_object(&pod), expected, "{spec}");
+            all.push((json!({"volumes": [{"name": "v", kind: source}]}), found));
         }
+        for (kind, source, found) in [
+            ("secret", reference.clone(), "secrets"),
+            ("configMap", reference.clone(), "configmaps"),
+            (
+                "serviceAccountToken",
+                json!({"path": "p"}),
+                "serviceaccounts (via projected volumes)",
+            ),
+            (
+                "clusterTrustBundle",
+                json!({"name": "ref", "path": "p"}),
+                "clustertrustbundles",
+            ),
+            (
+                "podCertificate",
+                json!({"keyType": "k", "signerName": "s/s"}),
+                "podcertificates",
+            ),
+        ] {
+            all.push((
+                json!({"volumes": [{"name": "v", "projected": {"sources": [{kind: source}]}}]}),
+                found,
+            ));
+        }
+        all
+    }
+
+    fn kind_of(spec: &Value) -> Result<Option<&'static str>, String> {
+        let mut whole = json!({"containers": []});
+        json_patch::merge(&mut whole, spec);
+        let pod = serde_json::from_value(json!({"spec": whole})).expect("a pod");
+        kind_of_object(&pod)
+    }
+
+    #[test]
+    fn every_reference_is_found() {
+        for (spec, expected) in every_reference() {
+            assert_eq!(kind_of(&spec), Ok(Some(expected)), "{spec}");
+        }
+    }
+
+    #[test]
+    fn pods_that_need_no_api_have_no_reference() {
+        let volume = |kind: &str, source: Value| json!({"volumes": [{"name": "v", kind: source}]});
+        let variable =
+            json!({"name": "X", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}});
+        for spec in [
+            json!({}),
+            json!({"serviceAccountName": "", "imagePullSecrets": [{"name": ""}]}),
+            json!({"initContainers": [{"name": "i", "env": [variable]}]}),
+            volume("hostPath", json!({"path": "/p"})),
+            volume("emptyDir", json!({})),
+            volume("nfs", json!({"server": "s", "path": "/p"})),
+            volume("iscsi", json!({"iqn": "i", "lun": 0, "targetPortal": "t"})),
+            volume("image", json!({"reference": "r"})),
+            volume("projected", json!({"sources": [{"downwardAPI": {}}]})),
+        ] {
+            assert_eq!(kind_of(&spec), Ok(None), "{spec}");
+        }
+        assert_eq!(
+            kind_of(&volume("projected", json!({"sources": [{}]}))),
+            Err("unknown source for projected volume \"v\"".into())
+        );
     }
 }
