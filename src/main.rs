@@ -148,6 +148,9 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             )
         }),
         Command::Up(flags) => {
+            // The key of the cluster's authority is in this process's memory too. Its limits are those of the runtime that it
+            // starts, and of all containers: they stay as they are.
+            sys::process::hide_memory()?;
             let mut settings = up::Settings::new(
                 &flags.name,
                 flags.containerd_endpoint,
@@ -157,6 +160,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             .await?;
             (settings.agent_config, settings.agent_port) = (flags.agent_config, flags.agent_port);
             settings.join = flags.join;
+            settings.api_bind_addresses = flags.api_bind_address;
             settings.node_name = flags.node_name.unwrap_or(settings.node_name);
             settings.agent_port()?;
             Box::pin(up::up(&settings)).await
@@ -206,9 +210,12 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             result
         }
         Command::ControlPlane(flags) => {
+            // The keys of the cluster's authority and of its tokens are in this process's memory.
+            sys::process::forbid_dumps()?;
             let settings = control::Settings {
                 dir: flags.dir,
-                listen: ([0, 0, 0, 0], flags.api_port).into(),
+                bind: flags.bind_address,
+                port: flags.api_port,
                 advertise: flags.advertise_address,
                 service_range: up::SERVICE_RANGE.parse()?,
             };
@@ -283,9 +290,8 @@ async fn run_agent(
     if !nix::unistd::geteuid().is_root() {
         anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
     }
-    // Secrets are in this process's memory: it leaves no core file, and nobody but root looks inside.
-    nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
-    nix::sys::prctl::set_dumpable(false)?;
+    // Secrets are in this process's memory.
+    sys::process::forbid_dumps()?;
     let config = configuration(&flags, &given)?;
     let traces = config.logging.traces.clone();
     let traces = traces.map(|(endpoint, per_million)| logging::Traces {

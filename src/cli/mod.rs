@@ -322,6 +322,9 @@ pub struct UpFlags {
     /// The port of the API, on 127.0.0.1 and the node's address.
     #[arg(long, default_value_t = 6443)]
     pub api_port: u16,
+    /// Another address for the API to listen on; 0.0.0.0 is every address of this machine. May be given several times.
+    #[arg(long, value_name = "ADDRESS")]
+    pub api_bind_address: Vec<IpAddr>,
     /// The port of the agent's HTTP API [default: 10250 beside API port 6443, else 1000 above the API's].
     #[arg(long, value_name = "PORT")]
     pub agent_port: Option<u16>,
@@ -359,9 +362,12 @@ pub struct ControlPlaneFlags {
     /// Where store and certificates lie.
     #[arg(long)]
     pub dir: PathBuf,
-    /// The port of the API.
+    /// The port of the API, on 127.0.0.1 and the address of --advertise-address.
     #[arg(long, default_value_t = 6443)]
     pub api_port: u16,
+    /// Another address for the API to listen on; 0.0.0.0 is every address of this machine. May be given several times.
+    #[arg(long, value_name = "ADDRESS")]
+    pub bind_address: Vec<IpAddr>,
     /// The address under which nodes and pods reach it.
     #[arg(long)]
     pub advertise_address: IpAddr,

@@ -24,12 +24,33 @@ use store::Store;
 pub struct Settings {
     /// Where the store and the certificates lie.
     pub dir: PathBuf,
-    /// Where to listen.
-    pub listen: SocketAddr,
+    /// The addresses to listen on, besides those of [`Settings::addresses`].
+    pub bind: Vec<IpAddr>,
+    /// The port of the API; 0 is a free one.
+    pub port: u16,
     /// The address under which nodes and pods reach it.
     pub advertise: IpAddr,
     /// Cluster addresses of services.
     pub service_range: ipnet::Ipv4Net,
+}
+
+impl Settings {
+    /// The addresses to listen on: this machine's own, the one under which nodes reach the API, and those of `bind`. An
+    /// unspecified address stands for all addresses of its family, and `::` for those of both.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<IpAddr> {
+        let all = [IpAddr::from([127, 0, 0, 1]), self.advertise];
+        let mut all: Vec<IpAddr> = all.into_iter().chain(self.bind.iter().copied()).collect();
+        if let Some(any) = all.iter().find(|a| a.is_ipv6() && a.is_unspecified()) {
+            return vec![*any];
+        }
+        if let Some(any) = all.iter().copied().find(IpAddr::is_unspecified) {
+            all.retain(|a| a.is_ipv6() || *a == any);
+        }
+        let mut seen = std::collections::HashSet::new();
+        all.retain(|a| seen.insert(*a));
+        all
+    }
 }
 
 /// Runs the control plane until the process ends.
@@ -45,6 +66,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     ];
     let addresses: Vec<IpAddr> = [IpAddr::from([127, 0, 0, 1]), settings.advertise]
         .into_iter()
+        .chain(
+            settings
+                .bind
+                .iter()
+                .copied()
+                .filter(|a| !a.is_unspecified()),
+        )
         .chain(service_address)
         .collect();
     let serving = pki.serving("kube-apiserver", &names, &addresses)?;
@@ -53,7 +81,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     // It may call agents and nothing else: whatever a node's status names gets to see no more than that.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
     let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
-    let (service_range, api_port) = (settings.service_range, settings.listen.port());
+    let (service_range, api_port) = (settings.service_range, settings.port);
     let is_ours = move |address: SocketAddr| {
         // An address of this machine is one that can be bound.
         (address.port() == api_port && std::net::UdpSocket::bind((address.ip(), 0)).is_ok())
@@ -71,10 +99,11 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
 
     let tls =
         crate::https::Tls::fixed(&serving.certificate, &serving.key, &pki.ca).map_err(broken)?;
-    let listener = tokio::net::TcpListener::bind(settings.listen).await.map_err(|e| {
-        anyhow::anyhow!("the API cannot listen on {}: {e}; stop what uses the port, or choose another with --api-port", settings.listen)
+    let listen = settings.addresses();
+    let listeners = crate::https::Listeners::bind(&listen, settings.port).map_err(|(address, e)| {
+        anyhow::anyhow!("the API cannot listen on {address}: {e}; stop what uses the port, or choose another with --api-port")
     })?;
-    let port = listener.local_addr()?.port();
+    let port = listeners.port().unwrap_or(settings.port);
 
     let controller = pki.client(
         "controller-manager",
@@ -103,10 +132,10 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         settings.dir.join("volumes"),
         crate::sys::machine::hostname(),
     );
-    tracing::info!(listen = %settings.listen, "the control plane serves");
+    tracing::info!(?listen, port, "the control plane serves");
 
     tokio::select! {
-        () = api::server::serve(api.clone(), listener, tls) => anyhow::bail!("the API server ended"),
+        () = api::server::serve(api.clone(), listeners, tls) => anyhow::bail!("the API server ended"),
         () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
         () = controllers::run(client, caches, ca, Some(directories), sign) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
@@ -179,7 +208,7 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     post(api, "/apis/storage.k8s.io/v1/storageclasses", &class).await?;
     let address = settings.service_range.hosts().next().map(|a| a.to_string());
     let service = json!({"metadata": {"name": "kubernetes", "labels": {"component": "apiserver", "provider": "kubernetes"}},
-        "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.listen.port()}]}});
+        "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.port}]}});
     if api.store().get("services/default/kubernetes").is_none() {
         post(api, "/api/v1/namespaces/default/services", &service).await?;
     }
@@ -251,6 +280,36 @@ fn surplus_events(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_api_listens_on_the_addresses_that_are_named() {
+        let of = |advertise: &str, bind: &[&str]| {
+            let settings = Settings {
+                dir: PathBuf::new(),
+                bind: bind
+                    .iter()
+                    .map(|a| a.parse().expect("an address"))
+                    .collect(),
+                port: 0,
+                advertise: advertise.parse().expect("an address"),
+                service_range: "10.96.0.0/16".parse().expect("a range"),
+            };
+            let all = settings.addresses();
+            all.iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        assert_eq!(of("127.0.0.1", &[]), "127.0.0.1");
+        assert_eq!(of("192.0.2.1", &[]), "127.0.0.1 192.0.2.1");
+        assert_eq!(
+            of("192.0.2.1", &["192.0.2.2"]),
+            "127.0.0.1 192.0.2.1 192.0.2.2"
+        );
+        assert_eq!(of("192.0.2.1", &["0.0.0.0", "fd00::1"]), "0.0.0.0 fd00::1");
+        assert_eq!(of("192.0.2.1", &["0.0.0.0", "::"]), "::");
+        assert_eq!(of("fd00::1", &[]), "127.0.0.1 fd00::1");
+    }
 
     #[test]
     fn old_events_go_and_of_too_many_the_oldest() {

@@ -4,6 +4,7 @@
 mod border;
 mod ending;
 mod pairs;
+mod listeners;
 mod receive;
 mod spdy;
 mod tls;
@@ -37,6 +38,7 @@ use crate::sys::link;
 use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
+pub use listeners::Listeners;
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
@@ -193,16 +195,20 @@ impl Connections {
 }
 
 /// Serves until the process ends; without `tls` in the clear.
-pub async fn serve<S, F>(listener: TcpListener, tls: Option<Arc<Tls>>, limits: Limits, respond: S)
-where
+pub async fn serve<S, F>(
+    listeners: impl Into<Listeners>,
+    tls: Option<Arc<Tls>>,
+    limits: Limits,
+    respond: S,
+) where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let connections = Arc::new(Connections::default());
     let turns = Turns::for_this_machine();
-    let mut next = 0;
+    let (mut listeners, mut next) = (listeners.into(), 0);
     loop {
-        let (socket, address) = match listener.accept().await {
+        let (socket, address) = match listeners.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
                 // Out of descriptors, most likely: wait for connections to end instead of spinning.

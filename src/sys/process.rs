@@ -16,6 +16,19 @@ pub fn limit_open_files(wanted: u64) -> io::Result<u64> {
     Ok(getrlimit(files)?.0)
 }
 
+/// Lets nobody but root read this process's memory, by `ptrace` or `/proc`, and lets the kernel write no core file of it.
+/// Programs that it starts are not concerned.
+pub fn hide_memory() -> io::Result<()> {
+    Ok(nix::sys::prctl::set_dumpable(false)?)
+}
+
+/// The same, also where the kernel is told to write core files of processes that hide their memory. Programs that this
+/// process starts inherit the limit and write no core files either.
+pub fn forbid_dumps() -> io::Result<()> {
+    setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
+    hide_memory()
+}
+
 /// Says how soon this process is killed when memory is short: -1000 (never) to 1000.
 pub fn set_oom_score_adj(score: i32) -> io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", score.to_string())
@@ -50,6 +63,20 @@ pub fn find_program(name: &str) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_process_with_secrets_leaves_no_core_file() {
+        let (before, most) = getrlimit(Resource::RLIMIT_CORE).expect("limits");
+        forbid_dumps().expect("allowed to every process");
+        let dumpable = nix::sys::prctl::get_dumpable().expect("a flag");
+        assert_eq!(
+            (dumpable, getrlimit(Resource::RLIMIT_CORE)),
+            (false, Ok((0, 0)))
+        );
+        nix::sys::prctl::set_dumpable(true).expect("allowed to every process");
+        // Only root raises a limit again.
+        let _ = setrlimit(Resource::RLIMIT_CORE, before, most);
+    }
 
     #[test]
     fn as_many_files_are_open_as_may_be() {

@@ -222,16 +222,15 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool>
         return Ok(false);
     }
     let own = std::env::current_exe()?;
-    let arguments = [
-        "control-plane",
-        "--dir",
-        &dir.display().to_string(),
-        "--api-port",
-        &settings.api_port.to_string(),
-        "--advertise-address",
-        &settings.node_ip.to_string(),
+    let mut arguments = vec![
+        "control-plane".to_owned(),
+        format!("--dir={}", dir.display()),
+        format!("--api-port={}", settings.api_port),
+        format!("--advertise-address={}", settings.node_ip),
     ];
-    part.start_supervised(&own, &arguments.map(Into::into))
+    let more = settings.api_bind_addresses.iter();
+    arguments.extend(more.map(|address| format!("--bind-address={address}")));
+    part.start_supervised(&own, &arguments)
 }
 
 async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Result<kube::Client> {

@@ -56,6 +56,8 @@ pub struct Settings {
     pub containerd_endpoint: Option<String>,
     /// The port of the API.
     pub api_port: u16,
+    /// The addresses that the API listens on besides 127.0.0.1 and the node's.
+    pub api_bind_addresses: Vec<IpAddr>,
     /// The port of the agent's HTTP API, if it is not the usual one.
     pub agent_port: Option<u16>,
     /// The addresses of the pods.
@@ -108,6 +110,7 @@ impl Settings {
             dirs: Self::dirs(name),
             containerd_endpoint,
             api_port,
+            api_bind_addresses: vec![],
             agent_port: None,
             pod_cidr,
             bridge,

@@ -334,7 +334,8 @@ impl Plane {
         let dir = tempfile::tempdir().unwrap();
         let settings = holdfast::control::Settings {
             dir: dir.path().into(),
-            listen: ([127, 0, 0, 1], 0).into(),
+            bind: vec![],
+            port: 0,
             advertise: [127, 0, 0, 1].into(),
             service_range: "10.96.0.0/16".parse().unwrap(),
         };

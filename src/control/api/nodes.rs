@@ -255,6 +255,40 @@ fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
     })
 }
 
+/// The node's own path in `/api/v1/nodes/NAME/proxy/…`.
+fn below_proxy(path: &str) -> String {
+    format!("/{}", path.splitn(7, '/').nth(6).unwrap_or_default())
+}
+
+/// The paths of a node's agent that run something in a container or connect to one.
+const RUNNING: [&str; 6] = ["exec", "attach", "run", "portForward", "portforward", "cri"];
+
+/// The verb on `nodes/proxy` that a request through a node's proxy needs; none if its method is not handed on. What runs
+/// something needs `create`, also with GET, by which a WebSocket is opened (kubernetes/kubernetes PR 136550).
+pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'static str> {
+    let verb = match method {
+        "GET" | "HEAD" => "get",
+        "POST" => "create",
+        "PUT" => "update",
+        "PATCH" => "patch",
+        "DELETE" => "delete",
+        _ => return None,
+    };
+    // The agent's server resolves `.` and `..` before it routes.
+    let mut cleaned: Vec<String> = vec![];
+    for part in query::decode(&below_proxy(path)).split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(cleaned.pop()),
+            part => cleaned.push(part.to_owned()),
+        }
+    }
+    let runs = cleaned
+        .first()
+        .is_some_and(|first| RUNNING.contains(&first.as_str()));
+    Some(if upgrades || runs { "create" } else { verb })
+}
+
 impl Nodes {
     /// With our own certificate and the CA that signs those of nodes, all PEM. `is_ours` says whether an address is one at
     /// which this API itself answers.
@@ -348,8 +382,7 @@ impl Api {
         );
         if sub == Sub::Proxy {
             let (_, node) = self.fetch(kind, None, name)?;
-            let below = path.split_once("/proxy").map_or("", |(_, below)| below);
-            let below = if below.is_empty() { "/" } else { below };
+            let below = below_proxy(path);
             let target = if text_of.is_empty() {
                 below.to_owned()
             } else {
@@ -428,6 +461,68 @@ mod tests {
             target(Sub::Log, &two, "").map_err(|e| e.message),
             Err("a container name must be specified for pod p, choose one of: [a b]".into())
         );
+    }
+
+    #[test]
+    fn a_nodes_own_path_follows_its_proxy() {
+        for (path, below) in [
+            ("/api/v1/nodes/n/proxy", "/"),
+            ("/api/v1/nodes/n/proxy/", "/"),
+            ("/api/v1/nodes/n/proxy/pods", "/pods"),
+            ("/api/v1/nodes/proxy1/proxy/pods/proxy", "/pods/proxy"),
+            ("/api/v1/nodes/proxy/proxy/a%2Fb", "/a%2Fb"),
+        ] {
+            assert_eq!(below_proxy(path), below, "{path}");
+        }
+    }
+
+    #[test]
+    fn what_runs_something_on_a_node_needs_create() {
+        let verb = |method: &str, below: &str, upgrades: bool| {
+            proxy_verb(method, &format!("/api/v1/nodes/n/proxy{below}"), upgrades)
+        };
+        for (method, expected) in [
+            ("GET", "get"),
+            ("HEAD", "get"),
+            ("POST", "create"),
+            ("PUT", "update"),
+            ("PATCH", "patch"),
+            ("DELETE", "delete"),
+        ] {
+            for below in [
+                "",
+                "/pods",
+                "/containerLogs/n/exec/c",
+                "/logs/run/x",
+                "/exec/../pods",
+            ] {
+                assert_eq!(
+                    verb(method, below, false),
+                    Some(expected),
+                    "{method} {below}"
+                );
+            }
+            assert_eq!(verb(method, "/pods", true), Some("create"), "{method}");
+            for below in [
+                "/exec/n/p/c",
+                "/attach/n/p/c",
+                "/run/n/p/c",
+                "/portForward/n/p",
+                "/cri/exec/token",
+                "//exec/n/p/c",
+                "/./exec/n/p/c",
+                "/pods/../exec/n/p/c",
+                "/%65xec/n/p/c",
+                "/pods%2f..%2fexec/n/p/c",
+            ] {
+                assert_eq!(
+                    verb(method, below, false),
+                    Some("create"),
+                    "{method} {below}"
+                );
+            }
+        }
+        assert_eq!(verb("TRACE", "/pods", false), None);
     }
 
     #[test]

@@ -7,7 +7,6 @@ use futures::StreamExt as _;
 use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE};
-use tokio::net::TcpListener;
 
 use super::Answer;
 use super::Api;
@@ -16,10 +15,11 @@ use super::Query;
 use super::Request;
 use super::auth;
 use super::impersonate;
+use super::nodes;
 use super::resources::Sub;
 use super::route::{self, Target};
 use crate::https::{
-    self, Body, BoxError, Limits, NotReceived, Peer, Place, Tls, full, guard, receive,
+    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, receive,
 };
 
 /// The largest request body: 3 MiB, as the real server has it.
@@ -34,9 +34,9 @@ const LIMITS: Limits = Limits {
 };
 
 /// Serves until the process ends.
-pub async fn serve(api: Api, listener: TcpListener, tls: Tls) {
+pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
     https::serve(
-        listener,
+        listeners,
         Some(Arc::new(tls)),
         LIMITS,
         move |peer, request| respond(api.clone(), peer, request),
@@ -60,14 +60,15 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
             let user = who(&api, &peer, request.headers(), request.extensions())?;
             // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
             let verb = match (sub, request.method().as_str()) {
-                (Sub::Log, "GET") | (Sub::Proxy, "GET" | "HEAD") => "get",
-                (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST")
-                | (Sub::Proxy, "POST") => "create",
-                (Sub::Proxy, "PUT") => "update",
-                (Sub::Proxy, "PATCH") => "patch",
-                (Sub::Proxy, "DELETE") => "delete",
-                _ => return Err(ApiError::method_not_allowed()),
+                (Sub::Log, "GET") => Some("get"),
+                (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
+                (Sub::Proxy, method) => {
+                    let upgrades = https::is_upgrade(request.headers());
+                    nodes::proxy_verb(method, request.uri().path(), upgrades)
+                }
+                _ => None,
             };
+            let verb = verb.ok_or_else(ApiError::method_not_allowed)?;
             let ask = auth::ask(
                 verb,
                 resource,
