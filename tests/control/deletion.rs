@@ -192,7 +192,7 @@ async fn times_from_outside_have_bounds() {
         assert_eq!(server.call("POST", token, &spec).await.code, 422);
     }
     let mut watch = server
-        .watch(&format!("{MAPS}?watch=1&timeoutSeconds={}", u64::MAX))
+        .watch(&format!("{MAPS}?watch=1&timeoutSeconds={}", i64::MAX))
         .await;
     server
         .ok("POST", MAPS, &json!({"metadata": {"name": "seen"}}))

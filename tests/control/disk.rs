@@ -48,6 +48,15 @@ async fn put(store: &Store, key: &str) -> Result<Record, WriteError> {
         .await
 }
 
+/// What `/livez` and its check of the store answer.
+async fn health(store: &Store) -> (u16, u16) {
+    let server = Server::over(store.clone());
+    let null = serde_json::Value::Null;
+    let all = server.call("GET", "/livez", &null).await;
+    let one = server.call("GET", "/livez/store", &null).await;
+    (all.code, one.code)
+}
+
 fn keys(store: &Store) -> Vec<(String, u64)> {
     let (items, _) = store.list("a/");
     items
@@ -79,12 +88,14 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
         "the disk was full"
     );
     assert_eq!(keys(&store), acknowledged, "what failed is not shown");
+    assert_eq!(health(&store).await, (500, 500), "a full disk is told");
     std::fs::remove_file(ballast).unwrap();
     for i in 0..5 {
         let key = format!("a/later{i}");
         let record = put(&store, &key).await.expect("there is room again");
         acknowledged.push((key, record.revision));
     }
+    assert_eq!(health(&store).await, (200, 200));
     let revision = store.revision();
     drop(store);
     // The committing thread lets the file go a moment later.

@@ -278,7 +278,9 @@ async fn mutated_credentials_are_refused() {
             let user = server
                 .0
                 .authenticate(None, Some(&format!("Bearer {other}")));
-            assert!(user.is_err(), "{other}");
+            // Without a token nobody is known, which is no error.
+            let known = user.is_ok_and(|u| !u.is_in("system:unauthenticated"));
+            assert!(!known, "{other}");
         }
         // Reading never panics; what is read is what a certificate would say.
         let _ = signing::asked(&mutate_bytes(random, &request));

@@ -369,3 +369,60 @@ async fn what_leaves_a_selector_is_told_as_it_was() {
         "at the revision at which it left"
     );
 }
+
+#[tokio::test]
+async fn options_that_make_no_sense_are_refused() {
+    let server = Server::new().await;
+    for (query, code) in [
+        ("resourceVersion=1&resourceVersionMatch=Bogus", 422),
+        ("resourceVersion=0&resourceVersionMatch=Exact", 422),
+        ("resourceVersion=x", 400),
+        ("limit=x", 400),
+        ("limit=-1", 200),
+        ("sendInitialEvents=false", 422),
+        ("watch=1&resourceVersionMatch=NotOlderThan", 422),
+        ("watch=1&timeoutSeconds=x", 400),
+    ] {
+        let reply = server
+            .call("GET", &format!("{MAPS}?{query}"), &Value::Null)
+            .await;
+        assert_eq!(reply.code, code, "{query}: {}", reply.body);
+    }
+}
+
+/// A watch that begins now shows what comes, and one from a revision that is still to come ends.
+#[tokio::test]
+async fn a_watch_begins_where_it_says() {
+    let server = Server::new().await;
+    let map = |name: &str| json!({"metadata": {"name": name}});
+    server.ok("POST", MAPS, &map("before")).await;
+    let mut now = vec![];
+    for revision in ["", "&resourceVersion=0"] {
+        let url = format!(
+            "{MAPS}?watch=1&sendInitialEvents=false&resourceVersionMatch=NotOlderThan{revision}"
+        );
+        now.push(server.watch(&url).await);
+    }
+    server.ok("POST", MAPS, &map("after")).await;
+    for lines in &mut now {
+        let event = next(lines).await;
+        assert_eq!(event["object"]["metadata"]["name"], "after");
+    }
+    let mut future = server
+        .watch(&format!("{MAPS}?watch=1&resourceVersion=99999999"))
+        .await;
+    let event = next(&mut future).await;
+    assert_eq!(
+        (
+            &event["type"],
+            &event["object"]["code"],
+            &event["object"]["reason"]
+        ),
+        (&json!("ERROR"), &json!(504), &json!("Timeout"))
+    );
+    let message = event["object"]["message"].as_str().unwrap();
+    assert!(
+        message.starts_with("Timeout: Too large resource version: 99999999, current: "),
+        "{message}"
+    );
+}

@@ -315,8 +315,13 @@ async fn a_rollout_has_to_be_able_to_move() {
 async fn a_bound_claim_does_not_shrink() {
     let server = Server::new().await;
     let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
+    let class =
+        json!({"metadata": {"name": "grows"}, "provisioner": "p", "allowVolumeExpansion": true});
+    server
+        .ok("POST", "/apis/storage.k8s.io/v1/storageclasses", &class)
+        .await;
     let claim = json!({"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteOnce"], "volumeName": "v",
-        "resources": {"requests": {"storage": "2Gi"}}}});
+        "storageClassName": "grows", "resources": {"requests": {"storage": "2Gi"}}}});
     server.ok("POST", claims, &claim).await;
     let url = format!("{claims}/c");
     let size = |text: &str| json!({"spec": {"resources": {"requests": {"storage": text}}}});
@@ -336,6 +341,12 @@ async fn a_bound_claim_does_not_shrink() {
             // Growing did not work: less is asked for, but more than there is.
             (url.clone(), size("3Gi"), 200),
             (url.clone(), size("2Gi"), 422),
+            (
+                "/apis/storage.k8s.io/v1/storageclasses/grows".to_owned(),
+                json!({"allowVolumeExpansion": false}),
+                200,
+            ),
+            (url.clone(), size("9Gi"), 403),
             (
                 url.clone(),
                 json!({"spec": {"resources": {"limits": {"storage": "9Gi"}}}}),

@@ -179,6 +179,7 @@ async fn a_dry_run_stores_nothing() {
     server.ok("POST", PODS, &pod("p")).await;
     let mut bound = pod("bound");
     bound["spec"]["nodeName"] = json!("n");
+    bound["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": "2"}});
     server.ok("POST", PODS, &bound).await;
     let deployments = "/apis/apps/v1/namespaces/default/deployments";
     let deployment = json!({"metadata": {"name": "d"}, "spec": {"selector": {"matchLabels": {"a": "1"}},

@@ -49,10 +49,12 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
     }
     let name = super::object::name(pod).to_owned();
     let spec = entry(pod, "spec");
-    let account = match spec.get("serviceAccountName").and_then(Value::as_str) {
-        Some(account) if !account.is_empty() => account.to_owned(),
-        _ => "default".into(),
-    };
+    // `serviceAccount` is the older name of the field (upstream's conversion of v1 pods).
+    let account = ["serviceAccountName", "serviceAccount"]
+        .iter()
+        .filter_map(|key| spec.get(*key).and_then(Value::as_str))
+        .find(|account| !account.is_empty());
+    let account = account.unwrap_or("default").to_owned();
     spec.insert("serviceAccountName".into(), account.as_str().into());
     spec.insert("serviceAccount".into(), account.as_str().into());
     let key = format!("serviceaccounts/{namespace}/{account}");

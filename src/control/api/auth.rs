@@ -105,7 +105,7 @@ pub fn authenticate(
 /// The token of an `Authorization` header; none of another scheme.
 fn bearer(authorization: &str) -> Option<&str> {
     let (scheme, rest) = authorization.trim().split_once(' ')?;
-    let token = rest.split(' ').next().unwrap_or_default();
+    let token = rest.trim();
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
 }
 

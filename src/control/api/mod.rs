@@ -15,8 +15,11 @@ mod defaults;
 mod delete;
 mod discovery;
 mod error;
+mod expansion;
 mod graph;
+mod health;
 mod impersonate;
+mod list_options;
 pub mod nodes;
 pub mod object;
 mod patch;
@@ -34,7 +37,9 @@ mod sub;
 mod table;
 pub mod token;
 mod token_request;
+mod unenforced;
 mod validate;
+mod warnings;
 pub mod watch;
 mod write;
 
@@ -182,6 +187,12 @@ impl Api {
     #[must_use]
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// What signs and verifies tokens of service accounts.
+    #[must_use]
+    pub fn tokens(&self) -> Arc<token::Tokens> {
+        Arc::clone(&self.tokens)
     }
 
     /// Who presents these credentials.
@@ -488,15 +499,11 @@ impl Api {
             ["openapi", "v2"] => Ok(openapi_v2(&request.accept)),
             ["openapi", "v3"] => Ok(Answer::json(render(&discovery::openapi_index()))),
             ["openapi", "v3", rest @ ..] => json(discovery::openapi(&rest.join("/"))),
-            ["healthz" | "livez" | "readyz"] => Ok(if request.query.flag("verbose") {
-                Answer::text(
-                    200,
-                    &format!("[+]ping ok\n[+]store ok\n{} check passed\n", segments[0]),
-                )
-            } else {
-                Answer::text(200, "ok")
-            }),
-            ["healthz" | "livez" | "readyz", "ping" | "store"] => Ok(Answer::text(200, "ok")),
+            [endpoint @ ("healthz" | "livez" | "readyz"), rest @ ..] if rest.len() < 2 => {
+                let checks = [("ping", Ok(())), ("store", self.store.check())];
+                let one = rest.first().copied();
+                health::answer(endpoint, one, &checks, &request.query)
+            }
             [] | [""] => {
                 let mut paths = vec![
                     "/api".to_owned(),

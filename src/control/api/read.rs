@@ -6,7 +6,8 @@ use base64::Engine as _;
 use serde_json::{Value, json};
 
 use super::Api;
-use super::error::{ApiError, FieldError};
+use super::error::ApiError;
+use super::list_options::{ListOptions, Match};
 use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
@@ -118,28 +119,12 @@ impl Api {
             query.get("fieldSelector"),
         )?;
         let prefix = resource.prefix(namespace);
-        let asked = version(query)?;
-        let matching = query.get("resourceVersionMatch");
-        if matching.is_some() && query.get("resourceVersion").is_none() {
-            return Err(list_options(
-                "resourceVersionMatch",
-                "resourceVersionMatch is forbidden unless resourceVersion is provided",
-            ));
-        }
-        if query.flag("sendInitialEvents") && query.get("sendInitialEvents").is_some() {
-            return Err(list_options(
-                "sendInitialEvents",
-                "sendInitialEvents is forbidden unless watch is requested",
-            ));
-        }
-        let mut limit = query
-            .get("limit")
-            .and_then(|l| l.parse::<usize>().ok())
-            .unwrap_or(0);
+        let options = ListOptions::of(query, false)?;
+        let (asked, mut limit) = (options.revision, options.limit);
         let (items, revision, start): (Items, u64, Option<String>) = if let Some(token) =
-            query.get("continue")
+            options.from
         {
-            if query.get("resourceVersion").is_some_and(|v| v != "0") {
+            if asked.is_some_and(|v| v != 0) {
                 return Err(ApiError::bad_request(
                     "specifying resource version is not allowed when using continue",
                 ));
@@ -156,7 +141,8 @@ impl Api {
             match asked {
                 Some(revision)
                     if revision > 0
-                        && (matching == Some("Exact") || (limit > 0 && matching.is_none())) =>
+                        && (options.matching == Some(Match::Exact)
+                            || (limit > 0 && options.matching.is_none())) =>
                 {
                     let items = self.store.list_at(&prefix, revision).map_err(|_| {
                         ApiError::expired("The resourceVersion for the provided list is too old.")
@@ -215,30 +201,6 @@ impl Api {
         }
         Ok(())
     }
-}
-
-/// A refusal of list options.
-pub(super) fn list_options(field: &str, why: &str) -> ApiError {
-    ApiError::invalid(
-        "ListOptions",
-        "meta.k8s.io",
-        "",
-        &[FieldError::forbidden(field, why)],
-    )
-}
-
-/// The `resourceVersion` parameter.
-pub(super) fn version(query: &Query) -> Result<Option<u64>, ApiError> {
-    query
-        .get("resourceVersion")
-        .map(|v| {
-            v.parse().map_err(|_| {
-                ApiError::bad_request(format!(
-                    "invalid resource version: {v:?}: must be a decimal number"
-                ))
-            })
-        })
-        .transpose()
 }
 
 fn parse_token(token: &str) -> Result<(u64, String), ApiError> {

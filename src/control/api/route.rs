@@ -26,6 +26,12 @@ impl Query {
             .filter(|v| !v.is_empty())
     }
 
+    /// Whether a parameter is present, also without a value.
+    #[must_use]
+    pub fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
     /// A boolean as Go parses it; present without a value counts as true.
     #[must_use]
     pub fn flag(&self, key: &str) -> bool {

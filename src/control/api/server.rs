@@ -18,6 +18,7 @@ use super::impersonate;
 use super::nodes;
 use super::resources::Sub;
 use super::route::{self, Target};
+use super::warnings;
 use crate::https::{
     self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, receive,
 };
@@ -188,9 +189,8 @@ fn encode(answer: Answer) -> hyper::Response<Body> {
                 .status(code)
                 .header(CONTENT_TYPE, content_type)
                 .header("Vary", "Accept");
-            for warning in warnings {
-                let text = warning.replace('\\', "\\\\").replace('"', "\\\"");
-                response = response.header("Warning", format!("299 - \"{text}\""));
+            for warning in warnings::headers(&warnings) {
+                response = response.header("Warning", warning);
             }
             response.body(full(body))
         }

@@ -9,8 +9,9 @@ use tokio::time::Instant;
 
 use super::Api;
 use super::error::ApiError;
+use super::list_options::ListOptions;
 use super::object::meta;
-use super::read::{View, list_options, render, table_of, version};
+use super::read::{View, render, table_of};
 use super::resources::Resource;
 use super::route::Query;
 use super::selector::Selector;
@@ -79,34 +80,18 @@ impl Api {
             query.get("labelSelector"),
             query.get("fieldSelector"),
         )?;
-        let asked = version(query)?;
-        let initial = query
-            .get("sendInitialEvents")
-            .map(|_| query.flag("sendInitialEvents"));
-        let matching = query.get("resourceVersionMatch");
-        match (initial, matching) {
-            (Some(_), Some("NotOlderThan")) => {}
-            (Some(_), _) => {
-                return Err(list_options(
-                    "resourceVersionMatch",
-                    "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan",
-                ));
-            }
-            (None, Some(_)) => {
-                return Err(list_options(
-                    "resourceVersionMatch",
-                    "resourceVersionMatch is forbidden for watch unless sendInitialEvents is provided",
-                ));
-            }
-            (None, None) => {}
-        }
-        let state_first = initial.unwrap_or(matches!(asked, None | Some(0)));
-        let seconds = query
-            .get("timeoutSeconds")
-            .or_else(|| query.get("timeout").map(|t| t.trim_end_matches('s')))
-            .and_then(|s| s.parse().ok())
-            // Zero means that the client does not say.
-            .filter(|s| *s > 0);
+        let options = ListOptions::of(query, true)?;
+        let asked = options.revision;
+        // Neither a revision nor 0 names a place to start from: without the present objects a watch begins now.
+        let anywhere = matches!(asked, None | Some(0));
+        let state_first = options.initial_events.unwrap_or(anywhere);
+        let position = match asked {
+            _ if anywhere => self.store.revision(),
+            asked => asked.unwrap_or(0),
+        };
+        // Zero means that the client does not say.
+        let seconds = options.timeout.and_then(|s| u64::try_from(s).ok());
+        let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
         let (out, lines) = mpsc::channel(AHEAD);
         let watch = Watch {
@@ -115,7 +100,7 @@ impl Api {
             selector,
             view,
             bookmarks: query.flag("allowWatchBookmarks"),
-            position: asked.unwrap_or(0),
+            position,
             columns_sent: false,
             out,
         };
@@ -150,10 +135,11 @@ impl Watch {
     ) -> Option<()> {
         let deadline = Instant::now() + timeout;
         let mut head = api.store.head_of(&self.prefix);
+        // A revision that is still to come, after a restored backup for instance, would be silence for good.
+        if let Err(error) = api.wait_for(at_least).await {
+            return self.error(&error).await;
+        }
         if state_first {
-            if let Err(error) = api.wait_for(at_least).await {
-                return self.error(&error).await;
-            }
             let (items, revision) = api.store.list(&self.prefix);
             self.position = revision;
             for (_, record) in &items {

@@ -13,6 +13,7 @@ use super::change;
 use super::defaults;
 use super::delete::is_finished;
 use super::error::{ApiError, FieldError};
+use super::expansion;
 use super::object;
 use super::object::{deleting, meta, now, text};
 use super::patch;
@@ -22,6 +23,7 @@ use super::route::Query;
 use super::schema;
 use super::services;
 use super::storage;
+use super::unenforced;
 use super::validate;
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 use crate::core::lock::lock;
@@ -199,6 +201,7 @@ impl Api {
         fit_to_path(resource, namespace, &mut body)?;
         let mut warnings = check_fields(resource, &mut body, options.strict)?;
         warnings.extend(batch::warnings(resource.kind, &body));
+        warnings.extend(unenforced::warnings(resource.kind, &body));
         if !object::text(&body, &["metadata", "resourceVersion"])
             .unwrap_or_default()
             .is_empty()
@@ -529,7 +532,7 @@ impl Api {
         name: &str,
         sub: Option<Sub>,
         options: &Options<'_>,
-        warnings: Vec<String>,
+        mut warnings: Vec<String>,
         make: impl Fn(&Value) -> Result<Value, ApiError>,
     ) -> Result<Written, ApiError> {
         let allocation = if resource.kind == "Service" && sub.is_none() {
@@ -584,7 +587,18 @@ impl Api {
                     &errors,
                 ));
             }
+            if resource.kind == "PersistentVolumeClaim" && sub.is_none() {
+                let read = |class: &str| {
+                    let key = format!("storageclasses/{class}");
+                    serde_json::from_slice(&self.store.get(&key)?.value).ok()
+                };
+                expansion::check(&old, &new, read)?;
+            }
             object::Size::check(&new)?;
+            if sub.is_none() && new != old {
+                // Repeated ones, of a write that is tried again, stand once in the answer.
+                warnings.extend(unenforced::warnings(resource.kind, &new));
+            }
             if new == old || options.dry_run {
                 let body = if new == old {
                     record.value

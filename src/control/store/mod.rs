@@ -11,6 +11,7 @@
 //! at its own pace, woken by changes of that kind alone; one that falls behind is told so ([`Compacted`]) and never skips.
 
 mod disk;
+mod health;
 mod history;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -22,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use disk::Disk;
 pub use disk::DiskError;
+use health::Health;
 use history::History;
 pub use hyper::body::Bytes;
 
@@ -185,6 +187,7 @@ pub struct Store {
     state: Arc<RwLock<State>>,
     queue: mpsc::Sender<Request>,
     heads: Heads,
+    health: Health,
 }
 
 impl Store {
@@ -229,15 +232,30 @@ impl Store {
         let state = Arc::new(RwLock::new(state));
         let (queue, requests) = mpsc::channel(1024);
         let shared = Arc::clone(&state);
+        let health = Health::default();
+        let commits = health.clone();
         std::thread::Builder::new()
             .name("store".into())
-            .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce))
+            .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce, &commits))
             .expect("a thread can be started while the process starts");
         Store {
             state,
             queue,
             heads,
+            health,
         }
+    }
+
+    /// Whether the store takes writes. Does not wait for one.
+    ///
+    /// # Errors
+    ///
+    /// Why the last write failed, or that one hangs.
+    pub fn check(&self) -> Result<(), String> {
+        if self.queue.is_closed() {
+            return Err(WriteError::Closed.to_string());
+        }
+        self.health.check(Instant::now())
     }
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
@@ -341,6 +359,7 @@ fn commit_loop(
     state: &RwLock<State>,
     mut requests: mpsc::Receiver<Request>,
     heads: &Heads,
+    health: &Health,
 ) {
     let mut last_commit: Option<Instant> = None;
     while let Some(first) = requests.blocking_recv() {
@@ -354,6 +373,7 @@ fn commit_loop(
             batch.push(next);
         }
         let several = batch.len() > 1;
+        health.begin();
         let (events, replies) = decide(state, batch);
         let committed = match (&mut disk, events.is_empty()) {
             (Some(disk), false) => {
@@ -364,6 +384,7 @@ fn commit_loop(
             }
             _ => Ok(()),
         };
+        health.end(&committed, !events.is_empty());
         last_commit = several.then(Instant::now);
         match committed {
             Ok(()) => {

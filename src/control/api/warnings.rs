@@ -1,0 +1,67 @@
+//! `Warning` headers: no more of them than a client reads (upstream's `apiserver/pkg/endpoints/filters/warning.go`).
+
+use std::collections::HashSet;
+
+/// How many characters all warnings may have before each is cut off.
+const TOTAL: usize = 4 * 1024;
+/// How many characters of each are kept then.
+const ITEM: usize = 256;
+
+/// The values of the headers. Repeated texts stand once; texts with control characters are no header and are left out.
+#[must_use]
+pub fn headers(texts: &[String]) -> Vec<String> {
+    let mut seen = HashSet::new();
+    let texts: Vec<&str> = texts
+        .iter()
+        .map(String::as_str)
+        .filter(|t| !t.is_empty() && !t.chars().any(char::is_control) && seen.insert(*t))
+        .collect();
+    let all: usize = texts.iter().map(|t| t.chars().count()).sum();
+    let mut written = 0;
+    let mut headers = vec![];
+    for text in texts {
+        if written >= TOTAL {
+            break;
+        }
+        let text: String = if all > TOTAL {
+            text.chars().take(ITEM).collect()
+        } else {
+            text.to_owned()
+        };
+        written += text.chars().count();
+        let quoted = text.replace('\\', "\\\\").replace('"', "\\\"");
+        headers.push(format!("299 - \"{quoted}\""));
+    }
+    headers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warnings_are_bounded_and_stand_once() {
+        let of = |texts: &[&str]| {
+            let texts: Vec<String> = texts.iter().map(|t| (*t).to_owned()).collect();
+            headers(&texts)
+        };
+        assert_eq!(
+            of(&["unknown field \"a\\b\"", "x", "x", "", "new\nline"]),
+            ["299 - \"unknown field \\\"a\\\\b\\\"\"", "299 - \"x\""]
+        );
+        let many: Vec<String> = (0..3000).map(|i| format!("unknown field {i:04}")).collect();
+        let sent = headers(&many);
+        let size: usize = sent.iter().map(String::len).sum();
+        assert!(
+            (200..300).contains(&sent.len()) && size < 3 * TOTAL,
+            "{}",
+            sent.len()
+        );
+        let long = "é".repeat(5000);
+        assert_eq!(of(&[&long]), [format!("299 - \"{}\"", "é".repeat(ITEM))]);
+        assert_eq!(
+            of(&[&long[..2 * TOTAL]]),
+            [format!("299 - \"{}\"", "é".repeat(TOTAL))]
+        );
+    }
+}

@@ -1,0 +1,78 @@
+//! Whether the committing thread does its work.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::core::lock::lock;
+
+/// A commit that takes longer than this hangs.
+const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How the committing thread fares. Clones share it.
+#[derive(Clone, Default)]
+pub(super) struct Health(Arc<Mutex<Commits>>);
+
+#[derive(Default)]
+struct Commits {
+    /// Since when a commit is under way.
+    since: Option<Instant>,
+    /// Why the last commit failed; none if it succeeded.
+    failure: Option<String>,
+}
+
+impl Health {
+    /// Notes that a commit begins.
+    pub(super) fn begin(&self) {
+        lock(&self.0).since = Some(Instant::now());
+    }
+
+    /// Notes how a commit ended. One that had nothing to write (`wrote` is false) says nothing of the disk.
+    pub(super) fn end<E: std::fmt::Display>(&self, result: &Result<(), E>, wrote: bool) {
+        let mut commits = lock(&self.0);
+        commits.since = None;
+        match result {
+            Err(error) => commits.failure = Some(error.to_string()),
+            Ok(()) if wrote => commits.failure = None,
+            Ok(()) => {}
+        }
+    }
+
+    /// What is wrong with the commits, if anything is.
+    pub(super) fn check(&self, now: Instant) -> Result<(), String> {
+        let commits = lock(&self.0);
+        if let Some(failure) = &commits.failure {
+            return Err(format!("the last write failed: {failure}"));
+        }
+        let took = commits
+            .since
+            .map(|since| now.saturating_duration_since(since));
+        match took {
+            Some(took) if took > COMMIT_TIMEOUT => {
+                Err(format!("a write has not ended after {} s", took.as_secs()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_or_hanging_commit_is_unhealthy() {
+        let (health, now) = (Health::default(), Instant::now());
+        assert_eq!(health.check(now), Ok(()));
+        health.begin();
+        assert_eq!(health.check(now + COMMIT_TIMEOUT / 2), Ok(()));
+        let hangs = health.check(now + 2 * COMMIT_TIMEOUT);
+        assert!(hangs.is_err_and(|e| e.contains("has not ended")));
+        health.end(&Err::<(), _>("no space left"), true);
+        let failed = Err("the last write failed: no space left".to_owned());
+        assert_eq!(health.check(now), failed);
+        health.end(&Ok::<_, String>(()), false);
+        assert_eq!(health.check(now), failed, "nothing was written since");
+        health.end(&Ok::<_, String>(()), true);
+        assert_eq!(health.check(now), Ok(()));
+    }
+}
