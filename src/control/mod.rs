@@ -128,6 +128,12 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         pki.sign_request(asked, client, seconds)
             .map_err(|e| e.to_string())
     });
+    let tokens = api.tokens();
+    let sign_token: controllers::SignToken = std::sync::Arc::new(move |subject, secret| {
+        tokens
+            .issue_legacy(subject, secret)
+            .map_err(|e| e.to_string())
+    });
     let directories = (
         settings.dir.join("volumes"),
         crate::sys::machine::hostname(),
@@ -137,7 +143,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     tokio::select! {
         () = api::server::serve(api.clone(), listeners, tls) => anyhow::bail!("the API server ended"),
         () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
-        () = controllers::run(client, caches, ca, Some(directories), sign) => anyhow::bail!("the controllers ended"),
+        () = controllers::run(client, caches, ca, Some(directories), (sign, sign_token)) => anyhow::bail!("the controllers ended"),
         () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
     }
 }
@@ -211,6 +217,37 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
         "spec": {"clusterIP": address, "ports": [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": settings.port}]}});
     if api.store().get("services/default/kubernetes").is_none() {
         post(api, "/api/v1/namespaces/default/services", &service).await?;
+    }
+    endpoints(api, settings).await
+}
+
+/// Where the `kubernetes` service leads: to this API. The address may differ from that of the last start.
+async fn endpoints(api: &Api, settings: &Settings) -> anyhow::Result<()> {
+    let port = json!([{"name": "https", "port": settings.port, "protocol": "TCP"}]);
+    let family = if settings.advertise.is_ipv4() {
+        "IPv4"
+    } else {
+        "IPv6"
+    };
+    let core = json!({"metadata": {"name": "kubernetes", "labels": {"endpointslice.kubernetes.io/skip-mirror": "true"}},
+        "subsets": [{"addresses": [{"ip": settings.advertise}], "ports": port}]});
+    let slice = json!({"metadata": {"name": "kubernetes", "labels": {"kubernetes.io/service-name": "kubernetes"}},
+        "addressType": family, "ports": port,
+        "endpoints": [{"addresses": [settings.advertise], "conditions": {"ready": true}}]});
+    for (group, plural, object) in [
+        ("/api/v1", "endpoints", core),
+        ("/apis/discovery.k8s.io/v1", "endpointslices", slice),
+    ] {
+        let path = format!("{group}/namespaces/default/{plural}");
+        if api
+            .store()
+            .get(&format!("{plural}/default/kubernetes"))
+            .is_none()
+        {
+            post(api, &path, &object).await?;
+        } else {
+            send(api, "PUT", &format!("{path}/kubernetes"), &object, 200).await?;
+        }
     }
     Ok(())
 }

@@ -1,8 +1,13 @@
 //! Who may do what.
 
 use holdfast::control::api::auth::User;
+use holdfast::https::Certificate;
+use k8s_openapi::api::authentication::v1::TokenReview;
+use k8s_openapi::api::core::v1::{Secret, ServiceAccount};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
+use crate::jobs::Plane;
 use crate::server::{MERGE, PODS, Server, pod};
 
 #[tokio::test]
@@ -428,4 +433,199 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         .code,
         403
     );
+}
+
+/// What a token stands for, by a review; none if it stands for nobody.
+async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
+    let api: kube::Api<TokenReview> = kube::Api::all(plane.client.clone());
+    let review = json!({"metadata": {}, "spec": {"token": token}});
+    let review = serde_json::from_value(review).unwrap();
+    let answer = api.create(&PostParams::default(), &review).await.unwrap();
+    answer.status?.user?.username
+}
+
+/// A Secret for tokens is filled, its token counts as long as it holds it, and it goes with its account.
+#[tokio::test]
+async fn a_secret_of_an_account_gets_its_token() {
+    let plane = Plane::start().await;
+    let account = |name: &str| json!({"metadata": {"name": name}});
+    let secret = |name: &str, account: &str| json!({"metadata": {"name": name, "annotations": {"kubernetes.io/service-account.name": account}}, "type": "kubernetes.io/service-account-token"});
+    for name in ["robot", "brief"] {
+        plane.create::<ServiceAccount>(account(name)).await;
+    }
+    for (name, account) in [
+        ("one", "robot"),
+        ("two", "robot"),
+        ("three", "brief"),
+        ("orphan", "nobody"),
+    ] {
+        plane.create::<Secret>(secret(name, account)).await;
+    }
+    let secrets = plane.api::<Secret>();
+    let filled = async |name: &str| {
+        let secrets = &secrets;
+        let found = plane
+            .wait("a token", || async move {
+                let found = secrets.get(name).await.unwrap();
+                found
+                    .data
+                    .clone()
+                    .filter(|d| d.contains_key("token"))
+                    .map(|d| (d, found))
+            })
+            .await;
+        let (data, found) = found;
+        let text = |key: &str| String::from_utf8(data[key].0.clone()).unwrap();
+        assert_eq!(text("namespace"), "default");
+        assert!(text("ca.crt").starts_with("-----BEGIN CERTIFICATE-----"));
+        let annotations = found.metadata.annotations.unwrap();
+        assert!(annotations.contains_key("kubernetes.io/service-account.uid"));
+        text("token")
+    };
+    let (one, two, three) = (
+        filled("one").await,
+        filled("two").await,
+        filled("three").await,
+    );
+    let robot = Some("system:serviceaccount:default:robot".to_owned());
+    assert_eq!(
+        (reviewed(&plane, &one).await, reviewed(&plane, &two).await),
+        (robot.clone(), robot.clone())
+    );
+    secrets
+        .delete("one", &DeleteParams::default())
+        .await
+        .unwrap();
+    assert_eq!(
+        (reviewed(&plane, &one).await, reviewed(&plane, &two).await),
+        (None, robot)
+    );
+    // Another token in the Secret is another Secret.
+    let emptied = json!({"data": {"token": null}});
+    secrets
+        .patch("two", &PatchParams::default(), &Patch::Merge(emptied))
+        .await
+        .unwrap();
+    filled("two").await;
+    let accounts = plane.api::<ServiceAccount>();
+    accounts
+        .delete("brief", &DeleteParams::default())
+        .await
+        .unwrap();
+    assert_eq!(reviewed(&plane, &three).await, None);
+    for name in ["three", "orphan"] {
+        let secrets = &secrets;
+        plane
+            .wait("the end of a Secret without its account", || async move {
+                secrets.get_opt(name).await.unwrap().is_none().then_some(())
+            })
+            .await;
+    }
+}
+
+/// Tokens name the pod and its node, and end a minute after what they are bound to is deleted.
+#[tokio::test]
+async fn tokens_are_bound_to_pods_secrets_and_nodes() {
+    let server = Server::new().await;
+    let null = Value::Null;
+    let node = json!({"metadata": {"name": "n1"}});
+    server.ok("POST", "/api/v1/nodes", &node).await;
+    let secret = json!({"metadata": {"name": "s"}});
+    let secrets = "/api/v1/namespaces/default/secrets";
+    server.ok("POST", secrets, &secret).await;
+    let mut own = pod("p");
+    own["spec"]["nodeName"] = json!("n1");
+    own["metadata"]["finalizers"] = json!(["a/b"]);
+    server.ok("POST", PODS, &own).await;
+    let url = "/api/v1/namespaces/default/serviceaccounts/default/token";
+    let token = async |kind: &str, name: &str| {
+        let request =
+            json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": kind, "name": name}}});
+        let issued = server.ok("POST", url, &request).await;
+        format!("Bearer {}", issued["status"]["token"].as_str().unwrap())
+    };
+    let who = |token: &str| server.0.authenticate(None, Some(token)).ok();
+    let (of_pod, of_secret, of_node) = (
+        token("Pod", "p").await,
+        token("Secret", "s").await,
+        token("Node", "n1").await,
+    );
+    let extra = who(&of_pod).expect("a good token").extra;
+    for (key, value) in [("pod-name", "p"), ("node-name", "n1")] {
+        assert_eq!(
+            extra[&format!("authentication.kubernetes.io/{key}")],
+            [value]
+        );
+    }
+    assert!(extra.contains_key("authentication.kubernetes.io/node-uid"));
+    assert!(who(&of_secret).is_some() && who(&of_node).is_some());
+    let config_map =
+        json!({"spec": {"boundObjectRef": {"apiVersion": "v1", "kind": "ConfigMap", "name": "m"}}});
+    assert_eq!(server.call("POST", url, &config_map).await.code, 400);
+    server.ok("DELETE", &format!("{secrets}/s"), &null).await;
+    server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
+    assert!(who(&of_secret).is_none() && who(&of_node).is_none());
+    assert!(who(&of_pod).is_some(), "its node is only noted");
+    // Its deletion is due at once and held by a finalizer: the token counts for the leeway, and no longer.
+    let deleted = server
+        .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)
+        .await;
+    assert!(who(&of_pod).is_some());
+    let before = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(70);
+    let mut record = deleted;
+    record["metadata"]["deletionTimestamp"] =
+        json!(before.strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+    let key = "pods/default/p";
+    let revision = server.0.store().get(key).unwrap().revision;
+    let write = holdfast::control::store::Write {
+        key: key.into(),
+        expect: holdfast::control::store::Expect::Revision(revision),
+        requires: None,
+        change: holdfast::control::store::Change::Put,
+        render: Box::new(move |_| record.to_string().into()),
+        attrs: std::sync::Arc::default(),
+    };
+    server.0.store().write(write).await.unwrap();
+    assert!(who(&of_pod).is_none());
+}
+
+/// A bad token next to nothing is refused, and another scheme is no credential.
+#[tokio::test]
+async fn only_credentials_that_are_shown_can_be_bad() {
+    let server = Server::new().await;
+    let who = |header: &str| {
+        let user = server.0.authenticate(None, Some(header));
+        user.map(|u| u.name).map_err(|e| e.code)
+    };
+    assert_eq!(who("Bearer nonsense"), Err(401));
+    assert_eq!(who("bearer nonsense"), Err(401));
+    for none in ["", "Bearer", "Bearer ", "Basic YTpi"] {
+        assert_eq!(who(none), Ok("system:anonymous".into()), "{none:?}");
+    }
+    // The certificate is tried first, and the token where the certificate is bad.
+    let mut params = rcgen::CertificateParams::default();
+    let name = &mut params.distinguished_name;
+    name.push(rcgen::DnType::CommonName, "jane");
+    let key = rcgen::KeyPair::generate().unwrap();
+    let der = params.self_signed(&key).unwrap().der().to_vec();
+    let url = "/api/v1/namespaces/default/serviceaccounts/default/token";
+    let issued = server.ok("POST", url, &json!({})).await;
+    let good = format!("Bearer {}", issued["status"]["token"].as_str().unwrap());
+    let (trusted, untrusted) = (
+        Certificate::trusted(der.clone()),
+        Certificate::untrusted(der),
+    );
+    let account = "system:serviceaccount:default:default";
+    for (certificate, header, expected) in [
+        (&trusted, None, Ok("jane")),
+        (&trusted, Some("Bearer nonsense"), Ok("jane")),
+        (&trusted, Some(good.as_str()), Ok("jane")),
+        (&untrusted, Some(good.as_str()), Ok(account)),
+        (&untrusted, Some("Bearer nonsense"), Err(401)),
+        (&untrusted, None, Err(401)),
+    ] {
+        let user = server.0.authenticate(Some(certificate), header);
+        let found = user.map(|u| u.name).map_err(|e| e.code);
+        assert_eq!(found, expected.map(str::to_owned), "{header:?}");
+    }
 }

@@ -305,7 +305,7 @@ async fn the_status_of_a_job_makes_sense_and_does_not_go_back() {
 
 /// A control plane without nodes. It ends with the test.
 pub struct Plane {
-    client: Client,
+    pub client: Client,
     runs: tokio::task::JoinHandle<anyhow::Result<()>>,
     _dir: tempfile::TempDir,
 }

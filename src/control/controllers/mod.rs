@@ -16,9 +16,11 @@ mod nodes;
 mod owned;
 mod replicaset;
 mod rollout;
+mod tokens;
 
 pub use binder::DIRECTORY;
 pub use certificates::Sign;
+pub use tokens::SignToken;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -125,17 +127,19 @@ impl Caches {
 }
 
 /// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with;
-/// `directories` is where volumes of this machine are made, and its node's name; `sign` signs certificates of nodes.
+/// `directories` is where volumes of this machine are made, and its node's name; `sign` signs certificates
+/// of nodes, and `sign_token` tokens that lie in Secrets.
 pub async fn run(
     client: Client,
     caches: Caches,
     ca: String,
     directories: Option<(PathBuf, String)>,
-    sign: Sign,
+    (sign, sign_token): (Sign, SignToken),
 ) {
     caches.synced().await;
     tokio::join!(
         certificates::run(client.clone(), sign),
+        tokens::run(client.clone(), caches.clone(), ca.clone(), sign_token),
         deployment::run(client.clone(), caches.clone()),
         replicaset::run(client.clone(), caches.clone()),
         job::run(client.clone(), caches.clone()),

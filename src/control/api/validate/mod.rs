@@ -328,6 +328,13 @@ fn secret_data(object: &Value, errors: &mut Errors) {
             ));
         }
     }
+    let account = "kubernetes.io/service-account.name";
+    if text(object, &["type"]) == Some("kubernetes.io/service-account-token")
+        && text(object, &["metadata", "annotations", account]).is_none_or(str::is_empty)
+    {
+        let field = format!("metadata.annotations[{account}]");
+        errors.push(FieldError::required(field, ""));
+    }
     let needed = match text(object, &["type"]) {
         Some("kubernetes.io/dockerconfigjson") => &[".dockerconfigjson"][..],
         Some("kubernetes.io/dockercfg") => &[".dockercfg"],
