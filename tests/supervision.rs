@@ -173,6 +173,7 @@ fn a_control_plane_that_dies_comes_back() {
     cluster.kubectl(&["get", "nodes"]);
     let (runs, text) = status();
     assert!(runs && text.contains("SIGKILL ended it"), "{text}");
+    the_control_plane_keeps_its_secrets(&cluster);
 
     // `up` leaves what runs alone, and gives a part that has lost its supervisor another one.
     let agent = cluster.pid("agent");
@@ -188,6 +189,27 @@ fn a_control_plane_that_dies_comes_back() {
     the_readiness_is_that_of_the_agent_that_runs(&cluster);
     an_api_that_cannot_be_served_is_told(&cluster);
     the_networks_file_is_written_anew(&cluster);
+}
+
+/// The process with the key of the cluster's authority writes no core file, and its API is on the addresses that it names.
+fn the_control_plane_keeps_its_secrets(cluster: &Cluster) {
+    let pid = cluster.pid("control-plane");
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let core = limits.lines().find(|l| l.starts_with("Max core file size"));
+    let core: Vec<&str> = core.unwrap().split_whitespace().collect();
+    assert_eq!(core[4..6], ["0", "0"], "{limits}");
+    // Its number gives the cluster its port (`Cluster::up`).
+    let port = 16_471;
+    let connects = |ip: [u8; 4]| std::net::TcpStream::connect((std::net::Ipv4Addr::from(ip), port));
+    assert!(connects([127, 0, 0, 1]).is_ok());
+    assert!(
+        connects([127, 0, 0, 2]).is_err(),
+        "no address that nobody named"
+    );
+    // What the agent needs is what a node may.
+    let refused = cluster.log("agent");
+    let refused = refused.lines().find(|l| l.contains("is forbidden"));
+    assert_eq!(refused, None);
 }
 
 /// `up` waits for the agent that it has started: what one before it reported stands in the node's status until then.
