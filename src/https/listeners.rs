@@ -5,8 +5,9 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::task::Poll;
 
-use nix::sys::socket::{setsockopt, sockopt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+
+use crate::sys::link;
 
 /// How many connections wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -78,7 +79,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
         TcpSocket::new_v6()?
     };
     socket.set_reuseaddr(true)?;
-    setsockopt(&socket, sockopt::IpFreebind, &true)?;
+    link::bind_to_any(&socket)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
 }

@@ -20,6 +20,11 @@ const RETRY: Duration = Duration::from_secs(1);
 /// probes without an answer.
 const PROBED: (u32, u32, u32) = (20, 5, 3);
 
+/// Lets a socket be bound to an address that the machine does not have yet, or has no longer.
+pub fn bind_to_any(socket: &impl AsFd) -> io::Result<()> {
+    Ok(setsockopt(socket, sockopt::IpFreebind, &true)?)
+}
+
 /// Has the kernel end a TCP connection whose other side was cut off: it says nothing, and nobody would notice.
 pub fn keep_alive(connection: &impl AsFd) -> io::Result<()> {
     setsockopt(connection, sockopt::TcpKeepIdle, &PROBED.0)?;

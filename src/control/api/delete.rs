@@ -46,17 +46,9 @@ impl Api {
         for _ in 0..RETRIES {
             let (record, old) = self.fetch(resource, namespace, name)?;
             preconditions(resource, &old, body)?;
-            self.check_writer(
-                user,
-                &restriction::Write {
-                    resource,
-                    sub: None,
-                    namespace,
-                    name,
-                    old: Some(&old),
-                    new: None,
-                },
-            )?;
+            let kind = (resource, None);
+            let write = restriction::Write::new(kind, (namespace, name), Some(&old), None);
+            self.check_writer(user, &write)?;
             let mut new = old.clone();
             let gone = mark_deleted(resource, &mut new, &options);
             if options.dry_run {

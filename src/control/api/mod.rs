@@ -331,24 +331,14 @@ impl Api {
                 if resource.kind == "CertificateSigningRequest" {
                     certificates::requested_by(&mut body, &request.user);
                 }
-                Ok(self
-                    .create(resource, namespace, body, &options)
-                    .await?
-                    .into())
+                let created = self.create(resource, namespace, body, &options);
+                Ok(created.await?.into())
             }
             ("update", Some(name)) => {
                 let options = Options::of(query, "UpdateOptions", user)?;
-                Ok(self
-                    .update(
-                        resource,
-                        namespace,
-                        name,
-                        sub,
-                        decode_body(request)?,
-                        &options,
-                    )
-                    .await?
-                    .into())
+                let body = decode_body(request)?;
+                let updated = self.update(resource, namespace, name, sub, body, &options);
+                Ok(updated.await?.into())
             }
             ("patch", Some(name)) => {
                 let options = Options::of(query, "PatchOptions", user)?;
@@ -359,21 +349,16 @@ impl Api {
                     .await?
                     .into())
             }
-            ("delete", Some(name)) if sub.is_none() => Ok(self
-                .delete(
-                    resource,
-                    namespace,
-                    name,
-                    query,
-                    &delete_body(request)?,
-                    user,
-                )
-                .await?
-                .into()),
-            ("deletecollection", None) => Ok(self
-                .delete_collection(resource, namespace, query, &delete_body(request)?, user)
-                .await?
-                .into()),
+            ("delete", Some(name)) if sub.is_none() => {
+                let body = delete_body(request)?;
+                let deleted = self.delete(resource, namespace, name, query, &body, user);
+                Ok(deleted.await?.into())
+            }
+            ("deletecollection", None) => {
+                let body = delete_body(request)?;
+                let deleted = self.delete_collection(resource, namespace, query, &body, user);
+                Ok(deleted.await?.into())
+            }
             _ => Err(ApiError::method_not_allowed()),
         }
     }

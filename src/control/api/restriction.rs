@@ -105,7 +105,25 @@ fn forbid(why: impl Into<String>) -> Verdict {
     Err(Refusal::Forbidden(why.into()))
 }
 
-impl Write<'_> {
+impl<'a> Write<'a> {
+    /// A write to `object` (namespace and name), of `resource` or of one of its subresources.
+    #[must_use]
+    pub fn new(
+        (resource, sub): (&'a Resource, Option<Sub>),
+        (namespace, name): (Option<&'a str>, &'a str),
+        old: Option<&'a Value>,
+        new: Option<&'a Value>,
+    ) -> Write<'a> {
+        Write {
+            resource,
+            sub,
+            namespace,
+            name,
+            old,
+            new,
+        }
+    }
+
     fn operation(&self) -> &'static str {
         match (self.old, self.new) {
             (None, _) => "CREATE",

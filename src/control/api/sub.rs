@@ -62,17 +62,9 @@ impl Api {
         let refuse = |why: String| ApiError::conflict("", "pods/binding", name, &why);
         for _ in 0..super::write::RETRIES {
             let (record, old) = self.fetch(pods, Some(namespace), name)?;
-            self.check_writer(
-                options.user,
-                &Write {
-                    resource: pods,
-                    sub: Some(Sub::Binding),
-                    namespace: Some(namespace),
-                    name,
-                    old: Some(&old),
-                    new: Some(binding),
-                },
-            )?;
+            let kind = (pods, Some(Sub::Binding));
+            let write = Write::new(kind, (Some(namespace), name), Some(&old), Some(binding));
+            self.check_writer(options.user, &write)?;
             if let Some(uid) = text(binding, &["metadata", "uid"])
                 .filter(|uid| !uid.is_empty() && *uid != object::uid(&old))
             {
@@ -128,17 +120,9 @@ impl Api {
         let pods = Resource::of_kind("Pod").ok_or_else(ApiError::no_such_resource)?;
         is_about(name, "Eviction", &eviction)?;
         let (_, old) = self.fetch(pods, Some(namespace), name)?;
-        self.check_writer(
-            options.user,
-            &Write {
-                resource: pods,
-                sub: Some(Sub::Eviction),
-                namespace: Some(namespace),
-                name,
-                old: Some(&old),
-                new: Some(&eviction),
-            },
-        )?;
+        let kind = (pods, Some(Sub::Eviction));
+        let write = Write::new(kind, (Some(namespace), name), Some(&old), Some(&eviction));
+        self.check_writer(options.user, &write)?;
         let mut deletion = eviction
             .get_mut("deleteOptions")
             .map(Value::take)

@@ -242,17 +242,9 @@ impl Api {
                     &errors,
                 ));
             }
-            self.check_writer(
-                options.user,
-                &restriction::Write {
-                    resource,
-                    sub: None,
-                    namespace,
-                    name: &name,
-                    old: None,
-                    new: Some(&fresh),
-                },
-            )?;
+            let kind = (resource, None);
+            let write = restriction::Write::new(kind, (namespace, &name), None, Some(&fresh));
+            self.check_writer(options.user, &write)?;
             let key = resource.key(namespace, &name);
             if options.dry_run {
                 if self.store.get(&key).is_some() {
@@ -375,6 +367,17 @@ impl Api {
             "certificatesigningrequests is forbidden: user {:?} is not permitted to {verb} requests with signerName {signer:?}",
             user.name
         )))
+    }
+
+    /// Whether a claim may grow to what it asks for.
+    fn check_growth(&self, resource: &Resource, old: &Value, new: &Value) -> Result<(), ApiError> {
+        if resource.kind != "PersistentVolumeClaim" {
+            return Ok(());
+        }
+        expansion::check(old, new, |class| {
+            let key = format!("storageclasses/{class}");
+            serde_json::from_slice(&self.store.get(&key)?.value).ok()
+        })
     }
 
     /// Stores an object; the revision is stamped into it when it is known.
@@ -566,17 +569,10 @@ impl Api {
                 services::allocate(&self.store, self.service_range, Some(&old), &mut new)?;
             }
             if new != old {
-                self.check_writer(
-                    options.user,
-                    &restriction::Write {
-                        resource,
-                        sub,
-                        namespace,
-                        name,
-                        old: Some(&old),
-                        new: Some(&new),
-                    },
-                )?;
+                let kind = (resource, sub);
+                let write =
+                    restriction::Write::new(kind, (namespace, name), Some(&old), Some(&new));
+                self.check_writer(options.user, &write)?;
             }
             let errors = change::check(resource, sub, &old, &new);
             if !errors.is_empty() {
@@ -587,15 +583,9 @@ impl Api {
                     &errors,
                 ));
             }
-            if resource.kind == "PersistentVolumeClaim" && sub.is_none() {
-                let read = |class: &str| {
-                    let key = format!("storageclasses/{class}");
-                    serde_json::from_slice(&self.store.get(&key)?.value).ok()
-                };
-                expansion::check(&old, &new, read)?;
-            }
             object::Size::check(&new)?;
             if sub.is_none() && new != old {
+                self.check_growth(resource, &old, &new)?;
                 // Repeated ones, of a write that is tried again, stand once in the answer.
                 warnings.extend(unenforced::warnings(resource.kind, &new));
             }

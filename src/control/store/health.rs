@@ -1,9 +1,7 @@
 //! Whether the committing thread does its work.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-use crate::core::lock::lock;
 
 /// A commit that takes longer than this hangs.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -21,14 +19,18 @@ struct Commits {
 }
 
 impl Health {
+    fn commits(&self) -> MutexGuard<'_, Commits> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes that a commit begins.
     pub(super) fn begin(&self) {
-        lock(&self.0).since = Some(Instant::now());
+        self.commits().since = Some(Instant::now());
     }
 
     /// Notes how a commit ended. One that had nothing to write (`wrote` is false) says nothing of the disk.
     pub(super) fn end<E: std::fmt::Display>(&self, result: &Result<(), E>, wrote: bool) {
-        let mut commits = lock(&self.0);
+        let mut commits = self.commits();
         commits.since = None;
         match result {
             Err(error) => commits.failure = Some(error.to_string()),
@@ -39,7 +41,7 @@ impl Health {
 
     /// What is wrong with the commits, if anything is.
     pub(super) fn check(&self, now: Instant) -> Result<(), String> {
-        let commits = lock(&self.0);
+        let commits = self.commits();
         if let Some(failure) = &commits.failure {
             return Err(format!("the last write failed: {failure}"));
         }
