@@ -2,9 +2,10 @@
 
 use serde_json::Value;
 
+use super::covers::{HeldObjects, HeldPaths, MAX_STEPS, Steps, TooManySteps};
 use super::{GROUP, KINDS, Rbac, Rule, gathered, objects, rules};
 use crate::control::api::auth::{Ask, User};
-use crate::control::api::error::ApiError;
+use crate::control::api::error::{ApiError, FieldError};
 use crate::control::api::object::{self, at, text};
 use crate::control::store::Store;
 
@@ -107,12 +108,19 @@ impl Rbac {
         if self.allows(store, user, &own) {
             return Ok(());
         }
-        let lacking: Vec<String> = gift
-            .rules
-            .iter()
-            .filter(|rule| !self.covers(store, user, namespace, rule))
-            .map(shown)
-            .collect();
+        let lacking = self.lacking(store, user, namespace, &gift.rules);
+        let lacking = lacking.map_err(|TooManySteps(count)| {
+            let field = if gift.verb == "bind" { "roleRef" } else { "rules" };
+            let error = FieldError {
+                reason: "FieldValueTooMany",
+                field: field.into(),
+                detail: format!(
+                    "Too many: comparing them with the rules of user {:?} takes {count} steps or more: must have at most {MAX_STEPS}; split the role",
+                    user.name
+                ),
+            };
+            ApiError::invalid(kind, GROUP, object::name(new), &[error])
+        })?;
         if lacking.is_empty() {
             return Ok(());
         }
@@ -127,42 +135,26 @@ impl Rbac {
         )))
     }
 
-    /// Whether a user has all that a rule allows.
-    fn covers(&self, store: &Store, user: &User, namespace: &str, rule: &Rule) -> bool {
-        let none = vec![String::new()];
-        let names = if rule.resource_names.is_empty() {
-            &none
-        } else {
-            &rule.resource_names
-        };
-        let objects = rule.verbs.iter().all(|verb| {
-            rule.api_groups.iter().all(|group| {
-                rule.resources.iter().all(|resource| {
-                    let (resource, sub) = resource.split_once('/').unwrap_or((resource, ""));
-                    names.iter().all(|name| {
-                        self.allows(
-                            store,
-                            user,
-                            &Ask {
-                                verb,
-                                group,
-                                resource,
-                                sub,
-                                namespace,
-                                name,
-                                on_node: "",
-                            },
-                        )
-                    })
-                })
-            })
-        });
-        objects
-            && rule.verbs.iter().all(|verb| {
-                rule.paths
-                    .iter()
-                    .all(|path| self.allows_path(store, user, verb, path))
-            })
+    /// Those of `rules` that grant something which a user does not have in a namespace.
+    fn lacking(
+        &self,
+        store: &Store,
+        user: &User,
+        namespace: &str,
+        rules: &[Rule],
+    ) -> Result<Vec<String>, TooManySteps> {
+        let grants = self.grants(store);
+        let here = grants.of(user).filter(|g| g.counts_in(namespace));
+        let objects = HeldObjects::of(here.flat_map(|g| g.rules.iter()));
+        let everywhere = grants.of(user).filter(|g| g.namespace.is_none());
+        let paths = HeldPaths::of(everywhere.flat_map(|g| g.rules.iter()));
+        let (mut steps, mut lacking) = (Steps::default(), vec![]);
+        for rule in rules {
+            if !objects.cover(rule, &mut steps)? || !paths.cover(rule, &mut steps)? {
+                lacking.push(shown(rule));
+            }
+        }
+        Ok(lacking)
     }
 }
 

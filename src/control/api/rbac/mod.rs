@@ -1,7 +1,7 @@
 //! Role-based access: what roles allow, and to whom they are bound (control-plane spec, 6.2). What no rule allows is
 //! denied; nobody gives away what they do not have.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use serde::Deserialize;
@@ -14,6 +14,7 @@ use crate::control::store::Store;
 use crate::core::lock::lock;
 
 mod bootstrap;
+mod covers;
 mod escalation;
 mod objects;
 
@@ -55,8 +56,52 @@ struct Subject {
 struct Grant {
     /// Where it counts; none for everywhere.
     namespace: Option<String>,
-    subjects: Vec<Subject>,
     rules: Arc<Vec<Rule>>,
+}
+
+/// Whom a binding is for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Holder {
+    User(String),
+    Group(String),
+}
+
+/// All grants, found by their holders.
+#[derive(Debug, Default)]
+struct Grants {
+    all: Vec<Grant>,
+    /// Places in `all` by the name of the user, ascending.
+    users: HashMap<String, Vec<usize>>,
+    /// The same by the name of the group.
+    groups: HashMap<String, Vec<usize>>,
+}
+
+impl Grants {
+    fn add(&mut self, grant: Grant, holders: impl Iterator<Item = Holder>) {
+        let place = self.all.len();
+        self.all.push(grant);
+        for holder in holders {
+            let places = match holder {
+                Holder::User(name) => self.users.entry(name).or_default(),
+                Holder::Group(name) => self.groups.entry(name).or_default(),
+            };
+            if places.last() != Some(&place) {
+                places.push(place);
+            }
+        }
+    }
+
+    /// The grants of a user and of the user's groups.
+    fn of<'a>(&'a self, user: &User) -> impl Iterator<Item = &'a Grant> {
+        // The groups of a review come from its body.
+        let groups: HashSet<&str> = user.groups.iter().map(String::as_str).collect();
+        let of_groups = groups
+            .into_iter()
+            .filter_map(|group| self.groups.get(group));
+        let of_user = self.users.get(&user.name).into_iter();
+        let places: BTreeSet<usize> = of_user.chain(of_groups).flatten().copied().collect();
+        places.into_iter().map(|place| &self.all[place])
+    }
 }
 
 fn any(list: &[String], wanted: &str) -> bool {
@@ -65,16 +110,15 @@ fn any(list: &[String], wanted: &str) -> bool {
 
 impl Rule {
     fn allows(&self, ask: &Ask<'_>) -> bool {
-        let full = if ask.sub.is_empty() {
-            ask.resource.to_owned()
-        } else {
-            format!("{}/{}", ask.resource, ask.sub)
+        // `resource/sub`, or all resources that have the subresource.
+        let fits = |rule: &String| {
+            if ask.sub.is_empty() {
+                return rule == ask.resource;
+            }
+            let parts = rule.split_once('/');
+            parts.is_some_and(|(r, sub)| sub == ask.sub && (r == "*" || r == ask.resource))
         };
-        let every = format!("*/{}", ask.sub);
-        let resource = self
-            .resources
-            .iter()
-            .any(|r| r == "*" || *r == full || (!ask.sub.is_empty() && *r == every));
+        let resource = self.resources.iter().any(|r| r == "*" || fits(r));
         let named =
             self.resource_names.is_empty() || self.resource_names.iter().any(|n| n == ask.name);
         any(&self.verbs, ask.verb) && any(&self.api_groups, ask.group) && resource && named
@@ -93,26 +137,28 @@ impl Rule {
 }
 
 impl Subject {
-    fn is(&self, user: &User, binding: Option<&str>) -> bool {
+    /// Whom it names in a binding of a namespace; none if it names nobody.
+    fn holder(self, binding: Option<&str>) -> Option<Holder> {
         match self.kind.as_str() {
-            "User" => self.name == user.name,
-            "Group" => user.is_in(&self.name),
+            "User" => Some(Holder::User(self.name)),
+            "Group" => Some(Holder::Group(self.name)),
             "ServiceAccount" => {
                 let namespace = if self.namespace.is_empty() {
                     binding.unwrap_or_default()
                 } else {
                     &self.namespace
                 };
-                user.name == format!("system:serviceaccount:{namespace}:{}", self.name)
+                let name = format!("system:serviceaccount:{namespace}:{}", self.name);
+                Some(Holder::User(name))
             }
-            _ => false,
+            _ => None,
         }
     }
 }
 
 /// The rules that stand in the store, read anew when they change.
 #[derive(Default)]
-pub struct Rbac(Mutex<(u64, Arc<Vec<Grant>>)>);
+pub struct Rbac(Mutex<(Option<[u64; 4]>, Arc<Grants>)>);
 
 fn objects(store: &Store, prefix: &str) -> Vec<Value> {
     store
@@ -130,12 +176,16 @@ fn rules(role: &Value) -> Vec<Rule> {
 /// A cluster role's rules; of one that gathers others, theirs, and what they gather in turn. What stands as its own rules
 /// then is only for people to read.
 fn gathered(role: &Value, all: &[Value]) -> Vec<Rule> {
-    fn add<'a>(role: &'a Value, all: &'a [Value], seen: &mut Vec<&'a str>, found: &mut Vec<Rule>) {
-        let name = super::object::name(role);
-        if seen.contains(&name) {
+    type Labels = Vec<BTreeMap<String, String>>;
+    fn add<'a>(
+        role: &'a Value,
+        (all, labels): (&'a [Value], &Labels),
+        seen: &mut HashSet<&'a str>,
+        found: &mut Vec<Rule>,
+    ) {
+        if !seen.insert(super::object::name(role)) {
             return;
         }
-        seen.push(name);
         if at(role, &["aggregationRule"]).is_none() {
             found.extend(rules(role));
             return;
@@ -144,67 +194,76 @@ fn gathered(role: &Value, all: &[Value]) -> Vec<Rule> {
             let Some(selector) = Selector::of_object(selector) else {
                 continue;
             };
-            let chosen = all.iter().filter(|other| {
-                let labels: BTreeMap<String, String> =
-                    serde_json::from_value(other["metadata"]["labels"].clone()).unwrap_or_default();
-                selector.matches_labels(&labels)
-            });
-            for other in chosen {
-                add(other, all, seen, found);
+            let chosen = all.iter().zip(labels);
+            for (other, _) in chosen.filter(|(_, own)| selector.matches_labels(own)) {
+                add(other, (all, labels), seen, found);
             }
         }
     }
+    let of = |role: &Value| serde_json::from_value(role["metadata"]["labels"].clone());
+    let labels: Labels = match at(role, &["aggregationRule"]) {
+        Some(_) => all
+            .iter()
+            .map(|role| of(role).unwrap_or_default())
+            .collect(),
+        None => vec![],
+    };
     let mut found = vec![];
-    add(role, all, &mut vec![], &mut found);
+    add(role, (all, &labels), &mut HashSet::new(), &mut found);
     found
 }
 
-fn grants(store: &Store) -> Vec<Grant> {
+fn grants(store: &Store) -> Grants {
+    use super::object::{name, namespace};
     let (roles, cluster_roles) = (objects(store, KINDS[0]), objects(store, KINDS[1]));
-    let of_binding = |binding: &Value, namespace: Option<&str>| {
-        let name = text(binding, &["roleRef", "name"])?;
-        let rules = match text(binding, &["roleRef", "kind"])? {
-            "ClusterRole" => gathered(
-                cluster_roles
-                    .iter()
-                    .find(|r| super::object::name(r) == name)?,
-                &cluster_roles,
-            ),
-            _ => rules(roles.iter().find(|r| {
-                super::object::name(r) == name && super::object::namespace(r) == namespace
-            })?),
-        };
-        let subjects = serde_json::from_value(binding["subjects"].clone()).unwrap_or_default();
-        Some(Grant {
-            namespace: namespace.map(Into::into),
-            subjects,
-            rules: Arc::new(rules),
-        })
-    };
-    let mut found: Vec<Grant> = objects(store, KINDS[2])
-        .iter()
-        .filter_map(|b| of_binding(b, super::object::namespace(b)))
-        .collect();
-    found.extend(
-        objects(store, KINDS[3])
-            .iter()
-            .filter_map(|b| of_binding(b, None)),
-    );
-    found
+    let roles: HashMap<(Option<&str>, &str), &Value> =
+        roles.iter().map(|r| ((namespace(r), name(r)), r)).collect();
+    let by_name: HashMap<&str, &Value> = cluster_roles.iter().map(|r| (name(r), r)).collect();
+    // What a role gathers is worked out once, however many bindings it has.
+    let mut known: HashMap<String, Arc<Vec<Rule>>> = HashMap::new();
+    let mut grants = Grants::default();
+    for (kind, prefix) in KINDS.iter().enumerate().skip(2) {
+        for binding in objects(store, prefix) {
+            let here = namespace(&binding).filter(|_| kind == 2);
+            let wanted = text(&binding, &["roleRef", "name"]).unwrap_or_default();
+            let rules = if text(&binding, &["roleRef", "kind"]) == Some("ClusterRole") {
+                let Some(role) = by_name.get(wanted) else {
+                    continue;
+                };
+                let gather = || Arc::new(gathered(role, &cluster_roles));
+                Arc::clone(known.entry(wanted.to_owned()).or_insert_with(gather))
+            } else {
+                match roles.get(&(here, wanted)) {
+                    Some(role) => Arc::new(rules(role)),
+                    None => continue,
+                }
+            };
+            let subjects: Vec<Subject> =
+                serde_json::from_value(binding["subjects"].clone()).unwrap_or_default();
+            let grant = Grant {
+                namespace: here.map(Into::into),
+                rules,
+            };
+            grants.add(grant, subjects.into_iter().filter_map(|s| s.holder(here)));
+        }
+    }
+    grants
+}
+
+impl Grant {
+    /// Whether it counts in a namespace, which is empty for what is in none.
+    fn counts_in(&self, namespace: &str) -> bool {
+        self.namespace.as_deref().is_none_or(|n| n == namespace)
+    }
 }
 
 impl Rbac {
-    fn grants(&self, store: &Store) -> Arc<Vec<Grant>> {
-        // Any change of a role or binding changes the sum or the highest of their revisions.
-        let records = KINDS.iter().flat_map(|prefix| store.list(prefix).0);
-        let print = records.fold(1_u64, |sum, (key, r)| {
-            sum.wrapping_mul(31)
-                .wrapping_add(r.revision)
-                .wrapping_add(key.len() as u64)
-        });
+    fn grants(&self, store: &Store) -> Arc<Grants> {
+        // Read before the objects are: what changes meanwhile is read again the next time.
+        let heads = KINDS.map(|prefix| *store.head_of(prefix).borrow());
         let mut known = lock(&self.0);
-        if known.0 != print {
-            *known = (print, Arc::new(grants(store)));
+        if known.0 != Some(heads) {
+            *known = (Some(heads), Arc::new(grants(store)));
         }
         Arc::clone(&known.1)
     }
@@ -212,32 +271,17 @@ impl Rbac {
     /// Whether a role that is bound to `user` allows it.
     #[must_use]
     pub fn allows(&self, store: &Store, user: &User, ask: &Ask<'_>) -> bool {
-        let holds = |grant: &&Grant| {
-            let here = grant
-                .namespace
-                .as_deref()
-                .is_none_or(|n| n == ask.namespace);
-            here && grant
-                .subjects
-                .iter()
-                .any(|s| s.is(user, grant.namespace.as_deref()))
-        };
-        self.grants(store)
-            .iter()
-            .filter(holds)
-            .any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
+        let grants = self.grants(store);
+        let mut here = grants.of(user).filter(|g| g.counts_in(ask.namespace));
+        here.any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
     }
 
     /// The same for a path outside the object API.
     #[must_use]
     pub fn allows_path(&self, store: &Store, user: &User, verb: &str, path: &str) -> bool {
-        let holds = |grant: &&Grant| {
-            grant.namespace.is_none() && grant.subjects.iter().any(|s| s.is(user, None))
-        };
-        self.grants(store)
-            .iter()
-            .filter(holds)
-            .any(|grant| grant.rules.iter().any(|rule| rule.allows_path(verb, path)))
+        let grants = self.grants(store);
+        let mut all = grants.of(user).filter(|g| g.namespace.is_none());
+        all.any(|grant| grant.rules.iter().any(|rule| rule.allows_path(verb, path)))
     }
 }
 

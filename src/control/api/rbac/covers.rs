@@ -1,0 +1,382 @@
+//! Whether the rules that a user holds grant all that another rule grants
+//! (`staging/src/k8s.io/component-helpers/auth/rbac/validation/policy_comparator.go`).
+//!
+//! A rule grants the product of its verbs, groups, resources and names, which a small body makes as large as it likes. The
+//! product is not walked word by word: words of one list that the same held rules match are in one class, and one word stands
+//! for its class. A walk over classes ends early where one held rule matches all that is left. The walk has a budget for
+//! those who hold many rules that each match another part.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+use super::Rule;
+
+/// How many steps one write may take; a step compares the places of two held rules.
+pub(super) const MAX_STEPS: usize = 1_000_000;
+
+/// The write would take more than [`MAX_STEPS`]; holds how many it had taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TooManySteps(pub usize);
+
+/// The steps that a write has taken.
+#[derive(Debug, Default)]
+pub(super) struct Steps(usize);
+
+impl Steps {
+    fn take(&mut self, steps: usize) -> Result<(), TooManySteps> {
+        self.0 = self.0.saturating_add(steps);
+        if self.0 > MAX_STEPS {
+            return Err(TooManySteps(self.0));
+        }
+        Ok(())
+    }
+}
+
+/// Places of held rules, in ascending order.
+type Places = Vec<usize>;
+
+/// Which held rules match a word of one of their lists.
+#[derive(Debug, Default)]
+struct Words<'a> {
+    /// Rules that match every word.
+    any: Places,
+    exact: HashMap<&'a str, Places>,
+}
+
+fn note(places: &mut Places, place: usize) {
+    if places.last() != Some(&place) {
+        places.push(place);
+    }
+}
+
+impl<'a> Words<'a> {
+    fn add(&mut self, words: &'a [String], place: usize) {
+        for word in words {
+            match word.as_str() {
+                "*" => note(&mut self.any, place),
+                word => note(self.exact.entry(word).or_default(), place),
+            }
+        }
+    }
+
+    /// The rules that match one of these spellings; `None` if those of `any` are all.
+    fn matching(&self, spellings: &[&str]) -> Option<BTreeSet<usize>> {
+        let known = spellings.iter().filter_map(|word| self.exact.get(word));
+        let mut found: BTreeSet<usize> = known.flatten().copied().collect();
+        if found.is_empty() {
+            return None;
+        }
+        found.extend(&self.any);
+        Some(found)
+    }
+}
+
+/// The classes of the words of a list: for each class the held rules that match its words.
+#[derive(Debug, Default)]
+struct Classes(BTreeSet<Places>);
+
+impl Classes {
+    fn of<'w>(
+        words: &Words<'_>,
+        list: impl Iterator<Item = &'w str>,
+        steps: &mut Steps,
+    ) -> Result<Classes, TooManySteps> {
+        let mut classes = Classes::default();
+        for word in list.collect::<HashSet<_>>() {
+            classes.add(words, words.matching(&[word]), steps)?;
+        }
+        Ok(classes)
+    }
+
+    fn add(
+        &mut self,
+        words: &Words<'_>,
+        matching: Option<BTreeSet<usize>>,
+        steps: &mut Steps,
+    ) -> Result<(), TooManySteps> {
+        match matching {
+            Some(places) => {
+                steps.take(places.len())?;
+                self.0.insert(places.into_iter().collect());
+            }
+            None if self.0.contains(&words.any) => {}
+            None => drop(self.0.insert(words.any.clone())),
+        }
+        Ok(())
+    }
+}
+
+fn common(a: &Places, b: &Places, steps: &mut Steps) -> Result<Places, TooManySteps> {
+    steps.take(a.len().min(b.len()) + 1)?;
+    let (few, many) = if a.len() < b.len() { (a, b) } else { (b, a) };
+    let both = few.iter().filter(|place| many.binary_search(place).is_ok());
+    Ok(both.copied().collect())
+}
+
+/// Whether every combination of one class of each list has a rule of `left` in common.
+fn covered(lists: &[Classes], left: &Places, steps: &mut Steps) -> Result<bool, TooManySteps> {
+    if left.is_empty() {
+        return Ok(false);
+    }
+    let Some((first, rest)) = lists.split_first() else {
+        return Ok(true);
+    };
+    // One rule that matches every class of every list that is left covers all of their combinations.
+    let mut whole = left.clone();
+    for class in lists.iter().flat_map(|list| &list.0) {
+        if whole.is_empty() {
+            break;
+        }
+        whole = common(&whole, class, steps)?;
+    }
+    if !whole.is_empty() {
+        return Ok(true);
+    }
+    for class in &first.0 {
+        let left = common(left, class, steps)?;
+        if !covered(rest, &left, steps)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The rules that a user holds over objects, by the words of their lists.
+#[derive(Debug, Default)]
+pub(super) struct HeldObjects<'a> {
+    count: usize,
+    verbs: Words<'a>,
+    groups: Words<'a>,
+    resources: Words<'a>,
+    names: Words<'a>,
+}
+
+impl<'a> HeldObjects<'a> {
+    pub(super) fn of(rules: impl Iterator<Item = &'a Rule>) -> HeldObjects<'a> {
+        let mut held = HeldObjects::default();
+        for (place, rule) in rules.enumerate() {
+            held.count = place + 1;
+            held.verbs.add(&rule.verbs, place);
+            held.groups.add(&rule.api_groups, place);
+            held.resources.add(&rule.resources, place);
+            if rule.resource_names.is_empty() {
+                note(&mut held.names.any, place);
+            }
+            // A name is only ever itself, also if it is `*`.
+            for name in &rule.resource_names {
+                note(held.names.exact.entry(name.as_str()).or_default(), place);
+            }
+        }
+        held
+    }
+
+    /// Whether these rules grant all that `rule` grants over objects.
+    pub(super) fn cover(&self, rule: &Rule, steps: &mut Steps) -> Result<bool, TooManySteps> {
+        if rule.verbs.is_empty() || rule.api_groups.is_empty() || rule.resources.is_empty() {
+            return Ok(true);
+        }
+        let mut resources = Classes::default();
+        for resource in rule.resources.iter().collect::<HashSet<_>>() {
+            let matching = match resource.split_once('/').filter(|(_, sub)| !sub.is_empty()) {
+                Some((_, sub)) => self.resources.matching(&[resource, &format!("*/{sub}")]),
+                None => self.resources.matching(&[resource.trim_end_matches('/')]),
+            };
+            resources.add(&self.resources, matching, steps)?;
+        }
+        // Without names the rule is about all objects, which no rule with names matches.
+        let unnamed = rule.resource_names.is_empty().then_some("");
+        let names = rule
+            .resource_names
+            .iter()
+            .map(String::as_str)
+            .chain(unnamed);
+        let lists = [
+            Classes::of(&self.verbs, rule.verbs.iter().map(String::as_str), steps)?,
+            Classes::of(
+                &self.groups,
+                rule.api_groups.iter().map(String::as_str),
+                steps,
+            )?,
+            resources,
+            Classes::of(&self.names, names, steps)?,
+        ];
+        covered(&lists, &(0..self.count).collect(), steps)
+    }
+}
+
+/// The rules that a user holds over paths.
+#[derive(Debug, Default)]
+pub(super) struct HeldPaths<'a> {
+    count: usize,
+    verbs: Words<'a>,
+    paths: Words<'a>,
+    /// What is before the `*` of a pattern, and the place of its rule.
+    prefixes: Vec<(&'a str, usize)>,
+}
+
+impl<'a> HeldPaths<'a> {
+    pub(super) fn of(rules: impl Iterator<Item = &'a Rule>) -> HeldPaths<'a> {
+        let mut held = HeldPaths::default();
+        for (place, rule) in rules.enumerate() {
+            held.count = place + 1;
+            held.verbs.add(&rule.verbs, place);
+            held.paths.add(&rule.paths, place);
+            let patterns = rule.paths.iter().filter_map(|p| p.strip_suffix('*'));
+            let prefixes = patterns.filter(|begin| !begin.is_empty());
+            held.prefixes.extend(prefixes.map(|begin| (begin, place)));
+        }
+        held
+    }
+
+    /// Whether these rules grant all that `rule` grants over paths.
+    pub(super) fn cover(&self, rule: &Rule, steps: &mut Steps) -> Result<bool, TooManySteps> {
+        if rule.verbs.is_empty() || rule.paths.is_empty() {
+            return Ok(true);
+        }
+        let mut paths = Classes::default();
+        for path in rule.paths.iter().collect::<HashSet<_>>() {
+            steps.take(self.prefixes.len())?;
+            let begins = self
+                .prefixes
+                .iter()
+                .filter(|(begin, _)| path.starts_with(begin));
+            let mut found: BTreeSet<usize> = begins.map(|(_, place)| *place).collect();
+            found.extend(self.paths.matching(&[path]).into_iter().flatten());
+            found.extend(&self.paths.any);
+            paths.add(&self.paths, Some(found), steps)?;
+        }
+        let verbs = rule.verbs.iter().map(String::as_str);
+        let lists = [Classes::of(&self.verbs, verbs, steps)?, paths];
+        covered(&lists, &(0..self.count).collect(), steps)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    use super::*;
+    use crate::control::api::auth::Ask;
+
+    fn words(list: &[&'static str]) -> impl Strategy<Value = Vec<String>> {
+        vec(select(list.to_vec()).prop_map(String::from), 0..4)
+    }
+
+    fn rule() -> impl Strategy<Value = Rule> {
+        (
+            words(&["get", "list", "*"]),
+            words(&["", "apps", "*"]),
+            words(&["pods", "pods/log", "*", "*/log", "maps/"]),
+            words(&["", "a", "b", "*"]),
+            words(&["/a", "/a/b", "/a/*", "*", "/*"]),
+        )
+            .prop_map(
+                |(verbs, api_groups, resources, resource_names, paths)| Rule {
+                    verbs,
+                    api_groups,
+                    resources,
+                    resource_names,
+                    paths,
+                },
+            )
+    }
+
+    /// Every point of a rule, one by one.
+    fn by_points(held: &[Rule], rule: &Rule) -> (bool, bool) {
+        let names = match rule.resource_names.as_slice() {
+            [] => vec![String::new()],
+            names => names.to_vec(),
+        };
+        let mut objects = true;
+        for verb in &rule.verbs {
+            for group in &rule.api_groups {
+                for resource in &rule.resources {
+                    let (resource, sub) = resource.split_once('/').unwrap_or((resource, ""));
+                    objects &= names.iter().all(|name| {
+                        let ask = Ask {
+                            verb,
+                            group,
+                            resource,
+                            sub,
+                            name,
+                            ..Ask::default()
+                        };
+                        held.iter().any(|held| held.allows(&ask))
+                    });
+                }
+            }
+        }
+        let may = |verb: &str, path: &str| held.iter().any(|held| held.allows_path(verb, path));
+        let all = |verb: &String| rule.paths.iter().all(|path| may(verb, path));
+        (objects, rule.verbs.iter().all(all))
+    }
+
+    proptest! {
+        #[test]
+        fn classes_agree_with_every_point(held in vec(rule(), 0..5), rule in rule()) {
+            let mut steps = Steps::default();
+            let objects = HeldObjects::of(held.iter()).cover(&rule, &mut steps).expect("few");
+            let paths = HeldPaths::of(held.iter()).cover(&rule, &mut steps).expect("few");
+            prop_assert_eq!((objects, paths), by_points(&held, &rule));
+        }
+    }
+
+    fn of(words: impl Fn(&str) -> Vec<String>) -> Rule {
+        Rule {
+            verbs: words("v"),
+            api_groups: words("g"),
+            resources: words("r"),
+            resource_names: words("n"),
+            ..Rule::default()
+        }
+    }
+
+    /// 38⁴ points in 2 KB, repeated words or not, held or not: the steps are of the order of the words.
+    #[test]
+    fn a_product_takes_few_steps() {
+        let held = [
+            of(|_| vec!["get".into(), "pods".into()]),
+            of(|_| vec!["x".into()]),
+        ];
+        let repeated = of(|_| vec!["get".into(); 38]);
+        let distinct = of(|kind| (0..38).map(|i| format!("{kind}{i}")).collect());
+        let everything = Rule {
+            resource_names: vec![],
+            ..of(|_| vec!["*".into()])
+        };
+        for rule in [repeated, distinct] {
+            for held in [
+                &held[..],
+                std::slice::from_ref(&rule),
+                std::slice::from_ref(&everything),
+            ] {
+                let mut steps = Steps::default();
+                HeldObjects::of(held.iter())
+                    .cover(&rule, &mut steps)
+                    .expect("few");
+                assert!(steps.0 < 1000, "{} steps", steps.0);
+            }
+        }
+    }
+
+    /// Rules that each match one point of the product: here the walk is as large as the product, and its budget ends it.
+    #[test]
+    fn a_walk_has_a_budget() {
+        let word = |kind: &str, i: usize| format!("{kind}{i}");
+        let point = |i: usize| {
+            of(|kind| {
+                let place = "vgrn".find(kind).expect("one of them");
+                let digit = i / 20_usize.pow(u32::try_from(place).expect("small"));
+                vec![word(kind, digit % 20)]
+            })
+        };
+        let held: Vec<Rule> = (0..20_usize.pow(4)).map(point).collect();
+        let rule = of(|kind| (0..20).map(|i| word(kind, i)).collect());
+        let mut steps = Steps::default();
+        let error = HeldObjects::of(held.iter())
+            .cover(&rule, &mut steps)
+            .expect_err("too many");
+        assert!(error.0 > MAX_STEPS && error.0 < 2 * MAX_STEPS, "{error:?}");
+    }
+}
