@@ -5,7 +5,7 @@
 //! needs, everybody authenticated may discover, everybody may see health and version; the rest is RBAC's
 //! ([`super::rbac`]), and what a node has to do with ([`super::graph`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde_json::{Value, json};
 
@@ -151,9 +151,10 @@ pub fn of_token(
             .filter_map(|a| a.as_str().map(Into::into))
             .collect(),
     };
+    let audiences: HashSet<&str> = audiences.iter().copied().collect();
     let meant: Vec<String> = meant
         .into_iter()
-        .filter(|a: &String| audiences.contains(&a.as_str()))
+        .filter(|a: &String| audiences.contains(a.as_str()))
         .collect();
     Some((of_claims(&claims, store)?, meant))
 }

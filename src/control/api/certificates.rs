@@ -1,5 +1,7 @@
 //! Certificates that are asked for, allowed and issued, and the roots that are trusted (control-plane spec, 5.11).
 
+use std::collections::HashMap;
+
 use serde_json::{Map, Value, json};
 use x509_parser::prelude::FromDer as _;
 
@@ -57,11 +59,13 @@ pub fn requested_by(request: &mut Value, user: &User) {
 /// Takes over the conditions of a request; nothing else of it may change. They get their times here.
 pub fn approve(request: &mut Value, status: &Value) {
     let known = list(request, &["status", "conditions"]).to_vec();
+    let mut by_type: HashMap<Option<&Value>, &Value> = HashMap::new();
+    for condition in &known {
+        by_type.entry(condition.get("type")).or_insert(condition);
+    }
     let mut conditions = list(status, &["conditions"]).to_vec();
     for condition in conditions.iter_mut().filter_map(Value::as_object_mut) {
-        let before = known
-            .iter()
-            .find(|c| c.get("type") == condition.get("type"));
+        let before = by_type.get(&condition.get("type")).copied();
         let stamp = |map: &mut Map<String, Value>, key: &str, old: Option<&Value>| {
             if map.get(key).is_none_or(Value::is_null) {
                 map.insert(

@@ -2,6 +2,9 @@
 
 use serde_json::{Value, json};
 
+/// How many mistakes of one object are listed.
+const MAX_CAUSES: usize = 1000;
+
 /// One refused field of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FieldError {
@@ -152,12 +155,18 @@ impl ApiError {
         Self::conflict(group, plural, name, why)
     }
 
-    /// 422 with one cause a field.
+    /// 422 with one cause a field. Of very many only the first [`MAX_CAUSES`] are listed: a body of 3 MiB can have a million
+    /// mistakes.
     pub fn invalid(kind: &str, group: &str, name: &str, errors: &[FieldError]) -> ApiError {
-        let texts: Vec<String> = errors
+        let more = errors.len().saturating_sub(MAX_CAUSES);
+        let errors = &errors[..errors.len() - more];
+        let mut texts: Vec<String> = errors
             .iter()
             .map(|e| format!("{}: {}", e.field, e.detail))
             .collect();
+        if more > 0 {
+            texts.push(format!("and {more} more"));
+        }
         let text = if texts.len() == 1 {
             texts[0].clone()
         } else {

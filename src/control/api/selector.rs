@@ -10,12 +10,54 @@ use super::validate::is_label_value;
 use crate::control::store::Attrs;
 use crate::core::selector::Operator;
 
+/// How many terms a selector of labels or of fields has: it is evaluated for every object of a list and every change.
+pub const MAX_TERMS: usize = 1000;
+
 /// What a label must be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Requirement {
     key: String,
     operator: Operator,
+    /// In ascending order.
     values: Vec<String>,
+}
+
+impl Requirement {
+    fn new(key: String, operator: Operator, mut values: Vec<String>) -> Requirement {
+        values.sort_unstable();
+        Requirement {
+            key,
+            operator,
+            values,
+        }
+    }
+
+    /// Whether a label, `None` where it is absent, is as required. The number of values hardly matters.
+    fn matches(&self, label: Option<&str>) -> bool {
+        let found = |label| self.values.binary_search_by(|v| v.as_str().cmp(label));
+        match self.operator {
+            Operator::In => label.is_some_and(|label| found(label).is_ok()),
+            Operator::NotIn => label.is_none_or(|label| found(label).is_err()),
+            other => other.matches(&self.values, label),
+        }
+    }
+}
+
+/// How many terms a `LabelSelector` object has.
+#[must_use]
+pub fn terms(selector: &Value) -> usize {
+    let labels = selector.get("matchLabels").and_then(Value::as_object);
+    let expressions = selector.get("matchExpressions").and_then(Value::as_array);
+    labels.map_or(0, serde_json::Map::len) + expressions.map_or(0, Vec::len)
+}
+
+fn few_enough(what: &str, count: usize) -> Result<(), ApiError> {
+    if count <= MAX_TERMS {
+        return Ok(());
+    }
+    Err(ApiError::bad_request(format!(
+        "the {what} selector has {count} terms, the limit is {MAX_TERMS}; select by fewer, or list several times"
+    )))
 }
 
 /// What a list, watch or controller asks for. The default matches everything.
@@ -39,6 +81,7 @@ impl Selector {
             })?;
             selector.labels.push(parsed);
         }
+        few_enough("label", selector.labels.len())?;
         for term in fields
             .unwrap_or_default()
             .split(',')
@@ -71,21 +114,20 @@ impl Selector {
                 .fields
                 .push((field.into(), equal, value.replace('\\', "")));
         }
+        few_enough("field", selector.fields.len())?;
         Ok(selector)
     }
 
     /// A `LabelSelector` object (`matchLabels`, `matchExpressions`). Absent or empty matches nothing
-    /// here, as workload controllers want it.
+    /// here, as workload controllers want it; nor does one of more than [`MAX_TERMS`].
     #[must_use]
     pub fn of_object(selector: &Value) -> Option<Selector> {
         let mut result = Selector::default();
         if let Some(labels) = selector.get("matchLabels").and_then(Value::as_object) {
             for (key, value) in labels {
-                result.labels.push(Requirement {
-                    key: key.clone(),
-                    operator: Operator::In,
-                    values: vec![value.as_str().unwrap_or_default().into()],
-                });
+                let values = vec![value.as_str().unwrap_or_default().into()];
+                let required = Requirement::new(key.clone(), Operator::In, values);
+                result.labels.push(required);
             }
         }
         for expression in selector
@@ -98,13 +140,11 @@ impl Selector {
             let values = expression["values"].as_array().into_iter().flatten();
             let values: Vec<String> = values.filter_map(|v| v.as_str().map(Into::into)).collect();
             let operator = Operator::of_labels(expression["operator"].as_str()?).ok()?;
-            result.labels.push(Requirement {
-                key,
-                operator,
-                values,
-            });
+            result.labels.push(Requirement::new(key, operator, values));
         }
-        (!result.labels.is_empty()).then_some(result)
+        (1..=MAX_TERMS)
+            .contains(&result.labels.len())
+            .then_some(result)
     }
 
     /// Whether it matches everything.
@@ -140,10 +180,8 @@ impl Selector {
     /// Whether these labels match.
     #[must_use]
     pub fn matches_labels(&self, labels: &BTreeMap<String, String>) -> bool {
-        self.labels.iter().all(|r| {
-            r.operator
-                .matches(&r.values, labels.get(&r.key).map(String::as_str))
-        })
+        let label = |key: &String| labels.get(key).map(String::as_str);
+        self.labels.iter().all(|r| r.matches(label(&r.key)))
     }
 }
 
@@ -200,11 +238,7 @@ fn requirement_of(text: &str) -> Option<Requirement> {
     let valid = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
     let valid =
         !key.is_empty() && key.chars().all(valid) && values.iter().all(|v| is_label_value(v));
-    valid.then(|| Requirement {
-        key: key.to_owned(),
-        operator,
-        values,
-    })
+    valid.then(|| Requirement::new(key.to_owned(), operator, values))
 }
 
 #[cfg(test)]
@@ -259,6 +293,45 @@ mod tests {
             prop_assert_ne!(matches(format!("{key} in ({values})")), matches(format!("{key} notin ({values})")));
             prop_assert_ne!(matches(key.clone()), matches(format!("!{key}")));
         }
+    }
+
+    #[test]
+    fn a_selector_has_so_many_terms_and_any_number_of_values() {
+        let pods = Resource::find("", "v1", "pods").expect("pods");
+        let terms = |count: usize| {
+            let all: Vec<String> = (0..count).map(|i| format!("metadata.name!=n{i}")).collect();
+            all.join(",")
+        };
+        let labels = terms(MAX_TERMS).replace("metadata.name", "k");
+        assert!(Selector::parse(pods, Some(&labels), Some(&terms(MAX_TERMS))).is_ok());
+        let more = terms(MAX_TERMS + 1);
+        for (labels, fields) in [
+            (Some(more.replace("metadata.name", "k")), None),
+            (None, Some(more)),
+        ] {
+            let parsed = Selector::parse(pods, labels.as_deref(), fields.as_deref());
+            let error = parsed.expect_err("too many");
+            assert!(
+                error.code == 400 && error.message.contains("1001 terms, the limit is 1000"),
+                "{}",
+                error.message
+            );
+        }
+        let values: Vec<String> = (0..5000).rev().map(|i| format!("v{i}")).collect();
+        let text = format!("a in ({})", values.join(","));
+        let selector = Selector::parse(pods, Some(&text), None).expect("a selector");
+        let is = |value: &str| {
+            let labels = [("a".to_owned(), value.to_owned())].into();
+            selector.matches_labels(&labels)
+        };
+        assert!(is("v0") && is("v4999") && is("v77") && !is("v5000") && !is(""));
+        let expressions: Vec<Value> = (0..=MAX_TERMS)
+            .map(|i| serde_json::json!({"key": format!("k{i}"), "operator": "Exists"}))
+            .collect();
+        assert_eq!(
+            Selector::of_object(&serde_json::json!({"matchExpressions": expressions})),
+            None
+        );
     }
 
     #[test]

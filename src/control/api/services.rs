@@ -2,7 +2,7 @@
 //! updates, and free again when it is gone or needs them no more. What is taken is what stored services have, so the caller
 //! holds one lock over choosing and storing.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
 use serde_json::{Value, json};
@@ -15,6 +15,8 @@ use crate::control::store::Store;
 const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;
 /// The first of them that is given to those who name none: the ones before are for those who do (KEP-3668).
 const FIRST: i64 = 30_086;
+/// How a node port is written.
+const NODE_PORT: &[u8] = b"\"nodePort\":";
 
 fn is(service: &Value, kind: &str) -> bool {
     text(service, &["spec", "type"]).unwrap_or("ClusterIP") == kind
@@ -67,13 +69,12 @@ pub fn carry_over(old: &Value, new: &mut Value) {
             &["externalTrafficPolicy", "allocateLoadBalancerNodePorts"],
         );
     }
-    let before = list(old, &["spec", "ports"]);
-    let same = |port: &Value| {
-        let was = before
-            .iter()
-            .find(|b| b["port"] == port["port"] && protocol(b) == protocol(port));
-        was.and_then(node_port)
-    };
+    let mut before: HashMap<(&Value, &str), Option<i64>> = HashMap::new();
+    for port in list(old, &["spec", "ports"]) {
+        let key = (&port["port"], protocol(port));
+        before.entry(key).or_insert_with(|| node_port(port));
+    }
+    let same = |port: &Value| *before.get(&(&port["port"], protocol(port)))?;
     let (keep, fill) = (may_have_node_ports(new), needs_node_ports(new));
     let taken: HashSet<i64> = list(new, &["spec", "ports"])
         .iter()
@@ -165,8 +166,11 @@ fn taken_node_ports(store: &Store, service: &Value) -> HashSet<i64> {
     );
     let own_key = format!("services/{own_namespace}/{own_name}");
     let mut taken: HashSet<i64> = HashSet::new();
+    // Most services have none, and need not be parsed. The store's own rendering has no other spelling of the key.
+    let has_any = |value: &[u8]| value.windows(NODE_PORT.len()).any(|w| w == NODE_PORT);
     for (key, record) in store.list("services/").0 {
         if *key != *own_key
+            && has_any(&record.value)
             && let Ok(other) = serde_json::from_slice::<Value>(&record.value)
         {
             taken.extend(

@@ -1,5 +1,7 @@
 //! Tables: what `kubectl get` prints (control-plane spec, chapter 10).
 
+use std::collections::HashSet;
+
 use serde_json::{Value, json};
 
 use super::object::{at, list, text};
@@ -464,14 +466,14 @@ fn node(object: &Value, age: &str) -> Vec<Value> {
 
 fn pod(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     let spec = &object["spec"];
-    let sidecars: Vec<&str> = list(spec, &["initContainers"])
+    let sidecars = list(spec, &["initContainers"])
         .iter()
         .filter(|c| c["restartPolicy"] == "Always")
-        .filter_map(|c| c["name"].as_str())
-        .collect();
+        .filter_map(|c| c["name"].as_str());
+    let sidecars: HashSet<&str> = sidecars.collect();
     let statuses = list(object, &["status", "containerStatuses"]);
     let init = list(object, &["status", "initContainerStatuses"]);
-    let is_sidecar = |s: &&Value| s["name"].as_str().is_some_and(|n| sidecars.contains(&n));
+    let is_sidecar = |s: &&Value| s["name"].as_str().is_some_and(|n| sidecars.contains(n));
     let counted: Vec<&Value> = statuses
         .iter()
         .chain(init.iter().filter(is_sidecar))
@@ -508,7 +510,7 @@ fn pod(object: &Value, age: &str, now: jiff::Timestamp) -> Vec<Value> {
     ]
 }
 
-fn pod_status(object: &Value, sidecars: &[&str]) -> String {
+fn pod_status(object: &Value, sidecars: &HashSet<&str>) -> String {
     let phase = text(object, &["status", "phase"]).unwrap_or("Unknown");
     let own = text(object, &["status", "reason"]).filter(|r| !r.is_empty());
     let mut shown = own.unwrap_or(phase).to_owned();
@@ -535,7 +537,7 @@ fn pod_status(object: &Value, sidecars: &[&str]) -> String {
         let state = &status["state"];
         let sidecar = status["name"]
             .as_str()
-            .is_some_and(|n| sidecars.contains(&n));
+            .is_some_and(|n| sidecars.contains(n));
         if state["terminated"]["exitCode"] == 0 || (sidecar && status["started"] == true) {
             continue;
         }

@@ -14,7 +14,7 @@ pub use update::{ephemeral_update, resize, update};
 use super::error::FieldError;
 use super::object::{at, list, text};
 use super::resources::Resource;
-use super::selector::Selector;
+use super::selector::{self, Selector};
 
 const SUBDOMAIN: &str = "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')";
 pub(super) const LABEL: &str = "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')";
@@ -251,6 +251,18 @@ fn workload(resource: &Resource, object: &Value, errors: &mut Errors) {
             &object["spec"]["replicas"],
             "must be greater than or equal to 0",
         ));
+    }
+    let terms = at(object, &["spec", "selector"]).map_or(0, selector::terms);
+    if terms > selector::MAX_TERMS {
+        errors.push(FieldError {
+            reason: "FieldValueTooMany",
+            field: "spec.selector".into(),
+            detail: format!(
+                "Too many: {terms}: must have at most {} items",
+                selector::MAX_TERMS
+            ),
+        });
+        return;
     }
     let selector = at(object, &["spec", "selector"]).and_then(Selector::of_object);
     let labels = at(object, &["spec", "template", "metadata", "labels"]).and_then(Value::as_object);

@@ -1,6 +1,6 @@
 //! What may be written to `/status` (control-plane spec, 3.5): the rules of upstream's status strategies.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 
 use serde_json::Value;
@@ -130,7 +130,7 @@ fn addresses(old: &Value, new: &Value, [one, all]: [&str; 2], errors: &mut Error
         let all = list(pod, &["status", all]).iter();
         all.map(|a| text(a, &["ip"]).unwrap_or_default()).collect()
     };
-    let (before, after) = (ips(old), ips(new));
+    let (before, after): (HashSet<&str>, _) = (ips(old).into_iter().collect(), ips(new));
     let mut families = vec![];
     for (i, ip) in after.iter().enumerate() {
         match ip.parse::<IpAddr>() {
@@ -180,12 +180,12 @@ fn pod(old: &Value, new: &Value, errors: &mut Errors) {
         ("containerStatuses", "containers"),
         ("initContainerStatuses", "initContainers"),
     ] {
+        let policies = Policies::of(old, containers);
+        let not_ended = list(new, &["status", statuses]).iter();
+        let not_ended = not_ended.filter(|is| at(is, &["state", "terminated"]).is_none());
+        let not_ended: HashSet<&Value> = not_ended.map(|is| &is["name"]).collect();
         for (i, was) in list(old, &["status", statuses]).iter().enumerate() {
-            if ended_for_good(old, was, containers)
-                && list(new, &["status", statuses]).iter().any(|is| {
-                    is["name"] == was["name"] && at(is, &["state", "terminated"]).is_none()
-                })
-            {
+            if not_ended.contains(&was["name"]) && policies.ended_for_good(was) {
                 errors.push(FieldError::forbidden(
                     format!("status.{statuses}[{i}].state"),
                     "may not be transitioned to non-terminated state",
@@ -195,26 +195,45 @@ fn pod(old: &Value, new: &Value, errors: &mut Errors) {
     }
 }
 
-/// Whether a container that a status shows as ended is never started again, by its pod's and its own restart policy.
-fn ended_for_good(pod: &Value, status: &Value, containers: &str) -> bool {
-    let Some(terminated) = at(status, &["state", "terminated"]) else {
-        return false;
-    };
-    let mut specs = list(pod, &["spec", "containers"])
-        .iter()
-        .chain(list(pod, &["spec", "initContainers"]));
-    // With rules of their own (KEP-5307, KEP-5532) one container may start all others again.
-    if specs.any(|c| at(c, &["restartPolicyRules"]).is_some()) {
-        return false;
+/// The restart policies of a pod's containers.
+struct Policies<'a> {
+    pod: Option<&'a str>,
+    /// Those of the containers that have their own, by name.
+    own: HashMap<&'a Value, &'a str>,
+    /// With rules of their own (KEP-5307, KEP-5532) one container may start all others again.
+    rules: bool,
+}
+
+impl<'a> Policies<'a> {
+    fn of(pod: &'a Value, containers: &str) -> Policies<'a> {
+        let all = |kind| list(pod, &["spec", kind]).iter();
+        let mut own = HashMap::new();
+        for container in all(containers) {
+            if let Some(policy) = text(container, &["restartPolicy"]) {
+                own.entry(&container["name"]).or_insert(policy);
+            }
+        }
+        Policies {
+            pod: text(pod, &["spec", "restartPolicy"]),
+            own,
+            rules: all("containers")
+                .chain(all("initContainers"))
+                .any(|c| at(c, &["restartPolicyRules"]).is_some()),
+        }
     }
-    let own = list(pod, &["spec", containers])
-        .iter()
-        .find(|c| c["name"] == status["name"])
-        .and_then(|c| text(c, &["restartPolicy"]));
-    let policy = own.or(text(pod, &["spec", "restartPolicy"]));
-    match policy {
-        Some("Never") => true,
-        Some("OnFailure") => terminated["exitCode"] == 0,
-        _ => false,
+
+    /// Whether a container that a status shows as ended is never started again.
+    fn ended_for_good(&self, status: &Value) -> bool {
+        let Some(terminated) = at(status, &["state", "terminated"]) else {
+            return false;
+        };
+        if self.rules {
+            return false;
+        }
+        match self.own.get(&status["name"]).copied().or(self.pod) {
+            Some("Never") => true,
+            Some("OnFailure") => terminated["exitCode"] == 0,
+            _ => false,
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! What an update may change (control-plane spec, 4.2 to 4.4).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
@@ -91,9 +91,13 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
         list(old, &["spec", "ephemeralContainers"]),
         list(new, &["spec", "ephemeralContainers"]),
     );
+    let mut by_name: HashMap<&Value, &Value> = HashMap::new();
+    for container in after {
+        by_name.entry(&container["name"]).or_insert(container);
+    }
     for container in before {
         let name = text(container, &["name"]).unwrap_or_default();
-        match after.iter().find(|c| c["name"] == container["name"]) {
+        match by_name.get(&container["name"]).copied() {
             None => errors.push(FieldError::forbidden(
                 path,
                 &format!("ephemeral container {name:?} cannot be removed"),
@@ -111,7 +115,7 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
         .iter()
         .filter_map(|v| text(v, &["name"]))
         .collect();
-    let taken: Vec<&str> = ["containers", "initContainers"]
+    let taken: HashSet<&str> = ["containers", "initContainers"]
         .iter()
         .flat_map(|kind| list(new, &["spec", kind]))
         .filter_map(|c| text(c, &["name"]))
@@ -265,7 +269,7 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
     if comparable != old["spec"] {
         errors.push(FieldError::forbidden("spec", "pod updates may not change fields other than `spec.containers[*].image`,`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously negative)"));
     }
-    let tolerations = list(new, &["spec", "tolerations"]);
+    let tolerations: HashSet<&Value> = list(new, &["spec", "tolerations"]).iter().collect();
     if list(old, &["spec", "tolerations"])
         .iter()
         .any(|t| !tolerations.contains(t))
@@ -280,7 +284,7 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
 /// Scheduling gates only go; while there are any, the nodes that the pod may go to become fewer (KEP-3838). What may change is
 /// made equal in `comparable`.
 fn gated_update(old: &Value, new: &Value, comparable: &mut Value, errors: &mut Errors) {
-    let gates = list(old, &["spec", "schedulingGates"]);
+    let gates: HashSet<&Value> = list(old, &["spec", "schedulingGates"]).iter().collect();
     for gate in list(new, &["spec", "schedulingGates"]) {
         if !gates.contains(gate) {
             let name = text(gate, &["name"]).unwrap_or_default();
@@ -361,7 +365,7 @@ fn narrower(old: &Value, new: &Value) -> bool {
     };
     let has_all = |(before, after): (&Value, &Value)| {
         ["matchExpressions", "matchFields"].iter().all(|key| {
-            let now = list(after, &[key]);
+            let now: HashSet<&Value> = list(after, &[key]).iter().collect();
             list(before, &[key]).iter().all(|e| now.contains(e))
         })
     };
