@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use holdfast::control::api::{Answer, VERSION};
+use holdfast::control::store::Store;
 use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, Server, next};
@@ -94,7 +95,9 @@ async fn lists_page_from_one_snapshot() {
 
 #[tokio::test]
 async fn watches_see_every_change_as_their_selector_does() {
-    let server = Server::new().await;
+    // No change is kept for its age, so that many push out the oldest.
+    let store = Store::in_memory_for(Duration::ZERO);
+    let server = Server::new_over(store).await;
     server
         .ok(
             "POST",

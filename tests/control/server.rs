@@ -35,7 +35,12 @@ impl Server {
     }
 
     pub async fn new() -> Server {
-        let server = Self::over(Store::in_memory());
+        Self::new_over(Store::in_memory()).await
+    }
+
+    /// Over an empty store, which gets two namespaces.
+    pub async fn new_over(store: Store) -> Server {
+        let server = Self::over(store);
         for namespace in ["default", "other"] {
             server
                 .ok(

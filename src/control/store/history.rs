@@ -1,15 +1,39 @@
 //! The changes that can be read back, kept for each kind of its own: renewals of leases do not push out changes of pods.
+//!
+//! How long a client has to resume its watch is a matter of time, not of the load of the cluster: every change is kept for
+//! [`Retention::fresh`]. Older ones are kept within limits for each kind. Beyond [`Retention::total`] bytes, fresh changes of
+//! the kind with the most bytes are dropped too.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::{Compacted, Event};
 
-/// The most changes that are kept of one kind.
+/// The most changes of one kind that are kept once they are no longer fresh.
 pub(super) const CHANGES: usize = 8192;
-/// The most bytes that are kept of one kind, with what a change costs besides its value; the newest change is kept whatever
-/// its size.
-const BYTES: usize = 8 << 20;
+/// The most bytes of one kind that are kept once they are no longer fresh, with what a change costs besides its value. The
+/// newest change of a kind is kept whatever its size.
+pub(super) const BYTES: usize = 8 << 20;
+
+/// How long changes are kept.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Retention {
+    /// Changes are not dropped before this time, as long as `total` permits
+    /// (`eventFreshDuration` in `staging/src/k8s.io/apiserver/pkg/storage/cacher/watch_cache.go`).
+    pub fresh: Duration,
+    /// The most bytes of all kinds.
+    pub total: usize,
+}
+
+impl Default for Retention {
+    fn default() -> Retention {
+        Retention {
+            fresh: Duration::from_secs(75),
+            total: 128 << 20,
+        }
+    }
+}
 
 /// About how many bytes a change takes in memory.
 fn cost(event: &Event) -> usize {
@@ -32,15 +56,44 @@ pub(super) fn kind(key: &str) -> &str {
 
 #[derive(Default)]
 struct Kind {
-    events: VecDeque<Arc<Event>>,
+    /// Oldest first, each with the time when it was added.
+    events: VecDeque<(Instant, Arc<Event>)>,
     bytes: usize,
     /// Changes of this kind up to and including this revision cannot be read back.
     compacted: u64,
 }
 
+impl Kind {
+    /// Whether it has more than is kept of changes that are not fresh, and the oldest is none.
+    fn is_over(&self, now: Instant, fresh: Duration) -> bool {
+        let over = self.events.len() > CHANGES || self.bytes > BYTES;
+        over && self.events.len() > 1
+            && self
+                .events
+                .front()
+                .is_some_and(|(added, _)| now.saturating_duration_since(*added) >= fresh)
+    }
+
+    /// Drops the oldest change. Returns its revision and cost.
+    fn drop_oldest(&mut self) -> Option<(u64, usize)> {
+        let (_, oldest) = self.events.pop_front()?;
+        let cost = cost(&oldest);
+        self.bytes -= cost;
+        self.compacted = oldest.revision;
+        // What a busy time needed is given back.
+        if self.events.capacity() > CHANGES && self.events.len() < self.events.capacity() / 4 {
+            self.events.shrink_to_fit();
+        }
+        Some((oldest.revision, cost))
+    }
+}
+
 /// The newest changes of all kinds.
 #[derive(Default)]
 pub(super) struct History {
+    retention: Retention,
+    /// Of all kinds.
+    bytes: usize,
     /// Changes up to and including this revision cannot be read back, whatever their kind.
     since: u64,
     kinds: BTreeMap<String, Kind>,
@@ -48,7 +101,7 @@ pub(super) struct History {
 
 impl History {
     /// A history without changes, of what happens after `since`. `compacted` says of which kinds it begins later.
-    pub fn new(since: u64, compacted: &BTreeMap<String, u64>) -> History {
+    pub fn new(since: u64, compacted: &BTreeMap<String, u64>, retention: Retention) -> History {
         let kinds = compacted.iter().map(|(name, &compacted)| {
             let kind = Kind {
                 compacted,
@@ -57,25 +110,43 @@ impl History {
             (name.clone(), kind)
         });
         History {
+            retention,
+            bytes: 0,
             since,
             kinds: kinds.collect(),
         }
     }
 
     /// Adds a change that is newer than all others. Returns kind and revision of those that had to make room.
-    pub fn push(&mut self, event: Arc<Event>) -> Vec<(String, u64)> {
-        let name = kind(&event.key).to_owned();
-        let kind = self.kinds.entry(name.clone()).or_default();
-        kind.bytes += cost(&event);
-        kind.events.push_back(event);
+    pub fn push(&mut self, event: Arc<Event>, now: Instant) -> Vec<(String, u64)> {
+        let cost = cost(&event);
+        let kind = self.kinds.entry(kind(&event.key).to_owned()).or_default();
+        kind.bytes += cost;
+        self.bytes += cost;
+        kind.events.push_back((now, event));
+        self.make_room(now)
+    }
+
+    /// Drops what is over the limits, of kinds that no longer change too.
+    fn make_room(&mut self, now: Instant) -> Vec<(String, u64)> {
         let mut dropped = vec![];
-        while (kind.events.len() > CHANGES || kind.bytes > BYTES)
-            && kind.events.len() > 1
-            && let Some(oldest) = kind.events.pop_front()
-        {
-            kind.bytes -= cost(&oldest);
-            kind.compacted = oldest.revision;
-            dropped.push((name.clone(), oldest.revision));
+        for (name, kind) in &mut self.kinds {
+            while kind.is_over(now, self.retention.fresh)
+                && let Some((revision, cost)) = kind.drop_oldest()
+            {
+                self.bytes -= cost;
+                dropped.push((name.clone(), revision));
+            }
+        }
+        while self.bytes > self.retention.total {
+            let several = self.kinds.iter_mut().filter(|(_, k)| k.events.len() > 1);
+            let Some((name, kind)) = several.max_by_key(|(_, kind)| kind.bytes) else {
+                break;
+            };
+            if let Some((revision, cost)) = kind.drop_oldest() {
+                self.bytes -= cost;
+                dropped.push((name.clone(), revision));
+            }
         }
         dropped
     }
@@ -103,13 +174,100 @@ impl History {
         let Some(kind) = self.kinds.get(kind(prefix)) else {
             return Ok(vec![]);
         };
-        let from = kind.events.partition_point(|event| event.revision <= after);
+        let from = kind
+            .events
+            .partition_point(|(_, event)| event.revision <= after);
         Ok(kind
             .events
             .range(from..)
+            .map(|(_, event)| event)
             .filter(|event| event.key.starts_with(prefix))
             .take(most)
             .cloned()
             .collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Attrs, Change, Record};
+    use super::*;
+
+    fn event(key: &str, revision: u64, bytes: usize) -> Arc<Event> {
+        Arc::new(Event {
+            revision,
+            key: key.into(),
+            change: Change::Put,
+            record: Record {
+                value: vec![b'x'; bytes].into(),
+                attrs: Arc::new(Attrs::default()),
+                revision,
+            },
+            previous: None,
+        })
+    }
+
+    fn kept(history: &History, prefix: &str) -> usize {
+        let all = history.after(history.oldest(prefix), prefix, usize::MAX);
+        all.expect("from the oldest on").len()
+    }
+
+    /// 80 MiB of changes in ten seconds are kept for 75 seconds, and are 8 MiB again when another kind changes later.
+    #[test]
+    fn changes_are_kept_for_a_time_whatever_their_size() {
+        let mut history = History::default();
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        for i in 0..80 {
+            let dropped = history.push(event("pods/n/p", i + 1, 1 << 20), at(i * 125));
+            assert_eq!(dropped, []);
+        }
+        assert_eq!(history.push(event("leases/n/l", 100, 10), at(74_999)), []);
+        assert_eq!(kept(&history, "pods/"), 80);
+        let dropped = history.push(event("leases/n/l", 101, 10), at(80_000));
+        assert!((38..=42).contains(&dropped.len()), "{}", dropped.len());
+        history.push(event("leases/n/l", 102, 10), at(90_000));
+        assert!(kept(&history, "pods/") <= 8, "{}", kept(&history, "pods/"));
+        assert!(history.bytes <= BYTES + 3000, "{}", history.bytes);
+        assert!(history.after(1, "pods/", 1).is_err());
+    }
+
+    /// Many small changes are kept for their time too; an idle kind has no more than [`CHANGES`] later.
+    #[test]
+    fn the_number_of_fresh_changes_is_not_limited() {
+        let mut history = History::default();
+        let start = Instant::now();
+        let many = CHANGES as u64 + 500;
+        for i in 0..many {
+            history.push(event("leases/n/l", i + 1, 1), start);
+        }
+        assert_eq!(kept(&history, "leases/"), CHANGES + 500);
+        history.push(
+            event("pods/n/p", many + 1, 1),
+            start + Duration::from_secs(75),
+        );
+        assert_eq!(kept(&history, "leases/"), CHANGES);
+    }
+
+    /// Over the total the kind with the most bytes makes room, fresh or not, and keeps its newest change.
+    #[test]
+    fn the_total_is_bounded_and_the_largest_kind_makes_room() {
+        let mut history = History::default();
+        let now = Instant::now();
+        history.push(event("leases/n/l", 1, 10), now);
+        let mut dropped = vec![];
+        for i in 0..200 {
+            dropped.append(&mut history.push(event("pods/n/p", i + 2, 1 << 20), now));
+        }
+        let total = Retention::default().total;
+        assert!(history.bytes <= total && history.bytes > total / 2);
+        assert!(dropped.iter().all(|(kind, _)| kind == "pods") && dropped.len() > 70);
+        assert_eq!(kept(&history, "leases/"), 1);
+        history.push(event("maps/n/m", 300, 2 * total), now);
+        assert_eq!(
+            kept(&history, "maps/"),
+            1,
+            "the newest stays whatever its size"
+        );
     }
 }

@@ -24,7 +24,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use disk::Disk;
 pub use disk::DiskError;
 use health::Health;
-use history::History;
+use history::{History, Retention};
 pub use hyper::body::Bytes;
 
 /// The most writes that share one commit.
@@ -194,19 +194,36 @@ impl Store {
     /// Opens or creates the store in `file`. `index` computes the attributes of a key's bytes.
     pub fn open(file: &Path, index: impl Fn(&str, &[u8]) -> Attrs) -> Result<Store, DiskError> {
         let (disk, loaded) = Disk::open(file)?;
-        Ok(Self::start(Some(disk), loaded, index))
+        Ok(Self::start(Some(disk), loaded, index, Retention::default()))
     }
 
     /// A store that forgets everything when it ends: for tests.
     #[must_use]
     pub fn in_memory() -> Store {
-        Self::start(None, disk::Loaded::default(), |_, _| Attrs::default())
+        Self::start(
+            None,
+            disk::Loaded::default(),
+            |_, _| Attrs::default(),
+            Retention::default(),
+        )
+    }
+
+    /// The same with a history that keeps no change longer than this for its age: for tests.
+    #[must_use]
+    pub fn in_memory_for(fresh: Duration) -> Store {
+        let retention = Retention {
+            fresh,
+            ..Retention::default()
+        };
+        let loaded = disk::Loaded::default();
+        Self::start(None, loaded, |_, _| Attrs::default(), retention)
     }
 
     fn start(
         disk: Option<Disk>,
         loaded: disk::Loaded,
         index: impl Fn(&str, &[u8]) -> Attrs,
+        retention: Retention,
     ) -> Store {
         let mut state = State {
             revision: loaded.revision,
@@ -222,10 +239,12 @@ impl Store {
             state.map.insert(key.into(), record);
         }
         let (since, events) = replay(&state.map, loaded.since, loaded.changes, record);
-        state.history = History::new(since, &loaded.compacted);
+        state.history = History::new(since, &loaded.compacted, retention);
+        // When they were made is not known: they count as fresh once more.
+        let now = Instant::now();
         let dropped = events
             .into_iter()
-            .flat_map(|event| state.history.push(event))
+            .flat_map(|event| state.history.push(event, now))
             .collect();
         let heads = Heads::new(state.revision);
         let announce = heads.clone();
@@ -482,7 +501,7 @@ fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     let mut state = state
         .write()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
-    let mut dropped = vec![];
+    let (mut dropped, now) = (vec![], Instant::now());
     for event in events {
         match event.change {
             Change::Put => state
@@ -491,7 +510,7 @@ fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
             Change::Delete => state.map.remove(&event.key),
         };
         state.revision = event.revision;
-        dropped.append(&mut state.history.push(Arc::new(event)));
+        dropped.append(&mut state.history.push(Arc::new(event), now));
     }
     dropped
 }

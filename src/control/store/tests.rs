@@ -148,9 +148,25 @@ async fn fill(store: &Store, kind: &str, count: usize) {
     }
 }
 
+/// Keeps no change for its age.
+const SHORT: Retention = Retention {
+    fresh: Duration::ZERO,
+    total: usize::MAX,
+};
+
+/// A store whose history is bounded by the number of changes alone.
+fn short_lived(file: Option<&Path>) -> Store {
+    let opened = file.map(|file| Disk::open(file).expect("open"));
+    let (disk, loaded) = match opened {
+        Some((disk, loaded)) => (Some(disk), loaded),
+        None => (None, disk::Loaded::default()),
+    };
+    Store::start(disk, loaded, |_, _| Attrs::default(), SHORT)
+}
+
 #[tokio::test]
 async fn a_reader_behind_its_kinds_history_is_told_so() {
-    let store = Store::in_memory();
+    let store = short_lived(None);
     fill(&store, "pods", 1).await;
     fill(&store, "leases", history::CHANGES + 5).await;
     let oldest = 6;
@@ -175,7 +191,7 @@ fn reopened(file: &Path, into: &Path) -> Store {
 async fn history_survives_a_restart() {
     let dir = tempfile::tempdir().expect("a directory");
     let (file, copy) = (dir.path().join("store"), dir.path().join("copy"));
-    let store = Store::open(&file, |_, _| Attrs::default()).expect("open");
+    let store = short_lived(Some(&file));
     let first = store
         .write(put("a/1", Expect::Absent, "x"))
         .await
