@@ -106,8 +106,13 @@ fn main() -> ExitCode {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
         return ExitCode::FAILURE;
     }
+    // The agent waits most of the time; the API serves as many requests at a time as there are processors.
+    let workers = match command {
+        Command::ControlPlane(_) => std::thread::available_parallelism().map_or(2, usize::from),
+        _ => 2,
+    };
     let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
+        .worker_threads(workers.max(2))
         .max_blocking_threads(64)
         .thread_keep_alive(std::time::Duration::from_secs(2))
         .enable_all()

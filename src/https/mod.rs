@@ -5,6 +5,7 @@ mod border;
 mod ending;
 mod pairs;
 mod listeners;
+mod paced;
 mod receive;
 mod spdy;
 mod tls;
@@ -38,6 +39,7 @@ use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use listeners::Listeners;
+pub use paced::paced;
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
@@ -299,6 +301,13 @@ impl Place {
         }
     }
 
+    /// Closes the connection, whatever it is doing.
+    fn close(&self) {
+        if let Some(connection) = self.connections.all().get(&self.id) {
+            connection.task.abort();
+        }
+    }
+
     /// Notes that a request's body is awaited, as long as what is returned lives.
     fn receive(&self) -> Option<Arc<()>> {
         let all = self.connections.all();
@@ -540,6 +549,11 @@ mod tests {
                         text(StatusCode::OK, "END")
                     }
                     "/endless" => std::future::pending().await,
+                    "/large" => {
+                        let place = request.extensions().get::<Place>().cloned();
+                        let body = Bytes::from(vec![b'x'; 64 << 20]);
+                        Response::new(paced(body, place.as_ref(), Duration::from_millis(500)))
+                    }
                     _ => text(StatusCode::OK, "END"),
                 }
             }
@@ -619,6 +633,31 @@ mod tests {
             let _ = stream.read_to_string(&mut all).await;
             assert!(all.contains(words), "{words}: {all}");
         }
+    }
+
+    /// The kernel's buffers take some MiB of an answer; who reads no more of it loses the connection, and who reads gets all.
+    #[tokio::test]
+    async fn who_does_not_read_an_answer_loses_the_connection() {
+        let (at, _) = server(4, LONG).await;
+        let get = "GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+        let mut reader = say(at, get).await;
+        let mut deaf = say(at, get).await;
+        let mut all = vec![];
+        reader.read_to_end(&mut all).await.expect("an answer");
+        assert!(all.len() > 64 << 20, "{} bytes", all.len());
+        // Until its connection is closed, a write succeeds or is buffered; then it is reset.
+        let closed = async {
+            while deaf.write_all(b"x").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        tokio::time::timeout(LONG, closed)
+            .await
+            .expect("it is closed");
+        let mut rest = vec![];
+        // What was on its way may still arrive.
+        let _ = deaf.read_to_end(&mut rest).await;
+        assert!(rest.len() < 64 << 20, "{} bytes", rest.len());
     }
 
     #[tokio::test]

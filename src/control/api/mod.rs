@@ -22,6 +22,7 @@ mod impersonate;
 mod list_options;
 pub mod nodes;
 pub mod object;
+mod offload;
 mod patch;
 pub mod rbac;
 mod read;
@@ -32,6 +33,7 @@ mod schema;
 pub mod selector;
 pub mod server;
 mod services;
+mod share;
 pub mod storage;
 mod sub;
 mod table;
@@ -72,6 +74,10 @@ pub struct Api {
     rbac: Arc<rbac::Rbac>,
     /// What nodes have to do with.
     graph: Arc<graph::Graph>,
+    /// Where expensive requests run.
+    offload: Arc<offload::Offload>,
+    /// What each user has of the API at a time.
+    shares: Arc<share::Shares>,
     /// How nodes are reached; none where they are not.
     nodes: Option<nodes::Nodes>,
 }
@@ -170,6 +176,8 @@ impl Api {
             counts: Arc::default(),
             rbac: Arc::default(),
             graph: Arc::default(),
+            offload: Arc::default(),
+            shares: Arc::default(),
             nodes: None,
         }
     }

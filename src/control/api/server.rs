@@ -16,17 +16,20 @@ use super::Request;
 use super::auth;
 use super::impersonate;
 use super::nodes;
-use super::resources::Sub;
+use super::resources::{Resource, Sub};
 use super::route::{self, Target};
 use super::warnings;
 use crate::https::{
-    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, receive,
+    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, paced, receive,
 };
 
 /// The largest request body: 3 MiB, as the real server has it.
 const BODY_LIMIT: usize = 3 << 20;
 /// How long a body may take to arrive, and then the answer to be found. Watches and streams last as they like.
 const REQUEST_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
+/// How long a client may take nothing of an answer before its connection is closed: as long as a request may take on a
+/// kube-apiserver (`--request-timeout`).
+const UNREAD: Duration = Duration::from_secs(60);
 /// Clients keep watches and idle connections as long as they like.
 const LIMITS: Limits = Limits {
     connections: 4096,
@@ -46,6 +49,7 @@ pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
 }
 
 async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyper::Response<Body> {
+    let place = request.extensions().get::<Place>().cloned();
     let answered = async {
         if let Ok(Target::Objects {
             resource,
@@ -58,35 +62,12 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                 Sub::Log | Sub::Exec | Sub::Attach | Sub::PortForward | Sub::Proxy
             )
         {
-            let user = who(&api, &peer, request.headers(), request.extensions())?;
-            // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
-            let verb = match (sub, request.method().as_str()) {
-                (Sub::Log, "GET") => Some("get"),
-                (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
-                (Sub::Proxy, method) => {
-                    let upgrades = https::is_upgrade(request.headers());
-                    nodes::proxy_verb(method, request.uri().path(), upgrades)
-                }
-                _ => None,
-            };
-            let verb = verb.ok_or_else(ApiError::method_not_allowed)?;
-            let ask = auth::ask(
-                verb,
-                resource,
-                sub.name(),
-                namespace.as_deref().unwrap_or_default(),
-                &name,
-            );
-            if !api.may(&user, &ask) {
-                return Err(auth::refusal(&user, &ask));
-            }
-            let path = request.uri().path().to_owned();
-            return api
-                .by_node(sub, namespace.as_deref(), &name, &path, request)
-                .await;
+            let namespace = namespace.as_deref();
+            return stream(&api, &peer, request, (resource, sub), namespace, &name).await;
         }
         let request = decode(&api, &peer, request).await?;
-        let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer(request))
+        let user = request.user.name.clone();
+        let answer = tokio::time::timeout(REQUEST_TIMEOUTS.1, api.answer_apart(request))
             .await
             .map_err(|_| {
                 ApiError::new(
@@ -98,13 +79,80 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                     ),
                 )
             })?;
-        Ok(encode(answer))
+        within_share(&api, &user, answer, place.as_ref())
     };
     let answer = match guard(answered).await {
         Ok(answer) => answer,
         Err(panicked) => Err(ApiError::internal(panicked)),
     };
-    answer.unwrap_or_else(|error: ApiError| encode(error.into()))
+    answer.unwrap_or_else(|error: ApiError| encode(error.into(), place.as_ref()))
+}
+
+/// Hands a request on to the agent of a node.
+async fn stream(
+    api: &Api,
+    peer: &Peer,
+    request: hyper::Request<Incoming>,
+    (resource, sub): (&'static Resource, Sub),
+    namespace: Option<&str>,
+    name: &str,
+) -> Result<hyper::Response<Body>, ApiError> {
+    let user = who(api, peer, request.headers(), request.extensions())?;
+    // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
+    let verb = match (sub, request.method().as_str()) {
+        (Sub::Log, "GET") => Some("get"),
+        (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
+        (Sub::Proxy, method) => {
+            let upgrades = https::is_upgrade(request.headers());
+            nodes::proxy_verb(method, request.uri().path(), upgrades)
+        }
+        _ => None,
+    };
+    let verb = verb.ok_or_else(ApiError::method_not_allowed)?;
+    let ask = auth::ask(
+        verb,
+        resource,
+        sub.name(),
+        namespace.unwrap_or_default(),
+        name,
+    );
+    if !api.may(&user, &ask) {
+        return Err(auth::refusal(&user, &ask));
+    }
+    let held = api.shares.last(&user.name)?;
+    let path = request.uri().path().to_owned();
+    let answer = api.by_node(sub, namespace, name, &path, request).await?;
+    Ok(https::held(answer, held))
+}
+
+/// The response to a user, within what one user may have of the API at a time.
+fn within_share(
+    api: &Api,
+    user: &str,
+    answer: Answer,
+    place: Option<&Place>,
+) -> Result<hyper::Response<Body>, ApiError> {
+    match answer {
+        Answer::Watch(_) => {
+            let held = api.shares.last(user)?;
+            Ok(https::held(encode(answer, place), held))
+        }
+        Answer::Body {
+            code,
+            content_type,
+            body,
+            warnings,
+        } => {
+            let body = api.shares.count(user, body)?;
+            let answer = Answer::Body {
+                code,
+                content_type,
+                body,
+                warnings,
+            };
+            Ok(encode(answer, place))
+        }
+    }
 }
 
 fn who(
@@ -174,7 +222,7 @@ async fn decode(
     Ok(decoded)
 }
 
-fn encode(answer: Answer) -> hyper::Response<Body> {
+fn encode(answer: Answer, place: Option<&Place>) -> hyper::Response<Body> {
     let response = hyper::Response::builder()
         .header("Cache-Control", "no-cache, private")
         .header("Audit-Id", super::object::new_uid());
@@ -189,10 +237,13 @@ fn encode(answer: Answer) -> hyper::Response<Body> {
                 .status(code)
                 .header(CONTENT_TYPE, content_type)
                 .header("Vary", "Accept");
+            if code == 429 {
+                response = response.header("Retry-After", "1");
+            }
             for warning in warnings::headers(&warnings) {
                 response = response.header("Warning", warning);
             }
-            response.body(full(body))
+            response.body(paced(body, place, UNREAD))
         }
         Answer::Watch(lines) => {
             let lines = futures::stream::unfold(lines, |mut lines| async move {

@@ -1,0 +1,216 @@
+//! Expensive requests run on threads of their own: a body of 3 MiB takes tens of milliseconds to read, check and write, and a
+//! worker of the runtime that does it serves nobody else meanwhile.
+//!
+//! As many run at a time as there are processors, so that workers get their share of them. One user has half of that, and a
+//! bound on the bodies that wait: who sends many of them delays nobody but themselves.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, Weak};
+
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::route::{self, Target};
+use super::{Answer, Api, ApiError, Request, rbac};
+use crate::core::lock::lock;
+use crate::https::guard;
+
+/// A body of so many bytes is expensive, and the patch of an object that is as large.
+const LARGE: usize = 32 << 10;
+/// A query of so many bytes has a selector with many terms.
+const LONG_QUERY: usize = 1 << 10;
+/// How many bytes of one user's expensive requests wait or run.
+const MAX_BYTES: usize = 32 << 20;
+/// What a request takes besides its body.
+const BASE: usize = 64 << 10;
+
+/// Where expensive requests run.
+pub struct Offload {
+    all: Arc<Semaphore>,
+    of_user: usize,
+    users: Mutex<HashMap<String, Weak<Lane>>>,
+}
+
+/// The expensive requests of one user.
+struct Lane {
+    running: Arc<Semaphore>,
+    /// Of those that wait or run.
+    bytes: Mutex<usize>,
+}
+
+/// The right to run.
+struct Permit {
+    _all: Option<OwnedSemaphorePermit>,
+    _own: Option<OwnedSemaphorePermit>,
+    _waiting: Waiting,
+}
+
+/// Bytes that wait or run, until it is dropped.
+struct Waiting {
+    lane: Arc<Lane>,
+    bytes: usize,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        *lock(&self.lane.bytes) -= self.bytes;
+    }
+}
+
+impl Default for Offload {
+    fn default() -> Offload {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Offload::new(processors.max(2))
+    }
+}
+
+impl Offload {
+    fn new(running: usize) -> Offload {
+        Offload {
+            all: Arc::new(Semaphore::new(running)),
+            of_user: (running / 2).max(1),
+            users: Mutex::default(),
+        }
+    }
+
+    fn lane(&self, user: &str) -> Arc<Lane> {
+        let mut users = lock(&self.users);
+        if let Some(lane) = users.get(user).and_then(Weak::upgrade) {
+            return lane;
+        }
+        users.retain(|_, lane| lane.strong_count() > 0);
+        let lane = Arc::new(Lane {
+            running: Arc::new(Semaphore::new(self.of_user)),
+            bytes: Mutex::default(),
+        });
+        users.insert(user.to_owned(), Arc::downgrade(&lane));
+        lane
+    }
+
+    /// Waits for the right to run; 429 if too much of the user waits already.
+    async fn permit(&self, user: &str, body: usize) -> Result<Permit, ApiError> {
+        let (lane, bytes) = (self.lane(user), body + BASE);
+        {
+            let mut waiting = lock(&lane.bytes);
+            if *waiting > 0 && *waiting + bytes > MAX_BYTES {
+                let text = format!(
+                    "too many requests: large requests of user {user:?} that wait have {} bytes, the limit is {MAX_BYTES}; try again",
+                    *waiting + bytes
+                );
+                let details = serde_json::json!({"retryAfterSeconds": 1});
+                return Err(ApiError {
+                    details,
+                    ..ApiError::new(429, "TooManyRequests", text)
+                });
+            }
+            *waiting += bytes;
+        }
+        let waiting = Waiting {
+            lane: Arc::clone(&lane),
+            bytes,
+        };
+        // The user's own turn first: what waits for it takes no place of others. Neither semaphore is ever closed.
+        let own = Arc::clone(&lane.running).acquire_owned().await.ok();
+        let all = Arc::clone(&self.all).acquire_owned().await.ok();
+        Ok(Permit {
+            _all: all,
+            _own: own,
+            _waiting: waiting,
+        })
+    }
+}
+
+impl Api {
+    /// Whether a request may take longer than a worker has for it.
+    fn is_expensive(&self, request: &Request) -> bool {
+        if request.body.len() > LARGE {
+            return true;
+        }
+        let Ok(Target::Objects {
+            resource,
+            namespace,
+            name,
+            ..
+        }) = route::target(&request.path)
+        else {
+            return false;
+        };
+        match (request.method.as_str(), name) {
+            // Every row of a table is made of an object that is parsed, and an old page of all changes since.
+            ("GET", None) => {
+                let query = &request.query;
+                let watching = query.get("watch").is_some() && query.flag("watch");
+                let rendered = request.accept.contains("as=")
+                    || query.get("continue").is_some()
+                    || query.get("limit").is_some();
+                let selects = ["labelSelector", "fieldSelector"];
+                let long = |key: &&str| query.get(key).is_some_and(|s| s.len() > LONG_QUERY);
+                !watching && (rendered || selects.iter().any(long))
+            }
+            ("GET" | "HEAD", _) => false,
+            _ if resource.group == rbac::GROUP => true,
+            ("PUT" | "PATCH" | "DELETE", Some(name)) => {
+                let key = resource.key(namespace.as_deref(), &name);
+                let stored = self.store.get(&key);
+                stored.is_some_and(|record| record.value.len() > LARGE)
+            }
+            _ => false,
+        }
+    }
+
+    /// As [`Api::answer`], but a request that may be expensive runs on a thread of its own when its user's turn has come.
+    pub async fn answer_apart(&self, request: Request) -> Answer {
+        if !self.is_expensive(&request) {
+            return self.answer(request).await;
+        }
+        let permit = self.offload.permit(&request.user.name, request.body.len());
+        let permit = match permit.await {
+            Ok(permit) => permit,
+            Err(error) => return error.into(),
+        };
+        let (api, runtime) = (self.clone(), Handle::current());
+        let answered = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            runtime.block_on(guard(async move { api.answer(request).await }))
+        });
+        match answered.await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(panicked)) => ApiError::internal(panicked).into(),
+            // The process ends.
+            Err(error) => ApiError::internal(error).into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn one_user_has_half_of_the_turns_and_a_bound_on_what_waits() {
+        let offload = Offload::new(2);
+        let first = offload.permit("a", 0).await.expect("a turn");
+        let mut second = Box::pin(offload.permit("a", 0));
+        assert!((&mut second).now_or_never().is_none(), "has its half");
+        let other = offload.permit("b", 0).now_or_never().expect("at once");
+        assert!(other.is_ok());
+        let mut third = Box::pin(offload.permit("c", 0));
+        assert!((&mut third).now_or_never().is_none(), "all turns are taken");
+        let refused = offload.permit("a", MAX_BYTES).now_or_never();
+        let refused = refused.expect("at once").err().expect("refused");
+        assert_eq!(refused.code, 429);
+        assert!(
+            refused.message.contains(&MAX_BYTES.to_string()),
+            "{}",
+            refused.message
+        );
+        drop(other);
+        assert!(third.await.is_ok());
+        drop(first);
+        drop(second.await);
+        let large = offload.permit("d", 2 * MAX_BYTES).await;
+        assert!(large.is_ok(), "one is run whatever its size");
+    }
+}

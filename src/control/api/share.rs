@@ -1,0 +1,176 @@
+//! What one user has of the API at a time: bytes of answers that the client has not taken yet, and requests that last.
+//!
+//! Without a share each, one user's unread lists fill the memory, and one user's watches take all connections. Over its share a
+//! user is answered with 429 and `Retry-After`, as a kube-apiserver does where priority and fairness has no seat left.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::error::ApiError;
+use crate::control::store::Bytes;
+use crate::core::lock::lock;
+
+/// How many bytes of answers wait for the clients of one user. One answer is sent whatever its size.
+const MAX_BYTES: usize = 32 << 20;
+/// How many bytes of answers wait for all clients.
+const MAX_ALL_BYTES: usize = 256 << 20;
+/// How many watches and followed logs one user has: a quarter of the listener's connections, and more than an agent with
+/// 500 pods opens.
+pub const MAX_LASTING: usize = 1024;
+
+/// What users have now.
+#[derive(Default)]
+pub struct Shares(Mutex<Used>);
+
+#[derive(Default)]
+struct Used {
+    bytes: usize,
+    users: HashMap<String, Share>,
+}
+
+#[derive(Default)]
+struct Share {
+    bytes: usize,
+    lasting: usize,
+}
+
+/// A part of a user's share, until it is dropped.
+pub struct Held {
+    shares: Arc<Shares>,
+    user: String,
+    bytes: usize,
+    lasting: usize,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut used = lock(&self.shares.0);
+        used.bytes -= self.bytes;
+        if let Some(share) = used.users.get_mut(&self.user) {
+            share.bytes -= self.bytes;
+            share.lasting -= self.lasting;
+            if share.bytes == 0 && share.lasting == 0 {
+                used.users.remove(&self.user);
+            }
+        }
+    }
+}
+
+/// Bytes of an answer with the share that they take.
+struct Counted {
+    bytes: Bytes,
+    _held: Held,
+}
+
+impl AsRef<[u8]> for Counted {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Shares {
+    fn hold(self: &Arc<Self>, user: &str, bytes: usize, lasting: usize) -> Result<Held, ApiError> {
+        let mut used = lock(&self.0);
+        let (of_all, all) = (used.bytes, used.bytes + bytes);
+        let share = used.users.entry(user.to_owned()).or_default();
+        let refuse = |what: &str, count: usize, limit: usize| {
+            let text = format!(
+                "too many requests: {what} of user {user:?} are {count}, the limit is {limit}; read or close some, and try again"
+            );
+            let details = serde_json::json!({"retryAfterSeconds": 1});
+            Err(ApiError {
+                details,
+                ..ApiError::new(429, "TooManyRequests", text)
+            })
+        };
+        if share.bytes > 0 && share.bytes + bytes > MAX_BYTES {
+            return refuse("unread bytes", share.bytes + bytes, MAX_BYTES);
+        }
+        if of_all > 0 && share.bytes > 0 && all > MAX_ALL_BYTES {
+            return refuse(
+                "unread bytes with those of others next to those",
+                all,
+                MAX_ALL_BYTES,
+            );
+        }
+        if share.lasting + lasting > MAX_LASTING {
+            return refuse("watches and streams", share.lasting + lasting, MAX_LASTING);
+        }
+        share.bytes += bytes;
+        share.lasting += lasting;
+        used.bytes = all;
+        Ok(Held {
+            shares: Arc::clone(self),
+            user: user.to_owned(),
+            bytes,
+            lasting,
+        })
+    }
+
+    /// Counts the bytes of an answer until the last of them has gone; 429 if the user has too many of them unread.
+    pub fn count(self: &Arc<Self>, user: &str, bytes: Bytes) -> Result<Bytes, ApiError> {
+        let held = self.hold(user, bytes.len(), 0)?;
+        Ok(Bytes::from_owner(Counted { bytes, _held: held }))
+    }
+
+    /// Takes the place of a request that lasts; 429 if the user has too many.
+    pub fn last(self: &Arc<Self>, user: &str) -> Result<Held, ApiError> {
+        self.hold(user, 0, 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_has_so_many_unread_bytes_and_others_have_theirs() {
+        let shares = Arc::new(Shares::default());
+        let body = Bytes::from(vec![0; MAX_BYTES / 4]);
+        let count = |user: &str| shares.count(user, body.clone());
+        let mut unread: Vec<Bytes> = (0..4).map(|_| count("a").expect("within")).collect();
+        let error = count("a").expect_err("too many");
+        assert_eq!(error.code, 429);
+        assert!(
+            error.message.contains(&MAX_BYTES.to_string()),
+            "{}",
+            error.message
+        );
+        let of_another = count("b").expect("has its own share");
+        // A slice keeps the whole answer in memory, so the whole is counted.
+        let tail = unread[0].slice(10..);
+        unread.remove(0);
+        assert!(count("a").is_err());
+        drop(tail);
+        unread.push(count("a").expect("there is room again"));
+        drop((unread, of_another));
+        let used = lock(&shares.0);
+        assert_eq!((used.bytes, used.users.len()), (0, 0));
+    }
+
+    #[test]
+    fn one_answer_is_sent_whatever_its_size_and_all_users_are_bounded() {
+        let shares = Arc::new(Shares::default());
+        let large = Bytes::from(vec![0; 2 * MAX_BYTES]);
+        let first: Vec<_> = (0..4)
+            .map(|i| shares.count(&i.to_string(), large.clone()))
+            .collect();
+        assert!(first.iter().all(Result::is_ok));
+        let small = || Bytes::from_static(b"x");
+        assert!(shares.count("0", small()).is_err());
+        let _own = shares.count("e", small()).expect("the first of a user");
+        assert!(shares.count("e", small()).is_err(), "all have enough");
+    }
+
+    #[test]
+    fn a_user_has_so_many_lasting_requests() {
+        let shares = Arc::new(Shares::default());
+        let mut held: Vec<Held> = (0..MAX_LASTING)
+            .map(|_| shares.last("a").expect("one more"))
+            .collect();
+        assert_eq!(shares.last("a").err().map(|e| e.code), Some(429));
+        assert!(shares.last("b").is_ok());
+        held.pop();
+        assert!(shares.last("a").is_ok());
+    }
+}
