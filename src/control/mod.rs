@@ -140,11 +140,32 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     );
     tracing::info!(?listen, port, "the control plane serves");
 
-    tokio::select! {
-        () = api::server::serve(api.clone(), listeners, tls) => anyhow::bail!("the API server ended"),
-        () = scheduler::run(client.clone(), caches.clone()) => anyhow::bail!("the scheduler ended"),
-        () = controllers::run(client, caches, ca, Some(directories), (sign, sign_token)) => anyhow::bail!("the controllers ended"),
-        () = expire_events(api) => anyhow::bail!("the event clean-up ended"),
+    // A task each: a long turn of one delays no other. A panic ends the process (`https::end_process_on_panic`).
+    let mut parts = Parts::new();
+    let server = api::server::serve(api.clone(), listeners, tls);
+    parts.spawn(named("the API server", server));
+    let scheduler = scheduler::run(client.clone(), caches.clone());
+    parts.spawn(named("the scheduler", scheduler));
+    let controllers = controllers::run(client, caches, ca, Some(directories), (sign, sign_token));
+    parts.spawn(named("the controllers", controllers));
+    parts.spawn(named("the event clean-up", expire_events(api)));
+    Err(ended(parts).await)
+}
+
+/// Tasks that run until the process ends; each returns its name.
+type Parts = tokio::task::JoinSet<&'static str>;
+
+async fn named(name: &'static str, work: impl Future<Output = ()>) -> &'static str {
+    work.await;
+    name
+}
+
+/// Waits until one of several parts ends; the others are cancelled. None is expected to.
+async fn ended(mut parts: Parts) -> anyhow::Error {
+    match parts.join_next().await {
+        Some(Ok(name)) => anyhow::anyhow!("{name} ended"),
+        Some(Err(error)) => anyhow::anyhow!("a part of the control plane ended: {error}"),
+        None => anyhow::anyhow!("the control plane has no parts"),
     }
 }
 

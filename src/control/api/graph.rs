@@ -1,7 +1,7 @@
 //! What a node has to do with: the objects that pods bound to it refer to, and nothing else (the Node authoriser;
 //! control-plane spec, 6.2).
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 
 use k8s_openapi::api::core::v1::Pod;
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::auth::Ask;
 use super::object::text;
-use crate::control::store::Store;
+use crate::control::store::{Change, Event, Store};
 use crate::core::lock::lock;
 use crate::core::{
     meta,
@@ -93,44 +93,80 @@ fn secrets_of_volume(volume: &Value) -> Vec<(&str, &str)> {
     found
 }
 
-/// The graph, read from the store; what was read of a pod is kept until the pod changes.
+/// Where pods are in the store.
+const PODS: &str = "pods/";
+
+/// The graph. Each request of a node brings it up to date with the changes since the one before, which are few.
 #[derive(Default)]
-pub struct Graph(Mutex<HashMap<Arc<str>, (u64, Arc<Edges>)>>);
+pub struct Graph(Mutex<Known>);
+
+/// What is known of all pods.
+#[derive(Default)]
+struct Known {
+    /// Changes up to this revision are in it; none before the first request.
+    position: Option<u64>,
+    /// The node of every pod, by the pod's key.
+    nodes: HashMap<Arc<str>, String>,
+    /// The edges of the pods of every node.
+    edges: HashMap<String, BTreeMap<Arc<str>, Arc<Edges>>>,
+}
+
+impl Known {
+    /// Takes over a pod as it is now, which is none if it was deleted or cannot be read.
+    fn put(&mut self, key: &Arc<str>, pod: Option<&Pod>) {
+        if let Some(node) = self.nodes.remove(key)
+            && let Some(pods) = self.edges.get_mut(&node)
+        {
+            pods.remove(key);
+            if pods.is_empty() {
+                self.edges.remove(&node);
+            }
+        }
+        let Some(own) = pod.map(edges).filter(|own| !own.node.is_empty()) else {
+            return;
+        };
+        self.nodes.insert(Arc::clone(key), own.node.clone());
+        let pods = self.edges.entry(own.node.clone()).or_default();
+        pods.insert(Arc::clone(key), Arc::new(own));
+    }
+
+    fn catch_up(&mut self, store: &Store) {
+        let changes = self.position.map(|p| store.changes(p, PODS, usize::MAX));
+        let Some(Ok((events, complete))) = changes else {
+            // At first, and when it is so far behind that changes are missing.
+            *self = Known::default();
+            let (pods, revision) = store.list(PODS);
+            for (key, record) in pods {
+                self.put(&key, serde_json::from_slice(&record.value).ok().as_ref());
+            }
+            self.position = Some(revision);
+            return;
+        };
+        let newest: HashMap<&Arc<str>, &Event> =
+            events.iter().map(|event| (&event.key, &**event)).collect();
+        for (key, event) in newest {
+            let pod = (event.change == Change::Put)
+                .then(|| serde_json::from_slice(&event.record.value).ok())
+                .flatten();
+            self.put(key, pod.as_ref());
+        }
+        self.position = Some(complete);
+    }
+}
 
 impl Graph {
     /// What the pods of a node in a namespace refer to.
     fn of(&self, store: &Store, node: &str, namespace: &str) -> Vec<Arc<Edges>> {
-        let prefix = if namespace.is_empty() {
-            "pods/".to_owned()
-        } else {
-            format!("pods/{namespace}/")
+        let prefix = match namespace {
+            "" => PODS.to_owned(),
+            namespace => format!("{PODS}{namespace}/"),
         };
         let mut known = lock(&self.0);
-        let mut found = vec![];
-        let mut seen = BTreeSet::new();
-        for (key, record) in store.list(&prefix).0 {
-            seen.insert(Arc::clone(&key));
-            let fresh = known
-                .get(&key)
-                .filter(|(revision, _)| *revision == record.revision)
-                .map(|(_, edges)| Arc::clone(edges));
-            let own = match fresh {
-                Some(own) => own,
-                None => {
-                    let Ok(pod) = serde_json::from_slice::<Pod>(&record.value) else {
-                        continue;
-                    };
-                    let own = Arc::new(edges(&pod));
-                    known.insert(key, (record.revision, Arc::clone(&own)));
-                    own
-                }
-            };
-            if own.node == node {
-                found.push(own);
-            }
-        }
-        known.retain(|key, _| !key.starts_with(&prefix) || seen.contains(key));
-        found
+        known.catch_up(store);
+        let pods = known.edges.get(node).into_iter().flatten();
+        pods.filter(|(key, _)| key.starts_with(&prefix))
+            .map(|(_, own)| Arc::clone(own))
+            .collect()
     }
 
     /// Whether what a node asks for has to do with it. Kinds without such a relation always have.

@@ -1,11 +1,12 @@
 //! Deployments: one ReplicaSet a template, rolled forward (control-plane spec, 5.6). The arithmetic
 //! is in `rollout`.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet, ReplicaSetSpec};
+use k8s_openapi::api::core::v1::PodTemplateSpec;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt as _};
@@ -20,6 +21,7 @@ use super::owned::owner;
 use super::rollout::{self, HASH, REVISION};
 use crate::control::api::object;
 use crate::control::api::selector::Selector;
+use crate::core::lock::lock;
 use crate::kubeapi::Api;
 use crate::kubeapi::cache;
 
@@ -31,7 +33,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         caches.replica_sets.changes(),
         caches.pods.changes(),
     ];
-    let pending = Pending::default();
+    let (pending, templates) = (Pending::default(), Templates::default());
     loop {
         for receiver in &mut changes {
             receiver.mark_unchanged();
@@ -53,11 +55,58 @@ pub(super) async fn run(client: Client, caches: Caches) {
             if deployment.metadata.deletion_timestamp.is_some() || !pending.settled(&uid, seen) {
                 continue;
             }
-            if let Err(error) = reconcile(&client, &caches, &deployment, &pending).await {
+            // What was seen is in what is read from here on.
+            let (namespace, name) = cache::key(&*deployment);
+            let Some(deployment) = caches.deployments.get(&namespace, &name) else {
+                continue;
+            };
+            let work = reconcile(&client, &caches, &deployment, &pending, &templates);
+            if let Err(error) = work.await {
                 tracing::debug!(%error, deployment = deployment.name_any(), "a deployment could not be reconciled; it is tried again");
             }
         }
+        templates.keep(&caches);
         any_change(&mut changes, Duration::from_secs(5)).await;
+    }
+}
+
+/// What a template says, but for the label that tells sets apart.
+type Digest = [u8; 32];
+
+/// The digests of templates by the uid of what has them: an object's template changes with its generation only, and comparing
+/// texts for every change of any pod would take most of the controller's time.
+#[derive(Default)]
+struct Templates(Mutex<HashMap<String, (Option<i64>, Digest)>>);
+
+impl Templates {
+    fn digest(&self, meta: &ObjectMeta, template: Option<&PodTemplateSpec>) -> Digest {
+        let uid = meta.uid.as_deref().unwrap_or_default();
+        if let Some((generation, digest)) = lock(&self.0).get(uid)
+            && *generation == meta.generation
+        {
+            return *digest;
+        }
+        let text = rollout::bare_template(template).to_string();
+        let mut digest = Digest::default();
+        let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+        digest.copy_from_slice(hash.as_ref());
+        lock(&self.0).insert(uid.to_owned(), (meta.generation, digest));
+        digest
+    }
+
+    /// Forgets what was deleted, when that is most of it.
+    fn keep(&self, caches: &Caches) {
+        let (sets, deployments) = (caches.replica_sets.list(), caches.deployments.list());
+        let mut known = lock(&self.0);
+        if known.len() > 2 * (sets.len() + deployments.len()) + 100 {
+            let sets = sets.iter().filter_map(|s| s.uid());
+            let all: HashSet<String> = deployments
+                .iter()
+                .filter_map(|d| d.uid())
+                .chain(sets)
+                .collect();
+            known.retain(|uid, _| all.contains(uid));
+        }
     }
 }
 
@@ -66,6 +115,7 @@ async fn reconcile(
     caches: &Caches,
     deployment: &Deployment,
     pending: &Pending,
+    templates: &Templates,
 ) -> Result<(), kube::Error> {
     let (namespace, name) = cache::key(deployment);
     let uid = deployment.uid().unwrap_or_default();
@@ -74,11 +124,12 @@ async fn reconcile(
         return Ok(());
     };
     let owned = own(client, caches, deployment, pending).await?;
-    let template = rollout::bare_template(Some(&spec.template));
+    let wanted = templates.digest(&deployment.metadata, Some(&spec.template));
     let mut matching: Vec<&Arc<ReplicaSet>> = owned
         .iter()
         .filter(|s| {
-            rollout::bare_template(s.spec.as_ref().and_then(|s| s.template.as_ref())) == template
+            let template = s.spec.as_ref().and_then(|s| s.template.as_ref());
+            templates.digest(&s.metadata, template) == wanted
         })
         .collect();
     matching.sort_by_key(|s| s.metadata.creation_timestamp.as_ref().map(|t| t.0));
@@ -92,6 +143,7 @@ async fn reconcile(
     if spec.paused != Some(true) {
         match &new {
             None => {
+                let template = rollout::bare_template(Some(&spec.template));
                 let created = create(&sets, deployment, highest + 1, &template).await?;
                 if let Some(created) = created {
                     pending.wrote(&uid, &created);
@@ -114,14 +166,18 @@ async fn reconcile(
             Some(_) => {}
         }
     }
-    let old_uids: Vec<String> = old.iter().filter_map(|s| s.uid()).collect();
-    let running_old = caches.pods.list().iter().any(|p| {
-        controller_of(&**p).is_some_and(|o| old_uids.iter().any(|u| u == o))
-            && !matches!(
-                p.status.as_ref().and_then(|s| s.phase.as_deref()),
-                Some("Succeeded" | "Failed")
-            )
-    });
+    // Only a Recreate waits for pods of older sets.
+    let old_uids: HashSet<String> = old.iter().filter_map(|s| s.uid()).collect();
+    let strategy = spec.strategy.as_ref().and_then(|s| s.type_.as_deref());
+    let waits = strategy == Some("Recreate") && !old_uids.is_empty();
+    let running_old = waits
+        && caches.pods.list().iter().any(|p| {
+            controller_of(&**p).is_some_and(|o| old_uids.contains(o))
+                && !matches!(
+                    p.status.as_ref().and_then(|s| s.phase.as_deref()),
+                    Some("Succeeded" | "Failed")
+                )
+        });
     for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
         let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
         let patched = sets
@@ -176,7 +232,7 @@ async fn own(
         .replica_sets
         .list()
         .into_iter()
-        .filter(|s| s.namespace().as_deref() == Some(&namespace))
+        .filter(|s| s.metadata.namespace.as_ref() == Some(&namespace))
     {
         let matches = selector
             .as_ref()
@@ -382,6 +438,29 @@ async fn clean_up(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A template is rendered once for each generation of what has it.
+    #[test]
+    fn templates_are_compared_by_digest() {
+        let template = |image: &str, hash: &str| -> PodTemplateSpec {
+            serde_json::from_value(json!({"metadata": {"labels": {"a": "b", HASH: hash}}, "spec": {"containers": [{"name": "c", "image": image}]}}))
+                .expect("a template")
+        };
+        let meta = |uid: &str, generation| ObjectMeta {
+            uid: Some(uid.into()),
+            generation: Some(generation),
+            ..ObjectMeta::default()
+        };
+        let templates = Templates::default();
+        let digest = |meta, template: &PodTemplateSpec| templates.digest(&meta, Some(template));
+        let first = digest(meta("d", 1), &template("i:1", "x"));
+        assert_eq!(digest(meta("s", 1), &template("i:1", "y")), first);
+        assert_ne!(digest(meta("t", 1), &template("i:2", "x")), first);
+        // Not looked at again in the same generation.
+        assert_eq!(digest(meta("d", 1), &template("i:2", "x")), first);
+        assert_ne!(digest(meta("d", 2), &template("i:2", "x")), first);
+        assert_eq!(lock(&templates.0).len(), 3);
+    }
 
     #[test]
     fn only_another_template_or_owner_is_a_collision() {

@@ -79,16 +79,20 @@ pub(super) async fn run(client: Client, caches: Caches) {
             receiver.mark_unchanged();
         }
         for set in caches.replica_sets.list() {
-            act::<ReplicaSet>(&client, &caches, &set.metadata).await;
+            if let Some(fate) = judge(&caches, &set.metadata) {
+                act::<ReplicaSet>(&client, &set.metadata, fate).await;
+            }
         }
         for job in caches.jobs.list() {
-            act::<Job>(&client, &caches, &job.metadata).await;
+            if let Some(fate) = judge(&caches, &job.metadata) {
+                act::<Job>(&client, &job.metadata, fate).await;
+            }
         }
         let pods = caches.pods.list();
-        let owned = pods
-            .iter()
-            .filter(|pod| pod.metadata.owner_references.is_some());
-        let work = owned.map(|pod| act::<Pod>(&client, &caches, &pod.metadata));
+        let work = pods.iter().filter_map(|pod| {
+            let fate = judge(&caches, &pod.metadata)?;
+            Some(act::<Pod>(&client, &pod.metadata, fate))
+        });
         futures::future::join_all(work).await;
         for deployment in caches.deployments.list() {
             finish::<Deployment>(&client, &caches, &deployment.metadata).await;
@@ -129,41 +133,45 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
     counts
 }
 
-/// The metadata of the object that has an owner's name, as the cache has it.
-fn meta_of<K>(cache: &Cache<K>, namespace: &str, owner: &OwnerReference) -> Option<ObjectMeta>
+/// What a cache knows of an owner.
+fn state<K>(cache: &Cache<K>, namespace: &str, owner: &OwnerReference) -> Owner
 where
     K: Resource + DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default,
 {
-    let found = cache.get(namespace, &owner.name)?;
-    Some(found.meta().clone())
+    let found = cache.get(namespace, &owner.name);
+    match found.as_ref().map(|found| found.meta()) {
+        Some(meta) if meta.uid.as_deref() != Some(&owner.uid) => Owner::Gone,
+        None => Owner::Gone,
+        Some(meta) if has_finalizer(meta, "orphan") => Owner::Orphans,
+        Some(meta) if has_finalizer(meta, "foregroundDeletion") => Owner::WaitsForDependents,
+        Some(_) => Owner::Alive,
+    }
 }
 
-async fn act<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
+/// What is to happen to an object; none if it stays.
+fn judge(caches: &Caches, meta: &ObjectMeta) -> Option<Fate> {
+    let namespace = meta.namespace.as_deref().unwrap_or_default();
+    let look = |owner: &OwnerReference| match owner.kind.as_str() {
+        "Deployment" => state(&caches.deployments, namespace, owner),
+        "ReplicaSet" => state(&caches.replica_sets, namespace, owner),
+        "Job" => state(&caches.jobs, namespace, owner),
+        "CronJob" => state(&caches.cron_jobs, namespace, owner),
+        // Other kinds (a mirror pod's Node, for one) are not collected here.
+        _ => Owner::Alive,
+    };
+    let decided = fate(meta.owner_references.as_deref()?, look);
+    (decided != Fate::Stay).then_some(decided)
+}
+
+async fn act<K>(client: &Client, meta: &ObjectMeta, decided: Fate)
 where
     K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
     let namespace = meta.namespace.as_deref().unwrap_or_default();
-    let look = |owner: &OwnerReference| {
-        let found = match owner.kind.as_str() {
-            "Deployment" => meta_of(&caches.deployments, namespace, owner),
-            "ReplicaSet" => meta_of(&caches.replica_sets, namespace, owner),
-            "Job" => meta_of(&caches.jobs, namespace, owner),
-            "CronJob" => meta_of(&caches.cron_jobs, namespace, owner),
-            // Other kinds (a mirror pod's Node, for one) are not collected here.
-            _ => return Owner::Alive,
-        };
-        match found.filter(|m| m.uid.as_deref() == Some(&owner.uid)) {
-            None => Owner::Gone,
-            Some(meta) if has_finalizer(&meta, "orphan") => Owner::Orphans,
-            Some(meta) if has_finalizer(&meta, "foregroundDeletion") => Owner::WaitsForDependents,
-            Some(_) => Owner::Alive,
-        }
-    };
     let api: Api<K> = Api::namespaced(client.clone(), namespace);
     let name = meta.name.as_deref().unwrap_or_default();
-    let decided = fate(meta.owner_references.as_deref().unwrap_or_default(), look);
     let result = match decided {
         Fate::Release(uid) => {
             let patch = json!({"metadata": {"uid": meta.uid, "ownerReferences": [{"$patch": "delete", "uid": uid}]}});
@@ -235,6 +243,13 @@ where
     K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
+    // Nearly all have none, and need no count of what depends on them.
+    if !["orphan", "foregroundDeletion"]
+        .iter()
+        .any(|name| has_finalizer(meta, name))
+    {
+        return;
+    }
     let uid = meta.uid.as_deref().unwrap_or_default();
     let (all, blocking) = dependents(caches, uid);
     let done: HashSet<&str> = [("orphan", all), ("foregroundDeletion", blocking)]

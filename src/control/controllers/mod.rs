@@ -22,9 +22,9 @@ pub use binder::DIRECTORY;
 pub use certificates::Sign;
 pub use tokens::SignToken;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet};
@@ -37,6 +37,7 @@ use kube::api::{Patch, PatchParams, PostParams};
 use kube::runtime::watcher;
 use kube::{Client, Resource};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::core::digest::fnv64;
@@ -137,19 +138,23 @@ pub async fn run(
     (sign, sign_token): (Sign, SignToken),
 ) {
     caches.synced().await;
-    tokio::join!(
-        certificates::run(client.clone(), sign),
-        tokens::run(client.clone(), caches.clone(), ca.clone(), sign_token),
-        deployment::run(client.clone(), caches.clone()),
-        replicaset::run(client.clone(), caches.clone()),
-        job::run(client.clone(), caches.clone()),
-        cronjob::run(client.clone(), caches.clone()),
-        garbage::run(client.clone(), caches.clone()),
-        attach::run(client.clone(), caches.clone()),
-        binder::run(client.clone(), caches.clone(), directories),
-        nodes::run(client.clone(), caches.clone()),
-        namespace::run(client, caches, ca),
-    );
+    // A task each: a long turn of one delays no other. They are cancelled with this future, and a panic of one ends the process.
+    let mut all = JoinSet::new();
+    let (c, o) = (|| client.clone(), || caches.clone());
+    all.spawn(certificates::run(c(), sign));
+    all.spawn(tokens::run(c(), o(), ca.clone(), sign_token));
+    all.spawn(deployment::run(c(), o()));
+    all.spawn(replicaset::run(c(), o()));
+    all.spawn(job::run(c(), o()));
+    all.spawn(cronjob::run(c(), o()));
+    all.spawn(garbage::run(c(), o()));
+    all.spawn(attach::run(c(), o()));
+    all.spawn(binder::run(c(), o(), directories));
+    all.spawn(nodes::run(c(), o()));
+    all.spawn(namespace::run(c(), o(), ca));
+    if let Some(Err(error)) = all.join_next().await {
+        tracing::error!(%error, "a controller ended");
+    }
 }
 
 /// What a controller wrote and has not seen in its cache yet. Acting again before that would act twice.
@@ -184,6 +189,17 @@ impl Pending {
             until: Instant::now() + ECHO_TIMEOUT,
         };
         map.entry(owner.to_owned()).or_default().push(wrote);
+    }
+
+    /// The uids of those `owners` for which everything written has been seen, or has been awaited long enough. The caches are
+    /// listed afterwards: then the lists show what was written, and nothing is done twice.
+    fn all_settled<K: Resource>(
+        &self,
+        owners: &[Arc<K>],
+        seen: impl Fn(&Key) -> Option<u64>,
+    ) -> HashSet<String> {
+        let uids = owners.iter().filter_map(|owner| owner.meta().uid.clone());
+        uids.filter(|uid| self.settled(uid, &seen)).collect()
     }
 
     /// Whether everything written for `owner` has been seen, or has been awaited long enough.

@@ -1,7 +1,7 @@
 //! Nodes whose heartbeats stop: their conditions become Unknown and they are tainted, their pods lose their readiness and are
 //! deleted when they no longer tolerate the taint; pods of nodes that are gone are collected (control-plane spec, 5.7).
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -174,8 +174,11 @@ impl Heartbeats {
     /// A look at all nodes, of which those that there are no more are forgotten. Time in which this process did not run says
     /// nothing about them: their heartbeats of that time have not been read yet.
     fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
-        self.nodes
-            .retain(|name, _| nodes.iter().any(|n| n.name_any() == *name));
+        let there: HashSet<&String> = nodes
+            .iter()
+            .filter_map(|n| n.metadata.name.as_ref())
+            .collect();
+        self.nodes.retain(|name, _| there.contains(name));
         let since = self.looked.replace(now).unwrap_or(now);
         let missed = now.duration_since(since).saturating_sub(2 * PERIOD);
         for (_, seen) in self.nodes.values_mut() {
@@ -295,20 +298,20 @@ async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
     );
 }
 
+/// The node that a pod is bound to.
+fn node_of(pod: &Pod) -> Option<&str> {
+    let node = pod.spec.as_ref()?.node_name.as_deref();
+    node.filter(|n| !n.is_empty())
+}
+
 /// Deletes the pods of nodes that have been gone for a while, without grace: no agent is left to stop them.
 async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, Instant>) {
     let pods = caches.pods.list();
-    let of = |pod: &Pod| {
-        pod.spec
-            .as_ref()?
-            .node_name
-            .clone()
-            .filter(|n| !n.is_empty())
-    };
-    let missing: BTreeSet<String> = pods
-        .iter()
-        .filter_map(|p| of(p))
+    let named: BTreeSet<&str> = pods.iter().filter_map(|p| node_of(p)).collect();
+    let missing: BTreeSet<String> = named
+        .into_iter()
         .filter(|n| caches.nodes.get("", n).is_none())
+        .map(Into::into)
         .collect();
     gone.retain(|node, _| missing.contains(node));
     for node in missing {
@@ -323,7 +326,7 @@ async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, In
         ) {
             continue;
         }
-        for pod in pods.iter().filter(|p| of(p).as_ref() == Some(&node)) {
+        for pod in pods.iter().filter(|p| node_of(p) == Some(&node)) {
             delete(client, pod, &DeleteParams::default().grace_period(0)).await;
         }
     }
@@ -351,13 +354,14 @@ pub(super) async fn run(client: Client, caches: Caches) {
             })
             .collect();
         let evict = evicts(&states);
+        let mut of_node: HashMap<&str, Vec<&Pod>> = HashMap::new();
+        for pod in &pods {
+            if let Some(node) = node_of(pod) {
+                of_node.entry(node).or_default().push(pod);
+            }
+        }
         for (node, health) in nodes.iter().zip(states) {
-            let name = node.name_any();
-            let own: Vec<&Pod> = pods
-                .iter()
-                .filter(|p| p.spec.as_ref().and_then(|s| s.node_name.as_ref()) == Some(&name))
-                .map(|p| &**p)
-                .collect();
+            let own = of_node.remove(node.name_any().as_str()).unwrap_or_default();
             tend(&client, node, &own, health, evict).await;
         }
         collect(&client, &caches, &mut gone).await;

@@ -1,7 +1,7 @@
 //! What controllers have in common that make objects for another: the reference to it, the creation of pods, and the pauses
 //! after a failure.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use kube::api::PostParams;
 use kube::{Client, Resource, ResourceExt as _};
 use tokio::time::Instant;
 
-use super::{Pending, event};
+use super::{Pending, controller_of, event};
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
 use crate::kubeapi::Api;
@@ -127,8 +127,37 @@ impl Failures {
 
     /// Forgets objects that are gone.
     pub(super) fn keep<K: Resource>(&self, objects: &[Arc<K>]) {
-        let known = |uid: &String| objects.iter().any(|o| o.meta().uid.as_ref() == Some(uid));
-        lock(&self.all).retain(|uid, _| known(uid));
+        let mut all = lock(&self.all);
+        if all.is_empty() {
+            return;
+        }
+        let known: HashSet<&String> = objects
+            .iter()
+            .filter_map(|o| o.meta().uid.as_ref())
+            .collect();
+        all.retain(|uid, _| known.contains(uid));
+    }
+}
+
+/// Pods by their namespace and their controller's uid, which is empty where there is none.
+pub(super) struct ByOwner<'a>(HashMap<&'a str, HashMap<&'a str, Vec<&'a Arc<Pod>>>>);
+
+impl<'a> ByOwner<'a> {
+    pub(super) fn of(pods: &'a [Arc<Pod>]) -> ByOwner<'a> {
+        let mut all = ByOwner(HashMap::new());
+        for pod in pods {
+            let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+            let owner = controller_of(&**pod).unwrap_or_default();
+            let here = all.0.entry(namespace).or_default();
+            here.entry(owner).or_default().push(pod);
+        }
+        all
+    }
+
+    /// The pods of an owner; those without a controller for the empty uid.
+    pub(super) fn get(&self, namespace: &str, owner: &str) -> &[&'a Arc<Pod>] {
+        let here = self.0.get(namespace).and_then(|here| here.get(owner));
+        here.map_or(&[], Vec::as_slice)
     }
 }
 

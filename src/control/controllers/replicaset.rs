@@ -15,12 +15,12 @@ use super::Pending;
 use super::any_change;
 use super::controller_of;
 use super::event;
-use super::owned::{Failures, create, owner};
+use super::owned::{ByOwner, Failures, create, owner};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
 use crate::core::pod;
 use crate::kubeapi::Api;
-use crate::kubeapi::cache::{key, revision};
+use crate::kubeapi::cache::{Key, key, revision};
 
 /// The most pods created or deleted in one go.
 const BURST: usize = 500;
@@ -113,7 +113,8 @@ fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
         .and_then(|s| Selector::of_object(&s));
     let deleting = set.metadata.deletion_timestamp.is_some();
     let mut owned: Vec<&Arc<Pod>> = Vec::new();
-    for pod in pods.iter().filter(|p| p.namespace() == set.namespace()) {
+    let here = &set.metadata.namespace;
+    for pod in pods.iter().filter(|p| p.metadata.namespace == *here) {
         let matches = selector
             .as_ref()
             .is_some_and(|s| s.matches_labels(pod.labels()));
@@ -171,25 +172,28 @@ pub(super) async fn run(client: Client, caches: Caches) {
         for receiver in &mut changes {
             receiver.mark_unchanged();
         }
+        let seen = |(namespace, name): &Key| {
+            let pod = caches.pods.get(namespace, name).map(|p| revision(&*p));
+            let set = || caches.replica_sets.get(namespace, name);
+            pod.or_else(|| set().map(|s| revision(&*s)))
+        };
+        let settled = pending.all_settled(&caches.replica_sets.list(), seen);
         let (sets, pods) = (caches.replica_sets.list(), caches.pods.list());
-        let work = sets.iter().map(|set| {
-            let (client, pods, pending, caches) = (client.clone(), &pods, &pending, &caches);
-            let failures = &failures;
-            async move {
-                let uid = set.uid().unwrap_or_default();
-                let seen = |(namespace, name): &(String, String)| {
-                    let pod = caches.pods.get(namespace, name).map(|p| revision(&*p));
-                    pod.or_else(|| {
-                        caches
-                            .replica_sets
-                            .get(namespace, name)
-                            .map(|s| revision(&*s))
-                    })
-                };
-                if pending.settled(&uid, seen) {
-                    reconcile(&client, set, pods, pending, failures).await;
-                }
-            }
+        let of = ByOwner::of(&pods);
+        let ready = sets.iter().filter(|set| {
+            set.metadata
+                .uid
+                .as_ref()
+                .is_some_and(|uid| settled.contains(uid))
+        });
+        let work = ready.map(|set| {
+            let (client, pending, failures) = (client.clone(), &pending, &failures);
+            // Its own pods, and those that it may adopt.
+            let (namespace, _) = key(&**set);
+            let own = of.get(&namespace, set.metadata.uid.as_deref().unwrap_or_default());
+            let free = of.get(&namespace, "");
+            let pods: Vec<Arc<Pod>> = own.iter().chain(free).map(|pod| Arc::clone(pod)).collect();
+            async move { reconcile(&client, set, &pods, pending, failures).await }
         });
         futures::future::join_all(work).await;
         failures.keep(&sets);

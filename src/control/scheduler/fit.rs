@@ -12,28 +12,69 @@ use crate::core::node::taints::tolerates;
 use crate::core::pod::resources::{Amounts, requests};
 use crate::core::quantity::Quantity;
 
-/// Picks a node, or explains. `assumed` maps uids of pods bound a moment ago to their nodes.
+/// What pods take of a node.
+#[derive(Debug, Default)]
+struct Taken {
+    pods: Vec<Arc<Pod>>,
+    requests: Amounts,
+    /// In the order of [`UNASKED`].
+    weights: [i64; 2],
+}
+
+impl Taken {
+    fn add(&mut self, pod: &Arc<Pod>) {
+        for (name, amount) in requests(pod) {
+            let sum = self.requests.entry(name).or_default();
+            *sum = *sum + amount;
+        }
+        for (sum, (name, unasked)) in self.weights.iter_mut().zip(UNASKED) {
+            *sum = sum.saturating_add(weight(pod, name, unasked));
+        }
+        self.pods.push(Arc::clone(pod));
+    }
+}
+
+/// What pods take of all nodes: summed up once a turn, not once for every pod that waits.
+#[derive(Debug, Default)]
+pub struct Cluster(HashMap<String, Taken>);
+
+impl Cluster {
+    /// `assumed` maps uids of pods bound a moment ago to their nodes.
+    pub fn of(pods: &[Arc<Pod>], assumed: &HashMap<String, String>) -> Cluster {
+        let mut cluster = Cluster::default();
+        for pod in pods {
+            if let Some(node) = node_of(pod, assumed) {
+                cluster.add(node, pod);
+            }
+        }
+        cluster
+    }
+
+    /// A pod goes to a node.
+    pub fn add(&mut self, node: &str, pod: &Arc<Pod>) {
+        match self.0.get_mut(node) {
+            Some(taken) => taken.add(pod),
+            None => self.0.entry(node.to_owned()).or_default().add(pod),
+        }
+    }
+}
+
+/// Picks a node, or explains.
 pub fn choose(
     pod: &Pod,
     nodes: &[Arc<Node>],
-    pods: &[Arc<Pod>],
-    assumed: &HashMap<String, String>,
+    cluster: &Cluster,
     storage: &Storage,
 ) -> Result<String, String> {
     if nodes.is_empty() {
         return Err("no nodes available to schedule pods".into());
     }
-    let mut by_node: HashMap<&str, Vec<&Arc<Pod>>> = HashMap::new();
-    for other in pods {
-        if let Some(node) = node_of(other, assumed) {
-            by_node.entry(node).or_default().push(other);
-        }
-    }
+    let nothing = Taken::default();
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut best: Option<(Score, String)> = None;
     for node in nodes {
         let name = node.name_any();
-        let here = by_node.get(name.as_str()).map_or(&[][..], Vec::as_slice);
+        let here = cluster.0.get(&name).unwrap_or(&nothing);
         match fits(pod, node, here, storage) {
             Ok(score) => {
                 if best.as_ref().is_none_or(|(other, _)| score > *other) {
@@ -114,12 +155,7 @@ fn taints(node: &Node) -> Vec<Taint> {
 
 const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
 
-fn fits(
-    pod: &Pod,
-    node: &Node,
-    here: &[&Arc<Pod>],
-    storage: &Storage,
-) -> Result<Score, Vec<String>> {
+fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score, Vec<String>> {
     let mut why = Vec::new();
     let Some(spec) = &pod.spec else {
         return Err(vec!["node(s) got a pod without a spec".into()]);
@@ -138,7 +174,7 @@ fn fits(
     if !crate::core::node::node_affinity::pod_matches(pod, node) {
         why.push("node(s) didn't match Pod's node affinity/selector".into());
     }
-    if crate::core::pod::resources::ports_clash(pod, here.iter().map(|p| &***p)) {
+    if crate::core::pod::resources::ports_clash(pod, here.pods.iter().map(|p| &**p)) {
         why.push("node(s) didn't have free ports for the requested pod ports".into());
     }
     why.extend(storage.check(pod, node));
@@ -148,19 +184,12 @@ fn fits(
         .and_then(|s| s.allocatable.as_ref())
         .map(crate::core::pod::resources::amounts)
         .unwrap_or_default();
-    let mut used = Amounts::new();
-    for other in here {
-        for (name, amount) in requests(other) {
-            let sum = used.entry(name).or_default();
-            *sum = *sum + amount;
-        }
-    }
     let capacity = |name: &str| allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
-    if i64::try_from(here.len()).unwrap_or(i64::MAX) + 1 > capacity("pods").units() {
+    if i64::try_from(here.pods.len()).unwrap_or(i64::MAX) + 1 > capacity("pods").units() {
         why.push("Too many pods".into());
     }
     for (name, amount) in requests(pod) {
-        let taken = used.get(&name).copied().unwrap_or(Quantity::ZERO);
+        let taken = here.requests.get(&name).copied().unwrap_or(Quantity::ZERO);
         if !amount.is_zero() && taken + amount > capacity(&name) {
             why.push(format!("Insufficient {name}"));
         }
@@ -196,30 +225,33 @@ fn owner(pod: &Pod) -> Option<&str> {
 
 /// Room that is left with the pod there (the mean of CPU and memory, 0 to 100), and twice how few of its owner's pods are
 /// there already.
-fn score(pod: &Pod, here: &[&Arc<Pod>], allocatable: &Amounts) -> Score {
-    let free = |(name, unasked): (&str, i64)| {
+fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
+    let free = |((name, unasked), taken): ((&str, i64), &i64)| {
         let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);
         let all = if name == "cpu" {
             all.milli()
         } else {
             all.units()
         };
-        let used = here
-            .iter()
-            .map(|other| weight(other, name, unasked))
-            .fold(weight(pod, name, unasked), i64::saturating_add);
+        let used = taken.saturating_add(weight(pod, name, unasked));
         all.saturating_sub(used).max(0).saturating_mul(100) / all.max(1)
     };
-    let room = UNASKED.map(free).iter().sum::<i64>() / 2;
+    let room = UNASKED
+        .into_iter()
+        .zip(&here.weights)
+        .map(free)
+        .sum::<i64>()
+        / 2;
     let own = owner(pod);
     let siblings = here
+        .pods
         .iter()
         .filter(|other| own.is_some() && owner(other) == own)
         .count();
     let spread = 200 / (i64::try_from(siblings).unwrap_or(i64::MAX - 1) + 1);
     Score {
         merit: room + spread,
-        fewest: Reverse(here.len()),
+        fewest: Reverse(here.pods.len()),
     }
 }
 
@@ -227,6 +259,16 @@ fn score(pod: &Pod, here: &[&Arc<Pod>], allocatable: &Amounts) -> Score {
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+
+    fn choose(
+        pod: &Pod,
+        nodes: &[Arc<Node>],
+        pods: &[Arc<Pod>],
+        assumed: &HashMap<String, String>,
+        storage: &Storage,
+    ) -> Result<String, String> {
+        super::choose(pod, nodes, &Cluster::of(pods, assumed), storage)
+    }
 
     fn node(name: &str, extra: Value) -> Arc<Node> {
         let mut node = json!({"metadata": {"name": name, "labels": {"disk": "ssd"}}, "spec": {},

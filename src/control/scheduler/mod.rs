@@ -6,7 +6,7 @@
 mod fit;
 mod storage;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,15 +22,61 @@ use tokio::time::Instant;
 use super::controllers::Caches;
 use crate::core::backoff::Doubling;
 use crate::kubeapi::Api;
+use fit::Cluster;
 use storage::{Storage, Wanted};
 
 /// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 
+/// How long a pod that did not fit is left alone at least, though something has changed that may let it fit: what many pods
+/// wait for is looked at once a second, not for every change.
+const SETTLE: Duration = Duration::from_secs(1);
+
 struct Waiting {
     message: String,
+    /// When it was looked at last.
+    tried: Instant,
     next: Instant,
     retry: Doubling,
+    /// Which spec was looked at.
+    generation: Option<i64>,
+}
+
+impl Waiting {
+    /// When the pod is to be looked at again. `helped` is when the cluster last changed so that it may fit.
+    fn due(&self, pod: &Pod, helped: Instant) -> Instant {
+        if self.generation != pod.metadata.generation {
+            return self.tried;
+        }
+        if helped > self.tried {
+            return self.next.min(self.tried + SETTLE);
+        }
+        self.next
+    }
+}
+
+/// Notices changes of the cluster that may let a pod fit which did not.
+struct Room {
+    /// The pods that take room.
+    taken: HashSet<String>,
+    /// When there was last such a change.
+    changed: Instant,
+}
+
+impl Room {
+    /// Notes the pods that there are now, and whether anything but pods has changed.
+    fn look(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
+        let takes = |pod: &&Arc<Pod>| {
+            let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref());
+            node.is_some_and(|n| !n.is_empty()) && !crate::core::pod::is_terminal(pod)
+        };
+        let uids = pods.iter().filter(takes).filter_map(|pod| pod.uid());
+        let taken: HashSet<String> = uids.collect();
+        if others || self.taken.iter().any(|uid| !taken.contains(uid)) {
+            self.changed = now;
+        }
+        self.taken = taken;
+    }
 }
 
 /// Schedules until the process ends.
@@ -54,7 +100,22 @@ pub async fn run(client: Client, caches: Caches) {
     let mut waiting: HashMap<String, Waiting> = HashMap::new();
     let (mut pod_changes, mut node_changes) = (pods.changes(), nodes.changes());
     let (mut claim_changes, mut volume_changes) = (claims.changes(), volumes.changes());
+    let mut class_changes = classes.changes();
+    let mut room = Room {
+        taken: HashSet::new(),
+        changed: Instant::now(),
+    };
     loop {
+        let others = [
+            &node_changes,
+            &claim_changes,
+            &volume_changes,
+            &class_changes,
+        ];
+        let others = others
+            .iter()
+            .any(|changes| changes.has_changed().unwrap_or(true));
+        class_changes.mark_unchanged();
         pod_changes.mark_unchanged();
         node_changes.mark_unchanged();
         claim_changes.mark_unchanged();
@@ -68,8 +129,24 @@ pub async fn run(client: Client, caches: Caches) {
                 p.name_any(),
             )
         });
-        assumed.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
-        waiting.retain(|uid, _| queue.iter().any(|p| p.metadata.uid.as_deref() == Some(uid)));
+        let uids: HashSet<&str> = queue
+            .iter()
+            .filter_map(|p| p.metadata.uid.as_deref())
+            .collect();
+        assumed.retain(|uid, _| uids.contains(uid.as_str()));
+        waiting.retain(|uid, _| uids.contains(uid.as_str()));
+        let now = Instant::now();
+        room.look(&all, others, now);
+        let is_due = |pod: &Pod, waiting: &HashMap<String, Waiting>| {
+            let known = pod.metadata.uid.as_ref().and_then(|uid| waiting.get(uid));
+            known.is_none_or(|known| known.due(pod, room.changed) <= now)
+        };
+        queue.retain(|pod| is_due(pod, &waiting));
+        // Nothing is summed up for a turn that has no pod to place.
+        let mut cluster = match queue.is_empty() {
+            true => Cluster::default(),
+            false => Cluster::of(&all, &assumed),
+        };
         let node_list = nodes.list();
         let mut storage = Storage {
             claims: claims.list(),
@@ -82,7 +159,7 @@ pub async fn run(client: Client, caches: Caches) {
             if assumed.contains_key(&uid) {
                 continue;
             }
-            let chosen = fit::choose(pod, &node_list, &all, &assumed, &storage);
+            let chosen = fit::choose(pod, &node_list, &cluster, &storage);
             // Claims that waited for their consumer are bound first; then the pod comes again.
             if let Ok(node) = &chosen
                 && let Some(node) = node_list.iter().find(|n| n.name_any() == *node)
@@ -95,6 +172,7 @@ pub async fn run(client: Client, caches: Caches) {
             match chosen {
                 Ok(node) => {
                     assumed.insert(uid.clone(), node.clone());
+                    cluster.add(&node, pod);
                     waiting.remove(&uid);
                     let (client, pod) = (client.clone(), Arc::clone(pod));
                     bindings.push(async move { (uid, bind(&client, &pod, &node).await) });
@@ -107,9 +185,10 @@ pub async fn run(client: Client, caches: Caches) {
                 assumed.remove(&uid);
             }
         }
-        let most = waiting
-            .values()
-            .map(|w| w.next)
+        let most = all
+            .iter()
+            .filter_map(|pod| Some((pod, waiting.get(pod.metadata.uid.as_ref()?)?)))
+            .map(|(pod, waiting)| waiting.due(pod, room.changed))
             .min()
             .map_or(Duration::from_secs(30), |next| {
                 next.saturating_duration_since(Instant::now())
@@ -120,6 +199,7 @@ pub async fn run(client: Client, caches: Caches) {
             _ = node_changes.changed() => {}
             _ = claim_changes.changed() => {}
             _ = volume_changes.changed() => {}
+            _ = class_changes.changed() => {}
             () = tokio::time::sleep(most.max(Duration::from_millis(20))) => {}
         }
     }
@@ -217,15 +297,16 @@ async fn refuse(
     let known = waiting.get(&uid);
     let mut retry = known.map_or(RETRY, |w| w.retry);
     let news = known.is_none_or(|w| w.message != message);
-    if known.is_some_and(|w| w.next > now && w.message == message) {
-        return;
-    }
+    // Looked at early, for a change that did not help: the pause goes on.
+    let next = known.filter(|w| w.next > now && !news).map(|w| w.next);
     waiting.insert(
         uid,
         Waiting {
             message: message.clone(),
-            next: now + retry.pause(),
+            tried: now,
+            next: next.unwrap_or_else(|| now + retry.pause()),
             retry,
+            generation: pod.metadata.generation,
         },
     );
     if !news {
@@ -255,4 +336,76 @@ async fn event(client: &Client, pod: &Pod, reason: &str, message: String) {
         message,
     )
     .await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(uid: &str, node: &str, phase: &str) -> Arc<Pod> {
+        let pod = json!({"metadata": {"name": uid, "uid": uid, "generation": 1},
+            "spec": {"nodeName": node, "containers": []}, "status": {"phase": phase}});
+        Arc::new(serde_json::from_value(pod).expect("a pod"))
+    }
+
+    #[test]
+    fn a_pod_that_waits_is_looked_at_when_it_is_due_or_when_a_change_may_help() {
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        let mut room = Room {
+            taken: HashSet::new(),
+            changed: start,
+        };
+        let waiting = Waiting {
+            message: String::new(),
+            tried: at(100),
+            next: at(10_100),
+            retry: RETRY,
+            generation: Some(1),
+        };
+        let waits = pod("w", "", "Pending");
+        let mut pods = vec![
+            Arc::clone(&waits),
+            pod("a", "n", "Running"),
+            pod("b", "n", "Running"),
+        ];
+        room.look(&pods, false, at(200));
+        assert_eq!(
+            waiting.due(&waits, room.changed),
+            at(10_100),
+            "pods that come do not help"
+        );
+        pods.push(pod("c", "n", "Pending"));
+        room.look(&pods, false, at(300));
+        assert_eq!(waiting.due(&waits, room.changed), at(10_100));
+        pods[1] = pod("a", "n", "Succeeded");
+        room.look(&pods, false, at(400));
+        assert_eq!(
+            waiting.due(&waits, room.changed),
+            at(1100),
+            "a pod that ends gives room"
+        );
+        room.changed = start;
+        pods.remove(2);
+        room.look(&pods, false, at(500));
+        assert_eq!(
+            waiting.due(&waits, room.changed),
+            at(1100),
+            "one that is deleted too"
+        );
+        room.changed = start;
+        room.look(&pods, true, at(600));
+        assert_eq!(
+            waiting.due(&waits, room.changed),
+            at(1100),
+            "and a change of a node"
+        );
+        let mut changed = (*waits).clone();
+        changed.metadata.generation = Some(2);
+        assert_eq!(
+            waiting.due(&changed, start),
+            at(100),
+            "another spec may fit at once"
+        );
+    }
 }

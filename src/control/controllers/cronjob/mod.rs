@@ -2,6 +2,7 @@
 
 mod decide;
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,6 +31,23 @@ struct Written {
     jobs: Pending,
 }
 
+impl Written {
+    /// The uids of the CronJobs of which everything written has been seen.
+    fn settled(&self, caches: &Caches) -> HashSet<String> {
+        let of_cron = |(namespace, name): &Key| {
+            let cron = caches.cron_jobs.get(namespace, name);
+            cron.map(|c| revision(&*c))
+        };
+        let of_job =
+            |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
+        let crons = caches.cron_jobs.list();
+        let jobs = self.jobs.all_settled(&crons, of_job);
+        let mut settled = self.crons.all_settled(&crons, of_cron);
+        settled.retain(|uid| jobs.contains(uid));
+        settled
+    }
+}
+
 pub(super) async fn run(client: Client, caches: Caches) {
     let mut changes = [caches.cron_jobs.changes(), caches.jobs.changes()];
     let written = Written::default();
@@ -37,11 +55,17 @@ pub(super) async fn run(client: Client, caches: Caches) {
         for receiver in &mut changes {
             receiver.mark_unchanged();
         }
+        let settled = written.settled(&caches);
         let jobs = caches.jobs.list();
         let crons = caches.cron_jobs.list();
-        let work = crons
-            .iter()
-            .map(|cron| turn(&client, &caches, &written, cron, &jobs));
+        let work = crons.iter().map(|cron| {
+            let ready = cron
+                .metadata
+                .uid
+                .as_ref()
+                .is_some_and(|uid| settled.contains(uid));
+            turn(&client, &written, (cron, ready), &jobs)
+        });
         let waits = futures::future::join_all(work).await;
         let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
         any_change(&mut changes, most).await;
@@ -51,18 +75,12 @@ pub(super) async fn run(client: Client, caches: Caches) {
 /// Looks at one CronJob. Returns when to look again at the latest.
 async fn turn(
     client: &Client,
-    caches: &Caches,
     written: &Written,
-    cron: &CronJob,
+    (cron, settled): (&CronJob, bool),
     jobs: &[Arc<Job>],
 ) -> Option<Duration> {
     let uid = cron.uid().unwrap_or_default();
-    let of_cron = |(namespace, name): &Key| {
-        let cron = caches.cron_jobs.get(namespace, name);
-        cron.map(|c| revision(&*c))
-    };
-    let of_job = |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
-    if !written.crons.settled(&uid, of_cron) || !written.jobs.settled(&uid, of_job) {
+    if !settled {
         return Some(Duration::from_secs(1));
     }
     let own = jobs.iter().filter(|job| {

@@ -6,7 +6,7 @@ mod decide;
 mod pods;
 mod policy;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,8 +18,8 @@ use kube::{Client, ResourceExt as _};
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::owned::{self, Failures, owner};
-use super::{Caches, Pending, any_change, controller_of, event};
+use super::owned::{self, ByOwner, Failures, owner};
+use super::{Caches, Pending, any_change, event};
 use crate::control::api::selector::Selector;
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
@@ -60,10 +60,26 @@ impl Memory {
         }
     }
 
+    /// The uids of the jobs of which everything written has been seen.
+    fn settled(&self, caches: &Caches) -> HashSet<String> {
+        let of_job =
+            |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
+        let of_pod =
+            |(namespace, name): &Key| caches.pods.get(namespace, name).map(|p| revision(&*p));
+        let jobs = caches.jobs.list();
+        let pods = self.pods.all_settled(&jobs, of_pod);
+        let mut settled = self.jobs.all_settled(&jobs, of_job);
+        settled.retain(|uid| pods.contains(uid));
+        settled
+    }
+
     /// Forgets jobs that are gone.
     fn keep(&self, jobs: &[Arc<Job>]) {
-        let known = |uid: &String| jobs.iter().any(|j| j.metadata.uid.as_ref() == Some(uid));
-        lock(&self.failures).retain(|uid, _| known(uid));
+        let known: HashSet<&String> = jobs
+            .iter()
+            .filter_map(|j| j.metadata.uid.as_ref())
+            .collect();
+        lock(&self.failures).retain(|uid, _| known.contains(uid));
         self.again.keep(jobs);
     }
 }
@@ -75,16 +91,16 @@ pub(super) async fn run(client: Client, caches: Caches) {
         for receiver in &mut changes {
             receiver.mark_unchanged();
         }
+        let settled = memory.settled(&caches);
         let (jobs, all) = (caches.jobs.list(), caches.pods.list());
-        let mut of: HashMap<(&str, &str), Vec<&Arc<Pod>>> = HashMap::new();
-        for pod in &all {
-            let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-            let owner = controller_of(&**pod).unwrap_or_default();
-            of.entry((namespace, owner)).or_default().push(pod);
-        }
-        let work = jobs
-            .iter()
-            .map(|job| turn(&client, &caches, &memory, job, &of));
+        let of = ByOwner::of(&all);
+        let ready = jobs.iter().filter(|job| {
+            job.metadata
+                .uid
+                .as_ref()
+                .is_some_and(|uid| settled.contains(uid))
+        });
+        let work = ready.map(|job| turn(&client, &memory, job, &of));
         let waits = futures::future::join_all(work).await;
         let orphans = all.iter().filter(|pod| is_orphan(pod, &caches));
         let work = orphans.map(|pod| let_go(&client, &caches, pod));
@@ -95,27 +111,9 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// The pods of a namespace by their controller's uid, which is empty where there is none.
-type ByOwner<'a> = HashMap<(&'a str, &'a str), Vec<&'a Arc<Pod>>>;
-
-fn of_owner<'a>(of: &'a ByOwner<'a>, namespace: &'a str, owner: &'a str) -> &'a [&'a Arc<Pod>] {
-    of.get(&(namespace, owner)).map_or(&[], Vec::as_slice)
-}
-
 /// Looks at one job. Returns when to look again at the latest.
-async fn turn(
-    client: &Client,
-    caches: &Caches,
-    memory: &Memory,
-    job: &Job,
-    of: &ByOwner<'_>,
-) -> Option<Duration> {
+async fn turn(client: &Client, memory: &Memory, job: &Job, of: &ByOwner<'_>) -> Option<Duration> {
     let uid = job.uid().unwrap_or_default();
-    let of_job = |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
-    let of_pod = |(namespace, name): &Key| caches.pods.get(namespace, name).map(|p| revision(&*p));
-    if !memory.jobs.settled(&uid, of_job) || !memory.pods.settled(&uid, of_pod) {
-        return None;
-    }
     if let Some(left) = memory.again.pause(job, Instant::now()) {
         return Some(left);
     }
@@ -174,8 +172,7 @@ async fn reconcile(
     let (namespace, _) = key(job);
     let uid = job.uid().unwrap_or_default();
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
-    let own = of_owner(of, &namespace, &uid);
-    let free = of_owner(of, &namespace, "");
+    let (own, free) = (of.get(&namespace, &uid), of.get(&namespace, ""));
     if claim(client, &api, memory, job, own, free).await? {
         // What was claimed is looked at when it comes back.
         return Ok(None);
