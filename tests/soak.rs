@@ -1,8 +1,16 @@
 //! A cluster whose API is asked by hostile clients while pods come and go: the control plane stays up, its memory stays flat,
-//! no acknowledged write is lost and no stranger is let in. A short run is part of the suite; `make soak` runs for
-//! `HOLDFAST_SOAK_MINUTES` with thousands of connections.
+//! no acknowledged write is lost and no stranger is let in. `/readyz` is answered in time next to requests that once stopped
+//! everything.
+//!
+//! A run of less than a minute is part of the suite; `make soak` runs for `HOLDFAST_SOAK_MINUTES` with thousands of
+//! connections. Only there, alone on a machine, the limits are absolute: `/readyz` within 50 ms for 99 of 100 requests and
+//! 500 ms for all, and no more than 110 % of the second minute's memory in the last. In CI other suites take the processors
+//! for as long as they like; there each probe is preceded by one byte to a thread that only echoes it, and the limits grow
+//! with what that took.
 #![allow(clippy::unwrap_used)]
 
+#[path = "soak/probes.rs"]
+mod probes;
 mod support;
 
 use std::collections::BTreeMap;
@@ -16,6 +24,7 @@ use base64::Engine as _;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Api, Client, ResourceExt as _};
+use probes::probes;
 use serde_json::json;
 use support::Cluster;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -32,15 +41,21 @@ struct Scale {
     time: Duration,
     slow: usize,
     idle: usize,
+    /// The pause between two expensive requests of a kind.
+    pause: Duration,
+    /// Whether nothing else runs on this machine.
+    alone: bool,
 }
 
 impl Scale {
     fn asked() -> Scale {
         let Ok(minutes) = std::env::var("HOLDFAST_SOAK_MINUTES") else {
             return Scale {
-                time: Duration::from_secs(15),
+                time: Duration::from_secs(30),
                 slow: 100,
                 idle: 300,
+                pause: Duration::from_secs(2),
+                alone: false,
             };
         };
         let files = nix::sys::resource::Resource::RLIMIT_NOFILE;
@@ -54,6 +69,8 @@ impl Scale {
             time: Duration::from_secs_f64(minutes.parse::<f64>().unwrap() * 60.0),
             slow: 4096,
             idle: 10_000,
+            pause: Duration::from_millis(200),
+            alone: true,
         }
     }
 }
@@ -72,6 +89,50 @@ struct Target {
     wrong: Arc<AtomicU64>,
     /// Requests of hostile clients that were answered at all.
     answered: Arc<AtomicU64>,
+    expensive: Arc<Vec<Expensive>>,
+    /// How many of those were answered.
+    cost: Arc<AtomicU64>,
+}
+
+/// Method and path, content type, body, and the code of the right answer.
+type Expensive = (String, &'static str, String, u16);
+
+const JSON: &str = "application/json";
+const STRATEGIC: &str = "application/strategic-merge-patch+json";
+const MAPS: &str = "/api/v1/namespaces/default/configmaps";
+const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
+
+/// Small requests that took seconds each before their cost was bounded. None of them changes anything.
+fn expensive() -> Vec<Expensive> {
+    let words = |word: &str| vec![word.to_owned(); 38];
+    let role = json!({"metadata": {"name": "large"}, "rules": [{"verbs": words("get"), "apiGroups": words(""),
+        "resources": words("pods"), "resourceNames": words("x")}]});
+    // By one who holds other rules, as an administrator may do everything.
+    let post = format!(
+        "POST {RBAC}/namespaces/default/roles?dryRun=All HTTP/1.1\r\nImpersonate-User: soak-writer"
+    );
+    let finalizers = |kind: &str| -> Vec<String> {
+        (0..20_000)
+            .map(|i| format!("example.com/{kind}{i}"))
+            .collect()
+    };
+    let finalizers = json!({"metadata": {"finalizers": finalizers("b")}});
+    let numbers = json!({"op": "add", "path": "/data/x", "value": vec![1; 200_000]});
+    let insert = |_| json!({"op": "add", "path": "/data/x/0", "value": 0});
+    let inserts: serde_json::Value = std::iter::once(numbers)
+        .chain((0..9_999).map(insert))
+        .collect();
+    let patch = format!("PATCH {MAPS}/soak-many?dryRun=All HTTP/1.1");
+    vec![
+        (post, JSON, role.to_string(), 403),
+        (patch.clone(), STRATEGIC, finalizers.to_string(), 200),
+        (
+            patch,
+            "application/json-patch+json",
+            inserts.to_string(),
+            413,
+        ),
+    ]
 }
 
 impl Target {
@@ -104,6 +165,8 @@ impl Target {
             admitted: Arc::default(),
             wrong: Arc::default(),
             answered: Arc::default(),
+            expensive: Arc::new(expensive()),
+            cost: Arc::default(),
         }
     }
 
@@ -216,6 +279,46 @@ impl Target {
         Ok(())
     }
 
+    /// Sends a request with a body as an administrator, on a connection of its own. Returns the answer's code.
+    async fn send(&self, head: &str, kind: &str, body: &str) -> std::io::Result<u16> {
+        let mut stream = self.connect(&self.admin).await?;
+        let request = format!(
+            "{head}\r\nHost: x\r\nConnection: close\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).await?;
+        let code = self.code(&mut stream).await?;
+        tokio::io::copy(&mut stream, &mut tokio::io::sink()).await?;
+        Ok(code)
+    }
+
+    /// One of the [`expensive`] requests; an answer other than those that are right is counted.
+    async fn expensive(&self, which: usize) -> std::io::Result<()> {
+        let (head, kind, body, right) = &self.expensive[which];
+        let code = self.send(head, kind, body).await?;
+        // With so many of them some are refused for their number.
+        if code != *right && code != 429 {
+            self.wrong.fetch_add(1, Ordering::Relaxed);
+        }
+        self.cost.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gets `/readyz` on a connection that stays open. Returns how long the answer took.
+    async fn ready(&self, stream: &mut TlsStream<TcpStream>) -> std::io::Result<Duration> {
+        let begun = Instant::now();
+        stream
+            .write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+            .await?;
+        let mut answer = vec![];
+        while !answer.ends_with(b"\r\n\r\nok") {
+            if stream.read_buf(&mut answer).await? == 0 {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(begun.elapsed())
+    }
+
     /// Asks for what no stranger may have.
     async fn stranger(&self) -> std::io::Result<()> {
         for path in [
@@ -295,6 +398,11 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
             |t| async move { t.stranger().await },
         );
     }
+    for which in 0..target.expensive.len() {
+        let at_times = [Duration::ZERO, scale.pause];
+        let act = move |t: Target| async move { t.expensive(which).await };
+        repeat(&mut tasks, target, at_times, act);
+    }
     for path in ["/api/v1/pods", "/api/v1/configmaps", "/api/v1/events"] {
         let often = [Duration::ZERO, Duration::from_millis(50)];
         repeat(&mut tasks, target, often, move |t| async move {
@@ -344,6 +452,25 @@ fn newcomers(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<Newco
         seen
     };
     std::thread::spawn(move || runtime.block_on(come))
+}
+
+/// Creates what the expensive requests need: a map with many finalizers, and a user who may write roles and little else.
+async fn prepare(target: &Target) {
+    let finalizers: Vec<String> = (0..20_000).map(|i| format!("example.com/a{i}")).collect();
+    let map = json!({"metadata": {"name": "soak-many", "finalizers": finalizers}, "data": {}});
+    let rules = json!([{"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles"], "verbs": ["create"]}]);
+    let role = json!({"metadata": {"name": "soak-writer"}, "rules": rules});
+    let binding = json!({"metadata": {"name": "soak-writer"}, "subjects": [{"kind": "User", "name": "soak-writer"}],
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "soak-writer"}});
+    for (path, object) in [
+        (MAPS.to_owned(), map),
+        (format!("{RBAC}/clusterroles"), role),
+        (format!("{RBAC}/clusterrolebindings"), binding),
+    ] {
+        let head = format!("POST {path} HTTP/1.1");
+        let code = target.send(&head, JSON, &object.to_string()).await.unwrap();
+        assert_eq!(code, 201, "{path}");
+    }
 }
 
 /// What a writer was told.
@@ -461,15 +588,41 @@ fn resident(pid: i32) -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// The most memory that a process has in each quarter of a time.
-async fn memory(pid: i32, time: Duration) -> [u64; 4] {
-    let (start, mut most) = (Instant::now(), [0; 4]);
+/// The memory of a process over a time, in MiB, every quarter of a second.
+async fn memory(pid: i32, time: Duration) -> Vec<(Duration, u64)> {
+    let (start, mut seen) = (Instant::now(), vec![]);
     while start.elapsed() < time {
-        let quarter = (start.elapsed().as_secs_f64() / time.as_secs_f64() * 4.0) as usize;
-        most[quarter.min(3)] = most[quarter.min(3)].max(resident(pid));
+        seen.push((start.elapsed(), resident(pid)));
         tokio::time::sleep(Duration::from_millis(250)).await;
     }
-    most
+    seen
+}
+
+/// The most between two times.
+fn most(seen: &[(Duration, u64)], from: Duration, to: Duration) -> u64 {
+    let within = seen.iter().filter(|(at, _)| (from..to).contains(at));
+    within.map(|(_, size)| *size).max().unwrap_or(0)
+}
+
+/// Memory stays flat: by quarters in a short run, and the last minute against the second in one of three minutes or more.
+fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
+    let quarter = scale.time / 4;
+    let quarters = [0, 1, 2, 3].map(|i| most(seen, quarter * i, quarter * (i + 1)));
+    println!("memory by quarters {quarters:?} MiB");
+    assert!(
+        quarters[3] <= quarters[1] + quarters[1] / 4 + 16,
+        "memory grows: {quarters:?} MiB by quarters"
+    );
+    let minute = Duration::from_secs(60);
+    if scale.time >= 3 * minute {
+        let second = most(seen, minute, 2 * minute);
+        let last = most(seen, scale.time - minute, scale.time);
+        println!("{second} MiB in the second minute, {last} MiB in the last");
+        assert!(
+            last * 100 <= second * 110,
+            "{last} MiB in the last minute, {second} MiB in the second"
+        );
+    }
 }
 
 #[test]
@@ -485,13 +638,15 @@ fn hostile_clients_disturb_nobody() {
         .enable_all()
         .build()
         .unwrap();
-    let (written, pods, [same, elsewhere], most) = runtime.block_on(async {
+    runtime.block_on(prepare(&target));
+    let (written, pods, [same, elsewhere], memory, probes) = runtime.block_on(async {
         let connect = async || {
             holdfast::kubeapi::client::connect(&kubeconfig)
                 .await
                 .unwrap()
         };
         let until = Instant::now() + scale.time;
+        let probes = probes(&target, until);
         let tasks = hostile(&target, &scale);
         // From where the hostile ones come, and from elsewhere.
         let newcomers =
@@ -503,17 +658,21 @@ fn hostile_clients_disturb_nobody() {
             memory(control, scale.time)
         );
         drop(tasks);
-        (done.0, done.1, newcomers.map(|n| n.join().unwrap()), done.2)
+        let newcomers = newcomers.map(|n| n.join().unwrap());
+        (done.0, done.1, newcomers, done.2, probes.join().unwrap())
     });
     println!(
-        "{} acknowledged writes, {} failed, the longest round {:?}; {} pods, the longest start {:?}; newcomers from the same address {same:?}, from another {elsewhere:?}; {} hostile requests answered; memory by quarters {most:?} MiB",
+        "{} acknowledged writes, {} failed, the longest round {:?}; {} pods, the longest start {:?}; newcomers from the same address {same:?}, from another {elsewhere:?}; {} hostile requests answered, {} of them expensive",
         written.acknowledged,
         written.failed,
         written.longest,
         pods.0,
         pods.1,
-        target.answered.load(Ordering::Relaxed)
+        target.answered.load(Ordering::Relaxed),
+        target.cost.load(Ordering::Relaxed)
     );
+    probes.check(scale.alone);
+    check_memory(&memory, &scale);
     assert_eq!(
         cluster.pid("control-plane"),
         control,
@@ -525,7 +684,11 @@ fn hostile_clients_disturb_nobody() {
         "no stranger got in"
     );
     let wrong = target.wrong.load(Ordering::Relaxed);
-    assert_eq!(wrong, 0, "nested JSON is the client's fault");
+    assert_eq!(
+        wrong, 0,
+        "nested JSON is the client's fault, and expensive requests get their answers"
+    );
+    assert!(target.cost.load(Ordering::Relaxed) >= 3);
     assert!(same.failed * 10 <= same.tries, "whoever comes anew gets in");
     assert!(
         elsewhere.failed * 50 <= elsewhere.tries,
@@ -540,15 +703,11 @@ fn hostile_clients_disturb_nobody() {
         let maps: Api<ConfigMap> = Api::namespaced(client, "default");
         let mut kept = BTreeMap::new();
         for map in maps.list(&ListParams::default()).await.unwrap() {
-            if map.name_any().starts_with("soak-") {
+            if map.name_any().starts_with("soak-") && map.name_any() != "soak-many" {
                 kept.insert(map.name_any(), map.data.unwrap_or_default().remove("k"));
             }
         }
         kept
     });
     assert_eq!(kept, written.expected, "what was acknowledged is there");
-    assert!(
-        most[3] <= most[1] + most[1] / 4 + 16,
-        "memory grows: {most:?} MiB by quarters"
-    );
 }

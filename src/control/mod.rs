@@ -283,7 +283,11 @@ async fn expire_events(api: Api) {
         let age = jiff::SignedDuration::from_secs(EVENTS.1.as_secs().cast_signed());
         let before = api::object::stamp(jiff::Timestamp::now() - age);
         let (events, _) = api.store().list("events/");
-        let surplus = surplus_events(events, EVENTS.0, &before);
+        // All of them are parsed, which holds no worker.
+        let parse = move || surplus_events(events, EVENTS.0, &before);
+        let Ok(surplus) = tokio::task::spawn_blocking(parse).await else {
+            continue;
+        };
         let removals = surplus.into_iter().map(|(namespace, name)| {
             api.answer(Request {
                 method: "DELETE".into(),

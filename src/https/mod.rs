@@ -552,7 +552,7 @@ mod tests {
                     "/large" => {
                         let place = request.extensions().get::<Place>().cloned();
                         let body = Bytes::from(vec![b'x'; 64 << 20]);
-                        Response::new(paced(body, place.as_ref(), Duration::from_millis(500)))
+                        Response::new(paced(body, place.as_ref(), Duration::from_secs(2)))
                     }
                     _ => text(StatusCode::OK, "END"),
                 }

@@ -352,4 +352,53 @@ mod tests {
             assert_eq!(of(json!({"csi": {key: full}})), "", "{key}");
         }
     }
+
+    /// What pods come to, move to another node, change and go, without reading all of them again.
+    #[tokio::test]
+    async fn the_graph_follows_the_changes_of_pods() {
+        use crate::control::store::{Bytes, Change, Expect, Write};
+        let (store, graph) = (Store::in_memory(), Graph::default());
+        let ask = |namespace, name| Ask {
+            verb: "get",
+            resource: "secrets",
+            namespace,
+            name,
+            ..Ask::default()
+        };
+        let may = |node: &str, namespace: &'static str, name: &'static str| {
+            graph.is_related(&store, node, &ask(namespace, name))
+        };
+        let write = async |key: &str, at: Option<u64>, pod: Option<(&str, &str)>| {
+            let (node, secret) = pod.unwrap_or_default();
+            let object = json!({"metadata": {"name": "p"}, "spec": {"nodeName": node, "containers": [],
+                "volumes": [{"name": "a", "secret": {"secretName": secret}}]}});
+            let write = Write {
+                key: key.into(),
+                expect: at.map_or(Expect::Absent, Expect::Revision),
+                requires: None,
+                change: if pod.is_some() {
+                    Change::Put
+                } else {
+                    Change::Delete
+                },
+                render: Box::new(move |_| Bytes::from(object.to_string())),
+                attrs: Arc::default(),
+            };
+            store.write(write).await.expect("written").revision
+        };
+        assert!(!may("a", "n", "s"));
+        let first = write("pods/n/p", None, Some(("", "s"))).await;
+        assert!(!may("a", "n", "s"), "not bound yet");
+        let second = write("pods/n/p", Some(first), Some(("a", "s"))).await;
+        assert!(may("a", "n", "s") && !may("b", "n", "s") && !may("a", "m", "s"));
+        let third = write("pods/n/p", Some(second), Some(("a", "t"))).await;
+        let fourth = write("pods/n/p", Some(third), Some(("b", "t"))).await;
+        let other = write("pods/n2/p", None, Some(("b", "u"))).await;
+        assert!(!may("a", "n", "s") && !may("a", "n", "t") && may("b", "n", "t"));
+        assert!(may("b", "n2", "u") && !may("b", "n", "u"));
+        write("pods/n/p", Some(fourth), None).await;
+        write("pods/n2/p", Some(other), Some(("b", "v"))).await;
+        assert!(!may("b", "n", "t") && may("b", "n2", "v"));
+        assert_eq!(lock(&graph.0).nodes.len(), 1);
+    }
 }

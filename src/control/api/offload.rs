@@ -1,8 +1,8 @@
 //! Expensive requests run on threads of their own: a body of 3 MiB takes tens of milliseconds to read, check and write, and a
-//! worker of the runtime that does it serves nobody else meanwhile.
+//! worker of the runtime that does it serves no other request meanwhile.
 //!
 //! As many run at a time as there are processors, so that workers get their share of them. One user has half of that, and a
-//! bound on the bodies that wait: who sends many of them delays nobody but themselves.
+//! bound on the bodies that wait: a user who sends many of them delays only their own requests.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};

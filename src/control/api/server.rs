@@ -98,7 +98,7 @@ async fn stream(
     name: &str,
 ) -> Result<hyper::Response<Body>, ApiError> {
     let user = who(api, peer, request.headers(), request.extensions())?;
-    // Whoever streams also runs something: reading is not enough, whatever the method (since 1.35).
+    // A stream also runs something: the right to read is not enough, whatever the method (since 1.35).
     let verb = match (sub, request.method().as_str()) {
         (Sub::Log, "GET") => Some("get"),
         (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),

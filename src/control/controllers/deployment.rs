@@ -70,7 +70,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// What a template says, but for the label that tells sets apart.
+/// The digest of a template without its hash label.
 type Digest = [u8; 32];
 
 /// The digests of templates by the uid of what has them: an object's template changes with its generation only, and comparing
@@ -456,7 +456,7 @@ mod tests {
         let first = digest(meta("d", 1), &template("i:1", "x"));
         assert_eq!(digest(meta("s", 1), &template("i:1", "y")), first);
         assert_ne!(digest(meta("t", 1), &template("i:2", "x")), first);
-        // Not looked at again in the same generation.
+        // The template is not rendered again in the same generation.
         assert_eq!(digest(meta("d", 1), &template("i:2", "x")), first);
         assert_ne!(digest(meta("d", 2), &template("i:2", "x")), first);
         assert_eq!(lock(&templates.0).len(), 3);

@@ -29,21 +29,24 @@ use storage::{Storage, Wanted};
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 
 /// How long a pod that did not fit is left alone at least, though something has changed that may let it fit: what many pods
-/// wait for is looked at once a second, not for every change.
+/// wait for is evaluated once a second, not for every change.
 const SETTLE: Duration = Duration::from_secs(1);
+
+/// How long the scheduler waits at least for pods to become due: those that do within this time share a turn.
+const TOGETHER: Duration = Duration::from_millis(250);
 
 struct Waiting {
     message: String,
-    /// When it was looked at last.
+    /// When it was evaluated last.
     tried: Instant,
     next: Instant,
     retry: Doubling,
-    /// Which spec was looked at.
+    /// The generation of the spec that was evaluated.
     generation: Option<i64>,
 }
 
 impl Waiting {
-    /// When the pod is to be looked at again. `helped` is when the cluster last changed so that it may fit.
+    /// When the pod is to be evaluated again. `helped` is when the cluster last changed so that it may fit.
     fn due(&self, pod: &Pod, helped: Instant) -> Instant {
         if self.generation != pod.metadata.generation {
             return self.tried;
@@ -77,6 +80,45 @@ impl Room {
         }
         self.taken = taken;
     }
+}
+
+/// The pods that are to be placed now, the most important first. What is remembered of others than pending pods is forgotten.
+fn due<'a>(
+    all: &'a [Arc<Pod>],
+    assumed: &mut HashMap<String, String>,
+    waiting: &mut HashMap<String, Waiting>,
+    helped: Instant,
+    now: Instant,
+) -> Vec<&'a Arc<Pod>> {
+    let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
+    let uids = queue.iter().filter_map(|p| p.metadata.uid.as_deref());
+    let uids: HashSet<&str> = uids.collect();
+    assumed.retain(|uid, _| uids.contains(uid.as_str()));
+    waiting.retain(|uid, _| uids.contains(uid.as_str()));
+    queue.retain(|pod| {
+        let known = pod.metadata.uid.as_ref().and_then(|uid| waiting.get(uid));
+        known.is_none_or(|known| known.due(pod, helped) <= now)
+    });
+    queue.sort_by_cached_key(|p| {
+        (
+            std::cmp::Reverse(p.spec.as_ref().and_then(|s| s.priority).unwrap_or(0)),
+            p.metadata.creation_timestamp.as_ref().map(|t| t.0),
+            p.name_any(),
+        )
+    });
+    queue
+}
+
+/// How long until the next pod is due, if nothing changes.
+fn next_due(all: &[Arc<Pod>], waiting: &HashMap<String, Waiting>, helped: Instant) -> Duration {
+    let known = |pod: &Arc<Pod>| waiting.get(pod.metadata.uid.as_ref()?);
+    let dues = all
+        .iter()
+        .filter_map(|pod| Some(known(pod)?.due(pod, helped)));
+    let next = dues.min();
+    next.map_or(Duration::from_secs(30), |next| {
+        next.saturating_duration_since(Instant::now())
+    })
 }
 
 /// Schedules until the process ends.
@@ -121,27 +163,9 @@ pub async fn run(client: Client, caches: Caches) {
         claim_changes.mark_unchanged();
         volume_changes.mark_unchanged();
         let all = pods.list();
-        let mut queue: Vec<&Arc<Pod>> = all.iter().filter(|p| wants_node(p)).collect();
-        queue.sort_by_key(|p| {
-            (
-                std::cmp::Reverse(p.spec.as_ref().and_then(|s| s.priority).unwrap_or(0)),
-                p.metadata.creation_timestamp.as_ref().map(|t| t.0),
-                p.name_any(),
-            )
-        });
-        let uids: HashSet<&str> = queue
-            .iter()
-            .filter_map(|p| p.metadata.uid.as_deref())
-            .collect();
-        assumed.retain(|uid, _| uids.contains(uid.as_str()));
-        waiting.retain(|uid, _| uids.contains(uid.as_str()));
         let now = Instant::now();
         room.look(&all, others, now);
-        let is_due = |pod: &Pod, waiting: &HashMap<String, Waiting>| {
-            let known = pod.metadata.uid.as_ref().and_then(|uid| waiting.get(uid));
-            known.is_none_or(|known| known.due(pod, room.changed) <= now)
-        };
-        queue.retain(|pod| is_due(pod, &waiting));
+        let queue = due(&all, &mut assumed, &mut waiting, room.changed, now);
         // Nothing is summed up for a turn that has no pod to place.
         let mut cluster = match queue.is_empty() {
             true => Cluster::default(),
@@ -185,14 +209,7 @@ pub async fn run(client: Client, caches: Caches) {
                 assumed.remove(&uid);
             }
         }
-        let most = all
-            .iter()
-            .filter_map(|pod| Some((pod, waiting.get(pod.metadata.uid.as_ref()?)?)))
-            .map(|(pod, waiting)| waiting.due(pod, room.changed))
-            .min()
-            .map_or(Duration::from_secs(30), |next| {
-                next.saturating_duration_since(Instant::now())
-            });
+        let most = next_due(&all, &waiting, room.changed);
         tokio::select! {
             // All are cancel-safe: nothing is lost that the next round does not read anew.
             _ = pod_changes.changed() => {}
@@ -200,7 +217,7 @@ pub async fn run(client: Client, caches: Caches) {
             _ = claim_changes.changed() => {}
             _ = volume_changes.changed() => {}
             _ = class_changes.changed() => {}
-            () = tokio::time::sleep(most.max(Duration::from_millis(20))) => {}
+            () = tokio::time::sleep(most.max(TOGETHER)) => {}
         }
     }
 }
@@ -297,7 +314,7 @@ async fn refuse(
     let known = waiting.get(&uid);
     let mut retry = known.map_or(RETRY, |w| w.retry);
     let news = known.is_none_or(|w| w.message != message);
-    // Looked at early, for a change that did not help: the pause goes on.
+    // Evaluated early for a change that did not help: the pause goes on.
     let next = known.filter(|w| w.next > now && !news).map(|w| w.next);
     waiting.insert(
         uid,
@@ -349,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_waits_is_looked_at_when_it_is_due_or_when_a_change_may_help() {
+    fn a_pending_pod_is_evaluated_when_it_is_due_or_a_change_may_help() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let mut room = Room {

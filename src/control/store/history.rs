@@ -80,7 +80,7 @@ impl Kind {
         let cost = cost(&oldest);
         self.bytes -= cost;
         self.compacted = oldest.revision;
-        // What a busy time needed is given back.
+        // Releases the memory that a busy time needed.
         if self.events.capacity() > CHANGES && self.events.len() < self.events.capacity() / 4 {
             self.events.shrink_to_fit();
         }

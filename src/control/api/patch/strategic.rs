@@ -276,7 +276,7 @@ impl Merged {
         Ok(())
     }
 
-    /// What is left of the list, and what was added to it.
+    /// The elements that were not deleted, and the added ones.
     fn finish(self) -> (Vec<Value>, Vec<Value>) {
         (self.kept.into_iter().flatten().collect(), self.added)
     }

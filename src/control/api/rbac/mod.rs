@@ -137,7 +137,7 @@ impl Rule {
 }
 
 impl Subject {
-    /// Whom it names in a binding of a namespace; none if it names nobody.
+    /// The holder that it names in a binding of a namespace; none if its kind is unknown.
     fn holder(self, binding: Option<&str>) -> Option<Holder> {
         match self.kind.as_str() {
             "User" => Some(Holder::User(self.name)),
