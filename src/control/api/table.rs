@@ -674,7 +674,7 @@ mod tests {
             ),
         ];
         for (pod, expected) in cases {
-            assert_eq!(pod_status(&pod, &[]), expected, "{pod}");
+            assert_eq!(pod_status(&pod, &HashSet::new()), expected, "{pod}");
         }
     }
 }
