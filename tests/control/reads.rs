@@ -93,11 +93,10 @@ async fn lists_page_from_one_snapshot() {
     );
 }
 
+/// The store keeps no change for its age, so that many push out the oldest.
 #[tokio::test]
 async fn watches_see_every_change_as_their_selector_does() {
-    // No change is kept for its age, so that many push out the oldest.
-    let store = Store::in_memory_for(Duration::ZERO);
-    let server = Server::new_over(store).await;
+    let server = Server::new_over(Store::in_memory_for(Duration::ZERO)).await;
     server
         .ok(
             "POST",

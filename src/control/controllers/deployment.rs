@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use k8s_openapi::api::apps::v1::{Deployment, ReplicaSet, ReplicaSetSpec};
+use k8s_openapi::api::apps::v1::{Deployment, DeploymentSpec, ReplicaSet, ReplicaSetSpec};
 use k8s_openapi::api::core::v1::PodTemplateSpec;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
@@ -166,18 +166,7 @@ async fn reconcile(
             Some(_) => {}
         }
     }
-    // Only a Recreate waits for pods of older sets.
-    let old_uids: HashSet<String> = old.iter().filter_map(|s| s.uid()).collect();
-    let strategy = spec.strategy.as_ref().and_then(|s| s.type_.as_deref());
-    let waits = strategy == Some("Recreate") && !old_uids.is_empty();
-    let running_old = waits
-        && caches.pods.list().iter().any(|p| {
-            controller_of(&**p).is_some_and(|o| old_uids.contains(o))
-                && !matches!(
-                    p.status.as_ref().and_then(|s| s.phase.as_deref()),
-                    Some("Succeeded" | "Failed")
-                )
-        });
+    let running_old = waits_for_pods(caches, spec, &old);
     for scale in rollout::step(deployment, new.as_deref(), &old, running_old) {
         let patch = json!({"spec": {"replicas": scale.to}, "metadata": {"annotations": {"deployment.kubernetes.io/desired-replicas": spec.replicas.unwrap_or(1).to_string()}}});
         let patched = sets
@@ -210,6 +199,18 @@ async fn reconcile(
     )
     .await?;
     clean_up(&sets, deployment, &old).await
+}
+
+/// Whether pods of older sets are still there that a Recreate waits for. Other strategies do not wait.
+fn waits_for_pods(caches: &Caches, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>]) -> bool {
+    let strategy = spec.strategy.as_ref().and_then(|s| s.type_.as_deref());
+    if strategy != Some("Recreate") || old.is_empty() {
+        return false;
+    }
+    let old: HashSet<String> = old.iter().filter_map(|s| s.uid()).collect();
+    caches.pods.list().iter().any(|p| {
+        controller_of(&**p).is_some_and(|o| old.contains(o)) && !crate::core::pod::is_terminal(p)
+    })
 }
 
 /// The deployment's ReplicaSets; orphans that match are adopted, own ones that do not are released.
