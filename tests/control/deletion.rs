@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::server::{MAPS, MERGE, PODS, Server, pod};
+use crate::server::{MAPS, MERGE, PODS, Server, next, pod};
 
 #[tokio::test]
 async fn deletion_waits_for_grace_and_finalizers() {
@@ -147,6 +147,82 @@ async fn deletion_waits_for_grace_and_finalizers() {
             .len(),
         1
     );
+}
+
+/// As a kube-apiserver does it: the last grace period of a pod is written before the pod is removed, so that a node learns
+/// how long its containers have. What is marked already is removed with one revision.
+#[tokio::test]
+async fn a_forced_deletion_is_written_as_a_change_and_a_removal() {
+    let server = Server::new().await;
+    let mut pods = server.watch(&format!("{PODS}?watch=1")).await;
+    let bound = |name: &str, finalizers: Value| {
+        let mut pod = pod(name);
+        pod["spec"]["nodeName"] = json!("n");
+        pod["metadata"]["finalizers"] = finalizers;
+        pod
+    };
+    let force = json!({"gracePeriodSeconds": 0});
+    let (marked, removed) = ("MODIFIED 0", "DELETED 0");
+    for (name, finalizers, deletions, expected) in [
+        ("forced", Value::Null, vec![&force], vec![marked, removed]),
+        (
+            "hurried",
+            Value::Null,
+            vec![&Value::Null, &force],
+            vec!["MODIFIED 30", marked, removed],
+        ),
+        (
+            "held",
+            json!(["x.io/y"]),
+            vec![&force, &force],
+            vec![marked],
+        ),
+    ] {
+        server.ok("POST", PODS, &bound(name, finalizers)).await;
+        let url = format!("{PODS}/{name}");
+        let mut answer = Value::Null;
+        for body in deletions {
+            answer = server.ok("DELETE", &url, body).await;
+        }
+        if name == "held" {
+            let free = json!({"metadata": {"finalizers": null}});
+            assert_eq!(server.patch(&url, MERGE, free).await.code, 200);
+        }
+        assert_eq!(
+            answer["metadata"]["deletionGracePeriodSeconds"], 0,
+            "{answer}"
+        );
+        assert_eq!(next(&mut pods).await["type"], "ADDED");
+        let mut revisions = vec![];
+        for expected in expected
+            .into_iter()
+            .chain((name == "held").then_some(removed))
+        {
+            let event = next(&mut pods).await;
+            let metadata = &event["object"]["metadata"];
+            let grace = &metadata["deletionGracePeriodSeconds"];
+            let kind = event["type"].as_str().unwrap();
+            assert_eq!(format!("{kind} {grace}"), expected, "{name}: {event}");
+            assert!(metadata["deletionTimestamp"].is_string(), "{event}");
+            assert_eq!(metadata["generation"], 2, "{event}");
+            let revision = metadata["resourceVersion"].as_str().unwrap();
+            revisions.push(revision.parse::<u64>().unwrap());
+        }
+        assert!(revisions.is_sorted_by(|a, b| a < b), "{revisions:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_object_without_grace_is_deleted_with_one_revision() {
+    let server = Server::new().await;
+    let mut maps = server.watch(&format!("{MAPS}?watch=1")).await;
+    let map = json!({"metadata": {"name": "m"}});
+    server.ok("POST", MAPS, &map).await;
+    let force = json!({"gracePeriodSeconds": 0});
+    server.ok("DELETE", &format!("{MAPS}/m"), &force).await;
+    for expected in ["ADDED", "DELETED"] {
+        assert_eq!(next(&mut maps).await["type"], expected);
+    }
 }
 
 /// No time that a request names ends the process or makes an object that nobody can read.

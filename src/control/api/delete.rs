@@ -14,7 +14,7 @@ use super::restriction;
 use super::route::Query;
 use super::schema;
 use super::write::{RETRIES, Written};
-use crate::control::store::{Bytes, Expect, WriteError};
+use crate::control::store::{Bytes, Expect, Record, WriteError};
 
 /// The longest grace, in seconds: what fits the field wherever it is kept as an int32.
 pub(super) const MAX_GRACE: i64 = i32::MAX as i64;
@@ -36,16 +36,20 @@ impl Api {
             options.policy = Some("Orphan".into());
             warnings.push(batch::ORPHANS.to_owned());
         }
-        if resource.kind == "Namespace"
-            && ["default", "kube-system", "kube-public", "kube-node-lease"].contains(&name)
-        {
-            return Err(ApiError::forbidden(format!(
-                "namespaces {name:?} is forbidden: this namespace may not be deleted"
-            )));
-        }
+        refuse_own_namespace(resource, name)?;
+        // A pod that this request has marked with a grace period of 0.
+        let mut marked: Option<Record> = None;
         for _ in 0..RETRIES {
-            let (record, old) = self.fetch(resource, namespace, name)?;
-            preconditions(resource, &old, body)?;
+            let fetched = self.fetch(resource, namespace, name);
+            if let Some(marked) = gone_meanwhile(&fetched, marked.as_ref()) {
+                let body = marked.value.clone();
+                let answer = deleted_answer(resource, true, &Value::Null, body);
+                return Ok(Written { warnings, ..answer });
+            }
+            let (record, old) = fetched?;
+            if marked.is_none() {
+                preconditions(resource, &old, body)?;
+            }
             let kind = (resource, None);
             let write = restriction::Write::new(kind, (namespace, name), Some(&old), None);
             self.check_writer(user, &write)?;
@@ -56,6 +60,11 @@ impl Api {
                 return Ok(Written { warnings, ..answer });
             }
             let key = resource.key(namespace, name);
+            if gone && resource.kind == "Pod" && new != old {
+                let written = self.mark(resource, key, record.revision, new).await?;
+                marked = written.or(marked);
+                continue;
+            }
             let done = if gone {
                 self.remove(resource, key, record.revision, new).await
             } else if new == old {
@@ -74,6 +83,26 @@ impl Api {
             }
         }
         Err(ApiError::modified(resource.group, resource.plural, name))
+    }
+
+    /// Writes a pod's grace period of 0 as a revision of its own, before the one that removes the pod. A kube-apiserver does
+    /// the same (`updateForGracefulDeletionAndFinalizers` in `registry/generic/registry/store.go`), and a kubelet reads the
+    /// grace period from it. `None` if the pod has changed meanwhile.
+    async fn mark(
+        &self,
+        resource: &Resource,
+        key: String,
+        revision: u64,
+        pod: Value,
+    ) -> Result<Option<Record>, ApiError> {
+        match self
+            .put(resource, key, Expect::Revision(revision), pod)
+            .await
+        {
+            Ok(record) => Ok(Some(record)),
+            Err(WriteError::Conflict(_)) => Ok(None),
+            Err(other) => Err(ApiError::internal(other)),
+        }
     }
 
     /// DELETE of a collection: every matching object, with the same options.
@@ -113,6 +142,17 @@ impl Api {
             body: list,
             warnings: vec![],
         })
+    }
+}
+
+/// Refuses the deletion of a namespace that the cluster itself needs.
+fn refuse_own_namespace(resource: &Resource, name: &str) -> Result<(), ApiError> {
+    let own = ["default", "kube-system", "kube-public", "kube-node-lease"];
+    match resource.kind == "Namespace" && own.contains(&name) {
+        true => Err(ApiError::forbidden(format!(
+            "namespaces {name:?} is forbidden: this namespace may not be deleted"
+        ))),
+        false => Ok(()),
     }
 }
 
@@ -228,18 +268,15 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
             meta(object).insert("finalizers".into(), finalizers.into());
         }
     }
-    let grace = if resource.kind == "Pod" {
-        pod_grace(object, options.grace)
-    } else {
-        0
-    };
+    let is_pod = resource.kind == "Pod";
     let time = jiff::Timestamp::now();
     if was_deleting {
         let old_grace = object["metadata"]["deletionGracePeriodSeconds"]
             .as_i64()
             .unwrap_or(0);
-        let asked = options.grace.is_some() || resource.kind != "Pod";
-        if asked && grace < old_grace {
+        // Only a shorter one than before, and none but the caller's (`BeforeDelete` in `registry/rest/delete.go`).
+        let asked = if is_pod { options.grace } else { Some(0) };
+        if let Some(grace) = asked.filter(|grace| *grace < old_grace) {
             let old: Option<jiff::Timestamp> =
                 text(object, &["metadata", "deletionTimestamp"]).and_then(|t| t.parse().ok());
             let new = object::later(old.unwrap_or(time), grace.saturating_sub(old_grace));
@@ -252,6 +289,11 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
             meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
         }
     } else {
+        let grace = if is_pod {
+            pod_grace(object, options.grace)
+        } else {
+            0
+        };
         let at = object::later(time, grace);
         meta(object).insert("deletionTimestamp".into(), object::stamp(at).into());
         meta(object).insert("deletionGracePeriodSeconds".into(), grace.into());
@@ -283,6 +325,22 @@ fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
                 .unwrap_or(30)
         })
         .clamp(0, MAX_GRACE)
+}
+
+/// The marked pod, if another request has removed it since: no pod has its name, or one with another uid.
+fn gone_meanwhile<'a>(
+    fetched: &Result<(Record, Value), ApiError>,
+    marked: Option<&'a Record>,
+) -> Option<&'a Record> {
+    let marked = marked?;
+    let is_gone = match fetched {
+        Ok((_, found)) => {
+            let own: Option<Value> = serde_json::from_slice(&marked.value).ok();
+            own.is_some_and(|own| object::uid(&own) != object::uid(found))
+        }
+        Err(error) => error.code == 404,
+    };
+    is_gone.then_some(marked)
 }
 
 fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) -> Written {
