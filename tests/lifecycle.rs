@@ -249,7 +249,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         "the init container ran again: {all:#}"
     );
 
-    a_shorter_grace_takes_effect(&cluster);
+    a_shorter_grace_takes_effect(&cluster, &image, notes.path());
 
     // The agent can say why: of a pod that runs, and of one that is held up.
     cluster.apply(&format!(
@@ -311,7 +311,8 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
 }
 
 /// While a pod that does not listen is being stopped.
-fn a_shorter_grace_takes_effect(cluster: &Cluster) {
+fn a_shorter_grace_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
+    a_forced_deletion_takes_effect(cluster, image, notes);
     cluster.wait("the stubborn pod runs", || {
         condition(&cluster.pod("stubborn"), "Ready") == "True"
     });
@@ -320,6 +321,45 @@ fn a_shorter_grace_takes_effect(cluster: &Cluster) {
     let shortened = Instant::now();
     cluster.kubectl(&["delete", "pod", "stubborn", "--grace-period=1"]);
     assert!(shortened.elapsed() < Duration::from_secs(40));
+}
+
+/// Two pods with a long grace period, deaf to SIGTERM, with a preStop hook that never ends: one is deleted before.
+fn a_forced_deletion_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
+    let names = ["deaf", "deaf-deleted"];
+    for name in names {
+        let beats =
+            format!("trap \"\" TERM; while true; do echo beat > /notes/{name}; sleep 0.1; done");
+        let pod = manifest(
+            name,
+            &format!(
+                "  containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{beats}'], lifecycle: {{preStop: {{exec: {{command: [busybox, sleep, '1000']}}}}}}, volumeMounts: [{{name: notes, mountPath: /notes}}]}}]\n  volumes: [{{name: notes, hostPath: {{path: '{}'}}}}]",
+                notes.display()
+            ),
+        );
+        cluster.apply(&pod.replace("Seconds: 2", "Seconds: 500"));
+    }
+    let beats = |name: &str| {
+        let modified = notes.join(name).metadata().and_then(|file| file.modified());
+        modified.is_ok_and(|at| at.elapsed().unwrap_or_default() < Duration::from_secs(2))
+    };
+    cluster.wait("the deaf pods run", || names.iter().all(|name| beats(name)));
+    cluster.kubectl(&["delete", "pod", "deaf-deleted", "--wait=false"]);
+    std::thread::sleep(Duration::from_secs(1));
+    let forced = Instant::now();
+    for name in names {
+        cluster.kubectl(&["delete", "pod", name, "--force", "--grace-period=0"]);
+    }
+    cluster.wait("the deaf pods have stopped", || {
+        !names.iter().any(|name| beats(name))
+    });
+    assert!(
+        forced.elapsed() < Duration::from_secs(30),
+        "{:?}",
+        forced.elapsed()
+    );
+    let log = cluster.log("agent");
+    let lines = log.matches("the pod was removed from its source; stopping its containers");
+    assert_eq!(lines.count(), names.len(), "{log}");
 }
 
 /// Follows a log as `kubectl logs -f` must: the open file to its end, and the new one. It has 3,000 lines with numbers.

@@ -5,6 +5,8 @@
 //! `HOLDFAST_SEEDS=5000 cargo test --test sim` runs more seeds, `HOLDFAST_SEED=17` one.
 #![allow(clippy::unwrap_used)]
 
+#[path = "sim/removal.rs"]
+mod removal;
 #[path = "sim/shutdown.rs"]
 mod shutdown;
 #[path = "sim/statics.rs"]
@@ -14,7 +16,7 @@ mod world;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
-use world::World;
+use world::{SLACK_WITH_FAULTS, World};
 
 /// One thing that happens from outside.
 async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
@@ -74,6 +76,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     for step in 0..50 {
         happen(world, &mut agent, step).await;
         world.trouble();
+        world.check_removed(SLACK_WITH_FAULTS);
         tokio::time::sleep(Duration::from_millis(world.pick(2500))).await;
     }
     world.set_faults(false);
@@ -82,6 +85,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.end_troubles();
     // Long enough for the longest hang, back-off and grace.
     tokio::time::sleep(Duration::from_secs(540)).await;
+    world.check_removed(SLACK_WITH_FAULTS);
     world.begin_quiet();
     tokio::time::sleep(Duration::from_secs(60)).await;
     world.check_quiet()?;
@@ -91,15 +95,7 @@ async fn scenario(world: &World) -> Result<(), String> {
         tokio::time::sleep(Duration::from_millis(1500)).await;
         world.check_explained()?;
     }
-    // Whatever was before, a new pod starts at once.
-    world.create_steady_pod("last");
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    if let Some(late) = world.not_in_phase("Running").iter().find(|n| *n == "last") {
-        return Err(format!(
-            "{late} did not run within 3 s\n  {}",
-            world.last_decisions(late)
-        ));
-    }
+    new_pods_start_and_end_at_once(world).await?;
     if world.has_far_volume() {
         a_volume_hangs(world).await?;
     }
@@ -115,6 +111,23 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.check_empty()?;
     agent.abort();
     world.broken()
+}
+
+/// Whatever was before, a new pod starts at once, and one that is removed by force ends soon.
+async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
+    world.create_steady_pod("last");
+    world.create_stubborn_pod("stubborn");
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    for name in ["last", "stubborn"] {
+        if world.not_in_phase("Running").iter().any(|n| n == name) {
+            return Err(format!(
+                "{name} did not run within 3 s\n  {}",
+                world.last_decisions(name)
+            ));
+        }
+    }
+    world.remove_stubborn_pod("stubborn").await;
+    Ok(())
 }
 
 /// A volume that hangs holds up the pod that has it, which says so, and no other: neither its start nor its end.

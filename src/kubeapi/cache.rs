@@ -5,7 +5,7 @@
 
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
@@ -27,14 +27,43 @@ const PAUSES: Doubling = Doubling::new(Duration::from_millis(50), Duration::from
 /// Namespace and name.
 pub type Key = (String, String);
 type Map<K> = BTreeMap<Key, Arc<K>>;
-/// The keys that a reader has not been told of yet.
-type Pending = Mutex<BTreeSet<Key>>;
+/// What a reader has not taken yet, by key.
+type Pending<K> = Mutex<BTreeMap<Key, PendingChange<K>>>;
+/// The changes that a reader takes at once, by key.
+pub type Changes<K> = BTreeMap<Key, Changed<K>>;
+
+/// What became of one key since the reader took its changes last.
+#[derive(Debug)]
+pub struct Changed<K> {
+    /// The object that has the key now.
+    pub now: Option<Arc<K>>,
+    /// The last state of the object that the reader knew under the key, if that object was deleted or replaced by one
+    /// with another uid.
+    ///
+    /// An apiserver may write a deletion's last change and the deletion within a millisecond, so the last state may hold
+    /// what no other change of the key shows: for a pod, its `deletionGracePeriodSeconds`.
+    pub gone: Option<Arc<K>>,
+}
+
+/// A change that a reader has not taken yet. It holds two objects at most, however many came and went meanwhile.
+struct PendingChange<K> {
+    /// The newest state of the object that the reader knows; after its deletion, its last state.
+    known: Option<Arc<K>>,
+    now: Option<Arc<K>>,
+}
+
+/// One step of a key: the object before it, in its last state, and the object after it.
+struct Step<K> {
+    key: Key,
+    before: Option<Arc<K>>,
+    after: Option<Arc<K>>,
+}
 
 /// What the halves of a cache share.
 struct Shared<K> {
     map: RwLock<Map<K>>,
     /// Those who read key by key.
-    readers: Mutex<Vec<Weak<Pending>>>,
+    readers: Mutex<Vec<Weak<Pending<K>>>>,
 }
 
 /// The objects of one kind as last seen. Clones share it; the watch ends with the last clone.
@@ -51,68 +80,114 @@ pub struct Writer<K> {
     announce: watch::Sender<u64>,
 }
 
-/// What has changed in a cache, key by key, for one reader.
-pub struct ChangedKeys {
-    pending: Arc<Pending>,
+/// Reads what has changed in a cache, key by key. A slow reader takes the newest state of each key.
+pub struct ChangeReader<K> {
+    pending: Arc<Pending<K>>,
     version: watch::Receiver<u64>,
 }
 
-impl ChangedKeys {
-    /// Waits for changes; the answer is the keys of what came, changed or went. It is empty where the first
-    /// complete list is empty. Cancel-safe.
-    pub async fn next(&mut self) -> BTreeSet<Key> {
+impl<K: Resource> ChangeReader<K> {
+    /// Waits for changes. The first answer holds the first complete list; it is empty if that list is empty. Cancel-safe.
+    pub async fn next(&mut self) -> Changes<K> {
         if self.version.changed().await.is_err() {
             // The watch has ended with the process.
             return std::future::pending().await;
         }
-        std::mem::take(&mut *lock(&self.pending))
+        let taken = std::mem::take(&mut *lock(&self.pending));
+        let changed = |change: PendingChange<K>| {
+            let is_gone = !is_same(change.known.as_deref(), change.now.as_deref());
+            Changed {
+                gone: change.known.filter(|_| is_gone),
+                now: change.now,
+            }
+        };
+        let changes = taken.into_iter();
+        changes.map(|(key, c)| (key, changed(c))).collect()
     }
 }
 
-impl<K> Shared<K> {
-    /// Notes keys for every reader that is still there.
-    fn note(&self, keys: &BTreeSet<Key>) {
+/// Whether both are states of one object.
+fn is_same<K: Resource>(a: Option<&K>, b: Option<&K>) -> bool {
+    match (a, b) {
+        (Some(a), Some(b)) => a.meta().uid == b.meta().uid,
+        (None, None) => true,
+        _ => false,
+    }
+}
+
+impl<K: Resource> PendingChange<K> {
+    /// Takes in a step. False if there is nothing to hand on: the reader never knew what came and went.
+    fn follow(&mut self, step: &Step<K>) -> bool {
+        let known = self.known.as_deref();
+        if known.is_some() && is_same(known, step.before.as_deref()) {
+            let stays = is_same(known, step.after.as_deref());
+            let newest = if stays { &step.after } else { &step.before };
+            self.known.clone_from(newest);
+        }
+        self.now.clone_from(&step.after);
+        self.known.is_some() || self.now.is_some()
+    }
+}
+
+impl<K: Resource> Shared<K> {
+    /// Notes steps for every reader that is still there.
+    fn note(&self, steps: &[Step<K>]) {
         let mut readers = lock(&self.readers);
         readers.retain(|reader| {
             let Some(pending) = reader.upgrade() else {
                 return false;
             };
             let mut pending = lock(&pending);
-            pending.extend(keys.iter().cloned());
+            for step in steps {
+                let change = pending.entry(step.key.clone());
+                let change = change.or_insert_with(|| PendingChange {
+                    known: step.before.clone(),
+                    now: None,
+                });
+                if !change.follow(step) {
+                    pending.remove(&step.key);
+                }
+            }
             true
         });
     }
 }
 
 impl<K: Resource> Writer<K> {
-    /// Makes a change, and tells of it with the keys that it concerns.
-    fn change(&self, change: impl FnOnce(&mut Map<K>) -> BTreeSet<Key>) {
-        let keys = {
-            let map = &self.shared.map;
-            change(&mut map.write().unwrap_or_else(PoisonError::into_inner))
-        };
-        self.shared.note(&keys);
+    /// Makes a change and hands its steps to the readers.
+    fn change(&self, change: impl FnOnce(&mut Map<K>) -> Vec<Step<K>>) {
+        let map = &self.shared.map;
+        let mut map = map.write().unwrap_or_else(PoisonError::into_inner);
+        let steps = change(&mut map);
+        // Under the map's lock: a reader that begins now gets a step either from the map or from here.
+        self.shared.note(&steps);
+        drop(map);
         self.announce.send_modify(|version| *version += 1);
     }
 
     /// An object is there, or is there in a new version.
     pub fn apply(&self, object: K) {
         self.change(|map| {
-            let key = key(&object);
-            map.insert(key.clone(), Arc::new(slim(object)));
-            [key].into()
+            let (key, object) = (key(&object), Arc::new(slim(object)));
+            let before = map.insert(key.clone(), Arc::clone(&object));
+            let after = Some(object);
+            vec![Step { key, before, after }]
         });
     }
 
-    /// An object is gone.
-    pub fn delete(&self, object: &K) {
-        self.remove(key(object));
+    /// An object was deleted; `object` is its last state.
+    pub fn delete(&self, object: K) {
+        self.remove(key(&object), Some(object));
     }
 
-    fn remove(&self, key: Key) {
+    /// An object was deleted; `last` is its last state, if that can be read.
+    fn remove(&self, key: Key, last: Option<K>) {
         self.change(|map| {
-            map.remove(&key);
-            [key].into()
+            let known = map.remove(&key);
+            let last = last.filter(|last| is_same(Some(last), known.as_deref()));
+            let before = last.map(|last| Arc::new(slim(last))).or(known);
+            let after = None;
+            vec![Step { key, before, after }]
         });
     }
 
@@ -129,12 +204,28 @@ impl<K: Resource> Writer<K> {
             .collect();
         self.change(|map| {
             let mut before = std::mem::take(map);
-            listed.extend(unread.into_iter().filter_map(|there| {
-                let (key, known) = before.remove_entry(&there.key)?;
-                (known.meta().uid == there.uid).then_some((key, known))
-            }));
+            for there in unread {
+                let known = before.get(&there.key);
+                if let Some(known) = known.filter(|known| known.meta().uid == there.uid) {
+                    listed.insert(there.key, Arc::clone(known));
+                }
+            }
             *map = listed;
-            before.into_keys().chain(map.keys().cloned()).collect()
+            let mut steps: Vec<Step<K>> = vec![];
+            for (key, now) in map.iter() {
+                steps.push(Step {
+                    key: key.clone(),
+                    before: before.remove(key),
+                    after: Some(Arc::clone(now)),
+                });
+            }
+            let gone = before.into_iter().map(|(key, before)| Step {
+                key,
+                before: Some(before),
+                after: None,
+            });
+            steps.extend(gone);
+            steps
         });
     }
 }
@@ -225,22 +316,21 @@ where
         self.version.clone()
     }
 
-    /// Tells of changes key by key; what is here already comes first.
+    /// Begins to read changes key by key; what is here already comes first.
     #[must_use]
-    pub fn changed_keys(&self) -> ChangedKeys {
-        let pending = Arc::new(Pending::default());
-        let readers = &self.shared.readers;
-        lock(readers).push(Arc::downgrade(&pending));
-        let map = self
-            .shared
-            .map
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        lock(&pending).extend(map.keys().cloned());
+    pub fn read_changes(&self) -> ChangeReader<K> {
+        let map = &self.shared.map;
+        let map = map.read().unwrap_or_else(PoisonError::into_inner);
+        let here = |(key, object): (&Key, &Arc<K>)| {
+            let now = Some(Arc::clone(object));
+            (key.clone(), PendingChange { known: None, now })
+        };
+        let pending = Arc::new(Mutex::new(map.iter().map(here).collect()));
+        lock(&self.shared.readers).push(Arc::downgrade(&pending));
         drop(map);
         // No clone of this receiver has seen anything: what came before is a change, too.
         let version = self.version.clone();
-        ChangedKeys { pending, version }
+        ChangeReader { pending, version }
     }
 
     /// One object.
@@ -282,7 +372,10 @@ where
                     writer.apply(object);
                 }
             }
-            Ok(watcher::Event::Delete(object)) => writer.remove(key(&object)),
+            Ok(watcher::Event::Delete(object)) => {
+                // If the object cannot be decoded, its last known state counts.
+                writer.remove(key(&object), object.read().ok());
+            }
             Ok(watcher::Event::Init) => {
                 aside.clear();
                 unread.clear();
@@ -356,21 +449,21 @@ mod tests {
         pod
     }
 
-    fn names(changed: &mut ChangedKeys) -> Option<Vec<String>> {
-        let keys = changed.next().now_or_never()?;
-        Some(keys.into_iter().map(|(_, name)| name).collect())
+    fn names(reader: &mut ChangeReader<Pod>) -> Option<Vec<String>> {
+        let keys = reader.next().now_or_never()?;
+        Some(keys.into_iter().map(|((_, name), _)| name).collect())
     }
 
     #[test]
-    fn a_reader_is_told_the_keys_that_changed() {
+    fn a_reader_gets_the_keys_that_changed() {
         let (writer, cache) = Cache::<Pod>::by_hand();
-        let mut early = cache.changed_keys();
+        let mut early = cache.read_changes();
         assert_eq!(names(&mut early), None, "nothing has been listed yet");
         writer.replace(vec![]);
         assert_eq!(names(&mut early), Some(vec![]), "an empty list says so");
         writer.replace(vec![pod("a"), pod("b")]);
         writer.apply(pod("c"));
-        let mut late = cache.changed_keys();
+        let mut late = cache.read_changes();
         for reader in [&mut early, &mut late] {
             assert_eq!(
                 names(reader),
@@ -378,7 +471,7 @@ mod tests {
             );
             assert_eq!(names(reader), None);
         }
-        writer.delete(&pod("b"));
+        writer.delete(pod("b"));
         assert_eq!(names(&mut early), Some(vec!["b".into()]));
         writer.replace(vec![pod("d")]);
         let gone_and_come = vec!["a".into(), "c".into(), "d".into()];
@@ -388,6 +481,137 @@ mod tests {
         let readers = cache.shared.readers.lock().expect("the readers");
         assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
     }
+
+    /// The pod `p` with a uid, and the grace period of its deletion.
+    fn deleted(uid: &str, grace: Option<i64>) -> Pod {
+        let mut pod = pod("p");
+        pod.metadata.uid = Some(uid.into());
+        pod.metadata.deletion_grace_period_seconds = grace;
+        pod
+    }
+
+    type Shown = (String, Option<i64>);
+
+    /// What a reader takes of the pod `p`: the uid and the grace period of the pod that went, and of the pod that is there.
+    fn of_p(reader: &mut ChangeReader<Pod>) -> Option<(Option<Shown>, Option<Shown>)> {
+        let mut changes = reader.next().now_or_never()?;
+        let change = changes.remove(&(String::new(), "p".into()))?;
+        let shown = |pod: Option<Arc<Pod>>| {
+            let metadata = &pod?.metadata;
+            let grace = metadata.deletion_grace_period_seconds;
+            Some((metadata.uid.clone()?, grace))
+        };
+        Some((shown(change.gone), shown(change.now)))
+    }
+
+    /// What the watch brings of the pod `p`, whose uid was `a`, and what a reader takes of it.
+    type Case = (
+        &'static str,
+        fn(&Writer<Pod>),
+        (Option<Shown>, Option<Shown>),
+    );
+
+    fn of_deletions() -> [Case; 5] {
+        let shown = |uid: &str, grace| Some((uid.to_owned(), grace));
+        [
+            (
+                "deleted",
+                |w| w.delete(deleted("a", Some(0))),
+                (shown("a", Some(0)), None),
+            ),
+            (
+                "marked, deleted",
+                |w| {
+                    w.apply(deleted("a", Some(0)));
+                    w.delete(deleted("a", Some(0)));
+                },
+                (shown("a", Some(0)), None),
+            ),
+            (
+                "marked, deleted, created again",
+                |w| {
+                    w.apply(deleted("a", Some(5)));
+                    w.delete(deleted("a", Some(0)));
+                    w.apply(deleted("b", None));
+                },
+                (shown("a", Some(0)), shown("b", None)),
+            ),
+            (
+                "many came and went: the reader knew the first",
+                |w| {
+                    w.delete(deleted("a", Some(0)));
+                    for n in 0..1000 {
+                        w.apply(deleted(&format!("c{n}"), None));
+                        w.delete(deleted(&format!("c{n}"), Some(7)));
+                    }
+                    w.apply(deleted("b", None));
+                    w.apply(deleted("b", Some(3)));
+                },
+                (shown("a", Some(0)), shown("b", Some(3))),
+            ),
+            (
+                "the watch shows the deletion of another object",
+                |w| w.delete(deleted("z", Some(0))),
+                (shown("a", None), None),
+            ),
+        ]
+    }
+
+    fn of_lists() -> [Case; 3] {
+        let shown = |uid: &str, grace| Some((uid.to_owned(), grace));
+        [
+            (
+                "marked, then missing in a list",
+                |w| {
+                    w.apply(deleted("a", Some(0)));
+                    w.replace(vec![]);
+                },
+                (shown("a", Some(0)), None),
+            ),
+            (
+                "replaced in a list",
+                |w| w.replace(vec![deleted("b", None)]),
+                (shown("a", None), shown("b", None)),
+            ),
+            (
+                "changed",
+                |w| {
+                    w.apply(deleted("a", Some(5)));
+                    w.replace(vec![deleted("a", Some(2))]);
+                },
+                (None, shown("a", Some(2))),
+            ),
+        ]
+    }
+
+    #[test]
+    fn a_reader_gets_the_last_state_of_what_was_deleted_or_replaced() {
+        for (case, change, expected) in of_deletions().into_iter().chain(of_lists()) {
+            let (writer, cache) = Cache::<Pod>::by_hand();
+            let (mut reader, mut ignorant) = (cache.read_changes(), cache.read_changes());
+            writer.replace(vec![deleted("a", None)]);
+            let first = Some(("a".to_owned(), None));
+            assert_eq!(of_p(&mut reader), Some((None, first)), "{case}");
+            change(&writer);
+            assert!(lock(&reader.pending).len() <= 1, "{case}");
+            assert_eq!(of_p(&mut reader), Some(expected.clone()), "{case}");
+            let never_knew = expected.1.map(|now| (None, Some(now)));
+            assert_eq!(of_p(&mut ignorant), never_knew, "{case}");
+        }
+    }
+
+    #[test]
+    fn what_a_reader_never_knew_takes_no_room() {
+        let (writer, cache) = Cache::<Pod>::by_hand();
+        let reader = cache.read_changes();
+        writer.replace(vec![]);
+        for n in 0..1000 {
+            writer.apply(pod(&format!("p{n}")));
+            writer.delete(pod(&format!("p{n}")));
+        }
+        assert_eq!(lock(&reader.pending).len(), 0);
+    }
+
     /// A ConfigMap that no release of this agent can read.
     fn unreadable(name: &str, uid: &str) -> Value {
         let mut object = map(9, "", false);

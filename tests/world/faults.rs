@@ -53,7 +53,7 @@ impl State {
     }
 
     /// Whether the watch brings changes now.
-    fn hears(&self) -> bool {
+    pub(super) fn hears(&self) -> bool {
         !self.frozen && !self.deaf
     }
 
@@ -66,8 +66,8 @@ impl State {
             return;
         };
         pod["metadata"]["resourceVersion"] = revision.into();
-        if let (Some(writer), true) = (&self.watcher, hears) {
-            writer.apply(object(pod));
+        if let (Some(watch), true) = (&self.watcher, hears) {
+            watch.apply(object(pod));
         }
         self.node.has(uid);
         if hears {
@@ -75,40 +75,10 @@ impl State {
         }
     }
 
-    /// Removes a pod's object.
-    pub(super) fn remove(&mut self, uid: &str) {
-        self.revision += 1;
-        let Some(pod) = self.pods.remove(uid) else {
-            return;
-        };
-        if let Some(grace) = pod["spec"]["terminationGracePeriodSeconds"].as_i64() {
-            self.graces.insert(uid.to_owned(), grace);
-        }
-        self.unseen.insert(uid.to_owned());
-        self.told.remove(uid);
-        self.disrupted.remove(uid);
-        if self.hears() {
-            self.all_is_seen();
-        }
-        if let (Some(writer), true) = (&self.watcher, self.hears()) {
-            writer.delete(&object(&pod));
-        }
-    }
-
-    /// The watch has told of all objects that are gone.
-    fn all_is_seen(&mut self) {
-        let now = Instant::now();
-        let gone = std::mem::take(&mut self.unseen);
-        self.gone_at.extend(gone.into_iter().map(|uid| (uid, now)));
-    }
-
     /// Whether a container of a pod may be started: the pod is wanted, or it is not known yet that it is not.
     pub(super) fn may_start(&self, uid: &str) -> bool {
-        let gone = self.gone_at.get(uid);
         let is_known = self.is_known(uid) && !self.has_ended_elsewhere(uid);
-        is_known
-            || self.unseen.contains(uid)
-            || gone.is_some_and(|at| at.elapsed() < Duration::from_secs(1))
+        is_known || self.is_just_removed(uid)
     }
 
     /// The watch begins anew, after what it has missed was compacted away.
@@ -117,8 +87,8 @@ impl State {
             self.all_is_seen();
             self.all_ends_are_known();
         }
-        if let Some(writer) = self.watcher.clone().filter(|_| self.hears()) {
-            writer.replace(self.pods.values().map(object).collect());
+        if let Some(watch) = self.watcher.clone().filter(|_| self.hears()) {
+            watch.replace(self.pods.values().map(object).collect());
         }
     }
 

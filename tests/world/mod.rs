@@ -11,6 +11,7 @@ mod machine;
 mod nodes;
 mod patch;
 mod processors;
+mod removal;
 mod rest;
 mod runtime;
 mod shutdown;
@@ -18,6 +19,7 @@ mod sizes;
 mod troubles;
 mod workload;
 
+pub use removal::SLACK_WITH_FAULTS;
 pub use shutdown::Logind;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -134,9 +136,11 @@ struct State {
     /// Pods that have a container that was started or has ended, until their directories go; those that came to their end since.
     ran: BTreeSet<String>,
     ended: BTreeSet<String>,
-    /// When the watch told that a pod's object is gone, and objects of which it has not yet.
-    gone_at: BTreeMap<String, Instant>,
+    /// Pods whose removal the watch has shown, and objects of which it has not yet.
+    gone_at: BTreeMap<String, removal::Removal>,
     unseen: BTreeSet<String>,
+    /// Of those objects, the ones whose last grace period is 0.
+    hurried: BTreeSet<String>,
     /// Grace periods of pods whose object is gone.
     graces: BTreeMap<String, i64>,
     /// Static pods of which nothing was left since their mirrors were written.
@@ -147,7 +151,7 @@ struct State {
     hung: Option<String>,
     /// Pulls under way, and the most at once.
     pulls: (usize, usize),
-    watcher: Option<Arc<Writer<Pod>>>,
+    watcher: Option<removal::PodWatch>,
     /// The present agent.
     context: Option<Arc<Context>>,
     /// The API answers nothing.
@@ -225,6 +229,9 @@ impl State {
         let pod = self
             .pods
             .get(uid)
+        if let Some(grace) = self.removed_grace(uid) {
+            return grace;
+        }
             .or_else(|| statics.find(|pod| pod["metadata"]["uid"] == *uid));
         let own = pod.and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64());
         // That of a manifest that was replaced; orphans have less.
@@ -283,7 +290,7 @@ impl World {
             (state.hinted, state.followers) = (None, BTreeMap::new());
             state.begin_lives();
             state.statics_sender = Some(statics_sender);
-            state.watcher = Some(Arc::new(writer));
+            state.watcher = Some(removal::PodWatch::new(writer));
             state.publish_statics();
             state.list_anew();
         }

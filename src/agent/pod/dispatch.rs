@@ -24,7 +24,7 @@ use crate::core::pod::lifecycle::State;
 use crate::core::pod::worker::{Input, Network, Update, Worker as Decider};
 use crate::cri::ListedPod;
 use crate::kubeapi::Cache;
-use crate::kubeapi::cache::Key;
+use crate::kubeapi::cache::Changes;
 use crate::sealed::Keeper;
 
 /// How long the dispatcher waits for news before it says that it is there all the same.
@@ -46,13 +46,32 @@ pub struct Roster {
     /// Mirrors whose static pod is gone, as is its worker.
     pub orphaned_mirrors: BTreeMap<String, Arc<Pod>>,
     uids: BTreeMap<String, BTreeSet<String>>,
+    /// How many names have a uid: several where manifests claim the same one.
+    names: BTreeMap<String, usize>,
 }
 
 impl Roster {
     /// Whether the pod has a worker or is in a source.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
-        self.uids.values().any(|uids| uids.contains(uid))
+        self.names.contains_key(uid)
+    }
+
+    /// Replaces the uids of a name.
+    fn set_uids(&mut self, name: &str, uids: BTreeSet<String>) {
+        for uid in &uids {
+            *self.names.entry(uid.clone()).or_default() += 1;
+        }
+        let before = match uids.is_empty() {
+            true => self.uids.remove(name),
+            false => self.uids.insert(name.to_owned(), uids),
+        };
+        for uid in before.into_iter().flatten() {
+            match self.names.get_mut(&uid) {
+                Some(names) if *names > 1 => *names -= 1,
+                _ => _ = self.names.remove(&uid),
+            }
+        }
     }
 
     /// What is known under a name now; the answer is whether that is something else than before.
@@ -64,11 +83,7 @@ impl Roster {
         if same && self.orphaned_mirrors.get(name) == orphan {
             return false;
         }
-        if uids.is_empty() {
-            self.uids.remove(name);
-        } else {
-            self.uids.insert(name.to_owned(), uids);
-        }
+        self.set_uids(name, uids);
         match orphan {
             Some(mirror) => self
                 .orphaned_mirrors
@@ -135,7 +150,7 @@ pub async fn run(
         has_api: inputs.api.is_none(),
         has_statics: false,
     };
-    let mut api = inputs.api.map(|cache| (cache.changed_keys(), cache));
+    let mut api = inputs.api.map(|cache| (cache.read_changes(), cache));
     let (sealed_pods, mut sealed) = watch::channel(None);
     if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
         tokio::spawn(use_sealed(
@@ -152,7 +167,7 @@ pub async fn run(
         dispatcher.context.pulse.turns();
         let api_changed = async {
             match &mut api {
-                Some((changed, cache)) => (changed.next().await, &*cache),
+                Some((reader, _)) => reader.next().await,
                 None => std::future::pending().await,
             }
         };
@@ -174,7 +189,7 @@ pub async fn run(
                 let pods = sealed.borrow_and_update().clone().unwrap_or_default();
                 dispatcher.sealed_are(pods);
             }
-            (keys, cache) = api_changed => dispatcher.objects_changed(&keys, cache),
+            changes = api_changed => dispatcher.objects_changed(changes),
             Ok(()) = inputs.statics.changed() => {
                 let statics = inputs.statics.borrow_and_update().pods();
                 dispatcher.statics_are(statics);
@@ -278,20 +293,41 @@ impl Dispatcher {
         }
     }
 
-    fn objects_changed(&mut self, keys: &BTreeSet<Key>, cache: &Cache<Pod>) {
+    fn objects_changed(&mut self, changes: Changes<Pod>) {
         if !std::mem::replace(&mut self.has_api, true) {
             // Until now these were the sealed pods.
-            let mut names = self.desired.replace_objects(cache.list());
+            let listed = changes.into_values().filter_map(|change| change.now);
+            let mut names = self.desired.replace_objects(listed.collect());
             names.extend(self.all_names());
             return self.update(names);
         }
         let mut names = BTreeSet::new();
-        for (namespace, name) in keys {
-            let full_name = pod::full_name_of(namespace, name);
-            self.desired
-                .set_object(&full_name, cache.get(namespace, name));
+        for ((namespace, name), change) in changes {
+            let full_name = pod::full_name_of(&namespace, &name);
+            if let Some(last) = change.gone {
+                self.take_last(last);
+            }
+            self.desired.set_object(&full_name, change.now);
             names.insert(full_name);
         }
+    /// Hands on the last state of a pod that was deleted or replaced: how long its containers may take to stop. No other
+    /// update may show it, as an apiserver writes a forced deletion's grace period right before it deletes the object. A pod
+    /// that is missing in a list has its last known state (upstream's `calculateEffectiveGracePeriod`).
+    fn take_last(&mut self, last: Arc<Pod>) {
+        let Some(worker) = self.workers.get_mut(pod::uid(&last)) else {
+            return;
+        };
+        if worker.update.removed {
+            return;
+        }
+        worker.update.object = Some(Arc::clone(&last));
+        worker.update.pod = last;
+        if !(self.has_api && self.has_statics) {
+            // Until all sources have been read nothing is removed; the deletion itself is known already.
+            worker.inbox.send(Input::Update(worker.update.clone()));
+        }
+    }
+
         self.update(names);
     }
 
@@ -374,12 +410,8 @@ impl Dispatcher {
     fn want(&mut self, update: Update) {
         let uid = pod::uid(&update.pod).to_owned();
         if let Some(worker) = self.workers.get_mut(&uid) {
-            let version = |u: &Update| {
-                let object = u.object.as_ref().map(|o| (o.uid(), o.resource_version()));
-                (u.pod.resource_version(), object)
-            };
             // A pod that left its source does not come back under the same uid until it has ended.
-            if !worker.update.removed && version(&worker.update) != version(&update) {
+            if !worker.update.removed && differs(&worker.update, &update) {
                 worker.update = update.clone();
                 worker.inbox.send(Input::Update(update));
             }
@@ -510,6 +542,18 @@ mod tests {
         assert!(roster.set("p", uids("2"), None));
         assert!(roster.has("2") && roster.orphaned_mirrors.is_empty());
         assert!(roster.set("p", BTreeSet::new(), None));
-        assert!(!roster.has("2"));
+        assert!(roster.has("2"), "it has another name still");
+        assert!(roster.set("q", BTreeSet::new(), None));
+        assert!(!roster.has("2") && roster.names.is_empty());
     }
 }
+/// Whether a worker has to get an update. A manifest has no resourceVersion, and may keep its uid when it changes.
+fn differs(known: &Update, update: &Update) -> bool {
+    let version = |u: &Update| {
+        let object = u.object.as_ref().map(|o| (o.uid(), o.resource_version()));
+        (u.pod.resource_version(), object)
+    };
+    version(known) != version(update) || (pod::is_static(&update.pod) && known.pod != update.pod)
+}
+
+        assert!(roster.set("q", uids("2"), None));

@@ -235,6 +235,7 @@ impl Shell {
         };
         let object_before = object_of(self.worker.update());
         let pod_before = Arc::clone(&self.worker.update().pod);
+        let was_removed = self.worker.update().removed;
         let kept = input.clone();
         let turn = self.worker.turn(&facts, input);
         self.log().record(&facts, kept, &turn, &self.worker);
@@ -242,6 +243,7 @@ impl Shell {
             self.log().decided(*before, *input, *after);
         }
         self.log().waits(self.worker.waiting.clone());
+        self.log_removal(was_removed);
         self.tell(&turn);
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
@@ -280,6 +282,18 @@ impl Shell {
             self.log().again(at);
         }
         Some(wait)
+    }
+
+    /// Logs that a pod was removed while its containers are to be stopped: after a forced deletion the API shows nothing of
+    /// the stop.
+    fn log_removal(&self, was_removed: bool) {
+        let is_new = !was_removed && self.worker.update().removed;
+        if let (State::Terminating { grace, .. }, true) = (self.worker.state, is_new) {
+            tracing::info!(
+                grace_seconds = grace,
+                "the pod was removed from its source; stopping its containers"
+            );
+        }
     }
 
     fn tell(&self, turn: &Turn) {

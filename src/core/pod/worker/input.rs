@@ -33,12 +33,15 @@ pub struct Update {
 }
 
 impl Update {
-    /// The object that the pod's status belongs to: a mirror only if it mirrors this manifest.
+    /// The object that the pod's status belongs to: a mirror only if it mirrors this manifest, and none of a pod that the
+    /// API no longer has.
     #[must_use]
     pub fn status_object(&self) -> Option<&Arc<Pod>> {
-        self.object
-            .as_ref()
-            .filter(|object| !pod::is_static(&self.pod) || self.is_mirrored_by(object))
+        let is_there = |object: &&Arc<Pod>| match pod::is_static(&self.pod) {
+            true => self.is_mirrored_by(object),
+            false => !self.removed,
+        };
+        self.object.as_ref().filter(is_there)
     }
 
     /// The pod with what the API's status says of it: what others have written there stands in no other place.

@@ -1,0 +1,49 @@
+//! Pods whose object is removed while they run.
+
+use std::time::Duration;
+
+use super::simulate;
+use super::world::World;
+
+/// `kubectl delete --force`, also after `kubectl delete`: whichever of the revisions the watch brings, the pod has no grace
+/// period any more, and hooks that never end are cut.
+#[test]
+fn a_forced_deletion_ends_a_pod_soon() {
+    for seed in 1..20 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            world.create_stubborn_pod("p");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+            world.remove_stubborn_pod("p").await;
+            assert_eq!(world.broken(), Ok(()), "seed {seed}");
+            assert_eq!(world.check_stopped(), Ok(()), "seed {seed}");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.check_empty(), Ok(()), "seed {seed}");
+            agent.abort();
+        });
+    }
+}
+
+/// A pod that was removed while no agent ran is known from the runtime alone: its containers have one second (upstream's
+/// `HandlePodCleanups`), and at least the two that every container has.
+#[test]
+fn a_pod_that_only_the_runtime_knows_ends_soon() {
+    for seed in 1..7 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let mut agent = world.start_agent();
+            world.create_stubborn_pod("p");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            world.kill_agent();
+            agent.abort();
+            world.remove_by_force("p");
+            agent = world.start_agent();
+            tokio::time::sleep(Duration::from_secs(8)).await;
+            assert_eq!(world.check_stopped(), Ok(()), "seed {seed}");
+            assert_eq!(world.broken(), Ok(()), "seed {seed}");
+            agent.abort();
+        });
+    }
+}
