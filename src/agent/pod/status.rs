@@ -142,6 +142,12 @@ async fn read_anew(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailur
     }
 }
 
+/// Whether a failure may mean that the pod was removed. The apiserver's node authorizer then refuses ("no relationship
+/// found between node and this object"), and the watch shows the removal soon.
+fn may_be_gone(error: &ApiFailure, pauses: &Doubling) -> bool {
+    matches!(error, ApiFailure::Forbidden(_)) && !pauses.is_longest()
+}
+
 async fn write(
     api: Arc<dyn PodApi>,
     mut changes: watch::Receiver<Wanted>,
@@ -191,8 +197,14 @@ async fn write(
                     break;
                 }
                 Err(error) => {
+                    let may_be_gone = may_be_gone(&error, &pauses);
                     let pause = pauses.pause();
-                    tracing::warn!(%error, pod = %pod::full_name(object), retry_in = ?pause, "the pod's status could not be written");
+                    let pod = pod::full_name(object);
+                    if may_be_gone {
+                        tracing::debug!(%error, pod, retry_in = ?pause, "the apiserver refuses the pod's status: it may have removed the pod");
+                    } else {
+                        tracing::warn!(%error, pod, retry_in = ?pause, "the pod's status could not be written");
+                    }
                     tokio::select! {
                         // In this order, so that a simulated run replays exactly.
                         biased;
@@ -203,5 +215,26 @@ async fn write(
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_that_lasts_is_more_than_a_removed_pod() {
+        let mut pauses = RETRY;
+        let forbidden = ApiFailure::Forbidden("no relationship found".into());
+        let mut quiet = Duration::ZERO;
+        while may_be_gone(&forbidden, &pauses) {
+            quiet += pauses.pause();
+        }
+        assert!(quiet > Duration::from_secs(5) && quiet < Duration::from_secs(30));
+        let timeout = ApiFailure::Timeout(String::new());
+        assert!(
+            !may_be_gone(&timeout, &RETRY),
+            "that says nothing of the pod"
+        );
     }
 }

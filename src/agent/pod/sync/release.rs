@@ -16,6 +16,8 @@ impl Job {
         let (context, pod) = (self.context(), &self.pod);
         let give_back = async {
             if content {
+                // Calls of starts that were cancelled may still be under way; each has a deadline.
+                self.tools.starts.wait().await;
                 self.remove_from_runtime().await?;
             }
             let torn_down = crate::agent::volume::tear_down(context, pod::uid(pod));

@@ -9,6 +9,7 @@ use std::time::Duration;
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, Pod, VolumeMount};
 use kube::ResourceExt as _;
+use tokio::sync::oneshot;
 use tracing::Instrument as _;
 
 use super::{Job, Result, hook_address, hooks};
@@ -126,6 +127,35 @@ impl Job {
         // It is not aborted, and a panic ends the process: it fails only when the process ends.
         let answer = started.map_err(|e| Fault::later(e.to_string()))?;
         answer.map_err(RuntimeError::without_code)
+    }
+
+    /// Creates a container. If the operation is cancelled, the call goes on for [`START_ENDS`]: a runtime that is cut off may
+    /// create the container later, after the worker has observed the pod for the last time.
+    async fn create_uncut(
+        &self,
+        sandbox: &str,
+        config: pb::ContainerConfig,
+        sandbox_config: pb::PodSandboxConfig,
+    ) -> std::result::Result<std::result::Result<String, RuntimeError>, Fault> {
+        let (runtime, sandbox) = (Arc::clone(&self.context().runtime), sandbox.to_owned());
+        let (mut answer, created) = oneshot::channel();
+        let call = async move {
+            tokio::select! {
+                // In this order, so that a simulated run replays exactly.
+                biased;
+                done = runtime.create_container(&sandbox, config, sandbox_config) => {
+                    // A cancelled operation does not receive it; the worker observes the container instead.
+                    let _ = answer.send(done);
+                }
+                () = async {
+                    answer.closed().await;
+                    tokio::time::sleep(START_ENDS).await;
+                } => {}
+            }
+        };
+        self.tools.starts.spawn(call.in_current_span());
+        // The call ends without an answer only where this operation is cancelled, or with the process.
+        created.await.map_err(|e| Fault::later(e.to_string()))
     }
 
     /// Waits until the calls of cancelled starts have come to their end, but not for a runtime that hangs.
@@ -247,12 +277,10 @@ async fn create_container(
     }
     let (metrics, image_volumes) = (&s.context.metrics, images.volumes.len() as u64);
     metrics.image_volumes(image_volumes);
-    match s
-        .context
-        .runtime
-        .create_container(s.sandbox, config, s.sandbox_config.clone())
-        .await
-    {
+    let call = s
+        .job
+        .create_uncut(s.sandbox, config, s.sandbox_config.clone());
+    match call.await.map_err(failed)? {
         Ok(id) => {
             metrics.image_volumes_mounted(image_volumes);
             Ok(id)
