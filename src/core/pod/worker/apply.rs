@@ -69,7 +69,7 @@ impl Worker {
                 self.settle_events();
             }
             Input::ClockMoved(by) => self.move_timers(by),
-            Input::Tick => {}
+            Input::Tick => self.audit(facts.now),
         }
         true
     }

@@ -17,6 +17,7 @@ impl Worker {
             &mut self.volumes.again,
             &mut self.sandbox_at,
             &mut self.wake_at,
+            &mut self.audit_at,
         ];
         optional.into_iter().flatten().for_each(moved);
         self.stops.values_mut().for_each(moved);

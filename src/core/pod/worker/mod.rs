@@ -11,6 +11,7 @@
 
 mod adopt;
 mod apply;
+mod audit;
 mod clock;
 mod input;
 mod news;
@@ -227,6 +228,9 @@ pub struct Worker {
     verdict: Option<Verdict>,
     /// When the plan has more to do.
     wake_at: Option<Timestamp>,
+    /// When a pod that ends is audited, if nothing happens to it before.
+    #[serde(default)]
+    audit_at: Option<Timestamp>,
     /// The containers that the pod is for have come to their end; sidecars may still run.
     completed: bool,
     /// Its resource claims are given back.
@@ -291,6 +295,7 @@ impl Worker {
             mirrored: None,
             verdict: None,
             wake_at: None,
+            audit_at: None,
             completed: false,
             claims_returned: false,
             finalised: false,
@@ -313,6 +318,7 @@ impl Worker {
         if !turn.unchanged {
             self.advance(facts, &mut turn);
             self.replan(facts, &mut turn);
+            self.plan_audit(facts, &mut turn);
             self.wake_at = turn.wake_at;
             if resizing && !self.is_resizing() && !self.state.is_ending() {
                 let message = format!(

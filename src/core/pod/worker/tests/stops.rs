@@ -205,3 +205,77 @@ fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_o
     run.settle();
     assert_eq!(run.count(&start("b")), 0);
 }
+
+/// `kubectl delete`, then `--force`: the last grace period arrives together with the removal.
+#[test]
+fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
+    let mut spec = with_sidecar("Always");
+    spec["terminationGracePeriodSeconds"] = 500.into();
+    let deleted = |version: u32, grace: i64| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": grace, "resourceVersion": version.to_string()});
+    for is_deleted_before in [false, true] {
+        let mut run = Run::new(a_pod(spec.clone(), json!({})));
+        run.settle();
+        let deaf = |op: &Op| matches!(op, Op::Stop { .. } | Op::PreStop { .. });
+        if is_deleted_before {
+            run.input(Input::Update(a_pod(spec.clone(), deleted(2, 500))));
+            run.settle_but(deaf);
+        }
+        let stops = run.waiting.len();
+        run.now += 5_000;
+        let mut last = a_pod(spec.clone(), deleted(3, 0));
+        last.removed = true;
+        let turn = run.input(Input::Update(last));
+        let stop = Key::Stop("c0".into());
+        assert_eq!(turn.cancel.contains(&stop), is_deleted_before, "{turn:?}");
+        assert_eq!(turn.wake_at, Some(at(6_000)));
+        let until = |op: &Op| match op {
+            Op::Stop { until, first, .. } => Some((*until, *first)),
+            _ => None,
+        };
+        let begun: Vec<_> = turn.begin.iter().filter_map(until).collect();
+        assert_eq!(begun, [(at(6_000), !is_deleted_before)]);
+        assert!(run.waiting.len() >= stops);
+        // The sidecars' hooks end with the grace period too.
+        run.now += 1_000;
+        run.input(Input::Tick);
+        let left: Vec<Key> = run.waiting.iter().map(Op::key).collect();
+        let all = ["c0", "s0", "t0"].map(|id| Key::Stop(id.into()));
+        assert!(all.iter().all(|stop| left.contains(stop)), "{left:?}");
+        assert_eq!(left.len(), 3, "no hook goes on: {left:?}");
+        run.settle();
+        assert!(run.gone);
+        assert!(run.worker.update().status_object().is_none());
+    }
+}
+
+/// A relist that lacks the pod says nothing of a grace period: that of the spec holds, as with a kubelet.
+#[test]
+fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
+    let spec =
+        json!({"terminationGracePeriodSeconds": 500, "containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec.clone(), json!({})));
+    run.settle();
+    let mut vanished = a_pod(spec, json!({}));
+    vanished.removed = true;
+    let turn = run.input(Input::Update(vanished));
+    assert_eq!(turn.wake_at, Some(at(500_000)));
+}
+
+#[test]
+fn a_pod_that_ends_is_audited_until_the_api_has_removed_it() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let deleted = |finalizers: Value| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "finalizers": finalizers, "resourceVersion": "2"});
+    for (finalizers, requests) in [(Value::Null, 4), (json!(["x"]), 1)] {
+        let mut run = Run::new(a_pod(spec.clone(), json!({})));
+        run.settle();
+        run.input(Input::Update(a_pod(spec.clone(), deleted(finalizers))));
+        run.settle();
+        for _ in 0..3 {
+            run.now += 60_000;
+            run.input(Input::Tick);
+            run.settle();
+        }
+        assert_eq!(run.count(&Key::Finalise), requests);
+        assert!(!run.gone);
+    }
+}
