@@ -601,13 +601,14 @@ impl PodHost for LinuxHost {
         blocking(move || Ok(cgroup::remove(&place)?)).await
     }
 
-    async fn remove_directories(&self, pod: &Pod) -> Result<(), HostError> {
+    async fn remove_directories(&self, pod: &Pod, keeps_logs: bool) -> Result<(), HostError> {
         let (dir, logs, links) = (
             self.pod_dir(pod::uid(pod))?,
             self.log_directory(pod),
             self.log_links(),
         );
-        blocking(move || remove_pod(&dir, &[logs], &links)).await
+        let logs = if keeps_logs { vec![] } else { vec![logs] };
+        blocking(move || remove_pod(&dir, &logs, &links)).await
     }
 
     fn log_directory(&self, pod: &Pod) -> PathBuf {
@@ -780,7 +781,7 @@ mod tests {
         fs::create_dir_all(&dir).expect("mkdir");
         // Nothing below it can be removed.
         fs::write(&all, "").expect("a file");
-        assert!(host.remove_directories(&pod).await.is_err() && dir.exists());
+        assert!(host.remove_directories(&pod, false).await.is_err() && dir.exists());
         fs::remove_file(&all).expect("removed");
         let logs = host.log_directory(&pod);
         fs::create_dir_all(&logs).expect("mkdir");

@@ -226,8 +226,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn remove_container_cgroup(&self, _pod: &Pod, _id: &str) -> Result<(), HostError> {
         Ok(())
     }
-    /// Removes the pod's directory and logs.
-    async fn remove_directories(&self, pod: &Pod) -> Result<(), HostError>;
+    /// Removes the pod's directory, and its logs unless `keeps_logs`.
+    async fn remove_directories(&self, pod: &Pod, keeps_logs: bool) -> Result<(), HostError>;
     /// The directory of the pod's logs.
     fn log_directory(&self, pod: &Pod) -> PathBuf;
     /// The node's own `/etc/hosts`.

@@ -1,10 +1,13 @@
 //! Watching a directory for changes: a hint to list it again, never the truth.
 
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
 use futures::{FutureExt as _, StreamExt as _};
-use inotify::{EventStream, Inotify, WatchMask};
+use inotify::{EventMask, EventOwned, EventStream, Inotify, WatchMask};
 
 /// Room for the events that one read takes; what does not fit comes with the next one.
 const BUFFER: usize = 4096;
@@ -18,6 +21,10 @@ pub struct Changes {
     events: Option<EventStream<Vec<u8>>>,
     /// The wait where there are no events.
     blind: Duration,
+    /// The names of files that were removed or moved away; `None` if they are not collected.
+    removed: Option<BTreeSet<OsString>>,
+    /// Device and inode of the directory that is watched.
+    place: Option<(u64, u64)>,
 }
 
 impl Changes {
@@ -34,6 +41,16 @@ impl Changes {
         Self::with(dir, WatchMask::MODIFY, UNWATCHED)
     }
 
+    /// Begins to watch, and collects the names of files that are removed or moved away: a file that is written again under
+    /// its name looks the same in the next listing.
+    #[must_use]
+    pub fn with_removals(dir: &Path) -> Changes {
+        Changes {
+            removed: Some(BTreeSet::new()),
+            ..Self::of(dir)
+        }
+    }
+
     fn with(dir: &Path, more: WatchMask, blind: Duration) -> Changes {
         let mask = WatchMask::CREATE
             | WatchMask::CLOSE_WRITE
@@ -48,6 +65,35 @@ impl Changes {
         Changes {
             events: stream.ok(),
             blind,
+            removed: None,
+            place: place(dir),
+        }
+    }
+
+    /// Whether events of this directory arrive: it can be watched, and no other one has taken its path.
+    #[must_use]
+    pub fn is_live(&self, dir: &Path) -> bool {
+        self.events.is_some() && self.place.is_some() && self.place == place(dir)
+    }
+
+    /// Takes the names of the files that were removed or moved away since they were taken last.
+    pub fn take_removed(&mut self) -> BTreeSet<OsString> {
+        self.removed
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
+    }
+
+    fn note(&mut self, event: EventOwned) {
+        if event.mask.contains(EventMask::IGNORED) {
+            // The directory was removed: another one may get its inode.
+            self.place = None;
+        }
+        let is_removal = event
+            .mask
+            .intersects(EventMask::DELETE | EventMask::MOVED_FROM);
+        if let (true, Some(removed), Some(name)) = (is_removal, &mut self.removed, event.name) {
+            removed.insert(name);
         }
     }
 
@@ -62,9 +108,21 @@ impl Changes {
             return tokio::time::sleep(most.min(self.blind)).await;
         };
         // A change or the end of the wait: both mean looking again. All that has come by now is looked at together.
-        let _ = tokio::time::timeout(most, events.next()).await;
-        while events.next().now_or_never().is_some_and(|e| e.is_some()) {}
+        let first = tokio::time::timeout(most, events.next()).await;
+        let mut seen: Vec<_> = first.ok().flatten().into_iter().collect();
+        while let Some(Some(event)) = events.next().now_or_never() {
+            seen.push(event);
+        }
+        for event in seen.into_iter().flatten() {
+            self.note(event);
+        }
     }
+}
+
+/// Device and inode of a directory.
+fn place(dir: &Path) -> Option<(u64, u64)> {
+    let metadata = std::fs::metadata(dir).ok()?;
+    Some((metadata.dev(), metadata.ino()))
 }
 
 #[cfg(test)]
@@ -84,6 +142,35 @@ mod tests {
             begun.elapsed() >= Duration::from_secs(60),
             "nothing has changed since"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_names_of_removed_files_are_collected() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let watched = dir.path().join("watched");
+        std::fs::create_dir(&watched).expect("a directory");
+        let write = |name: &str| std::fs::write(watched.join(name), "").expect("a file");
+        let rename = |from: &str, to: &str| {
+            std::fs::rename(watched.join(from), watched.join(to)).expect("renamed");
+        };
+        write("rewritten");
+        write("moved");
+        write("replaced");
+        let mut changes = Changes::with_removals(&watched);
+        std::fs::remove_file(watched.join("rewritten")).expect("removed");
+        write("rewritten");
+        rename("moved", "kept");
+        write(".new");
+        rename(".new", "replaced");
+        changes.next(Duration::from_secs(60)).await;
+        let expected = [".new", "moved", "rewritten"].map(OsString::from);
+        assert_eq!(changes.take_removed(), expected.into());
+        assert_eq!(changes.take_removed(), BTreeSet::new());
+        assert!(changes.is_live(&watched));
+        rename("", "../elsewhere");
+        std::fs::create_dir(&watched).expect("a directory");
+        assert!(!changes.is_live(&watched), "another directory has its path");
+        assert!(!Changes::with_removals(&dir.path().join("none")).is_live(&watched));
     }
 
     #[tokio::test(start_paused = true)]

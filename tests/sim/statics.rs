@@ -121,3 +121,33 @@ fn a_mirror_is_there_as_soon_as_the_api_answers() {
         });
     }
 }
+
+/// The manifest is removed and written again before it is read: the pod stops and starts again (upstream's specs for mirror
+/// pods, "should successfully recreate when file is removed and recreated").
+#[test]
+fn a_static_pod_whose_manifest_is_written_again_starts_again() {
+    for seed in [1, 2, 3] {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            world.add_manifest();
+            tokio::time::sleep(Duration::from_secs(15)).await;
+            let mut before = world.object("steady-node");
+            for restarts in 0..3 {
+                let pod = world.object("steady-node");
+                let status = &pod["status"]["containerStatuses"][0];
+                assert_eq!(status["restartCount"], restarts, "seed {seed}: {pod}");
+                assert!(status["state"]["running"].is_object(), "seed {seed}: {pod}");
+                assert_eq!(pod["metadata"]["uid"], before["metadata"]["uid"]);
+                let same =
+                    before["status"]["containerStatuses"] == pod["status"]["containerStatuses"];
+                assert_eq!(same, restarts == 0, "seed {seed}: {pod}");
+                before = pod;
+                world.rewrite_manifest("steady");
+                tokio::time::sleep(Duration::from_secs(15)).await;
+            }
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+        });
+    }
+}

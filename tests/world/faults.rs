@@ -221,8 +221,25 @@ impl World {
         state.publish_statics();
     }
 
+    /// A manifest is removed and written again before the directory is listed.
+    pub fn rewrite_manifest(&self, name: &str) {
+        let mut state = self.state();
+        let uid = state.statics[name]["metadata"]["uid"].clone();
+        let uid = uid.as_str().unwrap().to_owned();
+        *state.appearances.entry(uid).or_default() += 1;
+        state.publish_statics();
+    }
+
     /// A manifest is removed, or one that was is put back as it was.
     pub fn move_some_manifest(&self) {
+        let rewritten = {
+            let mut state = self.state();
+            let rewrites = state.draw(3) == 0;
+            state.statics.keys().next().filter(|_| rewrites).cloned()
+        };
+        if let Some(name) = rewritten {
+            return self.rewrite_manifest(&name);
+        }
         let mut state = self.state();
         if state.pick(2) == 0 {
             let removed = state.statics.pop_first();
@@ -275,6 +292,19 @@ impl World {
 }
 
 impl State {
+    /// The directories of a pod are removed, of a static pod that starts again all but its logs.
+    pub(super) fn keep_logs(&mut self, uid: &str, keeps: bool) {
+        if !keeps {
+            self.kept_logs.retain(|(of, _), _| of != uid);
+            return;
+        }
+        let started = self.started.iter().filter(|(of, ..)| of == uid);
+        for (uid, name, attempt) in started.cloned().collect::<Vec<_>>() {
+            let kept = self.kept_logs.entry((uid, name)).or_default();
+            *kept = attempt.max(*kept);
+        }
+    }
+
     /// Nothing is left of a pod. A static one that comes back begins another life, which counts from nought.
     pub(super) fn forget(&mut self, uid: &str) {
         self.started.retain(|(of, ..)| of != uid);
@@ -335,7 +365,14 @@ impl State {
     pub(super) fn publish_statics(&self) {
         let pods = self.statics.values().map(|pod| Arc::new(object(pod)));
         if let Some(sender) = &self.statics_sender {
-            sender.send_replace(Statics::of(pods.collect()));
+            let pods: Vec<Arc<Pod>> = pods.collect();
+            let appearance = |pod: &Arc<Pod>| {
+                let uid = pod::uid(pod).to_owned();
+                let times = self.appearances.get(&uid).copied();
+                (uid, times.unwrap_or_default())
+            };
+            let appearances = pods.iter().map(appearance).collect();
+            sender.send_replace(Statics::of(pods).appearing(appearances));
         }
     }
 }

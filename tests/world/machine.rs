@@ -195,8 +195,9 @@ impl PodHost for World {
         None
     }
 
-    async fn last_attempt(&self, _: &Pod, _: &str) -> Result<Option<u32>, HostError> {
-        Ok(None)
+    async fn last_attempt(&self, pod: &Pod, name: &str) -> Result<Option<u32>, HostError> {
+        let kept = (uid(pod), name.to_owned());
+        Ok(self.state().kept_logs.get(&kept).copied())
     }
 
     async fn link_log(&self, _: &Pod, _: &str, _: u32, _: &str) -> Result<(), HostError> {
@@ -268,8 +269,9 @@ impl PodHost for World {
         self.machine(|s| _ = s.cgroups.remove(&uid(pod))).await
     }
 
-    async fn remove_directories(&self, pod: &Pod) -> Result<(), HostError> {
+    async fn remove_directories(&self, pod: &Pod, keeps_logs: bool) -> Result<(), HostError> {
         self.machine(|s| {
+            s.keep_logs(&uid(pod), keeps_logs);
             if s.volumes.contains(&uid(pod)) || s.far.holds(&uid(pod)) {
                 s.deny(format!(
                     "{}: directories were removed with a volume mounted",
@@ -309,6 +311,7 @@ impl PodHost for World {
             s.volumes.remove(uid);
             s.dirs.remove(uid);
             s.cgroups.remove(uid);
+            s.keep_logs(uid, false);
         })
         .await
     }

@@ -172,6 +172,10 @@ struct State {
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
     statics_sender: Option<watch::Sender<Statics>>,
+    /// How often each manifest was written again right after it was removed, by uid.
+    appearances: BTreeMap<String, u64>,
+    /// The newest attempt that the logs show of a static pod that starts again, by uid and container.
+    kept_logs: BTreeMap<(String, String), u32>,
     node: nodes::OfNode,
     /// Ends of pods that somebody else has told, and what others have said of pods that they delete, by uid.
     told: BTreeMap<String, ends::Told>,
@@ -225,13 +229,13 @@ impl State {
 
     /// The longest time in seconds that a container of a pod may be given to stop.
     fn grace_limit(&self, uid: &str) -> i64 {
+        if let Some(grace) = self.removed_grace(uid) {
+            return grace;
+        }
         let mut statics = self.statics.values();
         let pod = self
             .pods
             .get(uid)
-        if let Some(grace) = self.removed_grace(uid) {
-            return grace;
-        }
             .or_else(|| statics.find(|pod| pod["metadata"]["uid"] == *uid));
         let own = pod.and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64());
         // That of a manifest that was replaced; orphans have less.

@@ -124,6 +124,8 @@ struct Dispatcher {
     /// The API has been listed, or there is none.
     has_api: bool,
     has_statics: bool,
+    /// When each static pod has appeared, by uid.
+    appearances: BTreeMap<String, u64>,
 }
 
 /// Runs until the process ends.
@@ -149,6 +151,7 @@ pub async fn run(
         uncleared: BTreeSet::new(),
         has_api: inputs.api.is_none(),
         has_statics: false,
+        appearances: BTreeMap::new(),
     };
     let mut api = inputs.api.map(|cache| (cache.read_changes(), cache));
     let (sealed_pods, mut sealed) = watch::channel(None);
@@ -191,8 +194,8 @@ pub async fn run(
             }
             changes = api_changed => dispatcher.objects_changed(changes),
             Ok(()) = inputs.statics.changed() => {
-                let statics = inputs.statics.borrow_and_update().pods();
-                dispatcher.statics_are(statics);
+                let statics = inputs.statics.borrow_and_update().clone();
+                dispatcher.statics_are(&statics);
             }
             () = tokio::time::sleep(TURN) => {}
         }
@@ -248,13 +251,7 @@ impl Dispatcher {
                     worker.inbox.send(Input::Devices(BTreeMap::new()));
                 }
             }
-            Hint::StartAnew(uid) => {
-                // It leaves, and is wanted again when it has gone.
-                if let Some(worker) = self.workers.get_mut(&uid) {
-                    worker.update.removed = true;
-                    worker.inbox.send(Input::Update(worker.update.clone()));
-                }
-            }
+            Hint::StartAnew(uid) => self.start_again(&uid),
             Hint::RuntimeBack => {
                 for worker in self.workers.values() {
                     worker.inbox.send(Input::RuntimeBack);
@@ -310,6 +307,9 @@ impl Dispatcher {
             self.desired.set_object(&full_name, change.now);
             names.insert(full_name);
         }
+        self.update(names);
+    }
+
     /// Hands on the last state of a pod that was deleted or replaced: how long its containers may take to stop. No other
     /// update may show it, as an apiserver writes a forced deletion's grace period right before it deletes the object. A pod
     /// that is missing in a list has its last known state (upstream's `calculateEffectiveGracePeriod`).
@@ -328,9 +328,6 @@ impl Dispatcher {
         }
     }
 
-        self.update(names);
-    }
-
     fn sealed_are(&mut self, pods: Vec<Arc<Pod>>) {
         if !self.has_api {
             let names = self.desired.replace_objects(pods);
@@ -338,7 +335,27 @@ impl Dispatcher {
         }
     }
 
-    fn statics_are(&mut self, pods: Option<Vec<Arc<Pod>>>) {
+    /// Stops a static pod that starts again when it has gone: the dispatcher wants it still.
+    fn start_again(&mut self, uid: &str) {
+        let Some(worker) = self.workers.get_mut(uid) else {
+            return;
+        };
+        if !(worker.update.removed && worker.update.again) {
+            worker.update.removed = true;
+            worker.update.again = true;
+            worker.inbox.send(Input::Update(worker.update.clone()));
+        }
+    }
+
+    fn statics_are(&mut self, statics: &Statics) {
+        let pods = statics.pods();
+        let appearances = statics.appearances().clone();
+        let before = std::mem::replace(&mut self.appearances, appearances);
+        for (uid, at) in statics.appearances() {
+            if before.get(uid).is_some_and(|before| before != at) {
+                self.start_again(uid);
+            }
+        }
         let is_first = pods.is_some() && !self.has_statics;
         self.has_statics |= is_first;
         let mut names = self.desired.replace_statics(pods.unwrap_or_default());
@@ -398,6 +415,9 @@ impl Dispatcher {
                 continue;
             };
             let is_wanted = wanted.iter().any(|u| pod::uid(&u.pod) == uid);
+            if !is_wanted && std::mem::take(&mut worker.update.again) {
+                worker.inbox.send(Input::Update(worker.update.clone()));
+            }
             if !is_wanted && !worker.update.removed {
                 worker.update.removed = true;
                 // The scheduler has given away what it asked for; who comes next is admitted after this.
@@ -414,6 +434,8 @@ impl Dispatcher {
             if !worker.update.removed && differs(&worker.update, &update) {
                 worker.update = update.clone();
                 worker.inbox.send(Input::Update(update));
+            } else if worker.update.removed && pod::is_static(&update.pod) {
+                self.start_again(&uid);
             }
             return;
         }
@@ -500,6 +522,7 @@ impl Dispatcher {
                 pod: Arc::new(pod),
                 object: None,
                 removed: true,
+                again: false,
             };
             self.start(orphan.uid.clone(), full_name, update);
         }
@@ -522,9 +545,52 @@ impl Dispatcher {
     }
 }
 
+/// Whether a worker has to get an update. A manifest has no resourceVersion, and may keep its uid when it changes.
+fn differs(known: &Update, update: &Update) -> bool {
+    let version = |u: &Update| {
+        let object = u.object.as_ref().map(|o| (o.uid(), o.resource_version()));
+        (u.pod.resource_version(), object)
+    };
+    version(known) != version(update) || (pod::is_static(&update.pod) && known.pod != update.pod)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_changed_manifest_is_handed_on_also_under_the_same_uid() {
+        let update = |uid: &str, image: &str, version: Option<&str>| {
+            let mut pod = Pod::default();
+            pod.metadata.uid = Some(uid.into());
+            pod.metadata.resource_version = version.map(Into::into);
+            if version.is_none() {
+                let source = [(pod::SOURCE.to_owned(), "file".to_owned())];
+                pod.metadata.annotations = Some(source.into());
+            }
+            let container = k8s_openapi::api::core::v1::Container {
+                image: Some(image.into()),
+                ..Default::default()
+            };
+            pod.spec = Some(PodSpec {
+                containers: vec![container],
+                ..PodSpec::default()
+            });
+            Update {
+                pod: Arc::new(pod),
+                object: None,
+                removed: false,
+                again: false,
+            }
+        };
+        let manifest = update("own", "i:1", None);
+        assert!(pod::is_static(&manifest.pod));
+        assert!(differs(&manifest, &update("own", "i:2", None)));
+        assert!(!differs(&manifest, &update("own", "i:1", None)));
+        let object = update("u", "i:1", Some("1"));
+        assert!(differs(&object, &update("u", "i:1", Some("2"))));
+        assert!(!differs(&object, &update("u", "i:1", Some("1"))));
+    }
 
     #[test]
     fn an_event_that_changes_nothing_is_not_announced() {
@@ -541,19 +607,10 @@ mod tests {
         assert!(roster.set("p", uids("1"), Some(&Arc::new(other))));
         assert!(roster.set("p", uids("2"), None));
         assert!(roster.has("2") && roster.orphaned_mirrors.is_empty());
+        assert!(roster.set("q", uids("2"), None));
         assert!(roster.set("p", BTreeSet::new(), None));
         assert!(roster.has("2"), "it has another name still");
         assert!(roster.set("q", BTreeSet::new(), None));
         assert!(!roster.has("2") && roster.names.is_empty());
     }
 }
-/// Whether a worker has to get an update. A manifest has no resourceVersion, and may keep its uid when it changes.
-fn differs(known: &Update, update: &Update) -> bool {
-    let version = |u: &Update| {
-        let object = u.object.as_ref().map(|o| (o.uid(), o.resource_version()));
-        (u.pod.resource_version(), object)
-    };
-    version(known) != version(update) || (pod::is_static(&update.pod) && known.pod != update.pod)
-}
-
-        assert!(roster.set("q", uids("2"), None));

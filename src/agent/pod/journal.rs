@@ -381,6 +381,7 @@ mod tests {
             object: Some(Arc::clone(&pod)),
             pod,
             removed: false,
+            again: false,
         };
         let worker = Worker::new(update, Network::Ready, Timestamp::UNIX_EPOCH);
         let rules = Rules {

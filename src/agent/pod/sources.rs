@@ -1,6 +1,8 @@
 //! Static pods from a directory and from a URL (upstream's `config/`). A file that cannot be read or parsed is
 //! reported and skipped; the others are kept.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,6 +27,8 @@ const FILE_LIMIT: u64 = 10 << 20;
 pub struct Statics {
     files: Option<Vec<Arc<Pod>>>,
     url: Option<Vec<Arc<Pod>>>,
+    appearances: BTreeMap<String, u64>,
+    last_appearance: u64,
 }
 
 impl Statics {
@@ -34,6 +38,40 @@ impl Statics {
         Statics {
             files: Some(pods),
             url: Some(vec![]),
+            ..Statics::default()
+        }
+    }
+
+    /// The same with other appearances.
+    #[must_use]
+    pub fn appearing(self, appearances: BTreeMap<String, u64>) -> Statics {
+        Statics {
+            appearances,
+            ..self
+        }
+    }
+
+    /// When each pod has appeared, by uid: another number says that its manifest was removed meanwhile and written again. A
+    /// reader that is slow sees no listing without it.
+    #[must_use]
+    pub fn appearances(&self) -> &BTreeMap<String, u64> {
+        &self.appearances
+    }
+
+    /// Counts the pods that a source did not have before, or whose manifest was removed since and is there again.
+    fn count(&mut self, before: &[Arc<Pod>], now: &[Arc<Pod>], rewritten: &BTreeSet<String>) {
+        let uids = |pods: &[Arc<Pod>]| -> BTreeSet<String> {
+            pods.iter().map(|p| pod::uid(p).to_owned()).collect()
+        };
+        let (before, now) = (uids(before), uids(now));
+        for uid in before.difference(&now) {
+            self.appearances.remove(uid);
+        }
+        for uid in now {
+            if rewritten.contains(&uid) || !before.contains(&uid) {
+                self.last_appearance += 1;
+                self.appearances.insert(uid, self.last_appearance);
+            }
         }
     }
 
@@ -113,8 +151,14 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     };
     let uids = Arc::new(uids(&context).await);
     let mut reported = Vec::new();
+    let mut changes = sys::watch::Changes::with_removals(&dir);
+    let mut files = BTreeMap::new();
+    let mut removed = BTreeSet::new();
     loop {
-        let changes = sys::watch::Changes::of(&dir);
+        removed.append(&mut changes.take_removed());
+        if !changes.is_live(&dir) {
+            changes = sys::watch::Changes::with_removals(&dir);
+        }
         let (path, node) = (dir.clone(), context.config.node_name.clone());
         let known = Arc::clone(&uids);
         let listed = tokio::task::spawn_blocking(move || {
@@ -124,14 +168,22 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
         });
         let listed = listed.await.unwrap_or_else(|e| Err(e.to_string()));
         let errors = match listed {
-            Ok((pods, errors)) => {
+            Ok(Listed {
+                pods,
+                files: listed,
+                errors,
+            }) => {
+                let rewritten = rewritten(&std::mem::take(&mut removed), &files, &listed);
+                files = listed;
                 for error in errors.iter().filter(|e| !reported.contains(*e)) {
                     tracing::error!(%error, "a static pod manifest is skipped");
                 }
                 let now = context.clock.now();
                 tell(&found, |statics| {
                     let before = statics.files.take().unwrap_or_default();
-                    statics.files = Some(seen(pods, &before, now));
+                    let pods = seen(pods, &before, now);
+                    statics.count(&before, &pods, &rewritten);
+                    statics.files = Some(pods);
                 });
                 errors
             }
@@ -147,8 +199,18 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
             }
         };
         reported = errors;
-        changes.wait(context.config.file_check).await;
+        changes.next(context.config.file_check).await;
     }
+}
+
+/// The uids of pods whose file was removed and written again between two listings. The kubelet handles each event of the
+/// directory, so its pod stops and starts again (`produceWatchEvent` in `config/file_linux.go`).
+fn rewritten(removed: &BTreeSet<OsString>, before: &Files, now: &Files) -> BTreeSet<String> {
+    let rewritten = removed.iter().filter_map(|name| {
+        let uid = before.get(name)?;
+        (now.get(name) == Some(uid)).then(|| uid.clone())
+    });
+    rewritten.collect()
 }
 
 async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
@@ -167,7 +229,9 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
                 let now = context.clock.now();
                 tell(&found, |statics| {
                     let before = statics.url.take().unwrap_or_default();
-                    statics.url = Some(seen(pods, &before, now));
+                    let pods = seen(pods, &before, now);
+                    statics.count(&before, &pods, &BTreeSet::new());
+                    statics.url = Some(pods);
                 });
             }
             // The pods of before stay until there is an answer that can be read.
@@ -187,7 +251,7 @@ pub fn once(config: &crate::config::Config, started: Vec<Started>) -> Result<Vec
         return Ok(vec![]);
     };
     let uids = KeptUids::load(&config.root_dir, started);
-    let (pods, errors) = read_dir(dir, &config.node_name, &uids)?;
+    let Listed { pods, errors, .. } = read_dir(dir, &config.node_name, &uids)?;
     if errors.is_empty() {
         Ok(pods.iter().map(|p| Pod::clone(p)).collect())
     } else {
@@ -245,8 +309,17 @@ struct Origin<'a> {
     uid: &'a dyn Fn(&str, &str) -> String,
 }
 
-/// Pods, and what is wrong with the manifests of others.
-type Listed = (Vec<Arc<Pod>>, Vec<String>);
+/// The uids of pods by the names of their files.
+type Files = BTreeMap<OsString, String>;
+
+/// The pods of a directory.
+#[derive(Debug, Default, PartialEq)]
+struct Listed {
+    pods: Vec<Arc<Pod>>,
+    files: Files,
+    /// What is wrong with the other files.
+    errors: Vec<String>,
+}
 
 /// The files of a directory that are not hidden, sorted; none where there is no directory. As with the kubelet, the path of
 /// one file stands for itself.
@@ -277,7 +350,11 @@ fn manifests(dir: &Path) -> Result<Vec<PathBuf>, String> {
 /// All pods of a directory, and what is wrong with the other files. An error is what says nothing of pods: the directory,
 /// or a file in it, cannot be read.
 fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
-    let (mut pods, mut errors): Listed = (vec![], vec![]);
+    let Listed {
+        mut pods,
+        mut files,
+        mut errors,
+    } = Listed::default();
     for path in manifests(dir)? {
         let text = match sys::file::read_text(&path, FILE_LIMIT) {
             Ok(text) => text,
@@ -301,11 +378,20 @@ fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
                     pod::full_name(&pod)
                 ))
             }
-            Ok(pod) => pods.push(Arc::new(pod)),
+            Ok(pod) => {
+                if let Some(name) = path.file_name() {
+                    files.insert(name.to_owned(), pod::uid(&pod).to_owned());
+                }
+                pods.push(Arc::new(pod));
+            }
             Err(error) => errors.push(format!("{}: {error}", path.display())),
         }
     }
-    Ok((pods, errors))
+    Ok(Listed {
+        pods,
+        files,
+        errors,
+    })
 }
 
 /// Parses one manifest and gives it what only a static pod needs.
@@ -447,10 +533,51 @@ mod tests {
         let manifest = "---\napiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n---\n";
         std::fs::write(&file, manifest).expect("written");
         assert!(read_dir(&file.join("manifests"), "n", &uids).is_err());
-        let (pods, _) = read_dir(&file, "n", &uids).expect("one file stands for itself");
-        assert_eq!(pods.len(), 1);
+        let listed = read_dir(&file, "n", &uids).expect("one file stands for itself");
+        assert_eq!(listed.pods.len(), 1);
         let none = read_dir(&dir.path().join("none"), "n", &uids);
-        assert_eq!(none, Ok((vec![], vec![])));
+        assert_eq!(none, Ok(Listed::default()));
+    }
+
+    #[test]
+    fn a_manifest_that_was_removed_and_written_again_appears_again() {
+        let pods = |uids: &[&str]| {
+            let pod = |uid: &&str| {
+                let mut pod = Pod::default();
+                pod.metadata.uid = Some((*uid).into());
+                Arc::new(pod)
+            };
+            uids.iter().map(pod).collect::<Vec<_>>()
+        };
+        let files = |entries: &[(&str, &str)]| -> Files {
+            let owned = entries.iter().map(|(n, u)| (n.into(), (*u).to_owned()));
+            owned.collect()
+        };
+        let removed = ["a", "c", "d"].map(OsString::from).into();
+        let before = files(&[("a", "1"), ("b", "2"), ("c", "3")]);
+        let now = files(&[("a", "1"), ("b", "2"), ("c", "4"), ("d", "5")]);
+        let again = rewritten(&removed, &before, &now);
+        assert_eq!(
+            again,
+            ["1".to_owned()].into(),
+            "the same pod in the same file"
+        );
+
+        let mut statics = Statics::default();
+        let mut known = pods(&[]);
+        let mut list = |uids: &[&str], rewritten: &[&str]| {
+            let now = pods(uids);
+            let rewritten = rewritten.iter().map(|uid| (*uid).to_owned()).collect();
+            statics.count(&known, &now, &rewritten);
+            known = now;
+            statics.appearances().clone()
+        };
+        let first = list(&["1", "2"], &[]);
+        assert_eq!(list(&["1", "2"], &[]), first);
+        let second = list(&["1", "2"], &["1"]);
+        assert!(second["1"] != first["1"] && second["2"] == first["2"]);
+        assert_eq!(list(&["1"], &[]).len(), 1, "what is gone takes no room");
+        assert!(list(&["1", "2"], &[])["2"] != first["2"]);
     }
 
     #[test]
@@ -507,7 +634,7 @@ mod tests {
         assert_eq!(
             Statics {
                 files: Some(vec![]),
-                url: None
+                ..Statics::default()
             }
             .pods(),
             None,
@@ -573,7 +700,10 @@ mod tests {
         let elsewhere = tempfile::tempdir().expect("a directory");
         let load = |started| KeptUids::load(elsewhere.path(), started);
         let uids = load(vec![]);
-        let read_dir = |dir: &Path, node: &str| read_dir(dir, node, &uids).expect("readable");
+        let read_dir = |dir: &Path, node: &str| {
+            let listed = read_dir(dir, node, &uids).expect("readable");
+            (listed.pods, listed.errors)
+        };
         let (pods, errors) = read_dir(dir.path(), "n1");
         assert_eq!(pods.len(), 1);
         assert_eq!(
@@ -615,9 +745,14 @@ mod tests {
         }];
         for _ in 0..2 {
             let uids = load(started.clone());
-            let (pods, _) = super::read_dir(dir.path(), "n1", &uids).expect("readable");
+            let listed = super::read_dir(dir.path(), "n1", &uids).expect("readable");
+            let pods = listed.pods;
             assert_eq!(pod::uid(&pods[0]), kubelets);
             assert_eq!(pods[0].annotations()[pod::HASH], kubelets);
+            assert_eq!(
+                listed.files["a.yaml".as_ref() as &std::ffi::OsStr],
+                kubelets
+            );
             uids.save();
         }
     }

@@ -26,7 +26,8 @@ impl Job {
             let removed = self.count_cgroup("destroy", remove).await;
             removed?;
             if content {
-                let removed = context.host.remove_directories(pod).await;
+                let keeps_logs = self.update.again;
+                let removed = context.host.remove_directories(pod, keeps_logs).await;
                 removed?;
             }
             Ok::<_, Fault>(())

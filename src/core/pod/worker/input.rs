@@ -30,6 +30,10 @@ pub struct Update {
     pub object: Option<Arc<Pod>>,
     /// The pod is in no source any more.
     pub removed: bool,
+    /// A removed pod starts again under its uid once it has stopped: its manifest was written again. Its logs stay, by which
+    /// restarts are counted on (upstream's `calcRestartCountByLogDir`).
+    #[serde(default)]
+    pub again: bool,
 }
 
 impl Update {

@@ -42,6 +42,7 @@ fn a_pod(spec: Value, metadata: Value) -> Update {
         object: Some(Arc::clone(&pod)),
         pod,
         removed: false,
+        again: false,
     }
 }
 
