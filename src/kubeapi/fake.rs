@@ -17,6 +17,8 @@ use crate::core::lock::lock;
 #[derive(Clone)]
 pub struct Fake {
     pub items: Arc<Mutex<Vec<Value>>>,
+    /// The HTTP status of an answer to a list instead of the items.
+    refusal: Arc<Mutex<Option<u16>>>,
     lines: broadcast::Sender<String>,
     watching: Arc<AtomicUsize>,
 }
@@ -40,6 +42,7 @@ impl Fake {
     pub fn with(items: Vec<Value>) -> Fake {
         Fake {
             items: Arc::new(Mutex::new(items)),
+            refusal: Arc::default(),
             lines: broadcast::channel(8).0,
             watching: Arc::default(),
         }
@@ -50,6 +53,11 @@ impl Fake {
         _ = self
             .lines
             .send(json!({"type": kind, "object": object}).to_string());
+    }
+
+    /// Answers lists with this HTTP status, or with the items again.
+    pub fn fail_lists(&self, status: Option<u16>) {
+        *lock(&self.refusal) = status;
     }
 
     /// How many watches are open.
@@ -63,7 +71,16 @@ impl Fake {
             let fake = fake.clone();
             async move {
                 let (sender, receiver) = mpsc::channel::<String>(8);
-                if request.uri().query().unwrap_or_default().contains("watch=") {
+                let is_watch = request.uri().query().unwrap_or_default().contains("watch=");
+                let refusal = lock(&fake.refusal).filter(|_| !is_watch);
+                if let Some(code) = refusal {
+                    let status = json!({"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": "refused",
+                                        "reason": if code == 403 { "Forbidden" } else { "ServiceUnavailable" }, "code": code});
+                    sender
+                        .send(status.to_string())
+                        .await
+                        .expect("there is room");
+                } else if is_watch {
                     fake.watching.fetch_add(1, Ordering::Relaxed);
                     let (open, mut lines) =
                         (Open(Arc::clone(&fake.watching)), fake.lines.subscribe());
@@ -88,7 +105,11 @@ impl Fake {
                         )
                     })
                 });
-                Ok::<_, Infallible>(hyper::Response::new(StreamBody::new(stream)))
+                let mut response = hyper::Response::new(StreamBody::new(stream));
+                if let Some(code) = refusal {
+                    *response.status_mut() = hyper::StatusCode::from_u16(code).expect("a code");
+                }
+                Ok::<_, Infallible>(response)
             }
         });
         Client::new(service, "n")

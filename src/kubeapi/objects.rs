@@ -1,5 +1,9 @@
 //! Single objects, each watched for as long as somebody uses it: ConfigMaps and Secrets of pods that run here
 //! (kubelet spec, 9.8). A node may read only what its own pods refer to, one object at a time.
+//!
+//! An immutable object has no watch (KEP-1412). Each new user lists it again, because a name may refer to another object by
+//! now: all users then read the object that exists, as they do after a mutable object was replaced. The kubelet keeps the
+//! deleted object for new pods as long as another pod refers to its name.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -69,8 +73,26 @@ enum Seen<K> {
     Here(Arc<K>),
 }
 
+/// The last answer of the API about an object.
+#[derive(Debug, Clone)]
+struct View<K> {
+    seen: Seen<K>,
+    /// The number of registrations that the request for this answer covers.
+    covers: u64,
+}
+
+impl<K: Referable> View<K> {
+    /// Whether the object may have been replaced since: it has no watch, and a user registered after the request.
+    fn is_outdated(&self, registrations: u64) -> bool {
+        matches!(&self.seen, Seen::Here(object) if object.is_immutable())
+            && self.covers < registrations
+    }
+}
+
 struct Entry<K> {
-    seen: watch::Receiver<Seen<K>>,
+    seen: watch::Receiver<View<K>>,
+    /// How many users have registered so far.
+    registrations: watch::Sender<u64>,
     /// Who is told of changes, by token.
     users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
     /// Ends the pause after a watch that failed.
@@ -178,7 +200,11 @@ where
 
     fn begin(&self, (namespace, name): &Key) -> Entry<K> {
         let api = Api::namespaced(self.client.clone(), namespace);
-        let (sender, seen) = watch::channel(Seen::Unknown);
+        let (sender, seen) = watch::channel(View {
+            seen: Seen::Unknown,
+            covers: 0,
+        });
+        let registrations = watch::Sender::new(0);
         let users: Arc<Mutex<BTreeMap<u64, OnChange>>> = Arc::default();
         let asked = Arc::new(Notify::new());
         self.idle.notify_one();
@@ -186,11 +212,13 @@ where
             api,
             fields: format!("metadata.name={name}"),
             sender,
+            registrations: registrations.subscribe(),
             users: Arc::clone(&users),
         };
         let task = tokio::spawn(follow(watcher, name.clone(), Arc::clone(&asked)));
         Entry {
             seen,
+            registrations,
             users,
             asked,
             idle: Some(Instant::now()),
@@ -219,6 +247,7 @@ where
             entry.idle = None;
             entry.asked.notify_one();
             lock(&entry.users).insert(token, Arc::clone(on_change));
+            entry.registrations.send_modify(|number| *number += 1);
             let (registry, idle) = (Arc::clone(&self.registry), Arc::clone(&self.idle));
             ends.push(Box::new(move || {
                 if let Some(entry) = lock(&registry).entries.get_mut(&key) {
@@ -235,7 +264,7 @@ where
     /// An object as last seen; the first time, as soon as the API has answered.
     pub async fn get(&self, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure> {
         let key = (namespace.to_owned(), name.to_owned());
-        let mut seen = {
+        let (mut seen, registrations) = {
             let mut registry = lock(&self.registry);
             let entry = registry
                 .entries
@@ -243,10 +272,10 @@ where
                 .or_insert_with(|| self.begin(&key));
             // Somebody reads it: it stays for another while.
             entry.idle = entry.idle.map(|_| Instant::now());
-            if matches!(*entry.seen.borrow(), Seen::Unreachable(_)) {
+            if matches!(entry.seen.borrow().seen, Seen::Unreachable(_)) {
                 entry.asked.notify_one();
             }
-            entry.seen.clone()
+            (entry.seen.clone(), *entry.registrations.borrow())
         };
         let late = || {
             ApiFailure::Timeout(format!(
@@ -255,15 +284,19 @@ where
             ))
         };
         // A refusal may be taken back in a moment.
-        let is_known = |seen: &Seen<K>| {
-            !matches!(
-                seen,
-                Seen::Unknown | Seen::Unreachable(ApiFailure::Forbidden(_))
-            )
+        let is_known = |view: &View<K>| {
+            !view.is_outdated(registrations)
+                && !matches!(
+                    view.seen,
+                    Seen::Unknown | Seen::Unreachable(ApiFailure::Forbidden(_))
+                )
         };
         let _ = tokio::time::timeout(FIRST_ANSWER_TIMEOUT, seen.wait_for(is_known)).await;
         let known = seen.borrow().clone();
-        match known {
+        if known.is_outdated(registrations) {
+            return Err(late());
+        }
+        match known.seen {
             Seen::Unknown => Err(late()),
             Seen::Unreachable(failure) => Err(failure),
             Seen::Missing => Err(ApiFailure::NotFound(format!(
@@ -289,7 +322,7 @@ where
 
 /// Watches an object until it is dropped. What goes wrong is told to those who ask for the object, who put it into their
 /// pod's events: in the log it would stand once a try.
-async fn follow<K: Referable>(watcher: Watcher<K>, name: String, asked: Arc<Notify>)
+async fn follow<K: Referable>(mut watcher: Watcher<K>, name: String, asked: Arc<Notify>)
 where
     K::DynamicType: Default,
 {
@@ -297,8 +330,14 @@ where
     loop {
         let begun = Instant::now();
         match watcher.look(&mut from).await {
-            // What was seen last holds, for those who still ask.
-            Ok(Over::ForGood) => return std::future::pending().await,
+            // The object cannot change, but the name may refer to another one when the next user registers.
+            Ok(Over::UntilRegistration) => {
+                if watcher.next_registration().await.is_err() {
+                    return;
+                }
+                (from, pause) = (None, PAUSE.0);
+                continue;
+            }
             // Servers end watches after some minutes. One that ends them at once is not asked without a pause.
             Ok(Over::ForNow) if begun.elapsed() > PAUSE.1 => {
                 pause = PAUSE.0;
@@ -332,15 +371,16 @@ async fn rest(pause: Duration, asked: &Notify) {
 enum Over {
     /// The server has ended it.
     ForNow,
-    /// The object can change no more.
-    ForGood,
+    /// The object is immutable: it needs no request before another user registers.
+    UntilRegistration,
 }
 
 /// What one object is watched with.
 struct Watcher<K> {
     api: Api<K>,
     fields: String,
-    sender: watch::Sender<Seen<K>>,
+    sender: watch::Sender<View<K>>,
+    registrations: watch::Receiver<u64>,
     users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
 }
 
@@ -353,10 +393,11 @@ where
         let version = match from.clone() {
             Some(version) => version,
             None => {
+                let covers = self.registered();
                 let list = ListParams::default().fields(&self.fields);
                 let mut listed = self.api.list(&list).await?;
-                if self.show(listed.items.pop()) {
-                    return Ok(Over::ForGood);
+                if self.show(listed.items.pop(), covers) {
+                    return Ok(Over::UntilRegistration);
                 }
                 let version = listed.version.unwrap_or_default();
                 from.insert(version).clone()
@@ -375,26 +416,42 @@ where
                 WatchEvent::Error(status) => return Err((*status).into()),
             };
             from.clone_from(&object.meta().resource_version);
-            if self.show(there.then_some(object)) {
-                return Ok(Over::ForGood);
+            if self.show(there.then_some(object), self.registered()) {
+                return Ok(Over::UntilRegistration);
             }
         }
         Ok(Over::ForNow)
     }
 
-    /// Says that nothing is known. What was seen before holds on: an apiserver that does not answer takes nothing away.
+    fn registered(&self) -> u64 {
+        *self.registrations.borrow()
+    }
+
+    /// Waits until a user registers that the last answer does not cover. An error says that the entry was removed.
+    async fn next_registration(&mut self) -> Result<(), watch::error::RecvError> {
+        let covers = self.sender.borrow().covers;
+        let is_new = |number: &u64| *number > covers;
+        self.registrations.wait_for(is_new).await.map(|_| ())
+    }
+
+    /// Records that a request failed. The last answer stays valid: an apiserver that does not answer takes nothing away.
+    /// A refusal does: no pod of this node may read the object any more.
     fn unreachable(&self, failure: ApiFailure) {
-        self.sender.send_if_modified(|seen| {
-            let blind = matches!(seen, Seen::Unknown | Seen::Unreachable(_));
-            if blind {
-                *seen = Seen::Unreachable(failure);
+        let covers = self.registered();
+        self.sender.send_if_modified(|view| {
+            let is_blind = matches!(view.seen, Seen::Unknown | Seen::Unreachable(_));
+            let is_refused =
+                view.is_outdated(covers) && matches!(failure, ApiFailure::Forbidden(_));
+            if is_blind || is_refused {
+                view.seen = Seen::Unreachable(failure);
             }
-            blind
+            view.covers = covers;
+            true
         });
     }
 
     /// Says what is there, and tells the users of a change after the first sight. Whether it is there for good.
-    fn show(&self, object: Option<K>) -> bool {
+    fn show(&self, object: Option<K>, covers: u64) -> bool {
         let now = match object {
             Some(mut object) => {
                 object.meta_mut().managed_fields = None;
@@ -412,11 +469,12 @@ where
             _ => None,
         };
         let mut changed = false;
-        self.sender.send_modify(|seen| {
-            let first = matches!(seen, Seen::Unknown);
-            changed =
-                !first && (version(seen) != version(&now) || matches!(seen, Seen::Unreachable(_)));
-            *seen = now;
+        self.sender.send_modify(|view| {
+            let first = matches!(view.seen, Seen::Unknown);
+            changed = !first
+                && (version(&view.seen) != version(&now)
+                    || matches!(view.seen, Seen::Unreachable(_)));
+            *view = View { seen: now, covers };
         });
         if changed {
             let told: Vec<OnChange> = lock(&self.users).values().cloned().collect();
@@ -498,5 +556,67 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert_eq!(fake.watches(), 0);
         assert!(watched.get("n", "m").await.is_ok());
+    }
+
+    /// The data of the object that a new user reads, with its registration.
+    async fn read_by_new_user(watched: &Watched<ConfigMap>) -> (Option<String>, Following) {
+        let on_change: OnChange = Arc::new(|| ());
+        let following = watched.follow("n", ["m".to_owned()].iter(), &on_change);
+        let read = watched.get("n", "m").await.ok();
+        let value = read.and_then(|map| map.data.clone()?.remove("k"));
+        (value, following)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_new_user_reads_the_immutable_object_that_replaced_another_one() {
+        let fake = Fake::with(vec![map(1, "a", true)]);
+        let watched: Watched<ConfigMap> = Watched::new(fake.client());
+        let changes = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&changes);
+        let on_change: OnChange = Arc::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
+        let old_user = watched.follow("n", ["m".to_owned()].iter(), &on_change);
+        let replace = |version: u32, text: &str| {
+            let mut replaced = map(version, text, true);
+            replaced["metadata"]["uid"] = format!("u{version}").into();
+            *lock(&fake.items) = vec![replaced];
+        };
+        let value = |text: &str| Some(text.to_owned());
+        assert_eq!(read_by_new_user(&watched).await.0, value("a"));
+        assert_eq!(changes.load(Ordering::Relaxed), 0);
+        // Another pod still refers to the name: all read the object that exists, and the old user is notified.
+        replace(2, "b");
+        let (read, new_user) = read_by_new_user(&watched).await;
+        assert_eq!(read, value("b"));
+        assert_eq!(changes.load(Ordering::Relaxed), 1);
+        // No pod refers to the name any more, and its entry lingers.
+        drop((old_user, new_user));
+        replace(3, "c");
+        let (read, user) = read_by_new_user(&watched).await;
+        assert_eq!((read, watched.len()), (value("c"), 1));
+        lock(&fake.items).clear();
+        assert_eq!(read_by_new_user(&watched).await.0, None, "deleted");
+        // A mutable object in its place has a watch.
+        until("the watch", || fake.watches() == 1).await;
+        *lock(&fake.items) = vec![map(9, "d", false)];
+        fake.say("ADDED", &map(9, "d", false));
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        assert_eq!(read_by_new_user(&watched).await.0, value("d"));
+        drop(user);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_immutable_object_stays_readable_while_the_api_fails_unless_it_refuses() {
+        let fake = Fake::with(vec![map(1, "a", true)]);
+        let watched: Watched<ConfigMap> = Watched::new(fake.client());
+        let (_, _user) = read_by_new_user(&watched).await;
+        let value = |text: &str| Some(text.to_owned());
+        fake.fail_lists(Some(503));
+        assert_eq!(read_by_new_user(&watched).await.0, value("a"));
+        fake.fail_lists(Some(403));
+        let (refused, _second) = read_by_new_user(&watched).await;
+        assert_eq!(refused, None, "no pod of this node may read it");
+        fake.fail_lists(None);
+        tokio::time::sleep(ASKED).await;
+        assert_eq!(read_by_new_user(&watched).await.0, value("a"));
     }
 }
