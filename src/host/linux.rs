@@ -16,6 +16,7 @@ use super::HostError;
 use super::Log;
 use super::OnTakenAway;
 use super::PodHost;
+use super::Staying;
 use super::SubPath;
 use super::blocking;
 use super::cgroups::Cgroups;
@@ -80,6 +81,8 @@ pub struct LinuxHost {
     pub given: Option<Given>,
     /// Calls that the kernel may never answer.
     pub(in crate::host) patient: Patient,
+    /// Volumes that no pod uses and that stay for now.
+    pub(in crate::host) staying: Staying,
     /// Mounts of servers that seem to be gone, as unmounting them has no answer, and since when.
     pub(in crate::host) silent: Mutex<HashMap<PathBuf, Instant>>,
     /// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
@@ -149,6 +152,7 @@ impl LinuxHost {
             users: Pool::all(LENGTH),
             given: None,
             patient: Patient::default(),
+            staying: Staying::default(),
             silent: Mutex::default(),
             force_after: FORCE_AFTER,
         }

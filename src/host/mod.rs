@@ -12,6 +12,7 @@ pub mod users;
 pub mod volume;
 
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -19,11 +20,13 @@ use k8s_openapi::api::core::v1::Pod;
 
 use self::volume::csi::Published;
 use crate::core::image::gc::Filesystem;
+use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
 use crate::core::pod::Ownership;
 use crate::core::pod::cgroup_values::{Difference, Mended, Values};
 use crate::core::pod::observed::Container;
 use crate::core::pod::users::Mappings;
+use crate::core::repeated::RepeatedFailures;
 use crate::core::volume::payload::Files;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::sys::usage::Usage;
@@ -41,6 +44,25 @@ pub async fn blocking<T: Send + 'static>(
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| {
         Err(format!("an operation on the filesystem ended unexpectedly: {e}").into())
     })
+}
+
+/// Volumes and disks that no pod uses and that stay for now. Repetitions are logged after pauses that grow.
+#[derive(Debug, Default)]
+pub(crate) struct Staying(Mutex<RepeatedFailures<String>>);
+
+impl Staying {
+    fn log(&self, volume: &str, error: &HostError) {
+        let (text, now) = (error.to_string(), jiff::Timestamp::now());
+        let due = lock(&self.0).record(volume.to_owned(), &text, now);
+        if let Some(repetitions) = due {
+            tracing::warn!(
+                %error,
+                volume,
+                repetitions,
+                "volume that no pod uses stays for now, retrying"
+            );
+        }
+    }
 }
 
 /// A volume of a pod that was taken away, or could not be.

@@ -29,6 +29,7 @@ use crate::core::node::claims::{Batches, Begun, ClaimError, Claims, Named, Wante
 use crate::core::node::claims::{checked, judge, references};
 use crate::core::pod;
 use crate::core::pod::status::devices::OfPod;
+use crate::core::repeated::RepeatedFailures;
 use crate::devices::PluginError;
 use crate::devices::dra::{Answers, Driver, Report, Unheard};
 use crate::host::HostError;
@@ -518,18 +519,23 @@ async fn give_back_all(context: &Context, mut roster: watch::Receiver<Roster>) {
         return std::future::pending().await;
     }
     let mut changes = context.claims.checkpoint.changes();
+    let mut failures = RepeatedFailures::default();
     loop {
         changes.mark_unchanged();
         if context.claims.look(|claims| claims.pods().is_empty()) {
             let _ = changes.changed().await;
             continue;
         }
-        give_back_left(context, &roster).await;
+        give_back_left(context, &roster, &mut failures).await;
         tokio::time::sleep(RECONCILE).await;
     }
 }
 
-async fn give_back_left(context: &Context, roster: &watch::Receiver<Roster>) {
+async fn give_back_left(
+    context: &Context,
+    roster: &watch::Receiver<Roster>,
+    failures: &mut RepeatedFailures<String>,
+) {
     // What runs still uses its devices, whether a source has it or not.
     let listed = match context.runtime.list().await {
         Ok(listed) => listed,
@@ -542,16 +548,20 @@ async fn give_back_left(context: &Context, roster: &watch::Receiver<Roster>) {
     left.retain(|uid| !roster.borrow().has(uid) && !listed.iter().any(|p| p.uid == *uid));
     for uid in left {
         match context.claims.give_back(context, &uid).await {
-            Ok(()) => tracing::info!(
-                pod = uid,
-                "the pod is gone: its resource claims are given back"
-            ),
+            Ok(()) => {
+                failures.clear(&uid);
+                tracing::info!(pod = uid, "resource claims of a deleted pod released");
+            }
             Err(error) => {
-                tracing::warn!(
-                    %error,
-                    pod = uid,
-                    "the resource claims of a pod that is gone cannot be given back yet"
-                );
+                let due = failures.record(uid.clone(), &error.to_string(), context.clock.now());
+                if let Some(repetitions) = due {
+                    tracing::warn!(
+                        %error,
+                        pod = uid,
+                        repetitions,
+                        "resource claims of a deleted pod not released, retrying"
+                    );
+                }
             }
         }
     }

@@ -22,6 +22,7 @@ use crate::core::pod::journal::{Journal, Progress, Step};
 use crate::core::pod::lifecycle::{Input, State};
 use crate::core::pod::record::Record;
 use crate::core::pod::worker::{self, Facts, Turn, Worker};
+use crate::core::repeated::RepeatedFailures;
 use crate::sys::clock::Clock;
 
 /// How many pods that have gone are remembered.
@@ -90,6 +91,7 @@ pub struct Log {
     status: Arc<Mutex<Option<Arc<PodStatus>>>>,
     clock: Clock,
     metrics: Arc<Metrics>,
+    failures: Arc<Mutex<RepeatedFailures<(Step, String)>>>,
 }
 
 /// Closes a step that nobody waits for any more.
@@ -158,9 +160,12 @@ impl Log {
     pub fn end(&self, step: Step, subject: &str, progress: Progress) {
         let result = match &progress {
             Progress::Running => "running",
-            Progress::Done => "done",
+            Progress::Done => {
+                lock(&self.failures).clear(&(step, subject.to_owned()));
+                "done"
+            }
             Progress::Failed(why) => {
-                tracing::warn!(step = step.name(), subject, why, "a step of the pod failed");
+                self.log_failure(step, subject, why);
                 "failed"
             }
             Progress::Dropped => "dropped",
@@ -170,6 +175,21 @@ impl Log {
             .end(step, subject, progress, self.clock.now());
         if let Some(took) = took.and_then(|t| std::time::Duration::try_from(t).ok()) {
             self.metrics.step(step.name(), result, took);
+        }
+    }
+
+    /// Logs a failure. One that repeats is logged after pauses that grow, with the number of repetitions in between.
+    pub(super) fn log_failure(&self, step: Step, subject: &str, why: &str) {
+        let key = (step, subject.to_owned());
+        let due = lock(&self.failures).record(key, why, self.clock.now());
+        if let Some(repetitions) = due {
+            tracing::warn!(
+                step = step.name(),
+                subject,
+                why,
+                repetitions,
+                "a step of the pod failed"
+            );
         }
     }
 
@@ -307,6 +327,7 @@ impl Journals {
                 status: Arc::default(),
                 clock,
                 metrics: Arc::clone(metrics),
+                failures: Arc::default(),
             },
         };
         all.pods
@@ -389,6 +410,7 @@ mod tests {
             max_backoff: SignedDuration::from_secs(300),
             mirrors: true,
             recursive_read_only: false,
+            runtime: "containerd".into(),
         };
         let record = Record::new(rules, vec!["192.0.2.1".into()], &worker);
         log.start_record(record.clone());

@@ -3,7 +3,7 @@
 //! not answer holds up nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -17,7 +17,9 @@ use crate::agent::volume::csi::VolumeError;
 use crate::agent::{Context, volume};
 use crate::core::backoff::Doubling;
 use crate::core::fault::Fault;
+use crate::core::lock::lock;
 use crate::core::pod;
+use crate::core::repeated::RepeatedFailures;
 use crate::cri::RuntimeError;
 
 /// How often directories and cgroups without a pod are looked for.
@@ -74,6 +76,9 @@ impl Removals {
 /// started meanwhile: its directories would be taken away from under it.
 pub type Clearing = watch::Sender<BTreeSet<String>>;
 
+/// Failed removals or deletions by uid, which are logged after pauses that grow.
+type Failures = Arc<Mutex<RepeatedFailures<String>>>;
+
 /// One of them, until this is dropped.
 struct Cleared {
     clearing: Clearing,
@@ -106,6 +111,7 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
     // Each in a task of its own: a driver that hangs for one pod holds up no other.
     let mut tasks = JoinSet::<(String, bool)>::new();
     let (mut removals, mut unseen) = (Removals::default(), RETRY);
+    let failures = Failures::default();
     let mut look_at = Instant::now();
     loop {
         tokio::select! {
@@ -135,7 +141,8 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
                     if roster.borrow().has(&uid) {
                         removals.ended(&uid, false, now);
                     } else {
-                        tasks.spawn(remove(Arc::clone(&context), uid, cleared));
+                        let failures = Arc::clone(&failures);
+                        tasks.spawn(remove(Arc::clone(&context), uid, cleared, failures));
                     }
                 }
                 context
@@ -179,7 +186,12 @@ async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
 }
 
 /// Removes what a pod has left, and says so; the answer is its uid and whether that has failed.
-async fn remove(context: Arc<Context>, uid: String, cleared: Cleared) -> (String, bool) {
+async fn remove(
+    context: Arc<Context>,
+    uid: String,
+    cleared: Cleared,
+    failures: Failures,
+) -> (String, bool) {
     let begun = Instant::now();
     let removed = {
         let mut removal = std::pin::pin!(clear(&context, &uid));
@@ -194,9 +206,20 @@ async fn remove(context: Arc<Context>, uid: String, cleared: Cleared) -> (String
         }
     };
     match &removed {
-        Ok(()) => tracing::info!(uid, "orphaned pod directory removed"),
+        Ok(()) => {
+            lock(&failures).clear(&uid);
+            tracing::info!(uid, "orphaned pod directory removed");
+        }
         Err(error) => {
-            tracing::warn!(%error, uid, "orphaned pod directory cannot be removed, retrying");
+            let (text, now) = (error.to_string(), context.clock.now());
+            if let Some(repetitions) = lock(&failures).record(uid.clone(), &text, now) {
+                tracing::warn!(
+                    %error,
+                    uid,
+                    repetitions,
+                    "orphaned pod directory cannot be removed, retrying"
+                );
+            }
         }
     }
     drop(cleared);
@@ -217,6 +240,7 @@ fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>
 pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
     let mut tasks = JoinSet::<(String, bool)>::new();
     let mut removals = Removals::default();
+    let failures = Failures::default();
     // The API has taken their deletion, and the watch may not have shown it yet.
     let mut accepted = BTreeSet::new();
     loop {
@@ -227,6 +251,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
             tasks.spawn(delete_mirror(
                 Arc::clone(&context),
                 Arc::clone(&mirrors[&uid]),
+                Arc::clone(&failures),
             ));
         }
         let again = removals.next();
@@ -250,13 +275,25 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
 }
 
 /// Deletes a mirror; the answer is its uid and whether that has failed.
-async fn delete_mirror(context: Arc<Context>, mirror: Arc<Pod>) -> (String, bool) {
+async fn delete_mirror(
+    context: Arc<Context>,
+    mirror: Arc<Pod>,
+    failures: Failures,
+) -> (String, bool) {
     let deletion = mirror::remove(&context, &mirror);
     let deleted = tokio::time::timeout(DELETE_TIMEOUT, deletion)
         .await
         .unwrap_or_else(|_| Err(Fault::later(format!("no answer after {DELETE_TIMEOUT:?}"))));
-    if let Err(error) = &deleted {
-        tracing::warn!(%error, pod = %pod::full_name(&mirror), "orphaned mirror pod not deleted, retrying");
+    let uid = pod::uid(&mirror).to_owned();
+    match &deleted {
+        Ok(()) => lock(&failures).clear(&uid),
+        Err(error) => {
+            let now = context.clock.now();
+            let due = lock(&failures).record(uid, &error.to_string(), now);
+            if let Some(repetitions) = due {
+                tracing::warn!(%error, pod = %pod::full_name(&mirror), repetitions, "orphaned mirror pod not deleted, retrying");
+            }
+        }
     }
     (pod::uid(&mirror).to_owned(), deleted.is_err())
 }

@@ -230,11 +230,7 @@ impl LinuxHost {
             match outcome {
                 // Another pod's device that hangs is no reason to stay.
                 Err(error) if own => return Err(error),
-                Err(error) => tracing::warn!(
-                    %error,
-                    volume = key,
-                    "a local volume that no pod uses stays mounted for now"
-                ),
+                Err(error) => self.staying.log(&key, &error),
                 Ok(_) => {}
             }
         }
@@ -394,11 +390,7 @@ impl LinuxHost {
                 .await
             {
                 Err(error) if own => return Err(error),
-                Err(error) => tracing::warn!(
-                    %error,
-                    disk = key,
-                    "a session that no pod uses stays for now"
-                ),
+                Err(error) => self.staying.log(&key, &error),
                 Ok(()) => {}
             }
         }

@@ -110,24 +110,22 @@ impl Job {
         sandboxes: &[String],
     ) -> Outcome {
         let context = self.context();
-        let later = |error: &dyn Display| {
-            tracing::warn!(
-                %error,
-                "an ended container or sandbox could not be removed yet"
-            );
+        let later = |id: &str, error: &dyn Display| {
+            let why = format!("terminated container or sandbox not removed yet: {error}");
+            self.log().log_failure(Step::Release, id, &why);
         };
         for (id, name, attempt) in containers {
             match context.runtime.remove_container(id).await {
                 Ok(()) => {
                     let removed = context.host.remove_instance(&self.pod, name, *attempt, id);
-                    removed.await.unwrap_or_else(|e| later(&e));
+                    removed.await.unwrap_or_else(|e| later(id, &e));
                 }
-                Err(error) => later(&error),
+                Err(error) => later(id, &error),
             }
         }
         for sandbox in sandboxes {
             let removed = context.runtime.remove_sandbox(sandbox).await;
-            removed.unwrap_or_else(|e| later(&e));
+            removed.unwrap_or_else(|e| later(sandbox, &e));
         }
         Outcome::Done
     }

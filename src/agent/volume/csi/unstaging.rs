@@ -15,6 +15,7 @@ use crate::agent::Context;
 use crate::agent::metrics::VolumeOperation;
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
+use crate::core::repeated::RepeatedFailures;
 use crate::host::blocking;
 use crate::host::volume::csi::Published;
 
@@ -60,14 +61,18 @@ pub async fn run(context: Arc<Context>) {
 }
 
 async fn until_unstaged(context: Arc<Context>, place: Published) {
-    let mut pauses = RETRY;
+    let (mut pauses, mut failures) = (RETRY, RepeatedFailures::default());
     while let Err(error) = unstage(&context, &place).await {
-        tracing::warn!(
-            %error,
-            volume = place.name,
-            driver = place.data.driver_name,
-            "a volume that no pod has stays staged, and is tried again"
-        );
+        let due = failures.record((), &error.to_string(), context.clock.now());
+        if let Some(repetitions) = due {
+            tracing::warn!(
+                %error,
+                volume = place.name,
+                driver = place.data.driver_name,
+                repetitions,
+                "volume without a pod stays staged, retrying"
+            );
+        }
         tokio::time::sleep(pauses.pause()).await;
     }
 }
