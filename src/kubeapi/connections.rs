@@ -306,7 +306,7 @@ impl Shared {
     async fn send(&self, request: Request<Body>) -> Result<Response<Answer>, BoxError> {
         let watch = is_watch(request.uri());
         if !watch && !is_event(request.uri()) {
-            self.pace.wait().await;
+            self.pace.wait(request.uri().path()).await;
         }
         let begun = Instant::now();
         let what = format!("{} {}", request.method(), request.uri().path());

@@ -1,16 +1,116 @@
 //! At what pace requests are sent to an apiserver (`kubeAPIQPS`, `kubeAPIBurst`).
 
+use std::collections::HashMap;
+use std::hash::{Hash as _, Hasher as _};
+use std::sync::Mutex;
+
 use jiff::{SignedDuration, Timestamp};
-use tokio::sync::Mutex;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::core::bucket::Bucket;
+use crate::core::digest::Fnv64;
+use crate::core::lock::lock;
 
-/// So many requests a second, and so many at once. Whoever has to wait is served in the order of coming.
+/// After how many seconds a request counts half for the usage of its object.
+const HALF_LIFE: f64 = 60.0;
+/// Usage that is too small to matter.
+const NEGLIGIBLE: f64 = 0.1;
+/// How many objects have a usage at most.
+const MAX_OBJECTS: usize = 4096;
+
+/// A request that waits.
+struct Waiting {
+    ticket: u64,
+    object: u64,
+    granted: oneshot::Sender<()>,
+}
+
+/// How many requests were sent about an object, the older ones counting less.
+#[derive(Clone, Copy)]
+struct Usage {
+    requests: f64,
+    at: Instant,
+}
+
+impl Usage {
+    fn now(&self) -> f64 {
+        let age = self.at.elapsed().as_secs_f64();
+        self.requests * (-age / HALF_LIFE).exp2()
+    }
+}
+
+struct Queue {
+    bucket: Bucket,
+    /// In the order of arrival.
+    waiting: Vec<Waiting>,
+    usage: HashMap<u64, Usage>,
+    tickets: u64,
+    /// The last token went to the request that had waited longest.
+    was_oldest: bool,
+}
+
+impl Queue {
+    /// Counts a request about an object.
+    fn count(&mut self, object: u64) {
+        if self.usage.len() >= MAX_OBJECTS {
+            self.usage.retain(|_, usage| usage.now() > NEGLIGIBLE);
+            if self.usage.len() >= MAX_OBJECTS {
+                self.usage.clear();
+            }
+        }
+        let before = self.usage.get(&object).map_or(0.0, Usage::now);
+        let usage = Usage {
+            requests: before + 1.0,
+            at: Instant::now(),
+        };
+        self.usage.insert(object, usage);
+    }
+
+    /// Grants a token to the next request: by turns to the one that has waited longest, and to the one whose object was used
+    /// least. So each request is sent in the end, and one of a healthy pod does not wait for all retries of other pods.
+    fn grant(&mut self) {
+        while !self.waiting.is_empty() {
+            let oldest = !self.was_oldest;
+            let used = |waiting: &Waiting| self.usage.get(&waiting.object).map_or(0.0, Usage::now);
+            let least = || {
+                let all = self.waiting.iter().map(used).enumerate();
+                all.min_by(|(_, a), (_, b)| a.total_cmp(b))
+                    .map_or(0, |(at, _)| at)
+            };
+            let at = if oldest { 0 } else { least() };
+            self.was_oldest = oldest;
+            let next = self.waiting.remove(at);
+            // A caller that has gone takes no token.
+            if next.granted.send(()).is_ok() {
+                self.count(next.object);
+                return;
+            }
+        }
+    }
+}
+
+/// So many requests a second, and so many at once.
 pub struct Pace {
-    bucket: Mutex<Bucket>,
+    queue: Mutex<Queue>,
+    /// Held by the waiting request that waits for the next token; others wait for their grant.
+    leader: tokio::sync::Mutex<()>,
+    is_limited: bool,
     /// What the bucket's times are counted from: a machine's clock may be set.
     begun: Instant,
+}
+
+/// Removes a request that its caller has given up.
+struct Place<'a> {
+    pace: &'a Pace,
+    ticket: u64,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut queue = lock(&self.pace.queue);
+        queue.waiting.retain(|w| w.ticket != self.ticket);
+    }
 }
 
 impl Pace {
@@ -18,7 +118,15 @@ impl Pace {
     #[must_use]
     pub fn new((rate, burst): (f64, f64)) -> Pace {
         Pace {
-            bucket: Mutex::new(Bucket::new(rate, burst, Timestamp::UNIX_EPOCH)),
+            queue: Mutex::new(Queue {
+                bucket: Bucket::new(rate, burst, Timestamp::UNIX_EPOCH),
+                waiting: vec![],
+                usage: HashMap::new(),
+                tickets: 0,
+                was_oldest: false,
+            }),
+            leader: tokio::sync::Mutex::default(),
+            is_limited: rate > 0.0,
             begun: Instant::now(),
         }
     }
@@ -30,14 +138,66 @@ impl Pace {
             .unwrap_or(Timestamp::MAX)
     }
 
-    /// Waits until one more request may be sent. Dropping it takes nothing.
-    pub async fn wait(&self) {
-        // Held while it is waited: the others wait behind.
-        let mut bucket = self.bucket.lock().await;
-        while let Err(left) = bucket.take(self.now()) {
-            tokio::time::sleep(left).await;
+    /// Waits until one more request about the object of this path may be sent. Dropping it takes nothing.
+    pub async fn wait(&self, path: &str) {
+        if !self.is_limited {
+            return;
+        }
+        let object = object_of(path);
+        let (place, mut granted) = {
+            let mut queue = lock(&self.queue);
+            if queue.waiting.is_empty() && queue.bucket.take(self.now()).is_ok() {
+                queue.count(object);
+                return;
+            }
+            let (sender, granted) = oneshot::channel();
+            queue.tickets += 1;
+            let ticket = queue.tickets;
+            queue.waiting.push(Waiting {
+                ticket,
+                object,
+                granted: sender,
+            });
+            (Place { pace: self, ticket }, granted)
+        };
+        let lead = async {
+            let _leader = self.leader.lock().await;
+            // Until this request itself has been granted a token.
+            loop {
+                let taken = {
+                    let mut queue = lock(&self.queue);
+                    if !queue.waiting.iter().any(|w| w.ticket == place.ticket) {
+                        return;
+                    }
+                    let taken = queue.bucket.take(self.now());
+                    if taken.is_ok() {
+                        queue.grant();
+                    }
+                    taken
+                };
+                if let Err(left) = taken {
+                    tokio::time::sleep(left).await;
+                }
+            }
+        };
+        tokio::select! {
+            // The leader has granted this one a token, or is this one.
+            _ = &mut granted => {}
+            () = lead => {}
         }
     }
+}
+
+/// The object of a request's path without its subresource, as a hash.
+fn object_of(path: &str) -> u64 {
+    let parts = path.split('/').skip_while(|part| *part != "namespaces");
+    let mut hasher = Fnv64::default();
+    let mut parts = parts.take(4).peekable();
+    if parts.peek().is_none() {
+        path.hash(&mut hasher);
+    }
+    parts.for_each(|part| part.hash(&mut hasher));
+    hasher.finish()
 }
 
 impl Default for Pace {
@@ -59,7 +219,7 @@ mod tests {
         let wait = |number: u64| {
             let pace = Arc::clone(&pace);
             tokio::spawn(async move {
-                pace.wait().await;
+                pace.wait("/api/v1/nodes").await;
                 (number, begun.elapsed().as_millis() / 100)
             })
         };
@@ -74,8 +234,63 @@ mod tests {
         }
         let free = Pace::default();
         for _ in 0..1000 {
-            free.wait().await;
+            free.wait("/api/v1/nodes").await;
         }
         assert_eq!(begun.elapsed().as_millis() / 100, 10);
+    }
+
+    fn status_of(pod: &str) -> String {
+        format!("/api/v1/namespaces/n/pods/{pod}/status")
+    }
+
+    /// 500 pods retry all the time and use up the rate.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_of_a_healthy_pod_does_not_wait_for_the_retries_of_others() {
+        let pace = Arc::new(Pace::new((50.0, 100.0)));
+        let retry = |number: u64| {
+            let pace = Arc::clone(&pace);
+            tokio::spawn(async move {
+                loop {
+                    pace.wait(&status_of(&format!("broken-{number}"))).await;
+                }
+            })
+        };
+        let retries: Vec<_> = (0..500).map(retry).collect();
+        tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+        for number in 0..10 {
+            let begun = Instant::now();
+            pace.wait(&status_of(&format!("healthy-{number}"))).await;
+            assert!(begun.elapsed().as_millis() <= 60, "{:?}", begun.elapsed());
+        }
+        // Each retry is sent in the end: one that waits is overtaken by no more than one for each before it.
+        let begun = Instant::now();
+        pace.wait(&status_of("broken-7")).await;
+        assert!(begun.elapsed().as_secs() <= 21, "{:?}", begun.elapsed());
+        // Callers that give up take nothing.
+        retries.iter().for_each(tokio::task::JoinHandle::abort);
+        tokio::task::yield_now().await;
+        pace.wait(&status_of("broken-7")).await;
+        assert!(lock(&pace.queue).waiting.is_empty());
+        tokio::time::sleep(std::time::Duration::from_secs(10)).await;
+        let begun = Instant::now();
+        for _ in 0..100 {
+            pace.wait(&status_of("broken-7")).await;
+        }
+        assert!(begun.elapsed().is_zero(), "the burst is there again");
+    }
+
+    #[test]
+    fn requests_about_one_object_count_together() {
+        let pod = object_of("/api/v1/namespaces/n/pods/p");
+        for (path, expected) in [
+            ("/api/v1/namespaces/n/pods/p/status", true),
+            ("/api/v1/namespaces/n/pods/q", false),
+            ("/api/v1/namespaces/m/pods/p", false),
+            ("/api/v1/namespaces/n/secrets/p", false),
+            ("/api/v1/nodes/n", false),
+            ("", false),
+        ] {
+            assert_eq!(object_of(path) == pod, expected, "{path}");
+        }
     }
 }
