@@ -1,28 +1,27 @@
 //! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+mod poster;
+
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::api::core::v1::{ObjectReference, Pod};
 use kube::ResourceExt as _;
-use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
+use self::poster::{ApiSink, EventSink, Poster};
 use super::pod::starts::Lull;
-use crate::core::bucket::Bucket;
-use crate::core::correlate::{self, Correlator};
 use crate::core::lock::lock;
-use crate::core::time::seconds;
+use crate::core::repeated::RepeatedFailures;
 use crate::core::volume::claims::Grown;
-use crate::kubeapi::pods::{ApiFailure, PodApi};
+use crate::kubeapi::pods::PodApi;
 use crate::sys::clock::Clock;
 
-/// How many events may wait; beyond that the newest are dropped, as they hold nothing up.
-const QUEUE: usize = 1024;
+/// How many events may wait; beyond that the newest are dropped.
+const MAX_QUEUED: usize = 1024;
 
 /// How long an agent that stops waits until what was said is posted.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -43,7 +42,7 @@ const NOTES: usize = 64;
 type Notes = HashMap<(String, String), BTreeMap<String, String>>;
 
 #[derive(Debug)]
-struct Said {
+struct Emitted {
     /// When it was said, which the event tells however late it is posted.
     at: Timestamp,
     /// The same by the clock of timers.
@@ -55,13 +54,47 @@ struct Said {
     annotations: Option<BTreeMap<String, String>>,
 }
 
+impl Emitted {
+    /// Identifies the object: its namespace, kind, name and uid.
+    fn object(&self) -> String {
+        let about = &self.about;
+        let parts = [&about.namespace, &about.kind, &about.name, &about.uid];
+        parts
+            .map(|part| part.as_deref().unwrap_or_default())
+            .join("/")
+    }
+}
+
+/// Counts events that are dropped. The first one is logged, and the number of further ones after pauses that grow.
+#[derive(Clone)]
+struct Dropped {
+    logged: Arc<Mutex<RepeatedFailures<()>>>,
+    clock: Clock,
+}
+
+impl Dropped {
+    fn new(clock: Clock) -> Dropped {
+        Dropped {
+            logged: Arc::default(),
+            clock,
+        }
+    }
+
+    fn count(&self, why: &str) {
+        if let Some(more) = lock(&self.logged).record((), why, self.clock.now()) {
+            tracing::warn!(why, dropped = more.saturating_add(1), "events were dropped");
+        }
+    }
+}
+
 /// Where events are handed in; clones share it.
 #[derive(Clone)]
 pub struct Events {
-    queue: mpsc::Sender<Said>,
+    queue: mpsc::Sender<Emitted>,
     flushes: mpsc::Sender<oneshot::Sender<()>>,
     clock: Clock,
     notes: Arc<Mutex<Notes>>,
+    dropped: Dropped,
 }
 
 impl Events {
@@ -73,36 +106,43 @@ impl Events {
         api: Arc<dyn PodApi>,
         node: &str,
         clock: Clock,
-        (rate, burst): (f64, f64),
+        pace: (f64, f64),
         lull: Lull,
     ) -> Events {
-        let (queue, said) = mpsc::channel(QUEUE / 2);
+        Events::over(Arc::new(ApiSink(api)), node, clock, pace, lull)
+    }
+
+    fn over(
+        sink: Arc<dyn EventSink>,
+        node: &str,
+        clock: Clock,
+        pace: (f64, f64),
+        lull: Lull,
+    ) -> Events {
+        let (queue, emitted) = mpsc::channel(MAX_QUEUED / 2);
         let (flushes, flush) = mpsc::channel(1);
-        let poster = Poster {
-            api,
-            node: node.to_owned(),
-            clock,
-            correlator: Correlator::default(),
-            pace: Bucket::new(rate, burst, clock.now()),
-        };
-        tokio::spawn(post(poster, said, flush, lull));
+        let dropped = Dropped::new(clock);
+        let poster = Poster::new(node, clock, pace, dropped.clone());
+        tokio::spawn(poster::run(sink, poster, emitted, flush, lull));
         Events {
             queue,
             flushes,
             clock,
             notes: Arc::default(),
+            dropped,
         }
     }
 
     /// Events that nobody posts, and the messages that have come since the last call.
     #[cfg(test)]
     pub(super) fn heard() -> (Events, impl FnMut() -> Vec<String>) {
-        let (queue, mut said) = mpsc::channel(QUEUE);
+        let (queue, mut said) = mpsc::channel(MAX_QUEUED);
         let events = Events {
             queue,
             flushes: mpsc::channel(1).0,
             clock: Clock::system(),
             notes: Arc::default(),
+            dropped: Dropped::new(Clock::system()),
         };
         let heard = move || {
             let next = || said.try_recv().ok().map(|said| said.message);
@@ -116,7 +156,7 @@ impl Events {
         tracing::debug!(object = about.name, reason, message, "event");
         let key = (about.uid.clone().unwrap_or_default(), reason.clone());
         let annotations = self.notes().remove(&key);
-        if let Err(error) = self.queue.try_send(Said {
+        let sent = self.queue.try_send(Emitted {
             at: self.clock.now(),
             came: Instant::now(),
             about,
@@ -124,8 +164,9 @@ impl Events {
             reason,
             message,
             annotations,
-        }) {
-            tracing::warn!(%error, "an event was dropped: too many are waiting for the API");
+        });
+        if sent.is_err() {
+            self.dropped.count("too many wait for the apiserver");
         }
     }
 
@@ -215,191 +256,5 @@ fn object(kind: &str, name: &str) -> ObjectReference {
     }
 }
 
-/// What has been said and not posted, each kind in its order.
-#[derive(Debug, Default)]
-struct Waiting {
-    warnings: VecDeque<Said>,
-    normal: VecDeque<Said>,
-}
-
-impl Waiting {
-    fn add(&mut self, said: Said) {
-        match said.kind {
-            Kind::Warning => self.warnings.push_back(said),
-            Kind::Normal => self.normal.push_back(said),
-        }
-    }
-
-    fn len(&self) -> usize {
-        self.warnings.len() + self.normal.len()
-    }
-
-    fn take(&mut self) -> Option<Said> {
-        let warning = self.warnings.pop_front();
-        warning.or_else(|| self.normal.pop_front())
-    }
-
-    /// Takes the next one when its time has come. Cancel-safe.
-    async fn next(&mut self, lull: &mut Lull) -> Option<Said> {
-        if self.warnings.is_empty() {
-            lull.wait(self.normal.front()?.came).await;
-        }
-        self.take()
-    }
-}
-
-async fn post(
-    mut poster: Poster,
-    mut said: mpsc::Receiver<Said>,
-    mut flushes: mpsc::Receiver<oneshot::Sender<()>>,
-    mut lull: Lull,
-) {
-    let mut waiting = Waiting::default();
-    loop {
-        tokio::select! {
-            // What comes first is seen first: a warning overtakes what waits.
-            biased;
-            Some(said) = said.recv(), if waiting.len() < QUEUE / 2 => waiting.add(said),
-            Some(done) = flushes.recv() => {
-                while let Some(next) = waiting.take().or_else(|| said.try_recv().ok()) {
-                    poster.post(next).await;
-                }
-                // Who asked may have gone.
-                let _ = done.send(());
-            }
-            Some(next) = waiting.next(&mut lull) => poster.post(next).await,
-            else => return,
-        }
-    }
-}
-
-/// Posts events, one after the other.
-struct Poster {
-    api: Arc<dyn PodApi>,
-    node: String,
-    clock: Clock,
-    correlator: Correlator,
-    pace: Bucket,
-}
-
-impl Poster {
-    async fn post(&mut self, said: Said) {
-        let namespace = said.about.namespace.as_deref().unwrap_or("default");
-        let about = format!(
-            "{namespace}/{:?}/{:?}/{:?}",
-            said.about.uid, said.about.name, said.about.field_path
-        );
-        let reason = format!("{:?} {}", said.kind, said.reason);
-        let now = self.clock.now();
-        let Some(verdict) = self.correlator.decide(
-            correlate::Said {
-                about: &about,
-                reason: &reason,
-                message: &said.message,
-            },
-            now,
-        ) else {
-            tracing::debug!(
-                about,
-                reason,
-                "an event is not posted: there were too many about this object"
-            );
-            return;
-        };
-        while let Err(wait) = self.pace.take(self.clock.now()) {
-            tokio::time::sleep(wait).await;
-        }
-        let name = |posted: Timestamp| {
-            let about = said.about.name.as_deref().unwrap_or_default();
-            format!("{about}.{:x}", posted.as_nanosecond())
-        };
-        if let Some((posted, count)) = verdict.counted {
-            let (name, stamp) = (name(posted), seconds(said.at));
-            let patch = json!({"count": count, "lastTimestamp": stamp, "message": shortened(&verdict.message)});
-            match self.api.count_event(namespace, &name, &patch).await {
-                Err(ApiFailure::NotFound(_)) => self.correlator.forget(verdict.key),
-                Err(error) => tracing::debug!(%error, "an event could not be counted"),
-                Ok(()) => {}
-            }
-            return;
-        }
-        let metadata = ObjectMeta {
-            name: Some(name(now)),
-            namespace: Some(namespace.to_owned()),
-            annotations: said.annotations.clone(),
-            ..ObjectMeta::default()
-        };
-        let event = self.event(metadata, said, shortened(&verdict.message));
-        match self.api.post_event(&event).await {
-            Ok(()) => self.correlator.posted(verdict.key, now),
-            Err(error) => tracing::debug!(%error, "an event could not be posted"),
-        }
-    }
-
-    fn event(&self, metadata: ObjectMeta, said: Said, message: String) -> Event {
-        let stamp = seconds(said.at);
-        Event {
-            metadata,
-            involved_object: said.about,
-            reason: Some(said.reason),
-            message: Some(message),
-            type_: Some(format!("{:?}", said.kind)),
-            source: Some(EventSource {
-                component: Some("kubelet".into()),
-                host: Some(self.node.clone()),
-            }),
-            reporting_component: Some("kubelet".into()),
-            reporting_instance: Some(self.node.clone()),
-            first_timestamp: Some(stamp.clone()),
-            last_timestamp: Some(stamp),
-            count: Some(1),
-            ..Event::default()
-        }
-    }
-}
-
-/// The API's limit for messages.
-fn shortened(message: &str) -> String {
-    message.chars().take(1024).collect()
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::agent::Starts;
-
-    fn said(kind: Kind, reason: &str) -> Said {
-        Said {
-            at: Timestamp::UNIX_EPOCH,
-            came: Instant::now(),
-            about: object("Pod", "p"),
-            kind,
-            reason: reason.into(),
-            message: String::new(),
-            annotations: None,
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_normal_event_waits_for_a_lull_and_a_warning_overtakes_it() {
-        let starts = Starts::for_processors(1);
-        let (mut lull, begun) = (starts.lull(), Instant::now());
-        let mut waiting = Waiting::default();
-        assert!(waiting.next(&mut lull).await.is_none());
-        waiting.add(said(Kind::Normal, "Pulled"));
-        waiting.add(said(Kind::Normal, "Created"));
-        waiting.add(said(Kind::Warning, "Failed"));
-        let posted = async {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-            let mut posted = vec![];
-            while let Some(next) = waiting.next(&mut lull).await {
-                posted.push((next.reason, begun.elapsed().as_millis() / 100));
-            }
-            posted
-        };
-        let start = starts.container(tokio::time::sleep(Duration::from_millis(300)));
-        let (posted, ()) = tokio::join!(posted, start);
-        let expected = [("Failed", 0), ("Pulled", 3), ("Created", 3)];
-        assert_eq!(posted, expected.map(|(reason, at)| (reason.to_owned(), at)));
-    }
-}
+mod tests;

@@ -21,9 +21,13 @@ const REMEMBERED: usize = 4096;
 /// An event before it is posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Said<'a> {
-    /// What it is about: everything that identifies the object and its part.
-    pub about: &'a str,
-    /// The type and reason.
+    /// Identifies the object.
+    pub object: &'a str,
+    /// The part of the object, a field path; empty for the whole.
+    pub part: &'a str,
+    /// The type, `Normal` or `Warning`.
+    pub kind: &'a str,
+    /// The reason.
     pub reason: &'a str,
     /// The message.
     pub message: &'a str,
@@ -109,16 +113,18 @@ fn bound<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Time
 impl Correlator {
     /// Decides; `None` if the object has had too many.
     pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
-        let group_key = key(&[said.about, said.reason]);
-        let own_key = key(&[said.about, said.reason, said.message]);
+        // The parts of an object are merged and limited together (`EventAggregatorByReasonFunc`, `getSpamKey`).
+        let group_key = key(&[said.object, said.kind, said.reason]);
+        let own_key = key(&[said.object, said.part, said.kind, said.reason, said.message]);
+        let message_key = key(&[said.message]);
         bound(&mut self.groups, now, |g| g.last);
-        let new = || Group::new(own_key, now);
+        let new = || Group::new(message_key, now);
         let group = self.groups.entry(group_key).or_insert_with(new);
         if now.duration_since(group.last) > WINDOW {
             *group = new();
         }
         group.last = now;
-        let (key, message) = if group.add(own_key) {
+        let (key, message) = if group.add(message_key) {
             let merged = format!("(combined from similar events): {}", said.message);
             (group_key, merged)
         } else {
@@ -126,7 +132,7 @@ impl Correlator {
         };
         bound(&mut self.buckets, now, Bucket::last);
         self.buckets
-            .entry(self::key(&[said.about]))
+            .entry(self::key(&[said.object, said.kind]))
             .or_insert_with(|| Bucket::new(RATE, BURST, now))
             .take(now)
             .ok()?;
@@ -142,14 +148,14 @@ impl Correlator {
         })
     }
 
-    /// A new event has been posted.
-    pub fn posted(&mut self, key: Key, now: Timestamp) {
+    /// A new event has been posted with this count.
+    pub fn posted(&mut self, key: Key, now: Timestamp, count: i32) {
         bound(&mut self.known, now, |k| k.last);
         self.known.insert(
             key,
             Known {
                 posted: now,
-                count: 1,
+                count,
                 last: now,
             },
         );
@@ -172,14 +178,16 @@ mod tests {
     fn say(correlator: &mut Correlator, message: &str, s: i64) -> Option<Verdict> {
         let verdict = correlator.decide(
             Said {
-                about: "pod",
-                reason: "Warning BackOff",
+                object: "pod",
+                part: "",
+                kind: "Warning",
+                reason: "BackOff",
                 message,
             },
             at(s),
         )?;
         if verdict.counted.is_none() {
-            correlator.posted(verdict.key, at(s));
+            correlator.posted(verdict.key, at(s), 1);
         }
         Some(verdict)
     }
@@ -230,7 +238,9 @@ mod tests {
             correlator
                 .decide(
                     Said {
-                        about: "other",
+                        object: "other",
+                        part: "",
+                        kind: "Warning",
                         reason: "r",
                         message: "x"
                     },
@@ -240,6 +250,27 @@ mod tests {
         );
     }
 
+    /// As `getSpamKey`: a pod with ten containers has 25 warnings, and as many normal events.
+    #[test]
+    fn the_parts_of_an_object_have_one_limit_for_each_type() {
+        let mut correlator = Correlator::default();
+        for kind in ["Warning", "Normal"] {
+            let mut posted = 0;
+            for n in 0..100 {
+                let (part, message) = (format!("spec.containers{{c{}}}", n % 10), n.to_string());
+                let said = Said {
+                    object: "pod",
+                    part: &part,
+                    kind,
+                    reason: &message,
+                    message: &message,
+                };
+                posted += usize::from(correlator.decide(said, at(0)).is_some());
+            }
+            assert_eq!(posted, 25, "{kind}");
+        }
+    }
+
     #[test]
     fn what_is_remembered_stays_bounded() {
         let mut correlator = Correlator::default();
@@ -247,13 +278,15 @@ mod tests {
             let about = format!("pod{n}");
             if let Some(verdict) = correlator.decide(
                 Said {
-                    about: &about,
+                    object: &about,
+                    part: "",
+                    kind: "Warning",
                     reason: "r",
                     message: "m",
                 },
                 at(n),
             ) {
-                correlator.posted(verdict.key, at(n));
+                correlator.posted(verdict.key, at(n), 1);
             }
         }
         assert!(
