@@ -2,6 +2,7 @@
 //! containerd itself, which come over the same socket.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use holdfast_proto::containerd::events_client::EventsClient;
@@ -9,7 +10,7 @@ use holdfast_proto::containerd::{SubscribeRequest, TaskExit};
 use holdfast_proto::cri as pb;
 use pb::runtime_service_client::RuntimeServiceClient;
 use prost::Message as _;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tonic::transport::Channel;
 use tonic::{Request, Status};
@@ -28,6 +29,10 @@ const REFUSAL: Duration = Duration::from_millis(500);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(1));
 /// After so long the pod is looked at in any case.
 const AUDIT: Duration = Duration::from_secs(30);
+/// How long one look may take.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+/// How many exits are looked up concurrently. Further events stay in the stream: a runtime that hangs emits none.
+const MAX_LOOKS: usize = 256;
 /// The namespace in which containerd keeps what came over CRI.
 pub(super) const NAMESPACE: &str = "k8s.io";
 
@@ -123,6 +128,7 @@ async fn of_containerd(
                 return;
             }
         };
+        let looks = Arc::new(Semaphore::new(MAX_LOOKS));
         while let Ok(Some(envelope)) = stream.message().await {
             let Some(exit) = envelope
                 .event
@@ -134,9 +140,14 @@ async fn of_containerd(
                 // A command in a container has ended, not the container.
                 continue;
             }
+            // The semaphore is never closed.
+            let Ok(permit) = Arc::clone(&looks).acquire_owned().await else {
+                return;
+            };
             // Each on its own: one that is slow to be seen holds up no other.
             let (runtime, sender) = (runtime.clone(), sender.clone());
             tokio::spawn(async move {
+                let _permit = permit;
                 let look = || shown(runtime.clone(), exit.container_id.clone());
                 let pod = uid_of(look).await;
                 if let Some(pod) = pod {
@@ -163,50 +174,60 @@ struct Shown {
 
 /// The pod whose container or sandbox has ended. CRI learns of the end from the same event, and only when it has
 /// answered who starts the container meanwhile: until it shows the end itself, a look at it finds nothing new, and
-/// nothing would lead to another one. So that is waited for; until the next audit, which looks at all pods.
+/// nothing would lead to another one. So that is waited for; until the next audit, which looks at all pods. A look that fails
+/// proves nothing about the container, and is repeated.
 async fn uid_of<F>(look: impl Fn() -> F) -> Option<String>
 where
-    F: Future<Output = Option<Shown>>,
+    F: Future<Output = Result<Option<Shown>, RuntimeError>>,
 {
     let begun = Instant::now();
     let mut pauses = Doubling::new(PAUSES.0, PAUSES.1);
     let mut uid = None;
-    // What is not shown any more has been removed since.
-    while let Some(shown) = look().await {
-        uid = shown.uid;
-        if shown.has_ended || begun.elapsed() >= AUDIT {
-            break;
+    loop {
+        let has_ended = match tokio::time::timeout(LOOK_TIMEOUT, look()).await {
+            // What is not shown any more has been removed since.
+            Ok(Ok(None)) => true,
+            Ok(Ok(Some(shown))) => {
+                uid = shown.uid;
+                shown.has_ended
+            }
+            Ok(Err(_)) | Err(_) => false,
+        };
+        if has_ended || begun.elapsed() >= AUDIT {
+            return uid;
         }
         tokio::time::sleep(pauses.pause()).await;
     }
-    uid
 }
 
-async fn shown(mut runtime: RuntimeServiceClient<Measured>, id: String) -> Option<Shown> {
+async fn shown(
+    mut runtime: RuntimeServiceClient<Measured>,
+    id: String,
+) -> Result<Option<Shown>, RuntimeError> {
     let uid = |labels: &HashMap<String, String>| labels.get(label::POD_UID).cloned();
     let filter = Some(pb::ContainerFilter {
         id: id.clone(),
         ..pb::ContainerFilter::default()
     });
     let request = Request::new(pb::ListContainersRequest { filter });
-    let listed = runtime.list_containers(request).await.ok()?;
+    let listed = runtime.list_containers(request).await?;
     if let Some(container) = listed.into_inner().containers.first() {
-        return Some(Shown {
+        return Ok(Some(Shown {
             uid: uid(&container.labels),
             has_ended: container.state() == pb::ContainerState::ContainerExited,
-        });
+        }));
     }
     let filter = Some(pb::PodSandboxFilter {
         id,
         ..pb::PodSandboxFilter::default()
     });
     let request = Request::new(pb::ListPodSandboxRequest { filter });
-    let listed = runtime.list_pod_sandbox(request).await.ok()?;
+    let listed = runtime.list_pod_sandbox(request).await?;
     let listed = listed.into_inner().items;
-    listed.first().map(|sandbox| Shown {
+    Ok(listed.first().map(|sandbox| Shown {
         uid: uid(&sandbox.labels),
         has_ended: sandbox.state() == pb::PodSandboxState::SandboxNotready,
-    })
+    }))
 }
 
 #[cfg(test)]
@@ -219,10 +240,10 @@ mod tests {
     async fn told(late: Duration) -> (Option<String>, Duration) {
         let begun = Instant::now();
         let look = || async {
-            Some(Shown {
+            Ok(Some(Shown {
                 uid: Some("p".to_owned()),
                 has_ended: begun.elapsed() >= late,
-            })
+            }))
         };
         (uid_of(look).await, begun.elapsed())
     }
@@ -277,12 +298,46 @@ mod tests {
         let looks = Cell::new(0);
         let look = || async {
             looks.set(looks.get() + 1);
-            (looks.get() < 3).then(|| Shown {
+            Ok((looks.get() < 3).then(|| Shown {
                 uid: Some("p".to_owned()),
                 has_ended: false,
-            })
+            }))
         };
         assert_eq!(uid_of(look).await.as_deref(), Some("p"));
         assert_eq!(looks.get(), 3);
+    }
+
+    /// A runtime that answers with errors, or not at all, has not removed the container.
+    #[tokio::test(start_paused = true)]
+    async fn a_look_that_fails_is_repeated_until_the_audit() {
+        for (failures, hangs) in [(1, false), (5, false), (1, true), (2, true)] {
+            let looks = Cell::new(0);
+            let look = || async {
+                looks.set(looks.get() + 1);
+                if looks.get() <= failures {
+                    if hangs {
+                        std::future::pending::<()>().await;
+                    }
+                    return Err(Status::unavailable("no answer").into());
+                }
+                Ok(Some(Shown {
+                    uid: Some("p".to_owned()),
+                    has_ended: true,
+                }))
+            };
+            assert_eq!(
+                uid_of(look).await.as_deref(),
+                Some("p"),
+                "{failures} {hangs}"
+            );
+        }
+        let begun = Instant::now();
+        let hung = || std::future::pending::<Result<Option<Shown>, RuntimeError>>();
+        assert_eq!(uid_of(hung).await, None);
+        assert!(
+            begun.elapsed() < AUDIT + LOOK_TIMEOUT * 2,
+            "{:?}",
+            begun.elapsed()
+        );
     }
 }

@@ -6,16 +6,21 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, OptionFuture};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::agent::Context;
 use crate::core::lock::lock;
 use crate::core::pod::observed::RuntimeEvent;
-use crate::cri::{ListedPod, RuntimeErrorKind};
+use crate::cri::{ListedPod, RuntimeError, RuntimeErrorKind};
 
 /// How often the runtime is listed without events, and with them.
 const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// The pause after a subscription to the runtime's events that failed.
+const RESUBSCRIBE: Duration = Duration::from_secs(5);
 
 /// How long nothing must have happened before memory is given back.
 const QUIET: Duration = Duration::from_secs(2);
@@ -73,100 +78,180 @@ async fn trimming(quiet_since: Option<Instant>) {
     }
 }
 
-/// Runs until the receiver is gone.
-pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
-    let mut events: Option<mpsc::Receiver<RuntimeEvent>> = None;
-    let mut has_events = true;
-    let mut next_try = Instant::now();
-    let mut failing = false;
-    let mut was_away = false;
-    let mut last: Option<Instant> = None;
-    // Memory is given back once a burst is over: something happened, and then a while nothing did. The last to free much
-    // are workers that end, some time after their containers.
-    let mut quiet_since: Option<Instant> = None;
-    let mut roster = context.roster.subscribe();
-    loop {
-        if roster.has_changed().unwrap_or(false) {
-            roster.mark_unchanged();
-            quiet_since = Some(Instant::now());
-        }
-        if quiet_since.is_some_and(|since| since.elapsed() >= QUIET) {
-            quiet_since = None;
-            crate::sys::memory::trim();
-        }
-        if events.is_none() && has_events && Instant::now() >= next_try {
-            match context.runtime.events().await {
-                Ok(stream) => events = Some(stream),
-                Err(error) if error.kind == RuntimeErrorKind::Unimplemented => {
-                    tracing::info!(
-                        "the runtime has no container events; it is listed every second instead"
-                    );
-                    has_events = false;
-                }
-                Err(_) => next_try = Instant::now() + Duration::from_secs(5),
+/// The stream of the runtime's events.
+type Stream = mpsc::Receiver<RuntimeEvent>;
+
+/// A listing, and a subscription before it where there is none.
+struct Round {
+    subscription: Option<Result<Stream, RuntimeError>>,
+    listing: Result<Vec<ListedPod>, RuntimeError>,
+    begun: Instant,
+}
+
+async fn round(context: Arc<Context>, subscribes: bool) -> Round {
+    let subscription = match subscribes {
+        true => Some(context.runtime.events().await),
+        false => None,
+    };
+    let begun = Instant::now();
+    let listing = context.runtime.list().await;
+    Round {
+        subscription,
+        listing,
+        begun,
+    }
+}
+
+/// The next event; never, where there is no stream. `None` if the stream was closed. Cancel-safe.
+async fn next_event(stream: Option<&mut Stream>) -> Option<RuntimeEvent> {
+    match stream {
+        Some(stream) => stream.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The receiver of hints was dropped.
+struct Closed;
+
+struct Relist {
+    context: Arc<Context>,
+    seen: Seen,
+    hints: mpsc::Sender<Hint>,
+    stream: Option<Stream>,
+    has_events: bool,
+    /// When a subscription is tried again.
+    next_try: Instant,
+    failing: bool,
+    was_away: bool,
+    last: Option<Instant>,
+    /// When something happened last. After an idle period the allocator returns memory: the last to free much are workers
+    /// that end, some time after their containers.
+    quiet_since: Option<Instant>,
+}
+
+impl Relist {
+    async fn send(&self, hint: Hint) -> Result<(), Closed> {
+        self.hints.send(hint).await.map_err(|_| Closed)
+    }
+
+    fn subscribes(&self) -> bool {
+        self.stream.is_none() && self.has_events && Instant::now() >= self.next_try
+    }
+
+    async fn take(&mut self, round: Round) -> Result<(), Closed> {
+        match round.subscription {
+            Some(Ok(stream)) => self.stream = Some(stream),
+            Some(Err(error)) if error.kind == RuntimeErrorKind::Unimplemented => {
+                tracing::info!(
+                    "the runtime has no container events; it is listed every second instead"
+                );
+                self.has_events = false;
             }
+            Some(Err(_)) => self.next_try = Instant::now() + RESUBSCRIBE,
+            None => {}
         }
-        let begun = Instant::now();
-        let listing = context.runtime.list().await;
+        let context = &self.context;
+        let begun = round.begun;
         context.metrics.listed(
             context.clock.now().as_duration().as_secs_f64(),
             begun.elapsed(),
-            last.replace(begun).map(|last| begun - last),
+            self.last.replace(begun).map(|last| begun - last),
         );
-        match listing {
-            Ok(listed) => {
-                context.pulse.lists();
-                if std::mem::replace(&mut failing, false) {
-                    tracing::info!("the container runtime answers again");
-                }
-                if std::mem::take(&mut was_away) && hints.send(Hint::RuntimeBack).await.is_err() {
-                    return;
-                }
-                for uid in seen.differing(&listed) {
-                    quiet_since = Some(Instant::now());
-                    if hints.send(Hint::Pod(uid)).await.is_err() {
-                        return;
-                    }
-                }
-                if hints.send(Hint::Listed(listed)).await.is_err() {
-                    return;
-                }
-            }
+        match round.listing {
+            Ok(listed) => self.take_listed(listed).await,
             Err(error) => {
-                was_away = true;
-                if !std::mem::replace(&mut failing, true) {
+                self.was_away = true;
+                if !std::mem::replace(&mut self.failing, true) {
                     tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried every second");
                 }
+                Ok(())
             }
         }
-        let period = if events.is_some() { PERIOD.1 } else { PERIOD.0 };
-        let until = Instant::now() + period;
-        while let Some(stream) = &mut events {
-            tokio::select! {
-                // In this order, so that a simulated run replays exactly.
-                biased;
-                // Cancel-safe: a received event is handled before the next wait.
-                event = stream.recv() => match event {
-                    Some(event) => {
-                        quiet_since = Some(Instant::now());
-                        if hints.send(Hint::Event(event)).await.is_err() {
-                            return;
-                        }
-                    }
-                    // It may have been started again, sooner than it is listed.
-                    None => (events, was_away) = (None, true),
-                },
-                Ok(()) = roster.changed() => quiet_since = Some(Instant::now()),
-                () = trimming(quiet_since) => {
-                    quiet_since = None;
-                    crate::sys::memory::trim();
+    }
+
+    async fn take_listed(&mut self, listed: Vec<ListedPod>) -> Result<(), Closed> {
+        self.context.pulse.lists();
+        if std::mem::replace(&mut self.failing, false) {
+            tracing::info!("the container runtime answers again");
+        }
+        if std::mem::take(&mut self.was_away) {
+            self.send(Hint::RuntimeBack).await?;
+        }
+        for uid in self.seen.differing(&listed) {
+            self.quiet_since = Some(Instant::now());
+            self.send(Hint::Pod(uid)).await?;
+        }
+        self.send(Hint::Listed(listed)).await
+    }
+
+    async fn take_event(&mut self, event: Option<RuntimeEvent>) -> Result<(), Closed> {
+        let Some(event) = event else {
+            // The runtime may have been started again, sooner than it is listed.
+            (self.stream, self.was_away) = (None, true);
+            self.next_try = self.next_try.max(Instant::now() + PERIOD.0);
+            return Ok(());
+        };
+        self.quiet_since = Some(Instant::now());
+        self.send(Hint::Event(event)).await
+    }
+}
+
+/// Runs until the receiver is gone.
+pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
+    let mut roster = context.roster.subscribe();
+    let now = Instant::now();
+    let mut relist = Relist {
+        context,
+        seen,
+        hints,
+        stream: None,
+        has_events: true,
+        next_try: now,
+        failing: false,
+        was_away: false,
+        last: None,
+        quiet_since: None,
+    };
+    // Events are read while a listing is under way: a runtime that does not answer the one may still send the others.
+    let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), now);
+    let mut is_listing = false;
+    loop {
+        if !is_listing && Instant::now() >= next {
+            let round = round(Arc::clone(&relist.context), relist.subscribes());
+            (under_way, is_listing) = (Some(round.boxed()).into(), true);
+        }
+        let taken = tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            // Cancel-safe: a received event is handled before the next wait.
+            event = next_event(relist.stream.as_mut()) => {
+                let taken = relist.take_event(event).await;
+                if relist.stream.is_none() {
+                    next = next.min(Instant::now() + PERIOD.0);
                 }
-                () = tokio::time::sleep_until(until) => break,
+                taken
             }
-        }
-        if events.is_none() {
-            next_try = next_try.max(Instant::now() + Duration::from_secs(1));
-            tokio::time::sleep_until(until.min(Instant::now() + PERIOD.0)).await;
+            // Cancel-safe: the future stays, and is polled on.
+            Some(round) = &mut under_way, if is_listing => {
+                (under_way, is_listing) = (None.into(), false);
+                let taken = relist.take(round).await;
+                let period = if relist.stream.is_some() { PERIOD.1 } else { PERIOD.0 };
+                next = Instant::now() + period;
+                taken
+            }
+            Ok(()) = roster.changed() => {
+                relist.quiet_since = Some(Instant::now());
+                Ok(())
+            }
+            () = trimming(relist.quiet_since) => {
+                relist.quiet_since = None;
+                crate::sys::memory::trim();
+                Ok(())
+            }
+            () = tokio::time::sleep_until(next), if !is_listing => Ok(()),
+        };
+        if taken.is_err() {
+            return;
         }
     }
 }
