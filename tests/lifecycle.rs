@@ -297,7 +297,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             .to_owned();
         said.contains("volume v cannot be set up: configmap \"nosuch\" not found")
             && said.contains("next try")
-            && message.contains("configmap \"nosuch\" not found")
+            && message == "volume v cannot be set up; the pod's events have the error"
     });
     // Between two tries: while one is under way another step may be what is waited for.
     cluster.wait("what blocks it, as JSON", || {

@@ -224,7 +224,8 @@ impl Runtime for CriClient {
             pb::StatusRequest { verbose: false },
         );
         let answer = self.runtime.clone().status(request).await?.into_inner();
-        let features = convert::features(&answer);
+        let name = version.split("://").next().unwrap_or_default();
+        let features = convert::features(&answer, name);
         let status = answer.status.unwrap_or_default();
         Ok(RuntimeStatus {
             version,

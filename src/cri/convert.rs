@@ -124,7 +124,7 @@ pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) 
     }
 }
 
-pub(super) fn features(answer: &pb::StatusResponse) -> Features {
+pub(super) fn features(answer: &pb::StatusResponse, runtime: &str) -> Features {
     let handler = |h: &pb::RuntimeHandler| {
         let features = h.features.unwrap_or_default();
         Handler {
@@ -134,6 +134,7 @@ pub(super) fn features(answer: &pb::StatusResponse) -> Features {
         }
     };
     Features {
+        runtime: runtime.to_owned(),
         handlers: answer.runtime_handlers.iter().map(handler).collect(),
         strict_groups: answer
             .features

@@ -164,6 +164,8 @@ pub struct RuntimeStatus {
 /// What a runtime can do beyond what all can.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Features {
+    /// Its own name, for instance `containerd`; empty until it has answered.
+    pub runtime: String,
     /// Its handlers; the default one has an empty name.
     pub handlers: Vec<Handler>,
     /// Whether `supplementalGroupsPolicy: Strict` is honoured.

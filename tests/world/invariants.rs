@@ -8,6 +8,11 @@ fn statuses(pod: &Value) -> impl Iterator<Item = &Value> {
         .flat_map(move |list| pod["status"][list].as_array().into_iter().flatten())
 }
 
+/// An id without the name of the runtime.
+fn bare(id: &str) -> &str {
+    id.split_once("://").map_or(id, |(_, id)| id)
+}
+
 /// The ids of containers that a status tells.
 pub fn ids(pod: &Value) -> Vec<String> {
     let told = statuses(pod).flat_map(|s| {
@@ -15,8 +20,7 @@ pub fn ids(pod: &Value) -> Vec<String> {
         [&s["containerID"], &ended["containerID"]]
     });
     let told = told.filter_map(Value::as_str);
-    told.map(|id| id.trim_start_matches("containerd://").to_owned())
-        .collect()
+    told.map(|id| bare(id).to_owned()).collect()
 }
 
 fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
@@ -113,10 +117,7 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
         let name = &status["name"];
         let states = status["state"].as_object().map_or(0, serde_json::Map::len);
         rule(states <= 1, format!("{name} is in {states} states"));
-        let id = status["containerID"]
-            .as_str()
-            .unwrap_or_default()
-            .trim_start_matches("containerd://");
+        let id = bare(status["containerID"].as_str().unwrap_or_default());
         let running = status["state"]["running"].is_object();
         rule(
             status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0,

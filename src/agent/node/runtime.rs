@@ -57,8 +57,9 @@ pub(super) async fn poll(
                 let not_ready = status.network_not_ready.as_ref();
                 let reason = |why: &String| format!("container runtime network not ready: {why}");
                 let state = not_ready.map_or(Network::Ready, |why| Network::NotReady(reason(why)));
-                publish(network, state);
+                // Pods that wait for the network need the features.
                 publish(&context.features, status.features.clone());
+                publish(network, state);
                 (view.version, view.features) = (status.version, status.features);
                 let answer = Answer {
                     runtime: status.not_ready,

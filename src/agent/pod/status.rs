@@ -15,10 +15,14 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::agent::Metrics;
 use crate::core::backoff::Doubling;
 use crate::core::pod::{self, status};
+use crate::core::repeated::RepeatedFailures;
 use crate::kubeapi::cache::revision;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
+use crate::sys::clock::Clock;
 
 const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(10));
+/// How many conflicts in a row are retried at once with the object as it is now; the next retry waits for the first pause.
+const MAX_CONFLICTS: u32 = 5;
 
 #[derive(Default, Clone)]
 struct Wanted {
@@ -39,10 +43,10 @@ pub struct StatusWriter {
 impl StatusWriter {
     /// Starts with nothing to write.
     #[must_use]
-    pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>) -> StatusWriter {
+    pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>, clock: Clock) -> StatusWriter {
         let (wanted, changes) = watch::channel(Wanted::default());
         let (done, written) = watch::channel(0);
-        let task = tokio::spawn(write(api, changes, done, Arc::clone(&metrics)));
+        let task = tokio::spawn(write(api, changes, done, Arc::clone(&metrics), clock));
         StatusWriter {
             metrics,
             wanted,
@@ -153,13 +157,15 @@ async fn write(
     mut changes: watch::Receiver<Wanted>,
     done: watch::Sender<u64>,
     metrics: Arc<Metrics>,
+    clock: Clock,
 ) {
     // What the API had last, by its answers: newer than what the watch has shown so far.
     let mut last: Option<Answered> = None;
     let mut pauses = RETRY;
+    let mut failures = RepeatedFailures::default();
     while changes.changed().await.is_ok() {
         let begun = Instant::now();
-        let mut is_first_conflict = true;
+        let mut conflicts = 0;
         loop {
             let wanted = changes.borrow_and_update().clone();
             let object = wanted.object.as_deref();
@@ -176,9 +182,12 @@ async fn write(
                 match read_anew(&*api, object).await {
                     Ok(read) => {
                         last = Some(read);
-                        if std::mem::take(&mut is_first_conflict) {
+                        conflicts += 1;
+                        if conflicts < MAX_CONFLICTS {
                             continue;
                         }
+                        // A client that writes all the time must not delay the status by pauses that grow.
+                        (conflicts, pauses) = (0, RETRY);
                     }
                     Err(error) => answer = Err(error),
                 }
@@ -202,8 +211,10 @@ async fn write(
                     let pod = pod::full_name(object);
                     if may_be_gone {
                         tracing::debug!(%error, pod, retry_in = ?pause, "the apiserver refuses the pod's status: it may have removed the pod");
-                    } else {
-                        tracing::warn!(%error, pod, retry_in = ?pause, "the pod's status could not be written");
+                    } else if let Some(repetitions) =
+                        failures.record((), &error.to_string(), clock.now())
+                    {
+                        tracing::warn!(%error, pod, retry_in = ?pause, repetitions, "the pod's status could not be written");
                     }
                     tokio::select! {
                         // In this order, so that a simulated run replays exactly.

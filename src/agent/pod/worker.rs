@@ -81,7 +81,11 @@ pub async fn run(
     let changed = inbox.clone();
     let volumes = Volumes::new(Arc::new(move || changed.send(Input::VolumesChanged)));
     let (writer, uid) = (
-        StatusWriter::start(Arc::clone(&context.api), Arc::clone(&context.metrics)),
+        StatusWriter::start(
+            Arc::clone(&context.api),
+            Arc::clone(&context.metrics),
+            context.clock,
+        ),
         pod::uid(worker.pod()).to_owned(),
     );
     let starts = TaskTracker::new();
@@ -144,6 +148,7 @@ fn rules(context: &Context, assets: &Assets) -> Rules {
             .borrow()
             .handler(assets.handler())
             .recursive_read_only,
+        runtime: context.features.borrow().runtime.clone(),
     }
 }
 

@@ -180,13 +180,26 @@ pub fn sentence(entry: &Entry) -> String {
     }
 }
 
-/// The sentence for a pod whose containers cannot be started yet, if something fails.
+/// The sentence for the status of a pod whose containers cannot be started yet, if a step fails. Retries do not change the
+/// sentence: it has no error text, and if several steps fail, it names the first one in the order of steps and subjects.
 #[must_use]
 pub fn held_up(journal: &Journal) -> Option<String> {
-    let entry = journal
-        .blocking()
-        .filter(|e| e.step.before_containers() && matches!(e.progress, Progress::Failed(_)))?;
-    Some(sentence(entry))
+    let fails =
+        |e: &&Entry| e.step.before_containers() && matches!(e.progress, Progress::Failed(_));
+    let order = |e: &&Entry| (e.step, e.subject.clone());
+    let entry = journal.steps.iter().filter(fails).min_by_key(order)?;
+    let subject = &entry.subject;
+    let failure = match entry.step {
+        Step::Observe => "the container runtime does not list the pod".into(),
+        Step::Network => "the network of the node is not ready".into(),
+        Step::Cgroup => "the pod's cgroup cannot be created".into(),
+        Step::Directories => "the pod's directories cannot be created".into(),
+        Step::Volume => format!("volume {subject} cannot be set up"),
+        Step::Objects => "objects that the pod refers to cannot be read".into(),
+        Step::Claims => "the pod's resource claims cannot be prepared".into(),
+        _ => "the pod's sandbox cannot be created".to_owned(),
+    };
+    Some(format!("{failure}; the pod's events have the error"))
 }
 
 /// The answer for one pod; `fetching` is what the runtime fetches while the pod waits for an image.
@@ -588,7 +601,36 @@ mod tests {
         );
         assert_eq!(
             held_up(&journal).as_deref(),
-            Some("its sandbox cannot be made: cni says no")
+            Some("the pod's sandbox cannot be created; the pod's events have the error")
         );
+    }
+
+    #[test]
+    fn retries_change_no_word_of_the_status() {
+        let mut journal = Journal::default();
+        let fail = |journal: &mut Journal, subject: &str, second: i64| {
+            journal.begin(Step::Volume, subject, at(second * 1000));
+            let error = format!("no answer for {second}s");
+            journal.end(
+                Step::Volume,
+                subject,
+                Progress::Failed(error),
+                at(second * 1000),
+            );
+        };
+        fail(&mut journal, "b", 0);
+        fail(&mut journal, "a", 1);
+        let first = held_up(&journal);
+        assert_eq!(
+            first.as_deref(),
+            Some("volume a cannot be set up; the pod's events have the error")
+        );
+        for second in 2..100 {
+            let subject = if second % 2 == 0 { "a" } else { "b" };
+            journal.begin(Step::Volume, subject, at(second * 1000));
+            assert_eq!(held_up(&journal), first, "while the retry is under way");
+            fail(&mut journal, subject, second);
+            assert_eq!(held_up(&journal), first);
+        }
     }
 }

@@ -14,7 +14,7 @@ const STEPS: usize = 64;
 const DECISIONS: usize = 32;
 
 /// One kind of work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
     /// Whether the node takes the pod.

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
-    Container, ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated,
-    ContainerStateWaiting, ContainerStatus, ContainerUser, HostIP, LinuxContainerUser, Pod,
-    PodCondition, PodIP, PodStatus, VolumeMount, VolumeMountStatus,
+    Container, ContainerState as ApiState, ContainerStateWaiting, ContainerStatus, ContainerUser,
+    HostIP, LinuxContainerUser, Pod, PodCondition, PodIP, PodStatus, VolumeMount,
+    VolumeMountStatus,
 };
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,9 @@ use crate::core::pod;
 use crate::core::time::seconds;
 
 mod missing;
+mod states;
+
+use states::{api_id, ended, lost, removed_to_restart, state};
 
 pub use end::{keep_end, rejected};
 pub use patch::{Target, allowed, patch, substance};
@@ -75,6 +78,8 @@ pub struct Facts<'a> {
     pub node_ips: &'a [String],
     /// Whether the runtime can make a mount read-only with all that is mounted below it.
     pub recursive_read_only: bool,
+    /// The name of the container runtime; empty while it is not known.
+    pub runtime: &'a str,
     /// All containers have been stopped for good.
     pub ended: bool,
     /// Why this node ends the pod, if it does: told once all containers have been stopped.
@@ -85,42 +90,6 @@ pub struct Facts<'a> {
 
 /// The waiting reason of containers that start over together (KEP-5532).
 pub const RESTARTING_ALL: &str = "RestartingAllContainers";
-const LOST: &str = "The container could not be located when the pod was terminated";
-
-fn terminated(container: &observed::Container) -> ContainerStateTerminated {
-    let reason = match (container.reason.as_str(), container.exit_code) {
-        ("", 0) => "Completed",
-        ("", _) => "Error",
-        (reason, _) => reason,
-    };
-    ContainerStateTerminated {
-        container_id: Some(format!("containerd://{}", container.id)),
-        exit_code: container.exit_code,
-        finished_at: container.finished_at.map(seconds),
-        started_at: container.started_at.map(seconds),
-        reason: Some(reason.into()),
-        message: (!container.message.is_empty()).then(|| container.message.clone()),
-        signal: None,
-    }
-}
-
-fn lost() -> ContainerStateTerminated {
-    ContainerStateTerminated {
-        exit_code: 137,
-        reason: Some("ContainerStatusUnknown".into()),
-        message: Some(LOST.into()),
-        ..ContainerStateTerminated::default()
-    }
-}
-
-fn removed_to_restart() -> ContainerStateTerminated {
-    ContainerStateTerminated {
-        exit_code: 137,
-        reason: Some(RESTARTING_ALL.into()),
-        message: Some("The container is removed because RestartAllContainers in place".into()),
-        ..ContainerStateTerminated::default()
-    }
-}
 
 fn waiting(reason: &str, message: &str) -> ApiState {
     let text = |s: &str| (!s.is_empty()).then(|| s.to_owned());
@@ -229,32 +198,6 @@ fn status_without_instance(
     status
 }
 
-/// The state of an instance that has ended.
-fn ended(instance: &observed::Container) -> ApiState {
-    ApiState {
-        terminated: Some(terminated(instance)),
-        ..ApiState::default()
-    }
-}
-
-/// The state of an instance, as the runtime has it.
-fn state(instance: &observed::Container) -> ApiState {
-    match instance.state {
-        ContainerState::Running => ApiState {
-            running: Some(ContainerStateRunning {
-                started_at: instance.started_at.map(seconds),
-            }),
-            ..ApiState::default()
-        },
-        ContainerState::Created => waiting("", ""),
-        ContainerState::Unknown => ApiState {
-            terminated: Some(lost()),
-            ..ApiState::default()
-        },
-        ContainerState::Exited => ended(instance),
-    }
-}
-
 fn told_user(user: &observed::User) -> ContainerUser {
     ContainerUser {
         linux: Some(LinuxContainerUser {
@@ -311,26 +254,26 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
         ContainerState::Created => counted.unwrap_or(attempt),
         _ => attempt.max(counted.unwrap_or(0)),
     };
-    status.container_id = Some(format!("containerd://{}", newest.id));
+    status.container_id = Some(api_id(facts, &newest.id));
     status.image = if newest.image.is_empty() {
         image
     } else {
         newest.image.clone()
     };
     status.image_id.clone_from(&newest.image_ref);
-    status.last_state = older.map(ended);
+    status.last_state = older.map(|older| ended(facts, older));
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
         // The instance before has been removed; what was said about it stays.
         status.last_state = before.and_then(|b| b.last_state.clone());
     }
     let running = newest.state == ContainerState::Running;
-    status.state = Some(state(newest));
+    status.state = Some(state(facts, newest));
     if let (Some((reason, message)), false) =
         (facts.problems.get(&container.name), running || facts.ended)
     {
         // The container is to be started again but cannot be yet: its end becomes the last state.
         if newest.state == ContainerState::Exited {
-            status.last_state = Some(ended(newest));
+            status.last_state = Some(ended(facts, newest));
         }
         status.state = Some(waiting(reason, message));
     }

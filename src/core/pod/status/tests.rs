@@ -74,6 +74,7 @@ fn status(
         },
         node_ips: &["192.0.2.1".into()],
         recursive_read_only: true,
+        runtime: "containerd",
         ended,
         verdict: None,
         now: time(100),
@@ -386,6 +387,56 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
     assert_eq!(patch["metadata"], json!({"uid": "u"}));
 }
 
+/// A client that annotates a pod all the time must not delay its status: a patch that cannot replace a terminal phase does not
+/// demand a version.
+#[test]
+fn only_a_patch_of_the_phase_demands_a_version() {
+    let api = PodStatus {
+        phase: Some("Running".into()),
+        ..PodStatus::default()
+    };
+    let text = |text: &str| Some(text.to_owned());
+    let cases = [
+        (
+            PodStatus {
+                host_ip: text("192.0.2.1"),
+                ..api.clone()
+            },
+            false,
+        ),
+        (
+            PodStatus {
+                phase: text("Failed"),
+                ..api.clone()
+            },
+            true,
+        ),
+        (
+            PodStatus {
+                reason: text("Evicted"),
+                ..api.clone()
+            },
+            true,
+        ),
+        (
+            PodStatus {
+                message: text("m"),
+                ..api.clone()
+            },
+            true,
+        ),
+    ];
+    for (wanted, expected) in cases {
+        let patch = patch(AS_READ, &api, &wanted).expect("a patch");
+        assert_eq!(patch["metadata"]["uid"], "u");
+        assert_eq!(
+            patch["metadata"]["resourceVersion"] == "7",
+            expected,
+            "{patch}"
+        );
+    }
+}
+
 /// Why a pod is to go is told by its node alone where that ends it; what others have told stays as they told it last.
 #[test]
 fn a_disruption_that_others_have_told_is_theirs() {
@@ -450,15 +501,13 @@ fn addresses_that_change_take_the_place_of_those_before() {
     let after = status(&["10.0.0.2", "fd00::1"], &["192.0.2.2"]);
     assert_eq!(
         patch(AS_READ, &before, &after),
-        Some(
-            json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {
-                "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
-                "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
-                "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
-                "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
-                "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
-            }})
-        )
+        Some(json!({"metadata": {"uid": "u"}, "status": {
+            "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
+            "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
+            "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
+            "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
+            "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
+        }}))
     );
     let other_order = status(&["fd00::1", "10.0.0.1"], &["192.0.2.1"]);
     let patch = patch(AS_READ, &before, &other_order).expect("a patch");
@@ -623,6 +672,7 @@ fn a_node_without_an_address_keeps_the_one_that_is_reported() {
             resize: &Resizing::default(),
             node_ips,
             recursive_read_only: true,
+            runtime: "containerd",
             ended: false,
             verdict: None,
             now: time(100),
@@ -699,4 +749,54 @@ fn pods_whose_containers_may_all_start_over_say_whether_they_do() {
     assert_eq!(condition(&pod, &Problems::new()).as_deref(), Some("False"));
     let over = [("a".to_owned(), (RESTARTING_ALL.to_owned(), String::new()))];
     assert_eq!(condition(&pod, &over.into()).as_deref(), Some("True"));
+}
+
+/// Ids carry the name that the runtime reports. While the name is not known, earlier ids supply it.
+#[test]
+fn container_ids_carry_the_name_of_the_runtime() {
+    let pod =
+        json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "a", "image": "i"}]}});
+    let pod: Pod = serde_json::from_value(pod).expect("a pod");
+    let known = |id: &str| -> PodStatus {
+        let status = json!({"containerStatuses": [{"name": "a", "image": "i", "imageID": "", "ready": true,
+            "restartCount": 0, "containerID": id}]});
+        serde_json::from_value(status).expect("a status")
+    };
+    let (none, crio) = (PodStatus::default(), known("cri-o://old"));
+    for (runtime, previous, expected) in [
+        ("cri-o", &none, "cri-o"),
+        ("containerd", &crio, "containerd"),
+        ("", &crio, "cri-o"),
+        ("", &none, "containerd"),
+    ] {
+        let observed = ObservedPod {
+            containers: vec![container("a", 1, Running, 0), container("a", 0, Exited, 3)],
+            ..ObservedPod::default()
+        };
+        let status = compute(&Facts {
+            pod: &pod,
+            observed: &observed,
+            previous,
+            problems: &Problems::new(),
+            held_up: None,
+            probed: &Probed::default(),
+            devices: &devices::OfPod::new(),
+            starting: &BTreeSet::new(),
+            wanted: &resize::wanted(&pod),
+            resize: &Resizing::default(),
+            node_ips: &[],
+            recursive_read_only: true,
+            runtime,
+            ended: false,
+            verdict: None,
+            now: time(100),
+        });
+        let of = &status.container_statuses.expect("a container")[0];
+        let before = of.last_state.as_ref().and_then(|s| s.terminated.as_ref());
+        let before = before.and_then(|t| t.container_id.as_deref());
+        for id in [of.container_id.as_deref(), before] {
+            let scheme = id.and_then(|id| id.split_once("://")).map(|(name, _)| name);
+            assert_eq!(scheme, Some(expected), "{runtime:?}");
+        }
+    }
 }

@@ -20,12 +20,14 @@ use crate::core::pod::lifecycle::{self, Cause, State};
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use crate::core::pod::resize::{self, INFEASIBLE};
 use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
+use crate::core::varying;
 
 /// How long a failed operation waits, doubling up to the longest.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 /// How long a container that could not be started waits where nothing says how long; what cannot succeed waits twice as long
 /// each time.
-const START_RETRY: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(300));
+/// The cause may be outside of the pod, for instance an image that is pushed again under its tag: so not for long.
+const START_RETRY: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(60));
 
 /// A sandbox that stood this long did not fail because of what it is.
 const SANDBOX_STABLE: SignedDuration = SignedDuration::from_secs(60);
@@ -42,7 +44,7 @@ impl Worker {
                 *place.of(kind) = Some(result);
             }
             Input::VolumesChanged => {
-                self.volumes.stale = true;
+                (self.volumes.stale, self.volumes.changed) = (true, true);
                 self.forget_retry(&Key::Volumes);
                 self.has_news(&[Class::WaitForNews]);
             }
@@ -230,7 +232,12 @@ impl Worker {
             self.look_before_more();
         }
         match op {
-            Op::Resize { .. } => self.resizing.error = Some(fault.message),
+            Op::Resize { .. } => {
+                let known = self.resizing.error.as_ref();
+                if !known.is_some_and(|known| varying::is_same(known, &fault.message)) {
+                    self.resizing.error = Some(fault.message);
+                }
+            }
             Op::Observe { .. } => self.look = true,
             // What has changed before has not come to them: that does not wait for the next refresh.
             Op::Volumes { .. } => self.volumes.stale = true,
@@ -259,8 +266,8 @@ impl Worker {
             return self.failed(facts.now, &op.key(), class);
         };
         let name = &start.container.name;
-        self.problems.insert(name.clone(), problem);
         self.images.remove(name);
+        self.note_problem(start.container.name.clone(), problem);
         let pause = |failures: u32| match class {
             Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
             Class::Final => START_RETRY.after(failures),
@@ -518,8 +525,17 @@ impl Worker {
         if known.any(|c| c.id == id && c.is_running()) {
             self.failed_hooks.insert(id, name.clone());
         }
-        let problem = ("PostStartHookError".to_owned(), message);
-        self.problems.insert(name, problem);
+        self.note_problem(name, ("PostStartHookError".to_owned(), message));
+    }
+
+    /// Notes why a container waits. An error that differs from the last one only in parts that differ with each try does not
+    /// change the status: each change is a request to the API.
+    fn note_problem(&mut self, name: String, (reason, message): (String, String)) {
+        let known = self.problems.get(&name);
+        let is_known = known.is_some_and(|(r, m)| *r == reason && varying::is_same(m, &message));
+        if !is_known {
+            self.problems.insert(name, (reason, message));
+        }
     }
 
     /// An operation is begun: what follows from that alone.
@@ -533,8 +549,11 @@ impl Worker {
                 self.stops.insert(kill.id.clone(), *until);
             }
             Op::Volumes { .. } => {
+                if self.volumes.at.is_some() && self.volumes.changed_since(&self.effective) {
+                    self.volumes.changed_at = Some(facts.now);
+                }
                 // What changes from now on makes another turn.
-                self.volumes.stale = false;
+                (self.volumes.stale, self.volumes.changed) = (false, false);
                 self.volumes.again = None;
                 self.volumes.shape = super::plan::shape(&self.effective);
             }

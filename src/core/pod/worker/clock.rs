@@ -15,6 +15,7 @@ impl Worker {
             &mut self.prepared_at,
             &mut self.volumes.at,
             &mut self.volumes.again,
+            &mut self.volumes.changed_at,
             &mut self.sandbox_at,
             &mut self.wake_at,
             &mut self.audit_at,

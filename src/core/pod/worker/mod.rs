@@ -57,6 +57,9 @@ pub struct Rules {
     pub mirrors: bool,
     /// Whether the pod's runtime can make a mount read-only with all that is mounted below it.
     pub recursive_read_only: bool,
+    /// The name of the container runtime, which is part of container ids; empty until it is known.
+    #[serde(default)]
+    pub runtime: String,
 }
 
 /// What is true when an input is looked at.
@@ -113,6 +116,12 @@ struct VolumeState {
     at: Option<Timestamp>,
     /// What they are made from has changed since.
     stale: bool,
+    /// A watched object has changed since the last refresh was begun.
+    #[serde(default)]
+    changed: bool,
+    /// When the last refresh for a change was begun; `None` if there was none yet.
+    #[serde(default)]
+    changed_at: Option<Timestamp>,
     /// What the files that show the pod itself were made from.
     shape: u64,
     /// They were set up or refreshed for the starts that are planned.
@@ -577,6 +586,7 @@ impl Worker {
             resize: &self.resizing,
             node_ips: &facts.node_ips,
             recursive_read_only: facts.rules.recursive_read_only,
+            runtime: &facts.rules.runtime,
             ended,
             verdict: self.verdict.as_ref(),
             now: facts.now,

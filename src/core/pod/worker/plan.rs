@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 
 use super::apply::backoff_key;
-use super::{Facts, Growth, Key, Network, Op, Turn, Worker, event, warning};
+use super::{Facts, Growth, Key, Network, Op, Turn, VolumeState, Worker, event, warning};
 use crate::core::digest::Fnv64;
 use crate::core::pod::actions::{self, PodActions, Start};
 use crate::core::pod::lifecycle::{Cause, State};
@@ -24,6 +24,10 @@ const MIRROR_AUDIT: SignedDuration = SignedDuration::from_secs(10);
 /// What a pod waits for whose volumes could not be refreshed; the journal has why.
 const OUTDATED: &str =
     "its volumes are not up to date: they could not be refreshed, and it is tried again";
+
+/// The shortest interval between two refreshes of a pod's volumes for changes of what they are made from. Upstream refreshes
+/// with the pod's next sync.
+const REFRESH_INTERVAL: SignedDuration = SignedDuration::from_secs(2);
 
 /// A plan in the making.
 #[derive(Default)]
@@ -237,6 +241,8 @@ impl Worker {
             || due(self.volumes.at)
             || self.volumes.again.is_some_and(|at| at <= facts.now)
             || self.volumes.shape != shape(&self.effective);
+        let next_refresh = self.volumes.next_for_change(&self.effective, facts.now);
+        plan.wake.extend(next_refresh);
         plan.wake.extend(self.volumes.at.map(|at| at + every));
         plan.wake.extend(self.volumes.again);
         if starts || refresh {
@@ -251,7 +257,8 @@ impl Worker {
         if refresh && is_held && self.volumes.at.is_some() {
             plan.waits.push(OUTDATED.into());
         }
-        if refresh || (!actions.start.is_empty() && !self.volumes.fresh) {
+        let wanted = refresh || (!actions.start.is_empty() && !self.volumes.fresh);
+        if wanted && next_refresh.is_none() {
             let known = self
                 .observed
                 .as_ref()
@@ -517,6 +524,20 @@ impl Worker {
         if cause == Cause::Deleted && has_object && !self.update.removed && !self.finalised {
             plan.ops.push(Op::Finalise);
         }
+    }
+}
+
+impl VolumeState {
+    /// Whether what the volumes are made from has changed since the last refresh was begun: a watched object, or what the
+    /// pod's files show of the pod itself.
+    pub(super) fn changed_since(&self, pod: &Pod) -> bool {
+        self.changed || self.shape != shape(pod)
+    }
+
+    /// When the next refresh for a change may begin, if a change has to wait for that.
+    fn next_for_change(&self, pod: &Pod, now: Timestamp) -> Option<Timestamp> {
+        let next = self.changed_at?.checked_add(REFRESH_INTERVAL).ok()?;
+        (next > now && self.changed_since(pod)).then_some(next)
     }
 }
 

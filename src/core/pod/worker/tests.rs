@@ -28,6 +28,7 @@ fn rules() -> Rules {
         max_backoff: SignedDuration::from_secs(300),
         mirrors: true,
         recursive_read_only: false,
+        runtime: "containerd".into(),
     }
 }
 

@@ -37,7 +37,7 @@ fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
     for (class, expected) in [
         (Class::RetryLater, [10, 10, 10, 10, 10, 10, 10]),
         (Class::WaitForNews, [10, 10, 10, 10, 10, 10, 10]),
-        (Class::Final, [10, 20, 40, 80, 160, 300, 300]),
+        (Class::Final, [10, 20, 40, 60, 60, 60, 60]),
     ] {
         let mut run = starting();
         let pauses = [(); 7].map(|()| pause(&mut run, &start("c"), waits(class)) / 1000);

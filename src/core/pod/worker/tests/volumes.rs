@@ -95,3 +95,63 @@ fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
     assert_eq!(run.now, 60_000, "not at the next try");
     assert_eq!(run.count(&Key::Prepare), 2);
 }
+
+/// Changes come 20 times a second: the first one is refreshed at once, the others at most every two seconds, and the last
+/// one is not lost.
+#[test]
+fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
+    let annotate = |run: &mut Run, number: i64| {
+        let mut update = run.worker.update().clone();
+        let mut pod = Pod::clone(&update.pod);
+        let annotations = pod.metadata.annotations.get_or_insert_default();
+        annotations.insert("beat".into(), number.to_string());
+        update.pod = Arc::new(pod);
+        run.input(Input::Update(update));
+    };
+    let touch = |run: &mut Run, _: i64| _ = run.input(Input::VolumesChanged);
+    for (name, change) in [
+        ("object", &touch as &dyn Fn(&mut Run, i64)),
+        ("annotation", &annotate),
+    ] {
+        for fails in [false, true] {
+            let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
+            run.settle();
+            let before = run.count(&Key::Volumes);
+            change(&mut run, 0);
+            assert_eq!(run.count(&Key::Volumes), before + 1, "{name}: at once");
+            let mut wake = None;
+            for number in 1..=200 {
+                while run.waiting.iter().any(|op| op.key() == Key::Volumes) {
+                    let outcome = match fails {
+                        true => Outcome::Failed(Fault::later("injected")),
+                        false => Outcome::Done,
+                    };
+                    wake = run.done(&Key::Volumes, outcome).wake_at;
+                }
+                run.now += 50;
+                wake = run.input(Input::Tick).wake_at.or(wake);
+                change(&mut run, number);
+            }
+            let refreshes = run.count(&Key::Volumes) - before;
+            let most = if fails { 12 } else { 6 };
+            assert!(
+                (5..=most).contains(&refreshes),
+                "{name} {fails}: {refreshes}"
+            );
+            // The last change.
+            run.now += 2000;
+            run.input(Input::Tick);
+            run.settle();
+            assert!(
+                run.count(&Key::Volumes) - before > refreshes,
+                "{name} {fails}"
+            );
+            assert!(wake.is_some(), "{name}");
+            let all = run.count(&Key::Volumes);
+            run.now += 10_000;
+            run.input(Input::Tick);
+            run.settle();
+            assert_eq!(run.count(&Key::Volumes), all, "{name}: nothing has changed");
+        }
+    }
+}

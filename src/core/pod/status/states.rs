@@ -1,0 +1,93 @@
+//! The states of containers as the API has them. Pure.
+
+use k8s_openapi::api::core::v1::{
+    ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated,
+};
+
+use super::{Facts, RESTARTING_ALL, waiting};
+use crate::core::pod::observed::{self, ContainerState};
+use crate::core::time::seconds;
+
+const LOST: &str = "The container could not be located when the pod was terminated";
+
+/// A container's id as the API has it (upstream's `ContainerID.String`). While the runtime's name is not known, as shortly
+/// after a start of the agent, the name in the ids before counts.
+pub(super) fn api_id(facts: &Facts<'_>, id: &str) -> String {
+    let name = match facts.runtime {
+        "" => {
+            let before = [
+                &facts.previous.container_statuses,
+                &facts.previous.init_container_statuses,
+            ];
+            let mut ids = before.into_iter().flatten().flatten();
+            let known = ids.find_map(|s| s.container_id.as_deref()?.split_once("://"));
+            known.map_or("containerd", |(name, _)| name)
+        }
+        name => name,
+    };
+    format!("{name}://{id}")
+}
+
+pub(super) fn terminated(
+    facts: &Facts<'_>,
+    container: &observed::Container,
+) -> ContainerStateTerminated {
+    let reason = match (container.reason.as_str(), container.exit_code) {
+        ("", 0) => "Completed",
+        ("", _) => "Error",
+        (reason, _) => reason,
+    };
+    ContainerStateTerminated {
+        container_id: Some(api_id(facts, &container.id)),
+        exit_code: container.exit_code,
+        finished_at: container.finished_at.map(seconds),
+        started_at: container.started_at.map(seconds),
+        reason: Some(reason.into()),
+        message: (!container.message.is_empty()).then(|| container.message.clone()),
+        signal: None,
+    }
+}
+
+pub(super) fn lost() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some("ContainerStatusUnknown".into()),
+        message: Some(LOST.into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
+pub(super) fn removed_to_restart() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 137,
+        reason: Some(RESTARTING_ALL.into()),
+        message: Some("The container is removed because RestartAllContainers in place".into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
+/// The state of an instance that exited.
+pub(super) fn ended(facts: &Facts<'_>, instance: &observed::Container) -> ApiState {
+    ApiState {
+        terminated: Some(terminated(facts, instance)),
+        ..ApiState::default()
+    }
+}
+
+/// The state of an instance, as the runtime has it.
+pub(super) fn state(facts: &Facts<'_>, instance: &observed::Container) -> ApiState {
+    match instance.state {
+        ContainerState::Running => ApiState {
+            running: Some(ContainerStateRunning {
+                started_at: instance.started_at.map(seconds),
+            }),
+            ..ApiState::default()
+        },
+        ContainerState::Created => waiting("", ""),
+        ContainerState::Unknown => ApiState {
+            terminated: Some(lost()),
+            ..ApiState::default()
+        },
+        ContainerState::Exited => ended(facts, instance),
+    }
+}
