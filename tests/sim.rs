@@ -7,6 +7,8 @@
 
 #[path = "sim/removal.rs"]
 mod removal;
+#[path = "sim/outage.rs"]
+mod outage;
 #[path = "sim/shutdown.rs"]
 mod shutdown;
 #[path = "sim/statics.rs"]

@@ -207,7 +207,10 @@ impl PodApi for World {
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let uid = event.involved_object.uid.clone().unwrap_or_default();
         self.state().spend("post_event", &uid);
-        self.request().await.map(|_| ())
+        self.request().await?;
+        let reason = event.reason.clone().unwrap_or_default();
+        self.state().outage.posted.push((uid, reason));
+        Ok(())
     }
 
     async fn count_event(&self, _: &str, name: &str, _: &Value) -> Result<(), ApiFailure> {

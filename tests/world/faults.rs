@@ -136,6 +136,9 @@ impl World {
             return Err(ApiFailure::Unavailable("connection refused".into()));
         }
         let fault = self.fault().await;
+        if self.state().outage.is_api_down {
+            return Err(ApiFailure::Unavailable("connection refused".into()));
+        }
         let begun = Instant::now();
         while self.state().frozen {
             if begun.elapsed() >= DEADLINE {

@@ -9,6 +9,7 @@ mod invariants;
 mod logs;
 mod machine;
 mod nodes;
+mod outage;
 mod patch;
 mod processors;
 mod removal;
@@ -108,6 +109,7 @@ struct State {
     /// What the troubles are drawn from, so that a seed's other choices are the same with and without them.
     draws: Random,
     troubles: troubles::Troubles,
+    outage: outage::Outage,
     life: u64,
     faults: bool,
     next: u64,

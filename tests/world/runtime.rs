@@ -19,6 +19,9 @@ impl Runtime for World {
     }
 
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError> {
+        while self.state().outage.do_lists_hang {
+            self.sleep(Duration::from_secs(1)).await;
+        }
         self.call(|state| {
             let mut pods: BTreeMap<String, ObservedPod> = BTreeMap::new();
             let mut names = BTreeMap::new();
@@ -104,6 +107,7 @@ impl Runtime for World {
                 state.deny(format!("{}: a sandbox without a cgroup", metadata.name));
             }
             let id = state.id("box");
+            state.outage.set_up_network(&id)?;
             let sandbox = Sandbox {
                 id: id.clone(),
                 attempt: metadata.attempt,

@@ -1,0 +1,78 @@
+//! Faults that last.
+
+use std::time::Duration;
+
+use super::simulate;
+use super::world::World;
+
+/// Retries of a fault that lasts write no status: the requests of many broken pods would delay those of healthy ones.
+#[test]
+fn a_fault_that_lasts_leads_to_few_status_writes() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.break_plugin(true);
+        world.silence_far(Duration::from_secs(3600), true);
+        for n in 0..20 {
+            world.create_steady_pod(&format!("p{n}"));
+        }
+        world.create_far_pod("far");
+        tokio::time::sleep(Duration::from_secs(70)).await;
+        for minute in 0..5 {
+            let writes = world.most_for_a_pod("patch_status");
+            assert!(writes <= 2, "minute {minute}: {writes}");
+            let status = world.object("p0")["status"].to_string();
+            assert!(
+                status.contains("the pod's sandbox cannot be created"),
+                "{status}"
+            );
+            assert!(!status.contains("failed to setup network"), "{status}");
+            tokio::time::sleep(Duration::from_secs(60)).await;
+        }
+        assert!(world.has_event("p0", "FailedCreatePodSandBox"));
+        world.break_plugin(false);
+        world.answer_far();
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+        agent.abort();
+    });
+}
+
+#[test]
+fn events_of_an_outage_arrive_after_it() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.create_steady_pod("p");
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        world.cut_off_api(true);
+        world.lose_some_sandbox();
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert!(!world.has_event("p", "SandboxChanged"));
+        world.cut_off_api(false);
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        assert!(world.has_event("p", "SandboxChanged"));
+        agent.abort();
+    });
+}
+
+/// A runtime that answers no listing may still send events.
+#[test]
+fn a_listing_that_hangs_delays_no_event() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.create_steady_pod("p");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.hang_lists(true);
+        // The next listing has begun.
+        tokio::time::sleep(Duration::from_secs(35)).await;
+        world.exit_some_container();
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let pod = world.object("p");
+        let status = &pod["status"]["containerStatuses"][0];
+        assert_eq!(status["restartCount"], 1, "{pod}");
+        agent.abort();
+    });
+}

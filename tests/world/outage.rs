@@ -1,0 +1,67 @@
+//! What lasts: a network plugin that always fails, an API that is not reached, a runtime that lists nothing.
+
+use super::*;
+
+#[derive(Default)]
+pub(super) struct Outage {
+    /// The network plugin fails, each time with another sandbox id in its error.
+    is_plugin_broken: bool,
+    pub(super) is_api_down: bool,
+    pub(super) do_lists_hang: bool,
+    /// The events that the API has stored: the uid of the pod, and the reason.
+    pub(super) posted: Vec<(String, String)>,
+}
+
+impl Outage {
+    pub(super) fn set_up_network(&self, sandbox: &str) -> Result<(), RuntimeError> {
+        if !self.is_plugin_broken {
+            return Ok(());
+        }
+        let digits = sandbox.bytes().fold(0_u64, |all, byte| {
+            all.wrapping_mul(31).wrapping_add(u64::from(byte))
+        });
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Failed,
+            code: Some("Unknown"),
+            message: format!(
+                "failed to setup network for sandbox \"{digits:064x}\": plugin type=\"none\" failed (add)"
+            ),
+        })
+    }
+}
+
+impl World {
+    /// From now on the network plugin fails, or works again.
+    pub fn break_plugin(&self, is_broken: bool) {
+        self.state().outage.is_plugin_broken = is_broken;
+    }
+
+    /// From now on the API is not reached, or is reached again.
+    pub fn cut_off_api(&self, is_down: bool) {
+        self.state().outage.is_api_down = is_down;
+    }
+
+    /// From now on listings of the runtime have no answer, or have one again.
+    pub fn hang_lists(&self, hang: bool) {
+        self.state().outage.do_lists_hang = hang;
+    }
+
+    /// Whether the API has stored an event of this reason about a pod.
+    pub fn has_event(&self, name: &str, reason: &str) -> bool {
+        let uid = self.uid(name);
+        let state = self.state();
+        let mut posted = state.outage.posted.iter();
+        posted.any(|(of, why)| *of == uid && why == reason)
+    }
+
+    /// The most requests of a kind for one pod since the last minute began.
+    pub fn most_for_a_pod(&self, what: &str) -> usize {
+        let state = self.state();
+        let now = Instant::now();
+        let minute = Duration::from_secs(60);
+        let of = state.spent.iter().filter(|((_, kind), _)| *kind == what);
+        of.map(|(_, times)| times.iter().filter(|at| **at + minute >= now).count())
+            .max()
+            .unwrap_or(0)
+    }
+}
