@@ -266,10 +266,15 @@ where
         let key = (namespace.to_owned(), name.to_owned());
         let (mut seen, registrations) = {
             let mut registry = lock(&self.registry);
+            let is_known = registry.entries.contains_key(&key);
             let entry = registry
                 .entries
                 .entry(key.clone())
                 .or_insert_with(|| self.begin(&key));
+            if is_known && lock(&entry.users).is_empty() {
+                // A reader that has not registered, for instance of a driver's Secret, may belong to a new pod.
+                entry.registrations.send_modify(|number| *number += 1);
+            }
             // Somebody reads it: it stays for another while.
             entry.idle = entry.idle.map(|_| Instant::now());
             if matches!(entry.seen.borrow().seen, Seen::Unreachable(_)) {
@@ -556,6 +561,10 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert_eq!(fake.watches(), 0);
         assert!(watched.get("n", "m").await.is_ok());
+        // A reader without a registration reads the object that exists.
+        *lock(&fake.items) = vec![map(2, "b", true)];
+        let read = watched.get("n", "m").await.expect("it is there");
+        assert_eq!(read.data.as_ref().expect("data")["k"], "b");
     }
 
     /// The data of the object that a new user reads, with its registration.
