@@ -130,6 +130,21 @@ struct Relist {
 }
 
 impl Relist {
+    fn new(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) -> Relist {
+        Relist {
+            context,
+            seen,
+            hints,
+            stream: None,
+            has_events: true,
+            next_try: Instant::now(),
+            failing: false,
+            was_away: false,
+            last: None,
+            quiet_since: None,
+        }
+    }
+
     async fn send(&self, hint: Hint) -> Result<(), Closed> {
         self.hints.send(hint).await.map_err(|_| Closed)
     }
@@ -199,21 +214,9 @@ impl Relist {
 /// Runs until the receiver is gone.
 pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut roster = context.roster.subscribe();
-    let now = Instant::now();
-    let mut relist = Relist {
-        context,
-        seen,
-        hints,
-        stream: None,
-        has_events: true,
-        next_try: now,
-        failing: false,
-        was_away: false,
-        last: None,
-        quiet_since: None,
-    };
+    let mut relist = Relist::new(context, seen, hints);
     // Events are read while a listing is under way: a runtime that does not answer the one may still send the others.
-    let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), now);
+    let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), Instant::now());
     let mut is_listing = false;
     loop {
         if !is_listing && Instant::now() >= next {
