@@ -27,9 +27,8 @@ const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
 pub struct Target<'a> {
     /// Its uid.
     pub uid: &'a str,
-    /// Its resourceVersion, if known. A patch demands it only if it changes the phase, reason or message: such a patch must not
-    /// replace a terminal phase that another client has written. Other patches cannot, and a client that writes to the pod all
-    /// the time must not delay them (upstream demands the uid alone).
+    /// Its resourceVersion, if known. The patch must not replace a terminal phase that another client has written. A patch that
+    /// is delayed on its way must not replace a newer one either (upstream demands the uid alone).
     pub version: Option<&'a str>,
 }
 
@@ -140,10 +139,7 @@ pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<
         changes.insert("conditions".into(), conditions.into());
     }
     let mut metadata = json!({"uid": target.uid});
-    let is_of_phase = ["phase", "reason", "message"]
-        .iter()
-        .any(|key| changes.contains_key(*key));
-    if let Some(version) = target.version.filter(|_| is_of_phase) {
+    if let Some(version) = target.version {
         metadata["resourceVersion"] = version.into();
     }
     (!changes.is_empty()).then(|| json!({"metadata": metadata, "status": changes}))
