@@ -387,56 +387,6 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
     assert_eq!(patch["metadata"], json!({"uid": "u"}));
 }
 
-/// A client that annotates a pod all the time must not delay its status: a patch that cannot replace a terminal phase does not
-/// demand a version.
-#[test]
-fn only_a_patch_of_the_phase_demands_a_version() {
-    let api = PodStatus {
-        phase: Some("Running".into()),
-        ..PodStatus::default()
-    };
-    let text = |text: &str| Some(text.to_owned());
-    let cases = [
-        (
-            PodStatus {
-                host_ip: text("192.0.2.1"),
-                ..api.clone()
-            },
-            false,
-        ),
-        (
-            PodStatus {
-                phase: text("Failed"),
-                ..api.clone()
-            },
-            true,
-        ),
-        (
-            PodStatus {
-                reason: text("Evicted"),
-                ..api.clone()
-            },
-            true,
-        ),
-        (
-            PodStatus {
-                message: text("m"),
-                ..api.clone()
-            },
-            true,
-        ),
-    ];
-    for (wanted, expected) in cases {
-        let patch = patch(AS_READ, &api, &wanted).expect("a patch");
-        assert_eq!(patch["metadata"]["uid"], "u");
-        assert_eq!(
-            patch["metadata"]["resourceVersion"] == "7",
-            expected,
-            "{patch}"
-        );
-    }
-}
-
 /// Why a pod is to go is told by its node alone where that ends it; what others have told stays as they told it last.
 #[test]
 fn a_disruption_that_others_have_told_is_theirs() {
@@ -501,7 +451,7 @@ fn addresses_that_change_take_the_place_of_those_before() {
     let after = status(&["10.0.0.2", "fd00::1"], &["192.0.2.2"]);
     assert_eq!(
         patch(AS_READ, &before, &after),
-        Some(json!({"metadata": {"uid": "u"}, "status": {
+        Some(json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {
             "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
             "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
             "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
