@@ -218,7 +218,7 @@ async fn a_dry_run_stores_nothing() {
             format!("{PODS}/p/binding"),
             json!({"target": {"name": "n"}}),
         ),
-        ("POST", format!("{PODS}/bound/eviction"), eviction.clone()),
+        ("POST", format!("{PODS}/bound/eviction"), eviction),
         (
             "PATCH",
             format!("{PODS}/bound/status"),
@@ -263,6 +263,17 @@ async fn a_dry_run_stores_nothing() {
         let bad = Server::request(method, &format!("{url}?dryRun=Some"), kind, bytes);
         assert_eq!(server.send(bad).await.code, 422, "{method} {url}");
     }
+}
+
+/// The dry run of an eviction may stand in its body, and a body names the pod of the path.
+#[tokio::test]
+async fn an_eviction_says_which_pod_and_whether_it_counts() {
+    let server = Server::new().await;
+    for name in ["p", "bound"] {
+        server.ok("POST", PODS, &pod(name)).await;
+    }
+    let before = server.0.store().revision();
+    let eviction = json!({"metadata": {"name": "bound"}});
     let mut dry = eviction.clone();
     dry["deleteOptions"] = json!({"dryRun": ["All"]});
     let url = format!("{PODS}/bound/eviction");

@@ -244,6 +244,12 @@ pub(crate) mod tests {
                 (every("configMapRef"), "configmaps"),
             ]);
         }
+        all.extend(references_of_volumes());
+        all
+    }
+
+    fn references_of_volumes() -> Vec<(Value, &'static str)> {
+        let (reference, mut all) = (json!({"name": "ref"}), vec![]);
         let secret_ref = |mut source: Value| {
             source["secretRef"] = reference.clone();
             source
