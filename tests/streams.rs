@@ -224,7 +224,8 @@ fn output_arrives_at_a_slow_reader(
     command.env("KUBECTL_REMOTE_COMMAND_WEBSOCKETS", websockets.to_string());
     let mut child = Running(command.spawn().unwrap());
     let mut output = child.0.stdout.take().unwrap();
-    let (mut piece, mut text, begun) = (vec![0; 64 << 10], vec![], Instant::now());
+    let (mut piece, begun) = (vec![0; 64 << 10], Instant::now());
+    let mut text: Vec<u8> = vec![];
     loop {
         let length = output.read(&mut piece).unwrap();
         text.extend(&piece[..length]);
