@@ -9,6 +9,8 @@
 mod removal;
 #[path = "sim/outage.rs"]
 mod outage;
+#[path = "sim/restarts.rs"]
+mod restarts;
 #[path = "sim/shutdown.rs"]
 mod shutdown;
 #[path = "sim/statics.rs"]
@@ -85,6 +87,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.freeze(false);
     world.deafen(false);
     world.end_troubles();
+    world.fail_upkeep(world.has_failing_upkeep());
     // Long enough for the longest hang, back-off and grace.
     tokio::time::sleep(Duration::from_secs(540)).await;
     world.check_removed(SLACK_WITH_FAULTS);
@@ -92,6 +95,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     tokio::time::sleep(Duration::from_secs(60)).await;
     world.check_quiet()?;
     world.check_at_rest()?;
+    world.fail_upkeep(false);
     for _ in 0..3 {
         world.exit_some_container();
         tokio::time::sleep(Duration::from_millis(1500)).await;

@@ -1,5 +1,6 @@
 //! `holdfast agent --check`: what a start would do, without starting. Nothing is changed.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -43,6 +44,7 @@ fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
             actuated: resize::actuated(pod),
             ..Resizing::default()
         },
+        stopped_to_restart: &BTreeSet::new(),
     };
     let actions = actions::compute(pod, observed, &health, |_| 0);
     if actions.kill_pod {
@@ -192,6 +194,7 @@ mod tests {
                 created_at: at,
                 ips: vec!["10.0.0.1".into()],
                 host_network: false,
+                handler: String::new(),
             }],
             containers: vec![observed::Container {
                 id: "i".into(),
@@ -232,6 +235,7 @@ mod tests {
                 name: uid[..1].into(),
                 namespace: "n".into(),
                 fingerprint: 0,
+                is_live: true,
             };
             (pod, running(&container_hash(&of)))
         };

@@ -150,6 +150,7 @@ pub(super) fn sandbox(listed: &pb::PodSandbox) -> Option<Sandbox> {
         created_at: time(listed.created_at).unwrap_or(Timestamp::UNIX_EPOCH),
         ips: vec![],
         host_network: false,
+        handler: listed.runtime_handler.clone(),
     })
 }
 

@@ -209,6 +209,8 @@ pub struct ListedPod {
     pub namespace: String,
     /// See [`ObservedPod::fingerprint`].
     pub fingerprint: u64,
+    /// It has a sandbox that is ready, or a container that may run.
+    pub is_live: bool,
 }
 
 /// A container that runs, and whose it is.

@@ -204,7 +204,7 @@ impl CriClient {
     pub(super) async fn list_pods(&self) -> Result<Vec<ListedPod>, RuntimeError> {
         let (sandboxes, containers) = (self.sandboxes(None).await?, self.containers(None).await?);
         let mut pods: HashMap<String, ListedPod> = HashMap::new();
-        let mut add = |labels: &HashMap<String, String>, id: &str, state: u8| {
+        let mut add = |labels: &HashMap<String, String>, id: &str, state: u8, is_live: bool| {
             let get = |key: &str| labels.get(key).cloned();
             // Others may use the runtime too; what is not a pod's is not ours.
             let (Some(uid), Some(name), Some(namespace)) = (
@@ -219,24 +219,21 @@ impl CriClient {
                 name,
                 namespace,
                 fingerprint: 0,
+                is_live: false,
             });
+            pod.is_live |= is_live;
             pod.fingerprint = pod
                 .fingerprint
                 .wrapping_add(fingerprint(std::iter::once((id, state))));
         };
         for sandbox in &sandboxes {
-            add(
-                &sandbox.labels,
-                &sandbox.id,
-                u8::from(sandbox.state == pb::PodSandboxState::SandboxReady as i32),
-            );
+            let is_ready = sandbox.state == pb::PodSandboxState::SandboxReady as i32;
+            add(&sandbox.labels, &sandbox.id, u8::from(is_ready), is_ready);
         }
         for container in &containers {
-            add(
-                &container.labels,
-                &container.id,
-                10 + convert::state(container.state) as u8,
-            );
+            let state = convert::state(container.state);
+            let is_live = matches!(state, ContainerState::Running | ContainerState::Unknown);
+            add(&container.labels, &container.id, 10 + state as u8, is_live);
         }
         Ok(pods.into_values().collect())
     }

@@ -280,6 +280,14 @@ impl Cgroups {
         Ok(name)
     }
 
+    /// A pod's, in the driver's spelling; empty where pods have none. Nothing is touched.
+    pub(in crate::host) fn parent(&self, class: QosClass, uid: &str) -> String {
+        match self.flat {
+            true => String::new(),
+            false => self.name(class, uid),
+        }
+    }
+
     /// The bytes of memory that a pod's uses, caches included; none where that is not known.
     pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
         if self.flat {

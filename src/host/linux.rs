@@ -209,6 +209,10 @@ impl PodHost for LinuxHost {
         self.cgroups.ensure(class, pod::uid(pod), &values).await
     }
 
+    fn cgroup_parent(&self, pod: &Pod) -> String {
+        self.cgroups.parent(qos::of(pod::spec(pod)), pod::uid(pod))
+    }
+
     fn memory_of_pod(&self, pod: &Pod) -> Option<u64> {
         let class = qos::of(pod::spec(pod));
         self.cgroups.memory_in_use(class, pod::uid(pod))

@@ -115,6 +115,8 @@ pub trait PodHost: Send + Sync + 'static {
     /// Makes the pod's cgroup and sets its values, a limit of its CPU time only with `cpu_limit`. The answer is the parent
     /// that the runtime is given; it is empty where pods have no cgroups, and nothing is made.
     async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, HostError>;
+    /// The pod's cgroup as [`PodHost::ensure_cgroup`] names it. Nothing is touched.
+    fn cgroup_parent(&self, pod: &Pod) -> String;
     /// The bytes of memory that the pod uses, caches included; none where that is not known.
     fn memory_of_pod(&self, _pod: &Pod) -> Option<u64> {
         None

@@ -102,7 +102,10 @@ impl PodApi for World {
             state.deny(format!("{uid}: nobody asked for this pod's deletion"));
         }
         let held = !state.live(uid).is_empty()
-            || state.boxes.values().any(|b| b.uid == uid)
+            || state
+                .boxes
+                .iter()
+                .any(|(id, b)| b.uid == uid && !state.late_boxes.contains(id))
             || state.volumes.contains(uid)
             || state.cgroups.contains(uid);
         if held {
@@ -207,9 +210,11 @@ impl PodApi for World {
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure> {
         let uid = event.involved_object.uid.clone().unwrap_or_default();
         self.state().spend("post_event", &uid);
-        self.request().await?;
         let reason = event.reason.clone().unwrap_or_default();
-        self.state().outage.posted.push((uid, reason));
+        let about = (uid, reason);
+        self.state().reasons.insert(about.clone());
+        self.request().await?;
+        self.state().outage.posted.push(about);
         Ok(())
     }
 
@@ -218,7 +223,11 @@ impl PodApi for World {
         self.request().await.map(|_| ())
     }
 
-    async fn runtime_handler(&self, _: &str) -> Result<String, ApiFailure> {
+    async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure> {
+        if self.state().fails_upkeep {
+            let why = format!("runtimeclasses.node.k8s.io {class:?} not found");
+            return Err(ApiFailure::NotFound(why));
+        }
         Ok(String::new())
     }
 

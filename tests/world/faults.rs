@@ -311,6 +311,7 @@ impl State {
     /// Nothing is left of a pod. A static one that comes back begins another life, which counts from nought.
     pub(super) fn forget(&mut self, uid: &str) {
         self.started.retain(|(of, ..)| of != uid);
+        self.over.retain(|(of, _), _| of != uid);
         self.ran.remove(uid);
         self.ended.remove(uid);
         if self.static_uids.contains(uid) {

@@ -34,17 +34,21 @@ impl World {
         Some(RunningHook(self.clone(), id.to_owned()))
     }
 
-    /// Who is told to stop has run its hook before, or had it cut off at the end of its grace period.
+    /// A container that is told to stop has run its hook before, unless its grace period is over.
     pub(super) fn check_hooks(&self, id: &str, grace: i64) {
         let mut state = self.state();
-        if state.hooking.contains(&(self.2, id.to_owned())) {
+        let is_hooking = state.hooking.contains(&(self.2, id.to_owned()));
+        state.hooked_stops += usize::from(is_hooking);
+        // Past the grace period a hook goes on until its container is killed.
+        if grace > 2 && is_hooking {
             state.deny(format!("{id}: told to stop while its preStop hook runs"));
         }
         let runs = state
             .containers
             .get(id)
             .is_some_and(|c| c.container.state == ContainerState::Running);
-        let hook = state.pre_stop(id).filter(|_| runs && grace > 0);
+        // Past the grace period the hook and the signal begin together.
+        let hook = state.pre_stop(id).filter(|_| runs && grace > 2);
         let ran = |hook: &String| {
             let all = state.hooks.get(id);
             all.is_some_and(|all| all.iter().any(|ran| ran.ends_with(hook.as_str())))

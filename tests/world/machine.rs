@@ -23,6 +23,7 @@ impl Dialer for World {
             _ => {
                 // The path names the container, the host its pod.
                 let mut state = self.state();
+                *state.asked.entry(request.path.clone()).or_default() += 1;
                 let context = state.context.as_ref().unwrap();
                 let node = context.node_ips.borrow()[0].clone();
                 let boxes: Vec<String> = state
@@ -124,6 +125,10 @@ impl PodHost for World {
         Ok("/kubepods".into())
     }
 
+    fn cgroup_parent(&self, _: &Pod) -> String {
+        "/kubepods".into()
+    }
+
     fn memory_of_pod(&self, _: &Pod) -> Option<u64> {
         Some(0)
     }
@@ -144,6 +149,9 @@ impl PodHost for World {
     }
 
     async fn make_directories(&self, pod: &Pod) -> Result<(), HostError> {
+        if self.state().upkeep_fails(&uid(pod)) {
+            return Err("no space left on device".into());
+        }
         self.machine(|s| _ = s.dirs.insert(uid(pod))).await
     }
 

@@ -14,6 +14,7 @@ mod patch;
 mod processors;
 mod removal;
 mod rest;
+mod restarts;
 mod runtime;
 mod shutdown;
 mod sizes;
@@ -196,6 +197,24 @@ struct State {
     processors: Option<PathBuf>,
     /// Who announces shutdowns, and what they wait for.
     logind: Option<(shutdown::Logind, Periods)>,
+    /// Regular containers in their final state, by pod and name, with the id of the instance.
+    over: BTreeMap<(String, String), String>,
+    /// The number of StopContainer calls during which the container's preStop hook ran.
+    hooked_stops: usize,
+    /// The number of HTTP requests by path.
+    asked: BTreeMap<String, usize>,
+    /// Sandboxes that the runtime has made after the call for them was cut off: no agent can wait for them.
+    late_boxes: BTreeSet<String>,
+    /// Containers for which an agent has called StopContainer.
+    told_to_stop: BTreeSet<String>,
+    /// Sandboxes that calls of an agent are stopping.
+    stopping: BTreeSet<(u64, String)>,
+    /// Nothing can be looked up or kept in order for pods that run.
+    fails_upkeep: bool,
+    /// No call that makes a sandbox is answered.
+    stalls_network: bool,
+    /// Reasons of the events that were posted, by pod.
+    reasons: BTreeSet<(String, String)>,
     /// Logs that grow, by container.
     logs: BTreeMap<String, logs::GrowingLog>,
     /// The most of each kind within a minute.
@@ -701,9 +720,10 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         c.container.state = ContainerState::Exited;
         c.container.exit_code = code;
         c.container.finished_at = Some(now);
-        let uid = c.uid.clone();
+        let (uid, name) = (c.uid.clone(), c.container.name.clone());
         let line = format!("{now} ended {uid}/{} {id} {code}", c.container.name);
         state.trace.push(line);
+        state.note_end(id, &uid, &name, code);
         // One that was killed before it was started has ended as well: nobody has to start it again.
         state.ran.insert(uid.clone());
         state.hint(&uid, id, EventKind::Stopped);

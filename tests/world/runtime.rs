@@ -42,6 +42,7 @@ impl Runtime for World {
                 name: names.get(&uid).cloned().unwrap_or_default(),
                 namespace: "ns".into(),
                 fingerprint: pod.fingerprint(),
+                is_live: pod.live().next().is_some() || pod.sandboxes.iter().any(|s| s.ready),
                 uid,
             };
             Ok(pods.into_iter().map(listed).collect())
@@ -91,47 +92,27 @@ impl Runtime for World {
         let host_network = linux
             .and_then(|s| s.namespace_options)
             .is_some_and(|n| n.network == pb::NamespaceMode::Node as i32);
-        self.call(|state| {
-            if state
-                .boxes
-                .values()
-                .any(|b| b.uid == metadata.uid && b.sandbox.attempt == metadata.attempt)
-            {
-                return Err(RuntimeError {
-                    kind: RuntimeErrorKind::Failed,
-                    code: None,
-                    message: format!("failed to reserve sandbox name {}", metadata.name),
-                });
+        let wanted = restarts::WantedBox {
+            uid: metadata.uid,
+            name: metadata.name,
+            attempt: metadata.attempt,
+            host_network,
+        };
+        let mut making = restarts::Making {
+            world: self.clone(),
+            wanted: wanted.clone(),
+            is_done: false,
+        };
+        self.network_answers().await;
+        let made = self.call(|state| {
+            if !state.cgroups.contains(&wanted.uid) {
+                state.deny(format!("{}: a sandbox without a cgroup", wanted.name));
             }
-            if !state.cgroups.contains(&metadata.uid) {
-                state.deny(format!("{}: a sandbox without a cgroup", metadata.name));
-            }
-            let id = state.id("box");
-            state.outage.set_up_network(&id)?;
-            let sandbox = Sandbox {
-                id: id.clone(),
-                attempt: metadata.attempt,
-                ready: true,
-                created_at: now,
-                ips: match host_network {
-                    true => vec![],
-                    false => vec![format!("10.0.0.{}", state.next % 250)],
-                },
-                host_network,
-            };
-            state.boxes.insert(
-                id.clone(),
-                Box_ {
-                    uid: metadata.uid.clone(),
-                    name: metadata.name,
-                    sandbox,
-                },
-            );
-            state.hint(&metadata.uid, &id, EventKind::Created);
-            state.hint(&metadata.uid, &id, EventKind::Started);
-            Ok(id)
-        })
-        .await
+            state.make_box(wanted, now)
+        });
+        let made = made.await;
+        making.is_done = true;
+        made
     }
 
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError> {
@@ -149,6 +130,7 @@ impl Runtime for World {
         let now = self.1.now();
         self.spend_on("stop_sandbox", id);
         self.check_hooks_of_sandbox(id);
+        let _stopping = self.stopping(id);
         self.call(|state| {
             let inside: Vec<String> = state
                 .containers
@@ -198,6 +180,7 @@ impl Runtime for World {
     ) -> Result<String, RuntimeError> {
         let (now, uid) = (self.1.now(), config.labels[label::POD_UID].clone());
         self.state().spend("create_container", &uid);
+        self.check_not_stopping("a container is made", sandbox);
         self.call(|state| {
             let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));
@@ -268,6 +251,7 @@ impl Runtime for World {
             let owner = state.owners.get(id);
             owner.is_none_or(|uid| state.may_start(uid))
         };
+        self.check_not_stopping("a container is started", &self.sandbox_of(id));
         self.call(|state| {
             let Some(c) = state.containers.get(id) else {
                 return Err(missing("container"));
@@ -281,6 +265,15 @@ impl Runtime for World {
                     message: "already started".into(),
                 });
             }
+            let is_ready = |b: &Box_| b.sandbox.ready;
+            if !state.boxes.get(&c.container.sandbox).is_some_and(is_ready) {
+                return Err(RuntimeError {
+                    kind: RuntimeErrorKind::Failed,
+                    code: None,
+                    message: "sandbox container is not running".into(),
+                });
+            }
+            state.check_not_over(&uid, &name);
             if state.live(&uid).iter().any(|other| other.name == name) {
                 state.deny(format!("{uid}/{name}: two instances run at once"));
             }
@@ -350,6 +343,7 @@ impl Runtime for World {
         let now = self.1.now();
         self.spend_on("stop_container", id);
         self.check_hooks(id, grace);
+        self.state().told_to_stop.insert(id.to_owned());
         // Some processes need their time.
         let slow = {
             let mut state = self.state();
@@ -370,7 +364,13 @@ impl Runtime for World {
                 .await;
         }
         self.call(|state| {
-            end(state, id, if slow { 137 } else { 143 }, now);
+            // Some exit with 0 on SIGTERM.
+            let code = if slow {
+                137
+            } else {
+                [143, 143, 0][usize::try_from(state.draw(3)).unwrap()]
+            };
+            end(state, id, code, now);
             Ok(())
         })
         .await
@@ -469,7 +469,12 @@ impl Runtime for World {
             self.sleep(Duration::from_secs(seconds)).await;
         }
         match command.last().map(String::as_str) {
-            Some("hangs") => std::future::pending().await,
+            Some("hangs") => {
+                // It is killed with its container.
+                while self.is_running(id) {
+                    self.sleep(Duration::from_millis(100)).await;
+                }
+            }
             Some("lasts") => self.sleep(Duration::from_secs(30)).await,
             _ => {}
         }

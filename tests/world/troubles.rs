@@ -12,6 +12,7 @@ pub(super) struct Troubles {
     far: bool,
     node: bool,
     wide: bool,
+    upkeep: bool,
 }
 
 impl State {
@@ -56,6 +57,7 @@ impl World {
             far: chosen & 2 != 0,
             node: chosen & 4 != 0,
             wide: state.draw(16) == 0,
+            upkeep: state.draw(4) == 0,
         };
         let line = format!("{:?}", state.troubles);
         state.trace.push(line);
@@ -69,6 +71,11 @@ impl World {
     /// Whether the seed has a pod with very many objects.
     pub fn has_wide_pod(&self) -> bool {
         self.state().troubles.wide
+    }
+
+    /// Whether nothing can be kept in order for pods that run, until the seed has come to rest.
+    pub fn has_failing_upkeep(&self) -> bool {
+        self.state().troubles.upkeep
     }
 
     /// One trouble, or none.
@@ -92,6 +99,10 @@ impl World {
             }
             5 if troubles.far => self.answer_far(),
             6..=8 if troubles.node => self.change_more_of_node(),
+            9 | 10 => {
+                let mut state = self.state();
+                state.fails_upkeep = troubles.upkeep && kind == 9;
+            }
             _ => {}
         }
     }

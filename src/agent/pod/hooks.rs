@@ -1,11 +1,15 @@
 //! Running lifecycle hooks (upstream's `lifecycle/handlers.go`).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod};
 
+use tracing::Instrument as _;
+
 use crate::agent::{Context, Kind};
 use crate::core::pod::probe::{self, Hook, Http};
+use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
 use crate::probes::HttpError;
 
 /// A hook's HTTP request is bounded by the caller; this is only so that none is left for ever.
@@ -28,7 +32,7 @@ pub async fn run(
             std::mem::forget(cut);
             Ok(())
         }
-        Hook::Exec(command) => match context.runtime.exec(id, &command, None).await {
+        Hook::Exec(command) => match exec(context, id, &command).await {
             Ok(done) if done.code == 0 => Ok(()),
             Ok(done) => {
                 // What it printed may be secret: it is in the log at the highest verbosity only.
@@ -61,6 +65,26 @@ pub async fn run(
             other => other.map(|_| ()).map_err(|e| e.to_string()),
         },
     }
+}
+
+/// Runs a command in a container. The call goes on where this is dropped, and ends with the container: containerd 2.1 may take
+/// long to stop a container while an ExecSync that its client has cut off is still there.
+async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, RuntimeError> {
+    let (runtime, id, command) = (
+        Arc::clone(&context.runtime),
+        id.to_owned(),
+        command.to_owned(),
+    );
+    let call = async move { runtime.exec(&id, &command, None).await };
+    let ended = tokio::spawn(call.in_current_span()).await;
+    // It is not aborted, and a panic ends the process: it fails only when the process ends.
+    ended.unwrap_or_else(|error| {
+        Err(RuntimeError {
+            kind: RuntimeErrorKind::Failed,
+            code: None,
+            message: error.to_string(),
+        })
+    })
 }
 
 /// Counts a sleep that does not come to its end.

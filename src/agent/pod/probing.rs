@@ -9,7 +9,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Container, Pod};
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
-use tokio_util::task::AbortOnDropHandle;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use kube::ResourceExt as _;
 
@@ -29,10 +29,12 @@ const TRIES: usize = 3;
 /// A container that was up this long before the agent started keeps what was known of it.
 const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
 
-/// The tasks of one container instance.
+/// The tasks of one container instance. Dropping a guard ends its task, when the probe under way has its answer: containerd 2.1
+/// may take long to stop a container while an ExecSync that its client has cut off is still there. Upstream's probes are not
+/// cut off either (`worker.stop`).
 struct Instance {
     name: String,
-    tasks: BTreeMap<Kind, AbortOnDropHandle<()>>,
+    tasks: BTreeMap<Kind, DropGuard>,
     started: Arc<watch::Sender<bool>>,
 }
 
@@ -59,6 +61,8 @@ struct Prober {
     last: Option<bool>,
     inbox: Inbox,
     started: Arc<watch::Sender<bool>>,
+    /// What it finds is of no interest any more.
+    stop: CancellationToken,
     log: Log,
 }
 
@@ -133,17 +137,14 @@ impl Probing {
         (id, since, ip): (&str, Timestamp, Option<String>),
         mut health: Health,
     ) {
-        let started = Arc::new(
-            watch::channel(container.startup_probe.is_none() || health.started == Some(true)).0,
-        );
+        let is_started = container.startup_probe.is_none() || health.started == Some(true);
+        let started = Arc::new(watch::Sender::new(is_started));
         let mut tasks = BTreeMap::new();
         for kind in Kind::ALL {
-            let Some(spec) = kind.of(container) else {
+            let runs = kind != Kind::Startup || !is_started;
+            let Some(spec) = kind.of(container).filter(|_| runs) else {
                 continue;
             };
-            if kind == Kind::Startup && *started.borrow() {
-                continue;
-            }
             let (timing, problem) = Timing::of(pod, &container.name, kind, spec);
             if let Some(problem) = problem {
                 context.events.pod(
@@ -154,6 +155,7 @@ impl Probing {
                     problem,
                 );
             }
+            let stop = CancellationToken::new();
             let prober = Prober {
                 context: Arc::clone(context),
                 pod: Arc::clone(pod),
@@ -168,12 +170,13 @@ impl Probing {
                 inbox: self.inbox.clone(),
                 last: *health.of(kind),
                 started: Arc::clone(&started),
+                stop: stop.clone(),
                 log: self.log.clone(),
             };
             // On its own: a turn of the pod's worker ends long before its probes do.
             let span = tracing::info_span!(parent: None, "container", pod = pod::full_name(pod), uid = pod::uid(pod), container = container.name);
-            let run = tracing::Instrument::instrument(prober.run(), span);
-            tasks.insert(kind, AbortOnDropHandle::new(tokio::spawn(run)));
+            tokio::spawn(tracing::Instrument::instrument(prober.run(), span));
+            tasks.insert(kind, stop.drop_guard());
         }
         self.instances.insert(
             id.to_owned(),
@@ -185,11 +188,11 @@ impl Probing {
         );
     }
 
-    /// The pod ends: nothing is restarted any more, but readiness is still told, and sidecars are still
-    /// watched while they work.
+    /// The pod ends: liveness and startup probes stop, as no container is restarted any more, those of sidecars neither
+    /// (KEP-4438 would change that). Readiness is still published.
     pub fn ending(&mut self, pod: &Pod, observed: &ObservedPod) {
-        for (role, container) in pod::containers(pod) {
-            if let (Role::Regular, Some(seen)) = (role, observed.newest(&container.name))
+        for (_, container) in pod::containers(pod) {
+            if let Some(seen) = observed.newest(&container.name)
                 && let Some(instance) = self.instances.get_mut(&seen.id)
             {
                 instance.tasks.retain(|kind, _| *kind == Kind::Readiness);
@@ -238,12 +241,23 @@ fn step(kind: Kind) -> Step {
 }
 
 impl Prober {
+    /// Waits for something, unless the probe is to end before.
+    async fn unless_stopped<T>(&self, wait: impl Future<Output = T>) -> Option<T> {
+        self.stop.run_until_cancelled(wait).await
+    }
+
     async fn run(mut self) {
         let mut started = self.started.subscribe();
-        if self.kind != Kind::Startup && started.wait_for(|s| *s).await.is_err() {
+        let begin = async {
+            if self.kind != Kind::Startup {
+                // The sender is this probe's own, too.
+                let _ = started.wait_for(|s| *s).await;
+            }
+            tokio::time::sleep_until(self.first).await;
+        };
+        if self.unless_stopped(begin).await.is_none() {
             return;
         }
-        tokio::time::sleep_until(self.first).await;
         let mut ticks = tokio::time::interval(self.timing.period);
         // A slow answer moves the next question; questions never pile up.
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -252,7 +266,9 @@ impl Prober {
             self.log.begin(step(self.kind), &self.container.name);
         }
         loop {
-            ticks.tick().await;
+            if self.unless_stopped(ticks.tick()).await.is_none() {
+                return;
+            }
             let Some(good) = self.ask().await else {
                 continue;
             };
@@ -301,15 +317,18 @@ impl Prober {
         );
     }
 
-    /// One question; `None` if it could not be asked.
+    /// Probes once; `None` if the probe could not run, or was stopped meanwhile.
     async fn ask(&self) -> Option<bool> {
         let begun = Instant::now();
         let mut answer = self.answer().await;
         for _ in 1..TRIES {
-            if !matches!(answer, Answer::Unknown(_)) {
+            if !matches!(answer, Answer::Unknown(_)) || self.stop.is_cancelled() {
                 break;
             }
             answer = self.answer().await;
+        }
+        if self.stop.is_cancelled() {
+            return None;
         }
         let name = self.kind.name();
         let result = match &answer {

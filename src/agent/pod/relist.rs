@@ -40,6 +40,16 @@ impl Seen {
         lock(&self.0).remove(uid);
     }
 
+    /// Pods with a running sandbox or container that no active worker tracks: a call that was cut off may have made a sandbox
+    /// after its pod finished.
+    fn unwatched(&self, listed: &[ListedPod]) -> Vec<String> {
+        let seen = lock(&self.0);
+        let unseen = listed
+            .iter()
+            .filter(|p| p.is_live && !seen.contains_key(&p.uid));
+        unseen.map(|p| p.uid.clone()).collect()
+    }
+
     fn differing(&self, listed: &[ListedPod]) -> Vec<String> {
         let seen = lock(&self.0);
         let now: BTreeMap<&str, u64> = listed
@@ -192,7 +202,8 @@ impl Relist {
         if std::mem::take(&mut self.was_away) {
             self.send(Hint::RuntimeBack).await?;
         }
-        for uid in self.seen.differing(&listed) {
+        let changed = self.seen.differing(&listed);
+        for uid in changed.into_iter().chain(self.seen.unwatched(&listed)) {
             self.quiet_since = Some(Instant::now());
             self.send(Hint::Pod(uid)).await?;
         }

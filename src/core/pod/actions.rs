@@ -1,6 +1,8 @@
 //! What to do next for a pod: a value, computed from what is wanted and what is there (upstream's
 //! `computePodActions`). Pure.
 
+use std::collections::BTreeSet;
+
 use k8s_openapi::api::core::v1::{Container, Pod};
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +29,7 @@ pub struct Start {
 /// newer one is there, so that the last state can be told (upstream's `kuberuntime_gc.go`).
 #[must_use]
 pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
-    let mut kept = std::collections::BTreeSet::new();
+    let mut kept = BTreeSet::new();
     // Newest first: of each name the first that has ended stays. One that was never started and has a
     // successor never will be.
     let mut surplus = vec![];
@@ -88,6 +90,9 @@ pub struct PodActions {
     pub restart_all: Vec<Kill>,
     /// Containers to stop.
     pub kill: Vec<Kill>,
+    /// Ids of running containers that this plan stops in order to start them again, whatever their exit code will be.
+    /// Upstream starts them in the same pass of `SyncPod` that stops them.
+    pub again: Vec<String>,
     /// Names of containers to bring to their size while they run.
     pub resize: Vec<String>,
     /// Containers to start, in order.
@@ -172,19 +177,34 @@ pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
     after_exit(pod, Role::Regular, container, code) != AfterExit::Stay
 }
 
-/// Whether a container should be started in the state it is in (upstream's `ShouldContainerBeRestarted`).
-fn should_start(pod: &Pod, container: &Container, seen: Option<&observed::Container>) -> bool {
+/// Whether a regular container should be started (upstream's `ShouldContainerBeRestarted`). The newest instance decides,
+/// whichever sandbox it is in: a container that has succeeded does not run again because its sandbox was replaced.
+#[must_use]
+pub fn should_start(
+    pod: &Pod,
+    container: &Container,
+    observed: &ObservedPod,
+    stopped_to_restart: &BTreeSet<String>,
+) -> bool {
     if pod.metadata.deletion_timestamp.is_some() {
         return false;
     }
-    match seen {
-        None => true,
-        Some(seen) => match seen.state {
-            ContainerState::Running => false,
-            ContainerState::Created | ContainerState::Unknown => true,
-            ContainerState::Exited => restarts_after(pod, container, seen.exit_code),
-        },
+    let Some(newest) = observed.newest(&container.name) else {
+        return true;
+    };
+    match newest.state {
+        ContainerState::Running => false,
+        ContainerState::Created | ContainerState::Unknown => true,
+        ContainerState::Exited => {
+            stopped_to_restart.contains(&newest.id)
+                || restarts_after(pod, container, newest.exit_code)
+        }
     }
+}
+
+/// Whether the policy lets a running container be started again after this program has stopped it.
+fn may_restart(pod: &Pod, container: &Container) -> bool {
+    container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never"
 }
 
 /// What to start in place of what is there.
@@ -249,10 +269,7 @@ pub fn compute(
         .containers
         .iter()
         .any(|c| observed.newest(&c.name).is_some());
-    let all_never = spec
-        .containers
-        .iter()
-        .all(|c| c.restart_policy.as_deref().unwrap_or(policy(pod)) == "Never");
+    let all_never = !spec.containers.iter().any(|c| may_restart(pod, c));
     // Upstream looks at all containers here, and leaves a pod pending for ever whose init container had
     // finished when the sandbox was lost.
     if all_never && attempt != 0 && ever_ran {
@@ -263,16 +280,17 @@ pub fn compute(
         .containers
         .iter()
         .filter(|c| {
-            let succeeded = observed
-                .newest(&c.name)
-                .is_some_and(|s| s.state == ContainerState::Exited && s.exit_code == 0);
-            !succeeded || restarts_after(pod, c, 0)
+            observed.runs(&c.name) || should_start(pod, c, observed, health.stopped_to_restart)
         })
         .collect();
     if wanted.is_empty() && ever_ran {
         return actions;
     }
     actions.create_sandbox = Some(attempt);
+    let stopped = wanted.iter().filter(|c| may_restart(pod, c));
+    let stopped = stopped.filter_map(|c| observed.newest(&c.name));
+    let running = stopped.filter(|newest| newest.is_running());
+    actions.again = running.map(|newest| newest.id.clone()).collect();
     // All init containers run again in a new sandbox, from the first.
     actions.start = match init.first() {
         Some(first) => vec![start(
@@ -338,6 +356,8 @@ pub struct Health<'a> {
     pub wanted: &'a Sizes,
     /// Those that it has; a container of which nothing is known there has what it is to have.
     pub resizing: &'a Resizing,
+    /// Ids of containers that were stopped in order to start them again, whatever their exit code.
+    pub stopped_to_restart: &'a BTreeSet<String>,
 }
 
 fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
@@ -385,10 +405,7 @@ fn condemned(
         )
     };
     // A changed definition is carried out whatever the policy.
-    let restarts = changed
-        || resize
-        || role == Role::Sidecar
-        || container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never";
+    let restarts = changed || resize || role == Role::Sidecar || may_restart(pod, container);
     let then = match restarts && !resize {
         true => ", will be restarted",
         false => "",
@@ -441,6 +458,7 @@ fn with_sandbox(
     if !actions.restart_all.is_empty() {
         return actions;
     }
+    actions.kill = kill_strays(observed, &sandbox);
     for (role, container) in pod::containers(pod)
         .into_iter()
         .filter(|(r, _)| *r == Role::Ephemeral)
@@ -462,32 +480,55 @@ fn with_sandbox(
     }
     let mut keep = 0;
     for container in &spec.containers {
-        let seen = here(&container.name);
-        if let Some(seen) = seen.filter(|s| s.state == ContainerState::Running) {
-            match condemned(pod, Role::Regular, container, seen, health) {
-                None => {
-                    keep += 1;
-                    actions.resize.extend(resized(container, health));
-                }
-                Some((kill, restarts)) => {
-                    actions.kill.push(kill);
-                    if restarts {
-                        actions.start.push(start(Role::Regular, container));
+        let newest = observed.newest(&container.name);
+        if let Some(seen) = newest.filter(|s| s.is_running()) {
+            let restarts = match seen.sandbox == sandbox {
+                false => may_restart(pod, container),
+                true => match condemned(pod, Role::Regular, container, seen, health) {
+                    None => {
+                        keep += 1;
+                        actions.resize.extend(resized(container, health));
+                        false
                     }
+                    Some((kill, restarts)) => {
+                        actions.kill.push(kill);
+                        restarts
+                    }
+                },
+            };
+            if restarts {
+                actions.again.push(seen.id.clone());
+                actions.start.push(start(Role::Regular, container));
+            }
+        } else if should_start(pod, container, observed, health.stopped_to_restart) {
+            if let Some(lost) = newest.filter(|s| s.state == ContainerState::Unknown) {
+                actions.again.push(lost.id.clone());
+                if lost.sandbox == sandbox {
+                    actions.kill.push(unknown(Role::Regular, lost));
                 }
             }
-        } else if should_start(pod, container, seen) {
-            actions.kill.extend(
-                seen.filter(|s| s.state == ContainerState::Unknown)
-                    .map(|s| unknown(Role::Regular, s)),
-            );
             actions.start.push(start(Role::Regular, container));
         }
     }
-    if keep == 0 && actions.start.is_empty() && pod.metadata.deletion_timestamp.is_none() {
+    let restarts = actions.start.iter().any(|s| s.role == Role::Regular);
+    if keep == 0 && !restarts && pod.metadata.deletion_timestamp.is_none() {
+        // Sidecars do not start again for a pod that has nothing left to do.
         actions.kill_pod = true;
+        actions.start.clear();
     }
     actions
+}
+
+/// Stops what may run in older sandboxes: a start that was cut off may have been carried out there afterwards.
+fn kill_strays(observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
+    let stray = |seen: &observed::Container| Kill {
+        id: seen.id.clone(),
+        name: seen.name.clone(),
+        message: format!("Stopping container {}", seen.name),
+        grace: None,
+    };
+    let live = observed.live().filter(|c| c.sandbox != sandbox);
+    live.map(stray).collect()
 }
 
 enum InitStep {
@@ -549,8 +590,12 @@ fn init_step<'a>(
         if initialised || (seen.is_none() && begun.is_some_and(|begun| place < begun)) {
             continue;
         }
+        let restarts = |seen: &observed::Container| health.stopped_to_restart.contains(&seen.id);
         match seen {
-            Some(seen) if seen.state == ContainerState::Exited && seen.exit_code == 0 => {}
+            Some(seen)
+                if seen.state == ContainerState::Exited
+                    && seen.exit_code == 0
+                    && !restarts(seen) => {}
             Some(seen) if seen.state == ContainerState::Running => {
                 actions.resize.extend(resized(container, health));
                 return InitStep::Wait;
@@ -560,12 +605,15 @@ fn init_step<'a>(
             {
                 let is_unknown = seen.state == ContainerState::Unknown;
                 let code = if is_unknown { 137 } else { seen.exit_code };
-                if after_exit(pod, Role::Init, container, code) == AfterExit::Stay {
+                let stays = after_exit(pod, Role::Init, container, code) == AfterExit::Stay;
+                if stays && !restarts(seen) {
                     return InitStep::Failed;
                 }
                 // Two of them must not run side by side.
-                let killed = is_unknown.then(|| unknown(Role::Init, seen));
-                actions.kill.extend(killed);
+                if is_unknown {
+                    actions.again.push(seen.id.clone());
+                    actions.kill.push(unknown(Role::Init, seen));
+                }
                 actions.start.push(start(Role::Init, container));
                 return InitStep::Wait;
             }

@@ -129,6 +129,12 @@ impl State {
         }
     }
 
+    /// Whether all containers have stopped for good.
+    #[must_use]
+    pub fn has_stopped(self) -> bool {
+        matches!(self, State::Terminated { .. } | State::Finished { .. })
+    }
+
     /// Whether no container may be started any more.
     #[must_use]
     pub fn is_ending(self) -> bool {

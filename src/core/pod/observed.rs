@@ -93,6 +93,9 @@ pub struct Sandbox {
     pub ips: Vec<String>,
     /// Whether it is on the host network.
     pub host_network: bool,
+    /// The runtime's handler that it was made with; empty for the default one.
+    #[serde(default)]
+    pub handler: String,
 }
 
 /// What happens to a sandbox or a container, in the order in which it does.

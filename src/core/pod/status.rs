@@ -1,6 +1,7 @@
 //! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
 //! it (upstream's `generateAPIPodStatus`). Pure.
 
+mod addresses;
 pub mod devices;
 mod end;
 mod patch;
@@ -29,8 +30,10 @@ use crate::core::time::seconds;
 mod missing;
 mod states;
 
-use states::{api_id, ended, lost, removed_to_restart, state};
+use states::{api_id, completed, ended, lost, removed_to_restart, state};
 
+pub use addresses::pod_ips;
+use addresses::{addresses, node_addresses};
 pub use end::{keep_end, rejected};
 pub use patch::{Target, allowed, patch, substance};
 
@@ -68,8 +71,12 @@ pub struct Facts<'a> {
     pub probed: &'a Probed,
     /// The health of the devices that containers have.
     pub devices: &'a devices::OfPod,
+    /// The pod's volumes are set up, or were when a container of its sandbox was made.
+    pub has_volumes: bool,
     /// Containers whose start has not ended: their postStart hook may still run.
     pub starting: &'a BTreeSet<&'a str>,
+    /// Ids of containers that were stopped in order to start them again, whatever their exit code.
+    pub stopped_to_restart: &'a BTreeSet<String>,
     /// The sizes that the runtime is to have: those that were granted, which the pod has, too.
     pub wanted: &'a Sizes,
     /// How far it is with them.
@@ -159,7 +166,9 @@ fn status_without_instance(
     let ran_before = before
         .and_then(|b| b.state.as_ref())
         .is_some_and(|s| s.running.is_some());
-    status.state = Some(if let Some(ended) = ended_before {
+    let known_end = ended_before.or_else(|| missing::has_completed(facts, role).then(completed));
+    let is_complete = role == Role::Init && known_end.as_ref().is_some_and(|e| e.exit_code == 0);
+    status.state = Some(if let Some(ended) = known_end {
         ApiState {
             terminated: Some(ended),
             ..ApiState::default()
@@ -193,7 +202,7 @@ fn status_without_instance(
         status.image_id.clone_from(&before.image_id);
         status.container_id.clone_from(&before.container_id);
     }
-    status.ready = false;
+    status.ready = is_complete;
     status.started = Some(false);
     status
 }
@@ -298,13 +307,13 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status
 }
 
-/// Whether the container was removed so that all start over: it comes back, whatever its policy.
-fn comes_back(status: &ContainerStatus) -> bool {
-    status
-        .state
-        .as_ref()
-        .and_then(|s| s.waiting.as_ref())
-        .is_some_and(|w| w.reason.as_deref() == Some(RESTARTING_ALL))
+/// Whether the container comes back, whatever its policy and exit code: it was removed so that all start over, or was
+/// stopped to be started again.
+fn comes_back(facts: &Facts<'_>, status: &ContainerStatus) -> bool {
+    let newest = facts.observed.newest(&status.name);
+    let is_restarted = newest.is_some_and(|c| facts.stopped_to_restart.contains(&c.id));
+    let waiting = status.state.as_ref().and_then(|s| s.waiting.as_ref());
+    is_restarted || waiting.is_some_and(|w| w.reason.as_deref() == Some(RESTARTING_ALL))
 }
 
 fn exit_of(status: &ContainerStatus) -> Option<i32> {
@@ -329,7 +338,7 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
         .iter()
         .all(|s| exit_of(s).is_none() && !is_running(s));
     for (definition, status) in definitions.iter().zip(init) {
-        let exit = exit_of(status).filter(|_| !comes_back(status));
+        let exit = exit_of(status).filter(|_| !comes_back(facts, status));
         if pod::is_sidecar(definition) {
             let up = is_running(status) && status.started == Some(true);
             if never_started && !up && !facts.ended {
@@ -367,7 +376,7 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
     if facts.ended {
         return if success { "Succeeded" } else { "Failed" };
     }
-    if regular.iter().any(comes_back)
+    if regular.iter().any(|s| comes_back(facts, s))
         || stopped
             .iter()
             .any(|(code, c)| restarts_after(facts.pod, c, *code))
@@ -474,7 +483,9 @@ fn verdicts(
     init: &[ContainerStatus],
 ) -> Vec<Judged> {
     let spec = pod::spec(facts.pod);
-    let sandbox = facts
+    // The kubelet makes the sandbox after the volumes; here neither waits for the other.
+    let can_start = facts.has_volumes
+        && facts
         .observed
         .sandboxes
         .first()
@@ -528,9 +539,9 @@ fn verdicts(
         // The kubelet says nothing here; we say what is in the way.
         say(
             "PodReadyToStartContainers",
-            sandbox,
+            can_start,
             None,
-            facts.held_up.clone().filter(|_| !sandbox && !facts.ended),
+            facts.held_up.clone().filter(|_| !can_start && !facts.ended),
         ),
         initialized(facts, phase, regular, init, &sidecars),
         ready,
@@ -590,39 +601,6 @@ fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
     }
 }
 
-/// The node's addresses: while none is known, as after a start without a network, those that are reported.
-fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
-    if !facts.node_ips.is_empty() {
-        return facts.node_ips.to_vec();
-    }
-    let before = facts.previous.host_ips.iter().flatten();
-    before.map(|known| known.ip.clone()).collect()
-}
-
-/// What a pod's status tells of its sandbox's addresses: one of each family, that of the node's own family first. An
-/// apiserver refuses two of a family (`ValidatePodStatusUpdate`).
-#[must_use]
-pub fn pod_ips(of_sandbox: &[String], node_ips: &[String]) -> Vec<String> {
-    let is_v6 = |ip: &String| ip.contains(':');
-    let first = node_ips.first().is_some_and(is_v6);
-    let of = |family| of_sandbox.iter().find(|ip| is_v6(ip) == family);
-    of(first).into_iter().chain(of(!first)).cloned().collect()
-}
-
-/// The pod's addresses: the node's, the sandbox's, or while it has none those from before.
-fn addresses(facts: &Facts<'_>) -> Vec<String> {
-    if pod::host_network(facts.pod) {
-        return node_addresses(facts);
-    }
-    let sandbox = facts.observed.sandboxes.first();
-    let ips = sandbox.map_or_else(Vec::new, |s| pod_ips(&s.ips, facts.node_ips));
-    if !ips.is_empty() {
-        return ips;
-    }
-    let before = facts.previous.pod_ips.iter().flatten();
-    before.map(|i| i.ip.clone()).collect()
-}
-
 /// How many bytes the termination messages of a pod's containers may have together (upstream's
 /// `MaxPodTerminationMessageLogLength`).
 const MESSAGES: usize = 12 << 10;
@@ -664,9 +642,12 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let phase = match (known, pod::phase(facts.pod)) {
         ("Succeeded", _) | (_, "Succeeded") => "Succeeded",
         ("Failed", _) | (_, "Failed") => "Failed",
-        _ if verdict.is_some() => "Failed",
+        // The containers decide the phase of a preempted pod (upstream's `generateAPIPodStatus`, critical_pod_test.go).
+        _ if verdict.is_some_and(|v| v.cause != Cause::Preempted) => "Failed",
         _ => phase(facts, &regular, &init),
     };
+    // Reason and message belong to the phase: upstream drops them where the containers have succeeded.
+    let reported = verdict.filter(|_| phase == "Failed");
     let mut judged = verdicts(facts, phase, &regular, &init);
     judged.extend(resizes(facts));
     if let Some(message) = verdict.and_then(|v| v.disruption.clone()) {
@@ -706,10 +687,10 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
             .qos_class
             .clone()
             .or_else(|| Some(qos::of(spec).name().into())),
-        reason: verdict
+        reason: reported
             .map(|v| v.reason.clone())
             .or_else(|| facts.previous.reason.clone().filter(|_| known == phase)),
-        message: verdict
+        message: reported
             .map(|v| v.message.clone())
             .or_else(|| facts.previous.message.clone().filter(|_| known == phase)),
         observed_generation: facts.pod.metadata.generation,

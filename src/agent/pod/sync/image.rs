@@ -21,10 +21,15 @@ use crate::core::pod::worker::Outcome;
 impl image::SandboxMessage for Job {
     /// The pod is prepared before an image is pulled, as with the kubelet.
     async fn sandbox_message(&self) -> std::result::Result<pb::PodSandboxConfig, Fault> {
-        let mut setup = self.tools.setup.subscribe();
-        let made = setup.wait_for(Option::is_some).await;
-        let setup = made.map_err(|e| Fault::later(e.to_string()))?.clone();
-        let setup = setup.ok_or_else(|| Fault::later("the pod is not prepared"))?;
+        let setup = match self.setup().await? {
+            Some(setup) => setup,
+            None => {
+                let mut setup = self.tools.setup.subscribe();
+                let made = setup.wait_for(Option::is_some).await;
+                let made = made.map_err(|e| Fault::later(e.to_string()))?.clone();
+                made.ok_or_else(|| Fault::later("the pod is not prepared"))?
+            }
+        };
         let node = node_config(self.context(), &self.pod, &setup);
         let newest = self.observed.sandboxes.first();
         let attempt = newest.map_or(0, |sandbox| sandbox.attempt);

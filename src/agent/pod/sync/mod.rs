@@ -99,7 +99,8 @@ pub struct Tools {
     pub messages: Mutex<BTreeMap<String, String>>,
     /// The runtime's calls that start containers; they outlive their operations.
     pub starts: TaskTracker,
-    /// The newest of what [`Op::Prepare`] has made: a pull is begun at the same time, and waits for it.
+    /// What the pod's sandbox is made with: the newest that [`Op::Prepare`] has found, or what is known of a sandbox that an
+    /// earlier agent made. A pull may be begun before, and waits for it.
     pub setup: watch::Sender<Option<Arc<Setup>>>,
     /// The pod ends: what has not been begun is not wanted any more.
     pub ending: CancellationToken,
@@ -169,6 +170,7 @@ impl Job {
             }
             Op::Mirror => self.mirror().await.map(plain),
             Op::Prepare => self.prepare().await,
+            Op::Upkeep => self.upkeep().await,
             Op::Volumes { known } => self.volumes(*known).await,
             Op::Sandbox { attempt } => self.sandbox(*attempt).await,
             Op::Pull(start) => self.pull(start).await,
@@ -187,8 +189,8 @@ impl Job {
                 let started = self.context().starts.container(started).await;
                 started.map(plain)
             }
-            Op::PreStop { kill, until } => {
-                self.told(kill, *until).await;
+            Op::PreStop { kill, .. } => {
+                self.pre_stop(kill, true).await;
                 Ok(plain(Outcome::Done))
             }
             Op::Stop { kill, first, until } => self.stop(kill, *first, *until).await.map(plain),

@@ -25,9 +25,54 @@ pub struct Setup {
 }
 
 impl Job {
+    /// Before a sandbox is made: what it is made with, and the cgroup and directories that it needs.
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
-        let (context, pod) = (self.context(), &self.pod);
         let (handler, users) = self.isolation().await?;
+        let cgroup_parent = self.keep_in_order().await?;
+        let setup = Arc::new(Setup {
+            cgroup_parent,
+            handler,
+            users,
+        });
+        self.tools.setup.send_replace(Some(Arc::clone(&setup)));
+        Ok((Outcome::Done, Some(Asset::Setup(setup))))
+    }
+
+    /// Keeps the cgroup and the directories of a pod that has a sandbox.
+    pub(super) async fn upkeep(&self) -> Result<(Outcome, Option<Asset>)> {
+        // It is known also where the upkeep fails.
+        let setup = self.setup().await?.map(Asset::Setup);
+        let kept = self.keep_in_order().await;
+        let outcome = kept.map_or_else(Outcome::from, |_| Outcome::Done);
+        Ok((outcome, setup))
+    }
+
+    /// What the pod's containers are made with: what [`Job::prepare`] found for its sandbox. Where an earlier agent made that,
+    /// the runtime and the pod's directory have it. Nothing is looked up again: a RuntimeClass that was deleted since, or a
+    /// runtime that no longer has user namespaces, keeps no container of a running pod from starting again.
+    pub(super) async fn setup(&self) -> std::result::Result<Option<Arc<Setup>>, Fault> {
+        let known = self.tools.setup.borrow().clone();
+        let sandbox = self.observed.sandboxes.first().filter(|s| s.ready);
+        let (None, Some(sandbox)) = (&known, sandbox) else {
+            return Ok(known);
+        };
+        let (host, pod) = (&self.context().host, &self.pod);
+        let users = match pod::spec(pod).host_users {
+            Some(false) => Some(host.user_mappings(pod).await?),
+            _ => None,
+        };
+        let setup = Arc::new(Setup {
+            cgroup_parent: host.cgroup_parent(pod),
+            handler: sandbox.handler.clone(),
+            users,
+        });
+        self.tools.setup.send_replace(Some(Arc::clone(&setup)));
+        Ok(Some(setup))
+    }
+
+    /// Makes the pod's cgroup and directories, where they are missing. The answer is the cgroup.
+    async fn keep_in_order(&self) -> std::result::Result<String, Fault> {
+        let (context, pod) = (self.context(), &self.pod);
         // A resize brings it to another size, and looks before at what is used.
         let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
@@ -47,13 +92,7 @@ impl Job {
             .step(Step::Directories, "", make_directories)
             .await
             .map_err(|error| self.warned("Failed", "error making pod data directories", error))?;
-        let setup = Arc::new(Setup {
-            cgroup_parent,
-            handler,
-            users,
-        });
-        self.tools.setup.send_replace(Some(Arc::clone(&setup)));
-        Ok((Outcome::Done, Some(Asset::Setup(setup))))
+        Ok(cgroup_parent)
     }
 
     /// Whether the pod's cgroup limits its CPU time: a container with processors for itself may use all of them.
@@ -95,13 +134,11 @@ impl Job {
     }
 
     /// What the node is for the pod's messages to the runtime.
-    pub(super) fn node(&self) -> std::result::Result<cri_config::Node, Fault> {
-        let setup = self
-            .assets
-            .setup
-            .as_ref()
-            .ok_or_else(|| Fault::later("the pod has no cgroup and directories yet"))?;
-        Ok(node_config(self.context(), &self.pod, setup))
+    pub(super) async fn node(&self) -> std::result::Result<cri_config::Node, Fault> {
+        let setup = self.setup().await?;
+        let setup =
+            setup.ok_or_else(|| Fault::later("the pod has no cgroup and directories yet"))?;
+        Ok(node_config(self.context(), &self.pod, &setup))
     }
 }
 

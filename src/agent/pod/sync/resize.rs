@@ -31,7 +31,7 @@ impl Job {
         to: &Sizes,
     ) -> std::result::Result<(), String> {
         let (context, pod) = (self.context(), &self.pod);
-        let node = self.node().map_err(|fault| fault.message)?;
+        let node = self.node().await.map_err(|fault| fault.message)?;
         let at_most = self.resizing.at_most();
         let lowered = |name: &str| resize::lowers_memory(name, to, &at_most);
         let all = pod::containers(pod);
@@ -87,7 +87,7 @@ impl Job {
         let Some(sandbox) = self.observed.sandboxes.first() else {
             return Ok(());
         };
-        let sizes = cri_config::sandbox_sizes(&self.pod, &self.node()?);
+        let sizes = cri_config::sandbox_sizes(&self.pod, &self.node().await?);
         if let Err(error) = self
             .context()
             .runtime

@@ -16,22 +16,22 @@ use crate::core::pod::{cri_config, dns};
 
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
-        self.prepare_claims().await?;
         let asked = AtomicBool::new(false);
-        let make = self.make_sandbox(attempt, &asked);
+        let make = async {
+            self.prepare_claims().await?;
+            let make = self.make_sandbox(attempt, &asked);
+            Ok(self.log().step(Step::Sandbox, "", make).await?)
+        };
         tokio::select! {
             // In this order, so that `asked` is as the first has left it.
             biased;
-            made = self.log().step(Step::Sandbox, "", make) => Ok(made?),
-            () = self.given_up(&asked) => Ok((Outcome::NotBegun, None)),
-        }
-    }
-
-    /// Ends when the pod does, unless the runtime was asked for the sandbox by then: what it makes has to be stopped.
-    async fn given_up(&self, asked: &AtomicBool) {
-        self.tools.ending.cancelled().await;
-        if asked.load(Ordering::Relaxed) {
-            std::future::pending().await
+            made = make => made,
+            // The pod ends, and does not wait for a network plugin that may sleep: dropping the call cancels it in the runtime,
+            // as the kubelet does (`pod_workers.go` cancels the context of `SyncPod`). What it made by then is looked for.
+            () = self.tools.ending.cancelled() => match asked.load(Ordering::Relaxed) {
+                false => Ok((Outcome::NotBegun, None)),
+                true => Err(Fault::later("the pod ends: making its sandbox was cancelled").into()),
+            },
         }
     }
 
@@ -59,7 +59,7 @@ impl Job {
         asked: &AtomicBool,
     ) -> std::result::Result<(Outcome, Option<Asset>), Fault> {
         let (context, pod) = (self.context(), &self.pod);
-        let node = self.node()?;
+        let node = self.node().await?;
         let config = cri_config::sandbox(pod, attempt, &node);
         let config = config.map_err(|fault| self.no_sandbox(fault))?;
         for (reason, warning) in dns::config(pod, &node.resolver).1 {

@@ -64,7 +64,7 @@ impl Job {
         let missing = |what: &str| Fault::later(format!("container {name} has no {what} yet"));
         let pulled = self.assets.pulled.get(name).ok_or(missing("image"))?;
         let fetched = self.assets.fetched.as_ref().ok_or(missing("volumes"))?;
-        let node = self.node()?;
+        let node = self.node().await?;
         let made = match &self.assets.sandbox {
             Some((id, config)) if id == place.sandbox => Some(pb::PodSandboxConfig::clone(config)),
             _ => None,

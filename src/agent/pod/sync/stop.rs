@@ -19,6 +19,27 @@ use tokio::time::Instant;
 /// What a container that is told to stop gets at least, in seconds.
 const FLOOR: i64 = 2;
 
+/// A preStop hook that has failed, or has not ended before its container: dropping this emits the event.
+struct Unfinished<'a> {
+    job: &'a Job,
+    path: String,
+    is_failure: bool,
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if self.is_failure {
+            self.job.context().events.pod(
+                &self.job.pod,
+                Some(std::mem::take(&mut self.path)),
+                Kind::Warning,
+                "FailedPreStopHook",
+                "PreStopHook failed",
+            );
+        }
+    }
+}
+
 impl Job {
     fn time_until(&self, until: Timestamp) -> Duration {
         let left = until.duration_since(self.context().clock.now());
@@ -32,27 +53,34 @@ impl Job {
     }
 
     /// Stops a container by `until`. At the first try its hook runs and an event says so; a hook that
-    /// fails is reported and stops nothing.
+    /// fails is reported and stops nothing. One that is not done when the grace period is over goes on until its container is
+    /// killed, which has some seconds more (upstream's `executePreStopHook` and `minimumGracePeriodInSeconds`).
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
         // From here on as a duration: the clock may be set while the hook runs.
         let until = Instant::now() + self.time_until(until);
-        if first {
-            self.pre_stop(kill, until, !at_once).await;
-        }
+        let mut hook = std::pin::pin!(async {
+            if first {
+                self.pre_stop(kill, !at_once).await;
+            }
+        });
+        let is_done = tokio::time::timeout_at(until, &mut hook).await.is_ok();
         let left = until.saturating_duration_since(Instant::now());
         let left = left.as_secs_f64().ceil() as i64;
         let grace = if at_once { 0 } else { left.max(FLOOR) };
-        self.signal(kill, grace).await
+        let mut signal = std::pin::pin!(self.signal(kill, grace));
+        if !is_done {
+            tokio::select! {
+                biased;
+                stopped = &mut signal => return stopped,
+                () = hook => {}
+            }
+        }
+        signal.await
     }
 
-    /// Tells a container that it will be stopped by `until`: the event, and its hook.
-    pub(super) async fn told(&self, kill: &Kill, until: Timestamp) {
-        let until = Instant::now() + self.time_until(until);
-        self.pre_stop(kill, until, true).await;
-    }
-
-    async fn pre_stop(&self, kill: &Kill, until: Instant, with_hook: bool) {
+    /// Emits the event that a container is stopped, and runs its preStop hook for as long as this is polled.
+    pub(super) async fn pre_stop(&self, kill: &Kill, with_hook: bool) {
         let definition = self.definition(&kill.name);
         let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
         let path = role.field_path(&kill.name);
@@ -75,17 +103,18 @@ impl Job {
         else {
             return;
         };
-        let run = self.run_pre_stop(kill, &container, &handler, until);
-        if let Err(error) = self.log().step(Step::PreStop, &kill.name, run).await {
+        let run = self.run_pre_stop(kill, &container, &handler);
+        let mut unfinished = Unfinished {
+            job: self,
+            path,
+            // As with upstream, whose sleeping hook does not fail.
+            is_failure: handler.sleep.is_none(),
+        };
+        let ran = self.log().step(Step::PreStop, &kill.name, run).await;
+        if let Err(error) = &ran {
             tracing::info!(%error, container = kill.name, "preStop hook failed");
-            events.pod(
-                &self.pod,
-                Some(path),
-                Kind::Warning,
-                "FailedPreStopHook",
-                "PreStopHook failed",
-            );
         }
+        unfinished.is_failure = ran.is_err();
     }
 
     async fn run_pre_stop(
@@ -93,14 +122,10 @@ impl Job {
         kill: &Kill,
         container: &Container,
         handler: &LifecycleHandler,
-        until: Instant,
     ) -> std::result::Result<(), String> {
         let ips: &[String] = self.observed.sandboxes.first().map_or(&[], |s| &s.ips);
         let ip = hook_address(&self.pod, ips);
-        let hook = hooks::run(self.context(), &self.pod, container, handler, &kill.id, ip);
-        tokio::time::timeout_at(until, hook)
-            .await
-            .unwrap_or_else(|_| Err("the hook took longer than the grace period".into()))
+        hooks::run(self.context(), &self.pod, container, handler, &kill.id, ip).await
     }
 
     async fn signal(&self, kill: &Kill, grace: i64) -> Result<Outcome> {

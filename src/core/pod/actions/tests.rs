@@ -23,6 +23,7 @@ fn sandbox(id: &str, attempt: u32, ready: bool) -> Sandbox {
         created_at: Timestamp::from_second(i64::from(attempt)).expect("time"),
         ips: vec!["10.0.0.2".into()],
         host_network: false,
+        handler: String::new(),
     }
 }
 
@@ -78,12 +79,15 @@ fn starts(actions: &PodActions) -> Vec<(String, u32)> {
 
 use ContainerState::{Exited, Running, Unknown};
 
+static NONE_STOPPED: BTreeSet<String> = BTreeSet::new();
+
 fn with(probed: &Probed) -> Health<'_> {
     static AS_SPEC: std::sync::LazyLock<Resizing> = std::sync::LazyLock::new(Resizing::default);
     Health {
         probed,
         wanted: &AS_SPEC.actuated,
         resizing: &AS_SPEC,
+        stopped_to_restart: &NONE_STOPPED,
     }
 }
 
@@ -324,6 +328,7 @@ fn granted_sizes_are_carried_out_as_the_policy_says() {
         probed: &probed,
         wanted: &wanted,
         resizing,
+        stopped_to_restart: &NONE_STOPPED,
     };
     let actions = compute(&pod, &observed, &health(&resizing), |_| 0);
     assert_eq!(
@@ -492,7 +497,152 @@ fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
     );
 }
 
+/// What a plan starts of a pod with one container, where the runtime has had these instances of it: sandbox, state and exit
+/// code. The sandboxes are `old`, which is not ready, and `new`, which is ready where there is one.
+fn started_of(policy: &str, instances: &[(&str, ContainerState, i32)], has_new: bool) -> usize {
+    let mut sandboxes = vec![sandbox("old", 0, false)];
+    sandboxes.extend(has_new.then(|| sandbox("new", 1, true)));
+    let instances = instances.iter().zip(0..);
+    let mut all: Vec<_> = instances
+        .map(|((sandbox, state, code), attempt)| container("a", sandbox, attempt, *state, *code))
+        .collect();
+    // Another container keeps the pod up.
+    all.push(container("b", "old", 0, Exited, 137));
+    let mut pod = a_pod(policy, json!([]), &["a", "b"]);
+    pod.spec.as_mut().expect("spec").containers[1].restart_policy = Some("Always".into());
+    let actions = compute(&pod, &seen(sandboxes, all), &none(), |_| 0);
+    assert!(
+        actions.start.iter().any(|s| s.container.name == "b"),
+        "{policy}"
+    );
+    let of_a = actions.start.iter().filter(|s| s.container.name == "a");
+    of_a.count()
+}
+
+#[test]
+fn a_container_in_its_final_state_does_not_run_again_in_another_sandbox() {
+    use ContainerState::Created;
+    let ok = ("old", Exited, 0);
+    let failed = ("old", Exited, 1);
+    for (policy, instances, starts) in [
+        ("OnFailure", &[ok][..], 0),
+        ("OnFailure", &[failed], 1),
+        ("OnFailure", &[failed, ok], 0),
+        ("OnFailure", &[failed, ("old", Created, 0)], 1),
+        ("OnFailure", &[], 1),
+        ("Never", &[ok], 0),
+        ("Never", &[failed], 0),
+        ("Never", &[], 1),
+        ("Always", &[ok], 1),
+    ] {
+        for has_new in [false, true] {
+            let started = started_of(policy, instances, has_new);
+            assert_eq!(started, starts, "{policy} {instances:?} {has_new}");
+        }
+    }
+}
+
+/// Upstream decides that a container starts again when it stops it, whatever the exit code will be.
+#[test]
+fn what_is_stopped_to_start_again_does_whatever_its_exit_code() {
+    let mut pod = a_pod("OnFailure", json!([]), &["a"]);
+    let probe = json!({"exec": {"command": ["x"]}});
+    let spec = pod.spec.as_mut().expect("spec");
+    spec.containers[0].liveness_probe = serde_json::from_value(probe).expect("a probe");
+    let of = |state, code| {
+        let mut running = container("a", "s", 0, state, code);
+        running.hash = None;
+        seen(vec![sandbox("s", 0, true)], vec![running])
+    };
+    let mut probed = Probed::default();
+    probed.0.entry("a-0".into()).or_default().alive = Some(false);
+    for (policy, again) in [("OnFailure", true), ("Always", true), ("Never", false)] {
+        pod.spec.as_mut().expect("spec").restart_policy = Some(policy.into());
+        let actions = compute(&pod, &of(Running, 0), &with(&probed), |_| 0);
+        assert_eq!(actions.again.contains(&"a-0".to_owned()), again, "{policy}");
+        let stopped: BTreeSet<String> = actions.again.into_iter().collect();
+        let health = Health {
+            stopped_to_restart: &stopped,
+            ..none()
+        };
+        let actions = compute(&pod, &of(Exited, 0), &health, |_| 0);
+        assert_eq!(starts(&actions).len(), usize::from(again), "{policy}");
+    }
+    // Another definition is carried out whatever the policy.
+    let mut changed = of(Running, 0);
+    changed.containers[0].hash = Some("another".into());
+    let actions = compute(&pod, &changed, &none(), |_| 0);
+    assert_eq!(actions.again, ["a-0"]);
+}
+
+#[test]
+fn what_runs_in_an_older_sandbox_is_stopped() {
+    let sandboxes = vec![sandbox("old", 0, false), sandbox("new", 1, true)];
+    let of = |older: Option<observed::Container>| {
+        let newest = container("a", "new", 1, Running, 0);
+        let all = older.into_iter().chain([newest]).collect();
+        let observed = seen(sandboxes.clone(), all);
+        let pod = a_pod("Always", json!([]), &["a", "b"]);
+        let actions = compute(&pod, &observed, &none(), |_| 0);
+        let kills: Vec<String> = actions.kill.iter().map(|kill| kill.id.clone()).collect();
+        (kills, starts(&actions))
+    };
+    let b = || vec![("b".to_owned(), 0)];
+    assert_eq!(of(None), (vec![], b()));
+    let late = container("a", "old", 0, Running, 0);
+    assert_eq!(of(Some(late)), (vec!["a-0".to_owned()], b()));
+    let late = container("b", "old", 0, Running, 0);
+    assert_eq!(
+        of(Some(late)),
+        (vec!["b-0".to_owned()], vec![("b".to_owned(), 1)])
+    );
+}
+
+/// Upstream's `computePodActions`: `InitContainersToStart` keeps no pod alive.
+#[test]
+fn no_sidecar_starts_again_for_a_pod_that_has_nothing_left_to_do() {
+    let init = json!([{"name": "side", "image": "i", "restartPolicy": "Always"}]);
+    let mut pod = a_pod("Never", init, &["a"]);
+    let probe = json!({"exec": {"command": ["x"]}});
+    let spec = pod.spec.as_mut().expect("spec");
+    spec.containers[0].liveness_probe = serde_json::from_value(probe).expect("a probe");
+    let mut probed = Probed::default();
+    probed.0.entry("a-0".into()).or_default().alive = Some(false);
+    for side in [Running, Exited] {
+        let mut a = container("a", "s", 0, Running, 0);
+        a.hash = None;
+        let all = vec![a, container("side", "s", 0, side, 1)];
+        let observed = seen(vec![sandbox("s", 0, true)], all);
+        let actions = compute(&pod, &observed, &with(&probed), |_| 0);
+        assert!(actions.kill_pod && actions.start.is_empty(), "{actions:?}");
+    }
+}
+
 proptest! {
+    /// Whatever the sandboxes: a container in its final state never runs again, and no second instance runs next to the first.
+    #[test]
+    fn no_sandbox_makes_a_final_container_run_again(
+        instances in proptest::collection::vec((0u8..4, 0i32..2, 0usize..3), 0..8), ready in proptest::collection::vec(any::<bool>(), 3), policy in 0usize..3,
+    ) {
+        let pod = a_pod(["Always", "OnFailure", "Never"][policy], json!([]), &["a", "b"]);
+        let boxes = ["s0", "s1", "s2"];
+        let sandboxes = boxes.iter().zip(0..).zip(&ready).map(|((id, attempt), ready)| sandbox(id, attempt, *ready)).collect();
+        let containers = instances.iter().zip(0..).map(|((state, code, place), attempt)| {
+            let state = [ContainerState::Created, Running, Exited, Unknown][usize::from(*state)];
+            container(["a", "b"][*place % 2], boxes[*place], attempt, state, *code)
+        }).collect();
+        let observed = seen(sandboxes, containers);
+        let actions = compute(&pod, &observed, &none(), |_| 0);
+        for start in &actions.start {
+            if let Some(newest) = observed.newest(&start.container.name) {
+                let stays = after_exit(&pod, Role::Regular, &start.container, newest.exit_code) == AfterExit::Stay;
+                prop_assert!(newest.state != Exited || !stays, "{newest:?}");
+                let is_stopped = actions.kill_pod || actions.kill.iter().any(|kill| kill.id == newest.id);
+                prop_assert!(newest.state != Running || is_stopped, "{newest:?}");
+            }
+        }
+    }
+
     #[test]
     fn no_plan_starts_a_running_container_or_anything_of_a_deleted_pod(
         states in proptest::collection::vec((0u8..4, 0i32..3), 0..4), ready: bool, policy in 0usize..3, deleted: bool,

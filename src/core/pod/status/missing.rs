@@ -55,6 +55,13 @@ fn was_initialised(facts: &Facts<'_>) -> bool {
         || (!pod::is_sidecar(last) && has_succeeded(facts, &last.name))
 }
 
+/// Whether a container without an instance is an init container that must have completed, as a regular container was created
+/// after it (upstream's `convertToAPIContainerStatuses`): the status of a static pod does not outlive the agent.
+pub(super) fn has_completed(facts: &Facts, role: Role) -> bool {
+    let mut regular = pod::spec(facts.pod).containers.iter();
+    role == Role::Init && regular.any(|c| facts.observed.newest(&c.name).is_some())
+}
+
 /// Whether a container without an instance has failed with its pod.
 pub(super) fn is_lost(facts: &Facts<'_>, role: Role, container: &Container) -> bool {
     match role {

@@ -57,6 +57,16 @@ pub(super) fn lost() -> ContainerStateTerminated {
     }
 }
 
+/// The end of an init container that the runtime has lost, of a pod whose containers were created since.
+pub(super) fn completed() -> ContainerStateTerminated {
+    ContainerStateTerminated {
+        exit_code: 0,
+        reason: Some("Completed".into()),
+        message: Some("Unable to get init container status from container runtime and pod has been initialized, treat it as exited normally".into()),
+        ..ContainerStateTerminated::default()
+    }
+}
+
 pub(super) fn removed_to_restart() -> ContainerStateTerminated {
     ContainerStateTerminated {
         exit_code: 137,

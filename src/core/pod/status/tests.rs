@@ -52,6 +52,7 @@ fn status(
         created_at: time(0),
         ips: vec!["10.0.0.2".into()],
         host_network: false,
+        handler: String::new(),
     };
     let mut observed = ObservedPod {
         sandboxes: vec![sandbox],
@@ -66,7 +67,9 @@ fn status(
         held_up: None,
         probed: &Probed::default(),
         devices: &devices::OfPod::new(),
+        has_volumes: true,
         starting: &BTreeSet::new(),
+        stopped_to_restart: &BTreeSet::new(),
         wanted: &resize::wanted(pod),
         resize: &Resizing {
             actuated: resize::wanted(pod),
@@ -82,6 +85,44 @@ fn status(
 }
 
 use ContainerState::{Exited, Running};
+
+/// A static pod after a restart of the agent: its init containers were removed from the runtime, and no status has them.
+#[test]
+fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_created_since() {
+    let init = json!([{"name": "i", "image": "i"}, {"name": "s", "image": "i", "restartPolicy": "Always"}]);
+    let pod = a_pod("Always", init);
+    let of = |containers, previous: &PodStatus| {
+        let status = status(&pod, containers, &Problems::new(), false, previous);
+        let initialized = status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|c| c.type_ == "Initialized");
+        let initialized = initialized.is_some_and(|c| c.status == "True");
+        let all = status.init_container_statuses.expect("statuses");
+        let ends = all
+            .iter()
+            .map(|s| s.state.as_ref().and_then(|s| s.terminated.clone()));
+        (ends.collect::<Vec<_>>(), all[0].ready, initialized)
+    };
+    let fresh = PodStatus::default();
+    assert_eq!(of(vec![], &fresh), (vec![None, None], false, false));
+    let side = container("s", 0, Running, 0);
+    for state in [Running, Exited, ContainerState::Created] {
+        let all = vec![container("a", 0, state, 1), side.clone()];
+        let (ends, ready, _) = of(all, &fresh);
+        let end = ends[0].as_ref().expect("it has ended");
+        assert_eq!(
+            (end.exit_code, end.reason.as_deref()),
+            (0, Some("Completed"))
+        );
+        let message = "Unable to get init container status from container runtime and pod has been initialized, treat it as exited normally";
+        assert_eq!(end.message.as_deref(), Some(message));
+        assert!(ready && ends[1].is_none(), "{ends:?}");
+    }
+    let (ends, ready, _) = of(vec![side], &fresh);
+    assert!(ends[0].is_none() && !ready, "no container was created");
+}
 
 #[test]
 fn phases() {
@@ -617,7 +658,9 @@ fn a_node_without_an_address_keeps_the_one_that_is_reported() {
             held_up: None,
             probed: &Probed::default(),
             devices: &devices::OfPod::new(),
+            has_volumes: true,
             starting: &BTreeSet::new(),
+            stopped_to_restart: &BTreeSet::new(),
             wanted: &resize::wanted(&pod),
             resize: &Resizing::default(),
             node_ips,

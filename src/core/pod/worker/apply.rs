@@ -37,7 +37,10 @@ impl Worker {
     pub(super) fn apply(&mut self, facts: &Facts, input: Input, turn: &mut Turn) -> bool {
         match input {
             Input::Update(update) => return self.apply_update(facts, update, turn),
-            Input::Hint => self.look = true,
+            Input::Hint => {
+                self.look = true;
+                self.recheck = matches!(self.state, State::Finished { .. });
+            }
             Input::Happened(event) => return self.apply_event(event),
             Input::Probed { id, kind, result } => {
                 let place = self.probed.0.entry(id).or_default();
@@ -169,7 +172,10 @@ impl Worker {
             (Op::Mirror, _) => {
                 self.mirrored = Some((self.update.identity(), facts.now));
             }
-            (Op::Prepare, _) => self.prepared_at = Some(facts.now),
+            (Op::Prepare, _) => {
+                (self.prepared_at, self.kept_at) = (Some(facts.now), Some(facts.now));
+            }
+            (Op::Upkeep, _) => self.kept_at = Some(facts.now),
             (Op::Volumes { .. }, outcome) => {
                 // Containers start with what there is.
                 self.volumes = VolumeState {
@@ -212,7 +218,9 @@ impl Worker {
             (Op::Resize { names, to }, _) => self.resizing.carried_out(&names, to),
             (Op::Release { content }, _) => {
                 // A pod that was deleted meanwhile has more to give back: that is planned then.
-                if content || !self.gives_back_content() {
+                if let State::Finished { .. } = self.state {
+                    self.leftover = false;
+                } else if content || !self.gives_back_content() {
                     self.step(lifecycle::Input::Released, facts, turn);
                 }
             }
@@ -336,6 +344,10 @@ impl Worker {
         }
         self.unsure = false;
         self.provisional = false;
+        if let State::Finished { cause } = self.state {
+            self.recheck = false;
+            self.leftover = cause.removes_content() && !seen.is_empty();
+        }
         self.logged.extend(logged);
         turn.observed = true;
         let runs = |id: &str| {
@@ -358,6 +370,8 @@ impl Worker {
             }
         }
         self.failed_hooks.retain(|id, _| runs(id));
+        self.stopped_to_restart
+            .retain(|id| seen.containers.iter().any(|c| c.id == *id));
         self.stopped_sandboxes
             .retain(|id| seen.sandboxes.iter().any(|s| s.id == *id));
         self.observed = Some(seen);
@@ -424,6 +438,8 @@ impl Worker {
                 created_at: now,
                 ips,
                 host_network,
+                // The next look shows it; what the sandbox was made with is known until then.
+                handler: String::new(),
             });
         });
     }
@@ -561,7 +577,7 @@ impl Worker {
             Op::RestartAll(kills) => self.restart_over(kills),
             Op::Resize { names, to } => self.resizing.begins(names, to),
             // One that there is keeps its size until it is resized: what runs may use more than it is to have.
-            Op::Prepare if self.resizing.cgroup.is_none() => {
+            Op::Prepare | Op::Upkeep if self.resizing.cgroup.is_none() => {
                 self.resizing.has_cgroup(self.wanted.clone());
             }
             Op::Start { start, .. } => {

@@ -13,6 +13,7 @@ impl Worker {
             &mut self.publish_at,
             &mut self.stop_by,
             &mut self.prepared_at,
+            &mut self.kept_at,
             &mut self.volumes.at,
             &mut self.volumes.again,
             &mut self.volumes.changed_at,

@@ -219,8 +219,10 @@ pub enum Op {
     Withdraw,
     /// Bring a static pod's mirror in line.
     Mirror,
-    /// Make the cgroup and the directories; find the runtime handler and the user namespace.
+    /// Before a sandbox is made: find the runtime handler and the user namespace, make the cgroup and the directories.
     Prepare,
+    /// Keep the cgroup and the directories of a pod that has a sandbox in order. No other operation waits for it.
+    Upkeep,
     /// Set up the volumes, or refresh them.
     Volumes {
         /// They were set up before, by whoever started the containers that run.
@@ -302,6 +304,8 @@ pub enum Key {
     Mirror,
     /// See [`Op::Prepare`].
     Prepare,
+    /// See [`Op::Upkeep`].
+    Upkeep,
     /// See [`Op::Volumes`].
     Volumes,
     /// See [`Op::Sandbox`].
@@ -356,6 +360,7 @@ impl Op {
             Op::Grow | Op::Withdraw => Key::Grow,
             Op::Mirror => Key::Mirror,
             Op::Prepare => Key::Prepare,
+            Op::Upkeep => Key::Upkeep,
             Op::Volumes { .. } => Key::Volumes,
             Op::Sandbox { .. } => Key::Sandbox,
             Op::Pull(start) => Key::Pull(start.container.name.clone()),

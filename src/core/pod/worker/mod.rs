@@ -217,7 +217,11 @@ pub struct Worker {
     /// When the grace period of the whole pod is over.
     stop_by: Option<Timestamp>,
     stopped_sandboxes: BTreeSet<String>,
+    /// When the pod was last prepared for a sandbox.
     prepared_at: Option<Timestamp>,
+    /// When its cgroup and directories were last brought in order.
+    #[serde(default)]
+    kept_at: Option<Timestamp>,
     volumes: VolumeState,
     /// Containers whose image is there for the start that is planned.
     images: BTreeSet<String>,
@@ -226,6 +230,11 @@ pub struct Worker {
     network_told: bool,
     /// Containers that a stop has ended, as the runtime said; what still runs then is told once more.
     stop_done: BTreeSet<String>,
+    /// Ids of containers that this worker stops in order to start them again, whatever their exit code: with `OnFailure` one
+    /// that exits with 0 on SIGTERM has not done its work. Not stored anywhere else, as with upstream: the next agent
+    /// decides by the exit code alone.
+    #[serde(default)]
+    stopped_to_restart: BTreeSet<String>,
     /// Containers whose postStart hook failed, by id, with their names: they are stopped, and nothing after them is started
     /// before they have ended.
     #[serde(default)]
@@ -245,6 +254,12 @@ pub struct Worker {
     /// Its resource claims are given back.
     #[serde(default)]
     claims_returned: bool,
+    /// After the pod's end: the runtime may have something of it again. A call that was cut off may be carried out late.
+    #[serde(default)]
+    recheck: bool,
+    /// After the pod's end: that was found, and its content is to be released again.
+    #[serde(default)]
+    leftover: bool,
     finalised: bool,
 }
 
@@ -294,11 +309,13 @@ impl Worker {
             stop_by: None,
             stopped_sandboxes: BTreeSet::new(),
             prepared_at: None,
+            kept_at: None,
             volumes: VolumeState::default(),
             images: BTreeSet::new(),
             network,
             network_told: false,
             stop_done: BTreeSet::new(),
+            stopped_to_restart: BTreeSet::new(),
             failed_hooks: BTreeMap::new(),
             sandbox_at: None,
             mirrored: None,
@@ -307,6 +324,8 @@ impl Worker {
             audit_at: None,
             completed: false,
             claims_returned: false,
+            recheck: false,
+            leftover: false,
             finalised: false,
             update,
         };
@@ -506,6 +525,7 @@ impl Worker {
             probed: &self.probed,
             wanted: &self.wanted,
             resizing: &self.resizing,
+            stopped_to_restart: &self.stopped_to_restart,
         };
         let mut actions = actions::compute(&self.effective, observed, &health, |name| {
             self.restart_count(name)
@@ -553,10 +573,7 @@ impl Worker {
         let Some(observed) = &self.observed else {
             return;
         };
-        let ended = matches!(
-            self.state,
-            State::Terminated { .. } | State::Finished { .. }
-        );
+        let ended = self.state.has_stopped();
         if self.status_stands(observed) {
             self.completed = pod::is_final(&self.status);
             return;
@@ -572,7 +589,6 @@ impl Worker {
             failed.values().any(|of| of == name)
                 || !is_settled(&self.effective, observed, name, reason)
         });
-        let starting = self.starting();
         let mut status = status::compute(&status::Facts {
             pod: &self.effective,
             observed,
@@ -581,7 +597,9 @@ impl Worker {
             held_up: facts.held_up.clone(),
             probed: &self.probed,
             devices: &self.devices,
-            starting: &starting,
+            has_volumes: self.has_volumes(observed),
+            starting: &self.starting(),
+            stopped_to_restart: &self.stopped_to_restart,
             wanted: &self.wanted,
             resize: &self.resizing,
             node_ips: &facts.node_ips,
@@ -608,6 +626,13 @@ impl Worker {
             status.phase = before.or_else(|| Some("Pending".into()));
         }
         self.has_status(status);
+    }
+
+    /// Whether the volumes are set up, by this agent or by the one that has made a container in the pod's sandbox.
+    fn has_volumes(&self, observed: &ObservedPod) -> bool {
+        let sandbox = observed.sandboxes.first();
+        let mut containers = observed.containers.iter();
+        self.volumes.at.is_some() || containers.any(|c| sandbox.is_some_and(|s| s.id == c.sandbox))
     }
 
     /// The same status stays one copy, with the writer and whoever else has it.

@@ -1,7 +1,7 @@
 //! Which events of the runtime are news. Most are echoes: what the worker has made and started itself comes back as
 //! events, often before the call that did it has returned.
 
-use super::{Op, Worker};
+use super::{Op, State, Worker};
 use crate::core::pod::observed::{ContainerState, EventKind, ObservedPod, RuntimeEvent};
 
 /// What follows from an event.
@@ -54,6 +54,9 @@ pub(super) fn news(observed: Option<&ObservedPod>, in_flight: &[Op], event: &Run
 impl Worker {
     /// Takes in an event. False if nothing follows from it, now or later.
     pub(super) fn apply_event(&mut self, event: RuntimeEvent) -> bool {
+        if matches!(self.state, State::Finished { .. }) {
+            return self.apply_late_event(&event);
+        }
         match news(self.observed.as_deref(), &self.in_flight, &event) {
             News::None => return false,
             News::Later if self.events.contains(&event) => return false,
@@ -61,6 +64,18 @@ impl Worker {
             News::Look => self.look = true,
         }
         true
+    }
+
+    /// After the pod's end only what was not there before is of interest: its ended containers are removed in time.
+    fn apply_late_event(&mut self, event: &RuntimeEvent) -> bool {
+        let known = self.observed.iter().flat_map(|observed| {
+            let containers = observed.containers.iter().map(|c| &c.id);
+            containers.chain(observed.sandboxes.iter().map(|s| &s.id))
+        });
+        let is_new = matches!(event.kind, EventKind::Created | EventKind::Started)
+            && !known.into_iter().any(|id| *id == event.id);
+        self.recheck |= is_new;
+        is_new
     }
 
     /// Judges the events anew that had to wait; an operation has ended.

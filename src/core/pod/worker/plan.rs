@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Container, Pod};
 
 use super::apply::backoff_key;
 use super::{Facts, Growth, Key, Network, Op, Turn, VolumeState, Worker, event, warning};
@@ -39,13 +39,17 @@ struct Plan {
     waits: Vec<String>,
     /// What single containers wait for; often that is what the whole pod waits for.
     container_waits: Vec<String>,
+    /// The sandbox that there is, if any, is left: what is being started in it is not wanted any more.
+    leaves_sandbox: bool,
+    /// Containers that are stopped to be started again, by id.
+    again: Vec<String>,
 }
 
 impl Worker {
     /// Computes the plan, cancels what is pointless, and begins what is new.
     pub(super) fn replan(&mut self, facts: &Facts, turn: &mut Turn) {
         let mut plan = self.plan(facts, turn);
-        if self.cancel(&plan.ops, turn) {
+        if self.cancel(&plan, turn) {
             // What was cancelled may have to be looked at, or begun otherwise.
             plan = self.plan(facts, turn);
         }
@@ -62,6 +66,11 @@ impl Worker {
             if let Some(until) = self.held_until(&key, facts.now) {
                 plan.wake.push(until);
                 continue;
+            }
+            if let Op::Stop { kill, .. } = &op
+                && plan.again.contains(&kill.id)
+            {
+                self.stopped_to_restart.insert(kill.id.clone());
             }
             self.begun(facts, &op);
             self.in_flight.push(op.clone());
@@ -89,7 +98,8 @@ impl Worker {
     fn plan_observe(&self, plan: &mut Plan) {
         let needed = match self.state {
             State::Syncing | State::Terminating { .. } => self.look,
-            State::Terminated { .. } | State::Finished { .. } => false,
+            State::Terminated { .. } => false,
+            State::Finished { .. } => self.recheck || self.unsure,
         };
         if needed {
             let logs = self.observed.is_none();
@@ -105,7 +115,8 @@ impl Worker {
 
     /// Cancels what is under way and has become pointless, or is planned otherwise now. True if there
     /// was something.
-    fn cancel(&mut self, ops: &[Op], turn: &mut Turn) -> bool {
+    fn cancel(&mut self, plan: &Plan, turn: &mut Turn) -> bool {
+        let ops = &plan.ops;
         let ending = self.state.is_ending();
         // A container that is just being started is one of those that start over: it is seen first.
         let starts_over = ops.iter().any(|op| matches!(op, Op::RestartAll(_)));
@@ -120,10 +131,12 @@ impl Worker {
             Op::Stop { .. } => ops
                 .iter()
                 .any(|planned| planned.key() == op.key() && stops_earlier(planned, op)),
-            // It is stopped all the same when its time is over, and may have ended by itself.
-            Op::PreStop { kill, .. } => !self.may_run(&kill.id) || stops(ops, &kill.id),
+            // The hook runs until its container exits, also past the grace period.
+            Op::PreStop { kill, .. } => !self.may_run(&kill.id),
             // An ephemeral container is for looking at a pod that ends, too.
-            Op::Start { start, .. } => (ending || starts_over) && start.role != Role::Ephemeral,
+            Op::Start { start, .. } => {
+                plan.leaves_sandbox || (ending || starts_over) && start.role != Role::Ephemeral
+            }
             Op::Mirror => ending && !ops.iter().any(|planned| planned.key() == op.key()),
             Op::Pull(start) => {
                 let planned = ops.iter().find(|planned| planned.key() == op.key());
@@ -171,6 +184,7 @@ impl Worker {
             return;
         };
         let actions = self.plan_actions();
+        plan.again.clone_from(&actions.again);
         self.plan_preparation(facts, &actions, plan);
         self.plan_pulls_and_starts(facts, &actions, &observed, turn, plan);
         if self.unsure {
@@ -199,7 +213,9 @@ impl Worker {
         // Where nothing but the cgroup is left to do, what is to be stopped for its new size is gone first.
         let rest = actions.sandbox.is_some() && actions.kill.is_empty();
         let owes = !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted));
-        if owes && self.prepared_at.is_some() {
+        // Where the upkeep fails it does not keep the containers from their size.
+        let is_kept = self.kept_at.is_some() || self.retries.iter().any(|r| r.key == Key::Upkeep);
+        if owes && is_kept {
             plan.ops.push(Op::Resize {
                 names: actions.resize.clone(),
                 to: self.wanted.clone(),
@@ -245,14 +261,23 @@ impl Worker {
         plan.wake.extend(next_refresh);
         plan.wake.extend(self.volumes.at.map(|at| at + every));
         plan.wake.extend(self.volumes.again);
+        let creates = actions.create_sandbox.is_some();
+        let prepared = match creates {
+            true => self.prepared_at,
+            false => self.kept_at,
+        };
         if starts || refresh {
-            plan.wake.extend(self.prepared_at.map(|at| at + every));
+            plan.wake.extend(prepared.map(|at| at + every));
         }
-        if (starts || refresh) && due(self.prepared_at) {
-            plan.ops.push(Op::Prepare);
-            plan.waits
-                .push("its cgroup and directories are being made".into());
-            return;
+        if (starts || refresh) && due(prepared) {
+            if creates {
+                plan.ops.push(Op::Prepare);
+                plan.waits
+                    .push("its cgroup and directories are being made".into());
+                return;
+            }
+            // What fails there must not keep a running pod from its tokens, nor its containers from starting again.
+            plan.ops.push(Op::Upkeep);
         }
         if refresh && is_held && self.volumes.at.is_some() {
             plan.waits.push(OUTDATED.into());
@@ -285,6 +310,7 @@ impl Worker {
             return false;
         }
         self.stop_by = Some(until);
+        plan.leaves_sandbox = true;
         if begins && actions.create_sandbox.is_some() && !observed.sandboxes.is_empty() {
             let message = "Pod sandbox changed, it will be killed and re-created.";
             turn.events.push(event("SandboxChanged", message.into()));
@@ -387,8 +413,9 @@ impl Worker {
             let ends = |other: &String| place(other) < place(name);
             let blocked = plan.ops.iter().chain(&self.in_flight).any(before)
                 || self.failed_hooks.values().any(ends);
-            let ready = self.volumes.fresh && !self.needs_preparation(facts);
+            let ready = self.volumes.fresh;
             let reason = match sandbox {
+                Some(sandbox) if self.is_left(&sandbox.id) => "waits for the pod's sandbox",
                 Some(sandbox) if ready && !blocked => {
                     plan.ops.push(Op::Start {
                         start: start.clone(),
@@ -408,6 +435,12 @@ impl Worker {
         self.note_init_waits(observed, actions, plan);
     }
 
+    /// Whether the worker stops the pod's sandbox, or has stopped it and has not observed the runtime since.
+    fn is_left(&self, sandbox: &str) -> bool {
+        let stops = |op: &Op| matches!(op, Op::StopSandbox(id) if id == sandbox);
+        self.stopped_sandboxes.contains(sandbox) || self.in_flight.iter().any(stops)
+    }
+
     /// Containers that no action starts yet because an init container or a sidecar comes first.
     fn note_init_waits(&self, observed: &ObservedPod, actions: &PodActions, plan: &mut Plan) {
         let Some(sandbox) = actions
@@ -420,7 +453,11 @@ impl Worker {
         // Those of an older sandbox are history: all init containers run again in a new one.
         let here = |name: &str| observed.newest(name).is_some_and(|c| c.sandbox == *sandbox);
         let spec = pod::spec(&self.effective);
-        let missing = spec.containers.iter().find(|c| !here(&c.name));
+        let starts = |c: &Container| {
+            actions::should_start(&self.effective, c, observed, &self.stopped_to_restart)
+        };
+        let mut regular = spec.containers.iter();
+        let missing = regular.find(|c| !here(&c.name) && starts(c));
         let mut init = spec.init_containers.iter().flatten();
         let before = init.rfind(|c| here(&c.name));
         if let (Some(missing), Some(before)) = (missing, before) {
@@ -511,7 +548,20 @@ impl Worker {
         }
     }
 
+    /// Stops and removes what the runtime has of a finished pod: a call that was cut off was carried out late.
+    fn plan_leftovers(&self, facts: &Facts, plan: &mut Plan) {
+        let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
+            return;
+        };
+        let stops = self.plan_stop(observed, facts.now, facts.now);
+        if stops.is_empty() && self.leftover {
+            plan.ops.push(Op::Release { content: true });
+        }
+        plan.ops.extend(stops);
+    }
+
     fn plan_end(&self, facts: &Facts, cause: Cause, plan: &mut Plan) {
+        self.plan_leftovers(facts, plan);
         if self.admitted && !matches!(cause, Cause::Deleted | Cause::Removed) {
             // A static pod may have come to its end before its mirror was there to tell it, or lose that now.
             self.plan_mirror(facts, plan);
@@ -539,11 +589,6 @@ impl VolumeState {
         let next = self.changed_at?.checked_add(REFRESH_INTERVAL).ok()?;
         (next > now && self.changed_since(pod)).then_some(next)
     }
-}
-
-fn stops(ops: &[Op], container: &str) -> bool {
-    let stops = |op: &Op| matches!(op, Op::Stop { kill, .. } if kill.id == container);
-    ops.iter().any(stops)
 }
 
 fn stops_earlier(planned: &Op, under_way: &Op) -> bool {

@@ -12,6 +12,7 @@ mod failures;
 mod images;
 mod refusals;
 mod resizes;
+mod restarts;
 mod sandboxes;
 mod shutdown;
 mod statics;
@@ -184,8 +185,13 @@ impl Run {
             seen.newest(name)
                 .is_some_and(|c| Some(&c.sandbox) == sandbox)
         };
+        // What has succeeded in an older sandbox stays as it is.
+        let succeeded = |name: &str| {
+            let newest = seen.newest(name);
+            newest.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
+        };
         let mut containers = pod::spec(self.worker.pod()).containers.iter();
-        self.worker.waiting.is_none() && containers.any(|c| !here(&c.name))
+        self.worker.waiting.is_none() && containers.any(|c| !here(&c.name) && !succeeded(&c.name))
     }
 
     /// Lets operations end, all but those that `held` names, until none is left. Time stands still.
@@ -221,6 +227,7 @@ fn sandbox(attempt: u32, now: i64) -> Sandbox {
         created_at: at(now),
         ips: vec!["10.0.0.2".into()],
         host_network: false,
+        handler: String::new(),
     }
 }
 

@@ -156,3 +156,36 @@ fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_conta
         assert_eq!(initialized.map(|c| c.status.as_str()), Some("True"));
     }
 }
+
+/// Upstream computes the phase again when the containers have stopped; what it has set for a preempted pod before survives
+/// only where they have failed (`SyncTerminatingPod`, critical_pod_test.go).
+#[test]
+fn a_preempted_pod_ends_as_its_containers_do() {
+    for (cause, code, phase, reason) in [
+        (Cause::Preempted, 0, "Succeeded", None),
+        (Cause::Preempted, 137, "Failed", Some("R")),
+        (Cause::Evicted, 0, "Failed", Some("R")),
+        (Cause::NodeShutdown, 0, "Failed", Some("R")),
+    ] {
+        let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+        let mut run = Run::new(a_pod(spec, json!({})));
+        run.settle();
+        run.input(Input::Evicted(Verdict {
+            cause,
+            reason: "R".into(),
+            message: "M".into(),
+            disruption: Some("D".into()),
+            grace: None,
+        }));
+        run.settle_but(|op| matches!(op, Op::Stop { .. }));
+        run.exit("c0", code);
+        run.done(&Key::Stop("c0".into()), Outcome::Done);
+        run.settle();
+        let status = &run.worker.status;
+        assert_eq!(run.phase(), phase, "{cause:?} {code}");
+        assert_eq!(status.reason.as_deref(), reason, "{cause:?} {code}");
+        assert_eq!(status.message.is_some(), reason.is_some());
+        let mut conditions = status.conditions.iter().flatten();
+        assert!(conditions.any(|c| c.type_ == "DisruptionTarget" && c.status == "True"));
+    }
+}

@@ -19,3 +19,69 @@ fn a_sandbox_that_was_not_begun_holds_up_no_end() {
     assert_eq!(run.count(&Key::Observe), looked);
     assert!(matches!(run.worker.state, State::Finished { .. }));
 }
+
+fn deleted_pod(finalizers: Value) -> (Update, Update) {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2", "finalizers": finalizers});
+    (
+        a_pod(spec.clone(), json!({"finalizers": finalizers})),
+        a_pod(spec, deleted),
+    )
+}
+
+/// The call that makes the sandbox was cancelled: what it has made by then is seen and stopped before the pod's end.
+#[test]
+fn a_sandbox_whose_making_was_cancelled_is_looked_for_and_stopped() {
+    for has_made in [false, true] {
+        let (update, deleted) = deleted_pod(json!(null));
+        let mut run = Run::new(update);
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        if has_made {
+            run.outcome(&Op::Sandbox { attempt: 0 });
+        }
+        run.input(Input::Update(deleted));
+        let looked = run.count(&Key::Observe);
+        run.done(&Key::Sandbox, Outcome::Failed(Fault::later("cancelled")));
+        run.settle();
+        assert!(run.count(&Key::Observe) > looked, "{has_made}");
+        assert_eq!(
+            run.count(&Key::StopSandbox("box0".into())),
+            usize::from(has_made)
+        );
+        assert!(matches!(run.worker.state, State::Finished { .. }));
+    }
+}
+
+/// The runtime carries out the call after the pod's end, while a finalizer keeps the object: an event or a listing shows it.
+#[test]
+fn what_appears_of_a_pod_after_its_end_is_stopped_and_released() {
+    use crate::core::pod::observed::{EventKind, RuntimeEvent};
+    for by_event in [false, true] {
+        let (update, deleted) = deleted_pod(json!(["x"]));
+        let mut run = Run::new(update);
+        run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
+        run.input(Input::Update(deleted));
+        run.done(&Key::Sandbox, Outcome::Failed(Fault::later("cancelled")));
+        run.settle();
+        assert!(matches!(run.worker.state, State::Finished { .. }));
+        let released = run.count(&Key::Release);
+        run.outcome(&Op::Sandbox { attempt: 0 });
+        run.input(match by_event {
+            false => Input::Hint,
+            true => Input::Happened(RuntimeEvent {
+                pod: "u".into(),
+                id: "box0".into(),
+                kind: EventKind::Started,
+            }),
+        });
+        run.settle();
+        assert_eq!(run.count(&Key::StopSandbox("box0".into())), 1);
+        assert_eq!(run.count(&Key::Release), released + 1, "{by_event}");
+        assert!(matches!(run.worker.state, State::Finished { .. }));
+        // Another listing shows nothing, and nothing follows.
+        run.runtime = ObservedPod::default();
+        run.input(Input::Hint);
+        run.settle();
+        assert_eq!(run.count(&Key::Release), released + 1, "{by_event}");
+    }
+}

@@ -91,15 +91,22 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
 }
 
 #[test]
-fn a_hook_that_goes_on_is_cut_off_when_the_grace_period_is_over() {
+fn a_hook_that_goes_on_past_the_grace_period_runs_until_its_container_exits() {
     let (mut run, _) = deleted(30);
     let hook = Key::PreStop("t0".into());
     run.settle_but(|op| op.key() == hook);
     run.now = 30_000;
     let turn = run.input(Input::Tick);
-    assert!(turn.cancel.contains(&hook), "{turn:?}");
+    assert!(!turn.cancel.contains(&hook), "{turn:?}");
     let begun: Vec<Key> = turn.begin.iter().map(Op::key).collect();
     assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
+    run.settle_but(|op| op.key() == hook || matches!(op, Op::StopSandbox(_)));
+    assert!(
+        !run.waiting.iter().any(|op| op.key() == hook),
+        "killed with it"
+    );
+    run.settle();
+    assert!(matches!(run.worker.state, State::Finished { .. }));
 }
 
 #[test]

@@ -93,7 +93,89 @@ fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
         run.input(Input::Tick);
     }
     assert_eq!(run.now, 60_000, "not at the next try");
-    assert_eq!(run.count(&Key::Prepare), 2);
+    assert_eq!((run.count(&Key::Prepare), run.count(&Key::Upkeep)), (1, 1));
+}
+
+fn is_ready_to_start(run: &Run) -> bool {
+    let mut conditions = run.worker.status.conditions.iter().flatten();
+    conditions.any(|c| c.type_ == "PodReadyToStartContainers" && c.status == "True")
+}
+
+/// The kubelet makes a sandbox when the volumes are set up. Here both are made at once, and both have to be there.
+#[test]
+fn a_pod_is_not_ready_to_start_containers_before_its_volumes_are_set_up() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut run = Run::new(a_pod(spec, json!({})));
+    let is_volumes = |op: &Op| matches!(op, Op::Volumes { .. });
+    run.settle_but(is_volumes);
+    assert_eq!(
+        (run.runtime.sandboxes.len(), is_ready_to_start(&run)),
+        (1, false)
+    );
+    run.done(
+        &Key::Volumes,
+        Outcome::Failed(Fault::later("configmap \"m\" not found")),
+    );
+    run.settle_but(is_volumes);
+    assert!(!is_ready_to_start(&run));
+    run.now += 10_000;
+    run.input(Input::Tick);
+    run.settle();
+    assert!(is_ready_to_start(&run) && run.phase() == "Running");
+    // A refresh that fails takes nothing back, and the next agent knows it from the containers.
+    run.input(Input::VolumesChanged);
+    run.done(&Key::Volumes, Outcome::Failed(Fault::later("no")));
+    assert!(is_ready_to_start(&run));
+    let mut run = run.restarted();
+    run.settle_but(is_volumes);
+    assert!(is_ready_to_start(&run));
+}
+
+/// What is looked up and made for a sandbox is not needed by a pod that has one. While its upkeep fails, or is not answered,
+/// its tokens are refreshed and its containers start again; also with an agent that has not made the sandbox.
+#[test]
+fn failing_upkeep_blocks_nothing() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    for hangs in [false, true] {
+        for restarted in [false, true] {
+            let mut run = Run::new(a_pod(spec.clone(), json!({})));
+            run.settle();
+            if restarted {
+                run = run.restarted();
+            }
+            let before = (run.count(&Key::Prepare), run.count(&Key::Volumes));
+            run.now += 60_001;
+            run.exit("c0", 1);
+            run.input(Input::Hint);
+            run.input(Input::VolumesChanged);
+            for _ in 0..20 {
+                run.settle_but(|op| matches!(op, Op::Upkeep));
+                if !hangs {
+                    run.done(&Key::Upkeep, Outcome::Failed(Fault::later("no answer")));
+                }
+                run.now += 1000;
+                run.input(Input::Tick);
+            }
+            assert!(run.count(&Key::Upkeep) > 0, "{hangs} {restarted}");
+            assert_eq!(run.count(&Key::Prepare), before.0, "{hangs} {restarted}");
+            assert!(run.count(&Key::Volumes) > before.1, "{hangs} {restarted}");
+            assert!(
+                run.worker.observed.as_ref().is_some_and(|o| o.runs("c")),
+                "{hangs} {restarted}"
+            );
+            assert_eq!(run.runtime.newest("c").map(|c| c.attempt), Some(1));
+            // Where the sandbox is lost, the next one is prepared for.
+            run.lose_sandbox();
+            run.input(Input::Hint);
+            for _ in 0..100 {
+                run.settle_but(|op| matches!(op, Op::Upkeep));
+                run.now += 1000;
+                run.input(Input::Tick);
+            }
+            assert!(run.count(&Key::Prepare) > before.0, "{hangs} {restarted}");
+            assert_eq!(run.runtime.sandboxes[0].attempt, 1);
+        }
+    }
 }
 
 /// Changes come 20 times a second: the first one is refreshed at once, the others at most every two seconds, and the last

@@ -1,0 +1,139 @@
+//! Containers that start again or must not, and what must not hold them up.
+
+use std::time::Duration;
+
+use super::simulate;
+use super::world::World;
+
+/// A Job's container has done its work when the sandbox of its pod is stopped by hand, and is replaced: it does not do it twice.
+#[test]
+fn what_has_succeeded_does_not_run_again_when_its_sandbox_is_replaced() {
+    for seed in 1..=6 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            world.create_pod_that_does_a_part("job", "1");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            world.complete_container("job", "c0");
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            for round in 0..3 {
+                world.stop_sandbox_by_hand("job").await;
+                tokio::time::sleep(Duration::from_secs(600)).await;
+                let starts = world.starts_of("job", "c1");
+                assert!(starts >= 2 + round, "seed {seed}: {starts}");
+                assert_eq!(world.starts_of("job", "c0"), 1, "seed {seed}");
+                assert_eq!(world.in_phase("Running"), ["job"], "seed {seed}");
+            }
+            world.complete("job");
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            assert_eq!(world.in_phase("Succeeded"), ["job"], "seed {seed}");
+            assert_eq!(world.broken(), Ok(()), "seed {seed}");
+            agent.abort();
+        });
+    }
+}
+
+/// The RuntimeClass of a running pod was deleted, and its directories cannot be kept in order, also for the next agent: it goes
+/// on in everything, and only another sandbox waits.
+#[test]
+fn failing_upkeep_blocks_nothing_of_a_running_pod() {
+    for restarts in [false, true] {
+        simulate(1, async {
+            let world = World::new(1);
+            let mut agent = world.start_agent();
+            world.create_pod_with_objects("web", 2);
+            world.set_runtime_class("web", "gone");
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.in_phase("Running"), ["web"]);
+            world.fail_upkeep(true);
+            if restarts {
+                world.kill_agent();
+                agent.abort();
+                agent = world.start_agent();
+            }
+            tokio::time::sleep(Duration::from_secs(120)).await;
+            world.change_all_objects();
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.shows("web", "m0").as_deref(), Some("2"));
+            world.exit_some_container();
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            assert_eq!(world.starts_of("web", "c0"), 2);
+            assert_eq!(world.in_phase("Running"), ["web"]);
+            let reasons = world.event_reasons("web");
+            assert!(!reasons.contains("FailedCreatePodSandBox"), "{reasons:?}");
+            world.stop_sandbox_by_hand("web").await;
+            tokio::time::sleep(Duration::from_secs(30)).await;
+            assert!(
+                world
+                    .event_reasons("web")
+                    .contains("FailedCreatePodSandBox")
+            );
+            world.fail_upkeep(false);
+            tokio::time::sleep(Duration::from_secs(30)).await;
+            assert_eq!(world.in_phase("Running"), ["web"]);
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+        });
+    }
+}
+
+/// A network plugin sleeps while the sandbox of a pod is made. Its deletion waits for nothing, and what the runtime makes
+/// afterwards is removed, also where a finalizer keeps the object.
+#[test]
+fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
+    for seed in 1..=12 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            world.stall_network(true);
+            world.create_steady_pod("slow");
+            if seed % 2 == 0 {
+                world.put_finalizer("slow");
+            }
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            let uid = world.uid("slow");
+            assert_eq!(world.asked_for_sandbox(&uid), 1, "seed {seed}");
+            world.delete_pod("slow");
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            match seed % 2 {
+                0 => assert_eq!(world.in_phase("Failed"), ["slow"], "seed {seed}"),
+                _ => assert_eq!(world.not_in_phase(""), Vec::<String>::new(), "seed {seed}"),
+            }
+            // An audit lists what the runtime has every 30 s.
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            assert_eq!(world.check_released(), Ok(()), "seed {seed}");
+            assert_eq!(world.broken(), Ok(()), "seed {seed}");
+            agent.abort();
+        });
+    }
+}
+
+/// A preStop hook that never ends runs until its container is killed, 2 s past the grace period. Meanwhile readiness is probed, and
+/// liveness is not, as nothing starts again: not even of sidecars.
+#[test]
+fn while_a_hook_goes_on_only_readiness_is_probed() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        world.create_pod_that_ends_slowly("slow", 20);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        assert!(world.asked("/s0") > 3 && world.asked("/c0") > 3);
+        world.delete_pod("slow");
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        let before = (world.asked("/s0"), world.asked("/c0"));
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        assert_eq!(world.asked("/s0"), before.0);
+        assert!(world.asked("/c0") >= before.1 + 9);
+        assert_eq!(world.hooked_stops(), 0);
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        assert_eq!(
+            world.hooked_stops(),
+            1,
+            "it is killed, and not its hook before"
+        );
+        assert_eq!(world.not_in_phase(""), Vec::<String>::new());
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+    });
+}

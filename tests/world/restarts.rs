@@ -1,0 +1,270 @@
+//! What must not run again or not there, and calls that are cut off or blocked.
+
+use super::*;
+
+/// The sandbox that a call stops, until this is dropped.
+pub(super) struct Stopping(World, String);
+
+impl Drop for Stopping {
+    fn drop(&mut self) {
+        let key = (self.0.2, self.1.clone());
+        self.0.state().stopping.remove(&key);
+    }
+}
+
+/// The sandbox that a call requests.
+#[derive(Clone)]
+pub(super) struct WantedBox {
+    pub uid: String,
+    pub name: String,
+    pub attempt: u32,
+    pub host_network: bool,
+}
+
+/// A call that makes a sandbox. If it is cut off, the runtime may carry it out seconds later.
+pub(super) struct Making {
+    pub world: World,
+    pub wanted: WantedBox,
+    pub is_done: bool,
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        let (world, wanted) = (self.world.clone(), self.wanted.clone());
+        let late = {
+            let mut state = world.state();
+            let is_carried_out = !self.is_done && state.draw(2) == 0;
+            is_carried_out.then(|| Duration::from_millis(state.draw(4000)))
+        };
+        if let (Some(late), Ok(runtime)) = (late, tokio::runtime::Handle::try_current()) {
+            runtime.spawn(async move {
+                tokio::time::sleep(late).await;
+                let now = world.1.now();
+                let mut state = world.state();
+                if let Ok(id) = state.make_box(wanted, now) {
+                    state.late_boxes.insert(id);
+                }
+            });
+        }
+    }
+}
+
+impl State {
+    /// Makes a sandbox, unless its name is taken.
+    pub(super) fn make_box(
+        &mut self,
+        wanted: WantedBox,
+        now: Timestamp,
+    ) -> Result<String, RuntimeError> {
+        let WantedBox {
+            uid,
+            name,
+            attempt,
+            host_network,
+        } = wanted;
+        let mut boxes = self.boxes.values();
+        if boxes.any(|b| b.uid == uid && b.sandbox.attempt == attempt) {
+            return Err(RuntimeError {
+                kind: RuntimeErrorKind::Failed,
+                code: None,
+                message: format!("failed to reserve sandbox name {name}"),
+            });
+        }
+        let id = self.id("box");
+        self.outage.set_up_network(&id)?;
+        let ips = match host_network {
+            true => vec![],
+            false => vec![format!("10.0.0.{}", self.next % 250)],
+        };
+        let sandbox = Sandbox {
+            id: id.clone(),
+            attempt,
+            ready: true,
+            created_at: now,
+            ips,
+            host_network,
+            handler: String::new(),
+        };
+        let made = Box_ {
+            uid: uid.clone(),
+            name,
+            sandbox,
+        };
+        self.boxes.insert(id.clone(), made);
+        self.hint(&uid, &id, EventKind::Created);
+        self.hint(&uid, &id, EventKind::Started);
+        Ok(id)
+    }
+
+    /// Notes the final exit of a regular container: with `Never` any exit, with `OnFailure` a success that the agent did not
+    /// cause. Containers that the agent may stop in order to start them again are left out there.
+    pub(super) fn note_end(&mut self, id: &str, uid: &str, name: &str, code: i32) {
+        let mut statics = self.statics.values();
+        let pod = self.pods.get(uid);
+        let pod = pod.or_else(|| statics.find(|pod| pod["metadata"]["uid"] == *uid));
+        let Some(spec) = pod
+            .map(|pod| &pod["spec"])
+            .filter(|_| name.starts_with('c'))
+        else {
+            return;
+        };
+        let mut containers = spec["containers"].as_array().unwrap().iter();
+        let Some(container) = containers.find(|c| c["name"] == *name) else {
+            return;
+        };
+        let may_be_stopped = container["livenessProbe"].is_object()
+            || container["lifecycle"].is_object()
+            || container["resizePolicy"].is_array()
+            || self.told_to_stop.contains(id);
+        let is_final = match spec["restartPolicy"].as_str() {
+            // Another size may ask for another instance, whatever the policy.
+            Some("Never") => !container["resizePolicy"].is_array(),
+            Some("OnFailure") => code == 0 && !may_be_stopped,
+            _ => false,
+        };
+        if is_final {
+            let key = (uid.to_owned(), name.to_owned());
+            self.over.insert(key, id.to_owned());
+        }
+    }
+
+    /// A container in its final state never runs again, whatever happens to sandboxes.
+    pub(super) fn check_not_over(&mut self, uid: &str, name: &str) {
+        let key = (uid.to_owned(), name.to_owned());
+        if let Some(before) = self.over.get(&key).cloned() {
+            self.deny(format!(
+                "{uid}/{name}: started again, and {before} had ended for good"
+            ));
+        }
+    }
+
+    /// Whether the upkeep of a pod fails: it has a sandbox, and the machine refuses.
+    pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
+        self.fails_upkeep && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
+    }
+}
+
+impl World {
+    pub(super) fn stopping(&self, sandbox: &str) -> Stopping {
+        let key = (self.2, sandbox.to_owned());
+        self.state().stopping.insert(key);
+        Stopping(self.clone(), sandbox.to_owned())
+    }
+
+    /// The agent makes or starts nothing in a sandbox that it is stopping.
+    pub(super) fn check_not_stopping(&self, what: &str, sandbox: &str) {
+        let mut state = self.state();
+        if state.stopping.contains(&(self.2, sandbox.to_owned())) {
+            state.deny(format!("{sandbox}: {what} while it is being stopped"));
+        }
+    }
+
+    pub(super) fn sandbox_of(&self, id: &str) -> String {
+        let state = self.state();
+        let container = state.containers.get(id);
+        container.map_or_else(String::new, |c| c.container.sandbox.clone())
+    }
+
+    /// From now on no directory of a pod that has a sandbox can be made, and no RuntimeClass is there.
+    pub fn fail_upkeep(&self, fails: bool) {
+        self.state().fails_upkeep = fails;
+    }
+
+    /// From now on network plugins sleep: no call that makes a sandbox is answered.
+    pub fn stall_network(&self, stalls: bool) {
+        self.state().stalls_network = stalls;
+    }
+
+    pub(super) async fn network_answers(&self) {
+        while self.state().stalls_network {
+            self.sleep(Duration::from_secs(1)).await;
+        }
+    }
+
+    /// `crictl stopp`: all containers of a pod end, and a moment later its sandbox.
+    pub async fn stop_sandbox_by_hand(&self, name: &str) {
+        let (uid, now) = (self.uid(name), self.1.now());
+        {
+            let mut state = self.state();
+            let live: Vec<String> = state.live(&uid).iter().map(|c| c.id.clone()).collect();
+            live.iter().for_each(|id| end(&mut state, id, 137, now));
+        }
+        tokio::time::sleep(Duration::from_millis(60)).await;
+        let mut state = self.state();
+        let mut boxes: Vec<(String, Sandbox)> = state
+            .boxes
+            .iter()
+            .filter(|(_, b)| b.uid == uid)
+            .map(|(id, b)| (id.clone(), b.sandbox.clone()))
+            .collect();
+        boxes.sort_by_key(|(_, sandbox)| sandbox.attempt);
+        let (id, _) = boxes.pop().unwrap();
+        // What was started there meanwhile goes on, and has no network.
+        state.boxes.get_mut(&id).unwrap().sandbox.ready = false;
+        state.hint(&uid, &id, EventKind::Stopped);
+    }
+
+    /// How often a container of a pod was started, and in how many sandboxes.
+    pub fn starts_of(&self, name: &str, container: &str) -> usize {
+        let of = format!(" started {}/{container} ", self.uid(name));
+        self.state()
+            .trace
+            .iter()
+            .filter(|line| line.contains(&of))
+            .count()
+    }
+
+    /// The reasons of all events about a pod that were posted.
+    pub fn event_reasons(&self, name: &str) -> BTreeSet<String> {
+        let uid = self.uid(name);
+        let state = self.state();
+        let of = state.reasons.iter().filter(|(about, _)| *about == uid);
+        of.map(|(_, reason)| reason.clone()).collect()
+    }
+
+    /// A pod that takes long to end: its container, which is probed for readiness, has a preStop hook that never ends, and its
+    /// sidecar is probed for liveness.
+    pub fn create_pod_that_ends_slowly(&self, name: &str, grace: i64) {
+        self.create_steady_pod(name);
+        let uid = self.uid(name);
+        let mut state = self.state();
+        let spec = &mut state.pods.get_mut(&uid).unwrap()["spec"];
+        spec["terminationGracePeriodSeconds"] = grace.into();
+        let probe = |path: &str| json!({"httpGet": {"port": 80, "path": path}, "periodSeconds": 1});
+        spec["initContainers"] = json!([{"name": "s0", "image": "i:1", "restartPolicy": "Always", "livenessProbe": probe("/s0")}]);
+        let container = &mut spec["containers"][0];
+        container["readinessProbe"] = probe("/c0");
+        container["lifecycle"]["preStop"] = json!({"exec": {"command": ["pre", "hangs"]}});
+        state.publish(&uid);
+    }
+
+    pub(super) fn is_running(&self, id: &str) -> bool {
+        let state = self.state();
+        let container = state.containers.get(id);
+        container.is_some_and(|c| c.container.state == ContainerState::Running)
+    }
+
+    /// The number of HTTP requests for a path.
+    pub fn asked(&self, path: &str) -> usize {
+        self.state().asked.get(path).copied().unwrap_or(0)
+    }
+
+    /// The number of StopContainer calls during which the container's preStop hook ran.
+    pub fn hooked_stops(&self) -> usize {
+        self.state().hooked_stops
+    }
+
+    /// Gives a pod the RuntimeClass of a name.
+    pub fn set_runtime_class(&self, name: &str, class: &str) {
+        let uid = self.uid(name);
+        let mut state = self.state();
+        state.pods.get_mut(&uid).unwrap()["spec"]["runtimeClassName"] = class.into();
+        state.publish(&uid);
+    }
+
+    /// What the volumes of a pod show of an object.
+    pub fn shows(&self, name: &str, volume: &str) -> Option<String> {
+        let key = (self.uid(name), volume.to_owned());
+        self.state().shown.get(&key).cloned()
+    }
+}
