@@ -7,6 +7,8 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
+use super::time;
+
 /// A pause that doubles with every failure, up to a bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doubling {
@@ -107,7 +109,7 @@ impl Backoff {
             .filter(|e| finished.duration_since(e.updated) <= EXPIRY)?;
         (now.duration_since(finished) < entry.delay).then(|| Held {
             delay: entry.delay,
-            until: finished + entry.delay,
+            until: time::later(finished, entry.delay),
         })
     }
 
@@ -138,7 +140,7 @@ impl Backoff {
         if finished <= now && now.duration_since(finished) < entry.delay {
             return Err(Held {
                 delay: entry.delay,
-                until: finished + entry.delay,
+                until: time::later(finished, entry.delay),
             });
         }
         self.0.insert(
@@ -173,14 +175,14 @@ impl PullBackoff {
         self.0
             .get(key)
             // Further away than that it is if the clock was set back since.
-            .filter(|f| f.until > now && f.until <= now + f.delay)
+            .filter(|f| f.until > now && f.until <= time::later(now, f.delay))
             .map(|f| (f.until, f.error.clone()))
     }
 
     /// A pull has failed; the answer is when it may be tried again.
     pub fn failed(&mut self, key: (String, String), error: &str, now: Timestamp) -> Timestamp {
         self.0
-            .retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM * 2);
+            .retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM.saturating_mul(2));
         let delay = self
             .0
             .get(&key)
@@ -189,11 +191,11 @@ impl PullBackoff {
             key,
             FailedPull {
                 delay,
-                until: now + delay,
+                until: time::later(now, delay),
                 error: error.to_owned(),
             },
         );
-        now + delay
+        time::later(now, delay)
     }
 
     /// A pull has succeeded.

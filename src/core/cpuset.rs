@@ -33,7 +33,7 @@ pub fn list(set: &CpuSet) -> String {
     let mut ranges: Vec<(u32, u32)> = vec![];
     for &cpu in set {
         match ranges.last_mut() {
-            Some((_, last)) if *last + 1 == cpu => *last = cpu,
+            Some((_, last)) if last.checked_add(1) == Some(cpu) => *last = cpu,
             _ => ranges.push((cpu, cpu)),
         }
     }

@@ -19,7 +19,7 @@ impl Indexes {
                 && first < completions
                 && first <= last
             {
-                all.add(first, last.min(completions - 1));
+                all.add(first, last.min(completions.saturating_sub(1)));
             }
         }
         all
@@ -99,7 +99,11 @@ impl Indexes {
     /// How many there are.
     #[must_use]
     pub fn total(&self) -> i32 {
-        self.0.iter().map(|(first, last)| last - first + 1).sum()
+        let counts = self
+            .0
+            .iter()
+            .map(|(first, last)| last.saturating_sub(*first).saturating_add(1));
+        counts.fold(0, i32::saturating_add)
     }
 
     /// Whether there are none.
@@ -142,7 +146,7 @@ impl Indexes {
         let mut next = 0;
         let end = (completions, i32::MAX);
         for (first, last) in self.0.iter().chain([&end]) {
-            let room = count - missing.len();
+            let room = count.saturating_sub(missing.len());
             missing.extend((next..(*first).min(completions)).take(room));
             next = last.saturating_add(1);
         }
@@ -154,7 +158,7 @@ impl fmt::Display for Indexes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, (first, last)) in self.0.iter().enumerate() {
             let comma = if i > 0 { "," } else { "" };
-            match last - first {
+            match last.saturating_sub(*first) {
                 0 => write!(f, "{comma}{first}")?,
                 1 => write!(f, "{comma}{first},{last}")?,
                 _ => write!(f, "{comma}{first}-{last}")?,

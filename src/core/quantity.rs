@@ -8,6 +8,9 @@ use std::fmt;
 use std::str::FromStr;
 
 const NANO: i128 = 1_000_000_000;
+/// The largest magnitude of a quantity, in billionths: 2^63-1 units. Larger numbers are capped (`ParseQuantity` of
+/// `apimachinery/pkg/api/resource/quantity.go`).
+const LARGEST: i128 = i64::MAX as i128 * NANO;
 
 /// An exact amount, in billionths of the unit. Ordered and added by amount; the suffix family of the
 /// text it was read from is kept for printing.
@@ -35,7 +38,7 @@ impl Quantity {
     #[must_use]
     pub fn from_milli(milli: i64) -> Quantity {
         Quantity {
-            nanos: i128::from(milli) * (NANO / 1000),
+            nanos: i128::from(milli).saturating_mul(NANO / 1000),
             binary: false,
         }
     }
@@ -44,7 +47,7 @@ impl Quantity {
     #[must_use]
     pub fn from_units(units: i64) -> Quantity {
         Quantity {
-            nanos: i128::from(units) * NANO,
+            nanos: i128::from(units).saturating_mul(NANO),
             binary: false,
         }
     }
@@ -53,7 +56,7 @@ impl Quantity {
     #[must_use]
     pub fn from_bytes(bytes: u64) -> Quantity {
         Quantity {
-            nanos: i128::from(bytes) * NANO,
+            nanos: i128::from(bytes).saturating_mul(NANO),
             binary: true,
         }
     }
@@ -78,7 +81,9 @@ impl Quantity {
 }
 
 fn div_up(value: i128, by: i128) -> i128 {
-    value.div_euclid(by) + i128::from(value.rem_euclid(by) != 0)
+    value
+        .div_euclid(by)
+        .saturating_add(i128::from(value.rem_euclid(by) != 0))
 }
 
 fn saturate(value: i128) -> i64 {
@@ -146,12 +151,7 @@ impl FromStr for Quantity {
         };
         let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
         let numeric = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
-        if !numeric(whole)
-            || !numeric(fraction)
-            || whole.len() + fraction.len() == 0
-            || whole.len() > 20
-            || fraction.len() > 20
-        {
+        if !numeric(whole) || !numeric(fraction) || (whole.is_empty() && fraction.is_empty()) {
             return Err(BadQuantity);
         }
         let (factor, divisor, binary): (i128, i128, bool) = match suffix {
@@ -178,32 +178,55 @@ impl FromStr for Quantity {
                     .ok_or(BadQuantity)?;
                 let power = 10i128
                     .checked_pow(exponent.unsigned_abs())
-                    .ok_or(BadQuantity)?;
-                if exponent >= 0 {
-                    (NANO.checked_mul(power).ok_or(BadQuantity)?, 1, false)
-                } else {
-                    (NANO, power, false)
+                    .unwrap_or(i128::MAX);
+                match exponent >= 0 {
+                    true => (NANO.saturating_mul(power), 1, false),
+                    false => (NANO, power, false),
                 }
             }
         };
-        let scaled = |digits: &str| -> Result<i128, BadQuantity> {
-            let value: i128 = if digits.is_empty() {
-                0
-            } else {
-                digits.parse().map_err(|_| BadQuantity)?
-            };
-            Ok(value.saturating_mul(factor))
-        };
-        let fraction_divisor = 10i128.pow(u32::try_from(fraction.len()).map_err(|_| BadQuantity)?);
-        let magnitude = div_up(scaled(whole)?, divisor).saturating_add(div_up(
-            scaled(fraction)?,
-            fraction_divisor.saturating_mul(divisor),
-        ));
+        let (mut numerator, mut places) = fraction_of(fraction);
+        let mut of_fraction = factor;
+        while places % 10 == 0 && of_fraction % 10 == 0 {
+            (places, of_fraction) = (places / 10, of_fraction / 10);
+        }
+        while numerator.checked_mul(of_fraction).is_none() && places > 1 {
+            (numerator, places) = (div_up(numerator, 10), places / 10);
+        }
+        let whole = div_up(integer(whole).saturating_mul(factor), divisor);
+        let fraction = div_up(
+            numerator.saturating_mul(of_fraction),
+            places.saturating_mul(divisor),
+        );
+        let magnitude = whole.saturating_add(fraction).min(LARGEST);
         Ok(Quantity {
-            nanos: if negative { -magnitude } else { magnitude },
+            nanos: if negative {
+                magnitude.saturating_neg()
+            } else {
+                magnitude
+            },
             binary,
         })
     }
+}
+
+/// The value of decimal digits; the largest one where they are too many.
+fn integer(digits: &str) -> i128 {
+    match digits.is_empty() {
+        true => 0,
+        false => digits.parse().unwrap_or(i128::MAX),
+    }
+}
+
+/// The digits behind a decimal point as a numerator and a power of ten. Digits beyond the twentieth round up.
+fn fraction_of(digits: &str) -> (i128, i128) {
+    const DIGITS: usize = 20;
+    let (read, rest) = digits.split_at(digits.len().min(DIGITS));
+    let more = i128::from(rest.bytes().any(|digit| digit != b'0'));
+    let places = read
+        .bytes()
+        .fold(1i128, |power, _| power.saturating_mul(10));
+    (integer(read).saturating_add(more), places)
 }
 
 impl fmt::Display for Quantity {
@@ -213,21 +236,23 @@ impl fmt::Display for Quantity {
         }
         if self.binary && self.nanos % NANO == 0 {
             let units = self.nanos / NANO;
-            let steps = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
-            let step = (1..steps.len())
-                .take_while(|s| units % (1i128 << (10 * s)) == 0)
-                .last()
-                .unwrap_or(0);
-            return write!(f, "{}{}", units >> (10 * step), steps[step]);
+            let mut steps = ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"].into_iter();
+            let (mut value, mut suffix) = (units, "");
+            while value % 1024 == 0
+                && let Some(step) = steps.next()
+            {
+                (value, suffix) = (value / 1024, step);
+            }
+            return write!(f, "{value}{suffix}");
         }
-        let steps = ["n", "u", "m", "", "k", "M", "G", "T", "P", "E"];
-        let mut value = self.nanos;
-        let mut step = 0;
-        while step + 1 < steps.len() && value % 1000 == 0 {
-            value /= 1000;
-            step += 1;
+        let mut steps = ["u", "m", "", "k", "M", "G", "T", "P", "E"].into_iter();
+        let (mut value, mut suffix) = (self.nanos, "n");
+        while value % 1000 == 0
+            && let Some(step) = steps.next()
+        {
+            (value, suffix) = (value / 1000, step);
         }
-        write!(f, "{value}{}", steps[step])
+        write!(f, "{value}{suffix}")
     }
 }
 
@@ -250,6 +275,20 @@ mod tests {
             ("1E", "1E"),
             ("12e-3", "12m"),
             ("-5", "-5"),
+            ("9223372036854775807", "9223372036854775807"),
+            ("1e30", "9223372036854775807"),
+            ("-1e30", "-9223372036854775807"),
+            ("1e999", "9223372036854775807"),
+            (
+                "99999999999999999999999999999999999999999",
+                "9223372036854775807",
+            ),
+            ("16Ei", "9223372036854775807"),
+            ("1e-999", "1n"),
+            ("0e999", "0"),
+            ("0.0000001", "100n"),
+            ("0.12345678901234E", "123456789012340k"),
+            ("0.1000000000000000000000000000001", "100000001n"),
             ("0.0000000001", "1n"),
             ("128974848", "128974848"),
         ];
@@ -279,8 +318,11 @@ mod tests {
         }
 
         #[test]
-        fn no_text_makes_reading_fail_badly(text in "[-+0-9.eEinumkKMGTPi]{0,30}") {
-            let _ = text.parse::<Quantity>();
+        fn whatever_is_read_can_be_printed_counted_and_read_again(text in "[-+]?[0-9]{0,45}[.]?[0-9]{0,45}([eE][-+]?[0-9]{0,4}|[numkMGTPE]|[KMGTPE]i)?") {
+            if let Ok(quantity) = text.parse::<Quantity>() {
+                prop_assert_eq!(quantity.to_string().parse(), Ok(quantity));
+                let _ = (quantity.milli(), quantity.units(), quantity + quantity, quantity - quantity - quantity);
+            }
         }
     }
 }

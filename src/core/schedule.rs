@@ -179,7 +179,10 @@ fn value(text: &str, bounds: &Bounds) -> Result<u32, String> {
         .iter()
         .position(|n| text.eq_ignore_ascii_case(n))
         .and_then(|place| u32::try_from(place).ok());
-    named.map_or_else(|| number(text), |place| Ok(bounds.low + place))
+    named.map_or_else(
+        || number(text),
+        |place| Ok(bounds.low.saturating_add(place)),
+    )
 }
 
 fn number(text: &str) -> Result<u32, String> {
@@ -226,13 +229,12 @@ impl Fields {
 
 /// The beginning of the minute or hour that a time is in.
 fn begin(at: &Zoned, unit: Unit) -> Option<Zoned> {
-    let into = SignedDuration::from_nanos(at.subsec_nanosecond().into())
-        + SignedDuration::from_secs(at.second().into());
+    let into = SignedDuration::new(at.second().into(), at.subsec_nanosecond());
     let more = match unit {
         Unit::Hour => SignedDuration::from_mins(at.minute().into()),
         _ => SignedDuration::ZERO,
     };
-    at.checked_sub(into + more).ok()
+    at.checked_sub(into.saturating_add(more)).ok()
 }
 
 #[cfg(test)]

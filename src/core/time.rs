@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp, TimestampArithmetic};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 /// A time as the API keeps it: whole seconds.
@@ -10,6 +10,38 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 pub fn seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
+
+/// The longest time in seconds that a pod, a probe or a request can set, some 68 years. The apiserver has no upper bound for
+/// a grace period. In nanoseconds the bound fits Go's `time.Duration`, with which runtimes compute.
+pub const MAX_SECONDS: i64 = i32::MAX as i64;
+
+/// A number of seconds from outside, between 0 and [`MAX_SECONDS`].
+#[must_use]
+pub fn bounded(seconds: i64) -> i64 {
+    seconds.clamp(0, MAX_SECONDS)
+}
+
+/// A number of seconds from outside as a duration, between 0 and [`MAX_SECONDS`].
+#[must_use]
+pub fn span(seconds: i64) -> Duration {
+    Duration::from_secs(bounded(seconds).unsigned_abs())
+}
+
+/// The time `by` after `at`. The ends of the calendar (the years -9999 and 9999) bound it; the operators of jiff panic there.
+#[must_use]
+pub fn later(at: Timestamp, by: impl Into<TimestampArithmetic>) -> Timestamp {
+    // Only a span with days or months is an error.
+    at.saturating_add(by).unwrap_or(at)
+}
+
+/// The time some seconds from outside after `at`: at least `at`, and at most [`MAX_SECONDS`] later.
+#[must_use]
+pub fn in_seconds(at: Timestamp, seconds: i64) -> Timestamp {
+    later(at, SignedDuration::from_secs(bounded(seconds)))
+}
+
+/// The longest duration that Go has, some 292 years. Texts of longer ones are errors there, too.
+const LONGEST: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
 
 /// Parses a Go duration such as `1m30s` or `100ms`.
 #[must_use]
@@ -41,6 +73,7 @@ pub fn duration(text: &str) -> Option<Duration> {
     (!text.is_empty())
         .then(|| Duration::try_from_secs_f64(total).ok())
         .flatten()
+        .filter(|duration| *duration <= LONGEST)
 }
 
 /// A duration in whole seconds as Go writes it: `10s`, `2m40s`, `1h0m0s`.
@@ -65,12 +98,36 @@ mod tests {
             ("1m30s", Some(90_000)),
             ("100ms", Some(100)),
             ("1.5h", Some(5_400_000)),
+            ("2562047h", Some(9_223_369_200_000)),
+            ("2562048h", None),
+            ("99999999999999999999999999h", None),
             ("", None),
             ("5", None),
             ("x", None),
         ] {
             assert_eq!(duration(text).map(|d| d.as_millis()), millis, "{text}");
         }
+    }
+
+    #[test]
+    fn no_number_of_seconds_leaves_the_calendar() {
+        let now: Timestamp = "2026-11-20T00:00:00Z".parse().expect("a time");
+        for (seconds, expected) in [
+            (i64::MIN, 0),
+            (-1, 0),
+            (0, 0),
+            (30, 30),
+            (250_000_000_000, MAX_SECONDS),
+            (1_000_000_000_000, MAX_SECONDS),
+            (i64::MAX, MAX_SECONDS),
+        ] {
+            let at = in_seconds(now, seconds);
+            assert_eq!(at.duration_since(now).as_secs(), expected, "{seconds}");
+            assert_eq!(span(seconds).as_secs(), expected.unsigned_abs());
+            assert!(in_seconds(Timestamp::MAX, seconds) <= Timestamp::MAX);
+        }
+        assert_eq!(later(now, SignedDuration::MAX), Timestamp::MAX);
+        assert_eq!(later(now, SignedDuration::MIN), Timestamp::MIN);
     }
 
     #[test]

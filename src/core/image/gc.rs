@@ -52,7 +52,10 @@ impl Filesystem {
     #[must_use]
     pub fn percent(&self) -> u64 {
         100_u64.saturating_sub(
-            u64::try_from(u128::from(self.available) * 100 / u128::from(self.capacity.max(1)))
+            u128::from(self.available)
+                .saturating_mul(100)
+                .checked_div(self.capacity.max(1).into())
+                .and_then(|percent| u64::try_from(percent).ok())
                 .unwrap_or(100),
         )
     }
@@ -165,10 +168,11 @@ impl Ledger {
         };
         let (aged, candidates): (Vec<Present>, Vec<Present>) = idle.into_iter().partition(too_old);
         let crowded = rules.high < 100 && disk.percent() >= u64::from(rules.high);
-        let floor =
-            u64::try_from(u128::from(disk.capacity) * u128::from(100 - rules.low.min(100)) / 100)
-                .unwrap_or(u64::MAX);
-        let freed: u64 = aged.iter().map(|i| i.size).sum();
+        let floor = u64::try_from(
+            u128::from(disk.capacity).saturating_mul(100_u8.saturating_sub(rules.low).into()) / 100,
+        )
+        .unwrap_or(u64::MAX);
+        let freed: u64 = aged.iter().map(|i| i.size).fold(0, u64::saturating_add);
         let wanted = if crowded {
             floor.saturating_sub(disk.available).saturating_sub(freed)
         } else {
@@ -207,7 +211,7 @@ impl Ledger {
                 true => Fate::Goes(Removal::Space),
                 false => Fate::Stays(Stay::Enough),
             };
-            freed += image.size;
+            freed = freed.saturating_add(image.size);
             all.push(judged(image, fate));
         }
         let rest = images

@@ -52,11 +52,11 @@ pub fn untagged(image: &str) -> &str {
         return image;
     };
     let tagged = match reference.digest {
-        Some(digest) => &image[..image.len() - digest.len() - "@".len()],
+        Some(_) => image.split_once('@').map_or(image, |(tagged, _)| tagged),
         None => image,
     };
     match reference.tag {
-        Some(tag) => &tagged[..tagged.len() - tag.len() - ":".len()],
+        Some(_) => tagged.rsplit_once(':').map_or(tagged, |(name, _)| name),
         None => tagged,
     }
 }

@@ -39,10 +39,9 @@ impl<'a> Reference<'a> {
             None => (text, None),
         };
         // A colon before the last slash belongs to a port.
-        let last = tagged.rfind('/').map_or(0, |slash| slash + 1);
-        let (name, tag) = match tagged[last..].find(':') {
-            Some(colon) => (&tagged[..last + colon], Some(&tagged[last + colon + 1..])),
-            None => (tagged, None),
+        let (name, tag) = match tagged.rsplit_once(':') {
+            Some((name, tag)) if !tag.contains('/') => (name, Some(tag)),
+            _ => (tagged, None),
         };
         if !tag.is_none_or(is_tag) || !is_name(name) {
             return Err(INVALID);

@@ -59,7 +59,7 @@ pub fn count_cpus(list: &str) -> Option<u32> {
         last.checked_sub(first)?.checked_add(1)
     };
     let counts: Option<Vec<u32>> = list.trim().split(',').map(range).collect();
-    counts.map(|counts| counts.iter().sum())
+    counts.map(|counts| counts.into_iter().fold(0, u32::saturating_add))
 }
 
 /// What the machine has.

@@ -211,7 +211,7 @@ pub fn of_containers(
         let key = (container.uid.clone(), container.name.clone());
         let newer = seen.entry(key).or_default();
         let place = *newer;
-        *newer += 1;
+        *newer = newer.saturating_add(1);
         let standing = standing(&container.uid);
         let is_new = now.duration_since(container.created_at) < rules.minimum_age;
         let fate = match standing {
@@ -224,7 +224,7 @@ pub fn of_containers(
             _ => Fate::Stays(Stay::LastOfContainer),
         };
         if matches!(fate, Fate::Stays(_)) {
-            kept += 1;
+            kept = kept.saturating_add(1);
         }
         ContainerFate { container, fate }
     };
@@ -273,7 +273,9 @@ impl Report {
 #[must_use]
 pub fn text(report: &Report, done: bool) -> String {
     let mut text = String::new();
-    let used = 100 - report.available_bytes.saturating_mul(100) / report.capacity_bytes.max(1);
+    let free = report.available_bytes.saturating_mul(100);
+    let free = free.checked_div(report.capacity_bytes).unwrap_or(free);
+    let used = 100_u64.saturating_sub(free);
     // Writing to a string cannot fail.
     let _ = writeln!(
         text,
@@ -284,8 +286,8 @@ pub fn text(report: &Report, done: bool) -> String {
         report.high_percent,
         report.low_percent,
     );
-    if report.wanted_bytes > report.frees_bytes {
-        let missing = report.wanted_bytes - report.frees_bytes;
+    let missing = report.wanted_bytes.saturating_sub(report.frees_bytes);
+    if missing > 0 {
         let _ = writeln!(
             text,
             "{} too little: remove what else fills the disk, or make it larger",
@@ -306,7 +308,9 @@ fn write_images(report: &Report, done: bool, removed: &str, text: &mut String) {
     let gone = images
         .iter()
         .filter(|i| report.outcome(&i.id, &i.fate, done).1);
-    let (count, bytes) = gone.fold((0, 0), |(n, bytes), image| (n + 1, bytes + image.bytes));
+    let (count, bytes) = gone.fold((0_u64, 0_u64), |(n, bytes), image| {
+        (n.saturating_add(1), bytes.saturating_add(image.bytes))
+    });
     let _ = writeln!(
         text,
         "\nimages: {count} of {} {removed}, {}",

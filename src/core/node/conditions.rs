@@ -189,7 +189,10 @@ pub fn report_after(frequency: Duration, seed: &[u8]) -> Duration {
     let hash = seed.iter().fold(0x811c_9dc5_u32, |hash, byte| {
         (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193)
     });
-    frequency / 2 + frequency.mul_f64(f64::from(hash) / f64::from(u32::MAX))
+    let share = frequency.as_secs_f64() * f64::from(hash) / f64::from(u32::MAX);
+    let share = Duration::try_from_secs_f64(share).unwrap_or(frequency);
+    let half = frequency.checked_div(2).unwrap_or_default();
+    half.saturating_add(share)
 }
 
 #[cfg(test)]

@@ -342,7 +342,7 @@ impl Alignment {
         let count = choice.nodes.count();
         let (class, size) = match choice.preferred {
             true => (0, count),
-            false if count <= width => (1, width - count),
+            false if count <= width => (1, width.saturating_sub(count)),
             false => (2, count),
         };
         let closest = self.rules.closest && self.rules.policy != Policy::SingleNode;

@@ -64,10 +64,10 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
                 missing
                     .iter()
                     .map(|(name, need)| {
-                        of(amounts, name).min(*need).milli().saturating_mul(1000)
-                            / need.milli().max(1)
+                        let freed = of(amounts, name).min(*need).milli().saturating_mul(1000);
+                        freed.checked_div(need.milli()).unwrap_or(freed)
                     })
-                    .sum()
+                    .fold(0, i64::saturating_add)
             };
             let size = |amounts: &Amounts| -> i64 {
                 missing

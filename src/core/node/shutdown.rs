@@ -12,6 +12,7 @@ use super::preempt::CRITICAL;
 use crate::core::pod;
 use crate::core::pod::lifecycle::Cause;
 use crate::core::pod::status::Verdict;
+use crate::core::time;
 
 /// Why a node that shuts down is not ready: the message of its condition.
 pub const NOT_READY: &str = "node is shutting down";
@@ -156,7 +157,7 @@ impl Periods {
 
 impl Period {
     fn length(&self) -> Duration {
-        Duration::from_secs(u64::try_from(self.shutdown_grace_period_seconds).unwrap_or(0))
+        time::span(self.shutdown_grace_period_seconds)
     }
 }
 
@@ -169,7 +170,10 @@ fn simple(all: Duration, critical: Duration) -> Vec<Period> {
         priority,
         shutdown_grace_period_seconds: i64::try_from(length.as_secs()).unwrap_or(i64::MAX),
     };
-    vec![period(0, all - critical), period(CRITICAL, critical)]
+    vec![
+        period(0, all.saturating_sub(critical)),
+        period(CRITICAL, critical),
+    ]
 }
 
 impl Phase {
@@ -178,7 +182,7 @@ impl Phase {
     #[must_use]
     pub fn verdict(&self, pod: &Pod, left: Duration) -> Verdict {
         // What the agent itself has taken is not taken from the pod.
-        let left = i64::try_from((left + Duration::from_millis(500)).as_secs());
+        let left = i64::try_from(left.saturating_add(Duration::from_millis(500)).as_secs());
         Verdict {
             cause: Cause::NodeShutdown,
             reason: ENDED.into(),

@@ -12,6 +12,8 @@ use x509_parser::oid_registry::{OID_X509_COMMON_NAME, OID_X509_ORGANIZATION_NAME
 use x509_parser::prelude::FromDer as _;
 use x509_parser::x509::{X509Name, X509Version};
 
+use crate::core::time;
+
 /// Signs certificates by which nodes show who they are.
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";
 /// Signs certificates with which nodes serve.
@@ -294,7 +296,12 @@ pub fn pem(label: &str, der: &[u8]) -> String {
 #[must_use]
 pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
     let life = ends.duration_since(begins);
-    begins + SignedDuration::from_secs_f64(life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0)))
+    let until_due = life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0));
+    // A part of a life is no longer than the life.
+    time::later(
+        begins,
+        SignedDuration::try_from_secs_f64(until_due).unwrap_or(life),
+    )
 }
 
 /// Reads something of the first certificate of a PEM text.

@@ -161,11 +161,12 @@ pub fn combinations(items: &[u32], size: usize) -> Vec<Vec<u32>> {
             return;
         }
         for (index, item) in items.iter().enumerate() {
-            if items.len() - index < size {
+            if items.len().saturating_sub(index) < size {
                 return;
             }
             taken.push(*item);
-            go(&items[index + 1..], size - 1, taken, all);
+            let rest = items.get(index.saturating_add(1)..).unwrap_or_default();
+            go(rest, size.saturating_sub(1), taken, all);
             taken.pop();
         }
     }

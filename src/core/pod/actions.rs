@@ -11,6 +11,7 @@ use super::observed::{self, ContainerState, ObservedPod};
 use super::probe::{self, Probed};
 use super::resize::{self, Resizing, Sizes};
 use crate::core::pod;
+use crate::core::time;
 
 /// A container to start.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -220,7 +221,7 @@ fn next(
         Some(newest) if newest.state == ContainerState::Created => {
             (newest.attempt, Some(newest.id.clone()))
         }
-        Some(newest) => (newest.attempt + 1, None),
+        Some(newest) => (newest.attempt.saturating_add(1), None),
     };
     Start {
         role,
@@ -239,7 +240,7 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
     let host = pod::host_network(pod);
     if ready > 1 || !newest.ready || newest.host_network != host || (!host && newest.ips.is_empty())
     {
-        return Err(newest.attempt + 1);
+        return Err(newest.attempt.saturating_add(1));
     }
     Ok(newest.id.clone())
 }
@@ -394,7 +395,8 @@ fn condemned(
         let kind = health.probed.failed(container, &seen.id)?;
         let grace = kind
             .of(container)
-            .and_then(|p| p.termination_grace_period_seconds);
+            .and_then(|p| p.termination_grace_period_seconds)
+            .map(time::bounded);
         (
             if kind == probe::Kind::Liveness {
                 "failed liveness probe"
@@ -478,7 +480,7 @@ fn with_sandbox(
         }
         InitStep::Done => {}
     }
-    let mut keep = 0;
+    let mut keep = 0_usize;
     for container in &spec.containers {
         let newest = observed.newest(&container.name);
         if let Some(seen) = newest.filter(|s| s.is_running()) {
@@ -486,7 +488,7 @@ fn with_sandbox(
                 false => may_restart(pod, container),
                 true => match condemned(pod, Role::Regular, container, seen, health) {
                     None => {
-                        keep += 1;
+                        keep = keep.saturating_add(1);
                         actions.resize.extend(resized(container, health));
                         false
                     }

@@ -57,7 +57,8 @@ pub fn quota(milli: i64, period: u64) -> i64 {
 /// The cgroup v2 weight of v1 shares.
 #[must_use]
 pub fn weight(shares: u64) -> u64 {
-    1 + (shares.clamp(2, 262_144) - 2) * 9999 / 262_142
+    let above = shares.clamp(2, 262_144).saturating_sub(2);
+    (above.saturating_mul(9999) / 262_142).saturating_add(1)
 }
 
 /// The path of a pod's cgroup under the root, in the driver's spelling. For systemd this is the name
@@ -244,24 +245,22 @@ pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
                     .get("memory")
                     .map_or(0, |q| q.units())
             };
-            let running = spec.containers.len()
-                + spec
-                    .init_containers
-                    .iter()
-                    .flatten()
-                    .filter(|c| pod::is_sidecar(c))
-                    .count();
+            let init = spec.init_containers.iter().flatten();
+            let sidecars = init.filter(|c| pod::is_sidecar(c));
+            let running = spec.containers.iter().chain(sidecars).count();
             let claimed = of_containers(pod, Side::Requests)
                 .get("memory")
                 .map_or(0, |q| q.units());
             let unclaimed = of_pod_level(pod, Side::Requests)
                 .get("memory")
-                .map_or(0, |q| q.units() - claimed)
+                .map_or(0, |q| q.units().saturating_sub(claimed))
                 .max(0);
-            let extra = unclaimed / i64::try_from(running.max(1)).unwrap_or(1);
+            let containers = i64::try_from(running).unwrap_or(i64::MAX);
+            let extra = unclaimed.checked_div(containers).unwrap_or(unclaimed);
             let score = |request: i64| {
-                let share = 1000_i128 * i128::from(request + extra) / i128::from(memory.max(1));
-                i64::try_from((1000 - share).clamp(3, 999)).unwrap_or(999)
+                let share = 1000_i128.saturating_mul(request.saturating_add(extra).into());
+                let share = share.checked_div(memory.into()).unwrap_or(share);
+                i64::try_from(1000_i128.saturating_sub(share).clamp(3, 999)).unwrap_or(999)
             };
             // A sidecar outlives what it serves.
             let served = spec

@@ -160,7 +160,8 @@ impl Setting {
             "max" | "-1" => Some(UNLIMITED),
             number => {
                 let number: u64 = number.parse().ok()?;
-                Some((number / self.unit * self.unit).min(UNLIMITED))
+                let rest = number.checked_rem(self.unit).unwrap_or(0);
+                Some(number.saturating_sub(rest).min(UNLIMITED))
             }
         };
         let text = text.trim();
@@ -277,8 +278,9 @@ impl Values {
 impl CpuTime {
     /// The microseconds of each second.
     fn each_second_of_systemd(self) -> Option<u64> {
-        let exact = self.quota?.saturating_mul(1_000_000) / self.period.max(1);
-        Some(exact.next_multiple_of(SYSTEMD_STEP))
+        let exact = self.quota?.saturating_mul(1_000_000);
+        let exact = exact.checked_div(self.period).unwrap_or(exact);
+        exact.checked_next_multiple_of(SYSTEMD_STEP).or(Some(exact))
     }
 }
 

@@ -26,7 +26,9 @@ pub fn container_hash(container: &Container) -> String {
 fn digits(byte: u8) -> impl Iterator<Item = u8> {
     let all = [byte / 100, byte / 10 % 10, byte % 10];
     let zeros = all.iter().take(2).take_while(|digit| **digit == 0).count();
-    all.into_iter().skip(zeros).map(|digit| b'0' + digit)
+    all.into_iter()
+        .skip(zeros)
+        .map(|digit| digit.saturating_add(b'0'))
 }
 
 /// Name and image as Go's `json.Marshal` writes a map: keys sorted, and escaped what HTML and JavaScript know.

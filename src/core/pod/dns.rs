@@ -123,11 +123,11 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
         );
         warnings.push(("DNSConfigForming", message));
     }
-    let (before, mut length) = (dns.searches.len(), 0);
+    let (before, mut length) = (dns.searches.len(), 0_usize);
     dns.searches.retain(|s| s.len() <= MAX_SEARCH);
     dns.searches.truncate(MAX_SEARCHES);
     dns.searches.retain(|s| {
-        length += s.len() + 1;
+        length = s.len().saturating_add(1).saturating_add(length);
         length <= MAX_SEARCH_LINE + 1
     });
     if dns.searches.len() < before {
@@ -148,7 +148,7 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
     } else {
         3
     };
-    let most = MAX_SEARCHES - own;
+    let most = MAX_SEARCHES.saturating_sub(own);
     if resolver.searches.len() > most {
         return Some(format!(
             "the node's resolv.conf has {} search domains; pods get the first {most}",
@@ -160,7 +160,11 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
             "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"
         ));
     }
-    let line: usize = resolver.searches.iter().map(|s| s.len() + 1).sum();
+    let line: usize = resolver
+        .searches
+        .iter()
+        .map(|s| s.len().saturating_add(1))
+        .sum();
     (line > MAX_SEARCH_LINE + 1)
         .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is left out"))
 }

@@ -56,9 +56,9 @@ pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
 fn expand_bytes(text: &str, lookup: impl Fn(&str) -> Option<Vec<u8>>) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
-    while let Some(place) = rest.find('$') {
-        out.extend_from_slice(&rest.as_bytes()[..place]);
-        rest = &rest[place + 1..];
+    while let Some((before, after)) = rest.split_once('$') {
+        out.extend_from_slice(before.as_bytes());
+        rest = after;
         if let Some(after) = rest.strip_prefix('$') {
             out.push(b'$');
             rest = after;
@@ -251,7 +251,9 @@ pub fn resource(
     } else {
         (amount.units(), divisor.units().max(1))
     };
-    Ok((amount / divisor + i64::from(amount % divisor != 0)).to_string())
+    let divided = amount.div_euclid(divisor);
+    let rounded = divided.saturating_add(i64::from(amount.rem_euclid(divisor) != 0));
+    Ok(rounded.to_string())
 }
 
 /// The resource that a variable of a container refers to: its own, or that of the container that is named.

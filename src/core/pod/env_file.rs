@@ -6,13 +6,13 @@ use crate::core::fault::Fault;
 /// or has no value.
 pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
     let mut rest = text;
-    let mut number = 1;
+    let mut number = 1_usize;
     while !rest.is_empty() {
         let (line, after) = rest.split_once('\n').unwrap_or((rest, ""));
         let trimmed = line.trim();
         if trimmed.is_empty() || trimmed.starts_with('#') {
             rest = after;
-            number += 1;
+            number = number.saturating_add(1);
             continue;
         }
         let wrong =
@@ -46,7 +46,7 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
         if name == key {
             return Ok(Some(value.to_owned()).filter(|v| !v.is_empty()));
         }
-        number += 1 + value.matches('\n').count();
+        number = value.split('\n').count().saturating_add(number);
         rest = after;
     }
     Ok(None)

@@ -324,15 +324,15 @@ fn took(ms: i64) -> String {
 /// The part of the timeline that a chart of the start shows. Restarts long after would make the start
 /// unreadable; they stand below as a list.
 fn split(bars: Vec<Bar>) -> (Vec<Bar>, Vec<Bar>) {
-    let mut end = 0;
+    let mut end = 0_i64;
     let mut bars = bars.into_iter();
     let mut start = vec![];
     for bar in bars.by_ref() {
         // A minute in which nothing was begun separates the start from what came later.
-        if !start.is_empty() && bar.start > end + 60_000 {
+        if !start.is_empty() && bar.start > end.saturating_add(60_000) {
             return (start, std::iter::once(bar).chain(bars).collect());
         }
-        end = end.max(bar.start + bar.length.min(60_000));
+        end = end.max(bar.start.saturating_add(bar.length.min(60_000)));
         start.push(bar);
     }
     (start, vec![])
@@ -372,7 +372,7 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
     let (start, later) = split(bars(&explanation.journal, now));
     let whole = start
         .iter()
-        .map(|b| b.start + b.length)
+        .map(|b| b.start.saturating_add(b.length))
         .max()
         .unwrap_or(0)
         .max(1);
@@ -386,14 +386,17 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
         .unwrap_or(0);
     for bar in &start {
         let columns = |ms: i64| {
-            usize::try_from(ms.saturating_mul(i64::try_from(WIDTH).unwrap_or(40)) / whole)
-                .unwrap_or(0)
+            usize::try_from(
+                ms.saturating_mul(i64::try_from(WIDTH).unwrap_or(40))
+                    .div_euclid(whole),
+            )
+            .unwrap_or(0)
         };
         let (before, length) = (
             columns(bar.start).min(WIDTH - 1),
             columns(bar.length).max(1),
         );
-        let length = length.min(WIDTH - before);
+        let length = length.min(WIDTH.saturating_sub(before));
         let (fill, mark) = if bar.failed {
             ("░", " failing")
         } else {
@@ -403,7 +406,7 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
             "{}{}{}",
             " ".repeat(before),
             fill.repeat(length),
-            " ".repeat(WIDTH - before - length)
+            " ".repeat(WIDTH.saturating_sub(before).saturating_sub(length))
         );
         let _ = writeln!(
             out,
@@ -441,11 +444,11 @@ pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
     let (start, _) = split(bars(&explanation.journal, now));
     let whole = start
         .iter()
-        .map(|b| b.start + b.length)
+        .map(|b| b.start.saturating_add(b.length))
         .max()
         .unwrap_or(0)
         .max(1);
-    let height = 60 + start.len() * 22;
+    let height = start.len().saturating_mul(22).saturating_add(60);
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"900\" height=\"{height}\" font-family=\"sans-serif\" font-size=\"13\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-weight=\"bold\">{}/{}</text>\n<text x=\"10\" y=\"40\">{}</text>\n",
         escape(&explanation.namespace),
@@ -453,16 +456,17 @@ pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
         escape(&explanation.sentence)
     );
     for (row, bar) in start.iter().enumerate() {
-        let y = 56 + row * 22;
+        let y = row.saturating_mul(22).saturating_add(56);
+        let baseline = y.saturating_add(13);
         let scale = |ms: i64| ms as f64 * 560.0 / whole as f64;
         let (x, width) = (220.0 + scale(bar.start), scale(bar.length).max(1.0));
         let colour = if bar.failed { "#c0392b" } else { "#2e7d6b" };
         let _ = writeln!(
             out,
             "<text x=\"10\" y=\"{}\">{}</text><rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"16\" fill=\"{colour}\"/><text x=\"890\" y=\"{}\" text-anchor=\"end\">{}</text>",
-            y + 13,
+            baseline,
             escape(&bar.label),
-            y + 13,
+            baseline,
             took(bar.length)
         );
     }

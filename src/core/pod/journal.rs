@@ -203,7 +203,7 @@ impl Journal {
             .find(step, subject)
             .filter(|e| matches!(e.progress, Progress::Failed(_) | Progress::Running))
         {
-            entry.attempts += 1;
+            entry.attempts = entry.attempts.saturating_add(1);
             (entry.tried, entry.ended, entry.next) = (now, None, None);
             // The last error stays readable until the new try has ended.
             return;

@@ -106,7 +106,7 @@ pub fn of_one_container(
 fn throttled_from(request: u64, most: u64, factor: f64) -> u64 {
     let bytes = request as f64 + (most as f64 - request as f64) * factor;
     let pages = (bytes.floor() / PAGE as f64) as i64;
-    (pages * PAGE).max(0) as u64
+    pages.saturating_mul(PAGE).max(0) as u64
 }
 
 #[cfg(test)]

@@ -38,6 +38,7 @@ use k8s_openapi::api::core::v1::{Container, EphemeralContainer, Pod, PodSpec, Po
 use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
+use crate::core::time;
 
 pub use container_hash::container_hash;
 
@@ -284,17 +285,20 @@ pub fn used_volumes(pod: &Pod) -> BTreeSet<String> {
     names.collect()
 }
 
-/// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1.
+/// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1, at most
+/// [`time::MAX_SECONDS`].
 #[must_use]
 pub fn grace_seconds(pod: &Pod) -> i64 {
     let spec = spec(pod).termination_grace_period_seconds.unwrap_or(30);
-    pod.metadata
+    let grace = pod
+        .metadata
         .deletion_timestamp
         .as_ref()
         .and(pod.metadata.deletion_grace_period_seconds)
-        .unwrap_or(spec)
-        .max(1)
+        .unwrap_or(spec);
+    time::bounded(grace).max(1)
 }
+
 /// Whether the end of one of a pod's containers may make all of them start over (KEP-5532).
 #[must_use]
 pub fn may_restart_all(pod: &Pod) -> bool {

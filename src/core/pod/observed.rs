@@ -193,7 +193,7 @@ impl ObservedPod {
         let containers = self
             .containers
             .iter()
-            .map(|c| (c.id.as_str(), 10 + c.state as u8));
+            .map(|c| (c.id.as_str(), (c.state as u8).saturating_add(10)));
         fingerprint(sandboxes.chain(containers))
     }
 }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::meta;
 use crate::core::serving::query;
+use crate::core::time;
 use crate::core::version::{HOOK_AGENT, PROBE_AGENT};
 
 /// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
@@ -429,9 +430,7 @@ pub fn hook(
         return http(get, container, ip, HOOK_AGENT).map(Hook::Http);
     }
     if let Some(sleep) = &handler.sleep {
-        return Ok(Hook::Sleep(Duration::from_secs(
-            u64::try_from(sleep.seconds).unwrap_or(0),
-        )));
+        return Ok(Hook::Sleep(time::span(sleep.seconds)));
     }
     Err("invalid handler: set one of exec, httpGet and sleep".into())
 }
@@ -468,7 +467,7 @@ pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
 pub fn limited(text: &str) -> String {
     let mut end = text.len().min(OUTPUT_LIMIT);
     while !text.is_char_boundary(end) {
-        end -= 1;
+        end = end.saturating_sub(1);
     }
     text[..end].to_owned()
 }

@@ -34,7 +34,7 @@ use states::{api_id, completed, ended, lost, removed_to_restart, state};
 
 pub use addresses::pod_ips;
 use addresses::{addresses, node_addresses};
-pub use end::{keep_end, rejected};
+pub use end::{deadline, keep_end, rejected};
 pub use patch::{Target, allowed, patch, substance};
 
 /// Why a container is not running, by container name: reason and message of its waiting state.
@@ -174,7 +174,8 @@ fn status_without_instance(
             ..ApiState::default()
         }
     } else if ran_before || (facts.ended && missing::is_lost(facts, role, container)) {
-        status.restart_count += i32::from(ran_before && !facts.ended);
+        let runs_again = i32::from(ran_before && !facts.ended);
+        status.restart_count = status.restart_count.saturating_add(runs_again);
         if facts.ended {
             ApiState {
                 terminated: Some(lost()),
@@ -365,7 +366,10 @@ fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus
         .filter(|(s, _)| !is_running(s))
         .filter_map(|(s, c)| exit_of(s).map(|e| (e, c)))
         .collect();
-    let never = regular.len() - running - stopped.len();
+    let never = regular
+        .len()
+        .saturating_sub(running)
+        .saturating_sub(stopped.len());
     if never > 0 {
         return if facts.ended { "Failed" } else { "Pending" };
     }
@@ -628,7 +632,10 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
             .filter(|(role, _)| wanted(*role))
             .map(|(role, c)| {
                 let mut status = container_status(facts, *role, c);
-                cut_messages(&mut status, MESSAGES / all.len().max(1));
+                cut_messages(
+                    &mut status,
+                    MESSAGES.checked_div(all.len()).unwrap_or(MESSAGES),
+                );
                 status
             })
             .collect()
@@ -698,13 +705,6 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
         resources,
         ..PodStatus::default()
     }
-}
-
-/// When the pod has been active for as long as it may be.
-#[must_use]
-pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
-    let most = pod::spec(pod).active_deadline_seconds?;
-    Some(status.start_time.as_ref()?.0 + jiff::SignedDuration::from_secs(most))
 }
 
 /// Whether a container of any kind has been made for the pod, as its status has it.

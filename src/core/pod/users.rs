@@ -20,7 +20,7 @@ pub struct Mapping {
 impl Mapping {
     /// The first id on the node that is not in it.
     fn end(&self) -> u64 {
-        u64::from(self.host_id) + u64::from(self.length)
+        u64::from(self.host_id).saturating_add(self.length.into())
     }
 }
 
@@ -87,7 +87,7 @@ impl Pool {
         let first = u64::from(each);
         let ids = Ids {
             first,
-            count: (1 << 32) - first,
+            count: (1_u64 << 32).saturating_sub(first),
         };
         Pool { each, ids }
     }
@@ -104,7 +104,8 @@ impl Pool {
         if first == 0 || !first.is_multiple_of(length) || !count.is_multiple_of(length) || !fits {
             return Err(PoolError::Uneven { each, first, count });
         }
-        let (has, wanted) = (count / length, u64::try_from(pods).unwrap_or(0));
+        let has = count.checked_div(length).unwrap_or(0);
+        let wanted = u64::try_from(pods).unwrap_or(0);
         if has < wanted {
             let needed = wanted.saturating_mul(length);
             return Err(PoolError::Few { has, pods, needed });
@@ -118,9 +119,11 @@ impl Pool {
         let both = |m: &'_ Mappings| [m.uid_mappings.clone(), m.gid_mappings.clone()].concat();
         let used: Vec<Mapping> = taken.iter().flat_map(both).collect();
         let length = u64::from(self.each);
-        let starts = (0..self.ids.count / length).map(|n| self.ids.first + n * length);
+        let count = self.ids.count.checked_div(length).unwrap_or(0);
+        let starts = (0..count).map(|n| n.saturating_mul(length).saturating_add(self.ids.first));
         let is_free = |start: &u64| {
-            let overlaps = |m: &Mapping| u64::from(m.host_id) < start + length && *start < m.end();
+            let end = start.saturating_add(length);
+            let overlaps = |m: &Mapping| u64::from(m.host_id) < end && *start < m.end();
             !used.iter().any(overlaps)
         };
         let host_id = starts.into_iter().find(is_free)?;

@@ -118,7 +118,7 @@ pub fn counters(text: &str) -> Vec<DiskCounters> {
         let device = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
         let name = fields.next()?.to_owned();
         let numbers: Vec<u64> = fields.filter_map(|f| f.parse().ok()).collect();
-        let four = |at: usize| numbers.get(at..at + 4)?.try_into().ok();
+        let four = |at: usize| numbers.get(at..)?.get(..4)?.try_into().ok();
         Some(DiskCounters {
             device,
             name,

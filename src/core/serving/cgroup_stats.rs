@@ -84,17 +84,21 @@ impl Usage {
     pub fn total<'a>(parts: impl IntoIterator<Item = &'a Usage>) -> Usage {
         let mut all = Usage::default();
         for part in parts {
-            all.cpu += part.cpu;
-            all.user += part.user;
-            all.system += part.system;
-            all.memory += part.memory;
-            all.working_set += part.working_set;
-            all.rss += part.rss;
-            all.swap += part.swap;
-            all.faults.0 += part.faults.0;
-            all.faults.1 += part.faults.1;
-            all.processes += part.processes;
-            all.threads += part.threads;
+            for (sum, more) in [
+                (&mut all.cpu, part.cpu),
+                (&mut all.user, part.user),
+                (&mut all.system, part.system),
+                (&mut all.memory, part.memory),
+                (&mut all.working_set, part.working_set),
+                (&mut all.rss, part.rss),
+                (&mut all.swap, part.swap),
+                (&mut all.faults.0, part.faults.0),
+                (&mut all.faults.1, part.faults.1),
+                (&mut all.processes, part.processes),
+                (&mut all.threads, part.threads),
+            ] {
+                *sum = sum.saturating_add(more);
+            }
             // One without a limit adds nothing to what is left.
             let left = part
                 .limit
@@ -103,8 +107,8 @@ impl Usage {
             let left = part.swap_limit.map(|limit| limit.saturating_sub(part.swap));
             all.swap_limit = sum(all.swap_limit, left);
         }
-        all.limit = all.limit.map(|left| left + all.working_set);
-        all.swap_limit = all.swap_limit.map(|left| left + all.swap);
+        all.limit = all.limit.map(|left| left.saturating_add(all.working_set));
+        all.swap_limit = all.swap_limit.map(|left| left.saturating_add(all.swap));
         all
     }
 }
@@ -214,7 +218,9 @@ fn lines(text: Option<&String>) -> u64 {
 
 /// v1's shares for v2's weight, as cAdvisor counts them.
 fn shares(weight: u64) -> u64 {
-    weight.checked_sub(1).map_or(0, |w| 2 + w * 262_142 / 9999)
+    weight
+        .checked_sub(1)
+        .map_or(0, |w| (w.saturating_mul(262_142) / 9999).saturating_add(2))
 }
 
 /// Reads v1's files.
@@ -232,8 +238,8 @@ pub fn v1(texts: &Texts) -> Usage {
     let with_swap = bounded(texts.get("memory.memsw.limit_in_bytes"));
     Usage {
         cpu: number(texts.get("cpuacct.usage")).unwrap_or(0),
-        user: of(&cpu, "user") * TICK,
-        system: of(&cpu, "system") * TICK,
+        user: of(&cpu, "user").saturating_mul(TICK),
+        system: of(&cpu, "system").saturating_mul(TICK),
         periods: (
             of(&quota, "nr_periods"),
             of(&quota, "nr_throttled"),
@@ -287,7 +293,7 @@ pub fn v2(texts: &Texts) -> Usage {
         fields(texts.get("memory.events")),
     );
     let of = |map: &BTreeMap<&str, u64>, key: &str| map.get(key).copied().unwrap_or(0);
-    let micro = |key: &str| of(&cpu, key) * 1000;
+    let micro = |key: &str| of(&cpu, key).saturating_mul(1000);
     let text = |name: &str| texts.get(name).map_or("", String::as_str);
     let (quota, period) = text("cpu.max").split_once(' ').unwrap_or_default();
     let used = number(texts.get("memory.current")).unwrap_or(0);

@@ -155,10 +155,10 @@ impl Histogram {
             .zip(self.bounds)
             .filter(|(_, bound)| value <= **bound)
         {
-            *count += 1;
+            *count = count.saturating_add(1);
         }
         self.sum += value;
-        self.count += 1;
+        self.count = self.count.saturating_add(1);
     }
 
     /// Its samples.
@@ -218,7 +218,8 @@ impl Registry {
             .entry(family.name)
             .or_insert_with(|| (family, BTreeMap::new()));
         if all.len() < MOST || all.contains_key(&values(labels)) {
-            *all.entry(values(labels)).or_default() += by;
+            let value = all.entry(values(labels)).or_default();
+            *value = value.saturating_add(by);
         }
     }
 
@@ -229,7 +230,8 @@ impl Registry {
             .entry(family.name)
             .or_insert_with(|| (family, BTreeMap::new()));
         if all.len() < MOST || all.contains_key(&values(labels)) {
-            *all.entry(values(labels)).or_default() += by;
+            let value = all.entry(values(labels)).or_default();
+            *value += by;
         }
     }
 

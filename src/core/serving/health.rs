@@ -23,7 +23,8 @@ pub struct Health {
 impl Health {
     /// Why a check fails, if it does.
     fn failure(self, check: &str) -> Option<&'static str> {
-        let hangs = check == SYNC_LOOP && self.last_turn > PATIENCE.max(self.resync * 2);
+        let hangs =
+            check == SYNC_LOOP && self.last_turn > PATIENCE.max(self.resync.saturating_mul(2));
         hangs.then_some("sync Loop took longer than expected")
     }
 

@@ -57,7 +57,7 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     }
     let mut cut = out.len().saturating_sub(limit);
     while !out.is_char_boundary(cut) {
-        cut += 1;
+        cut = cut.saturating_add(1);
     }
     out.drain(..cut);
     out
@@ -183,7 +183,7 @@ fn write_time(time: &[u8], out: &mut Vec<u8>) {
     out.extend_from_slice(seconds);
     out.push(b'.');
     out.extend_from_slice(&fraction[..shown]);
-    out.extend(std::iter::repeat_n(b'0', 9 - shown));
+    out.extend(std::iter::repeat_n(b'0', 9_usize.saturating_sub(shown)));
     out.extend_from_slice(zone);
 }
 
@@ -222,17 +222,17 @@ impl Decoder {
         let whole = text
             .iter()
             .rposition(|b| *b == b'\n')
-            .map_or(0, |end| end + 1);
+            .map_or(0, |end| end.saturating_add(1));
         text[..whole]
             .split_inclusive(|b| *b == b'\n')
             .for_each(|line| {
                 self.line(line.strip_suffix(b"\n").unwrap_or(line), &mut out);
                 self.advance(line.len());
             });
-        if text.len() - whole <= LINE_LIMIT {
+        if text.len().saturating_sub(whole) <= LINE_LIMIT {
             self.rest = text.split_off(whole);
         } else {
-            self.advance(text.len() - whole);
+            self.advance(text.len().saturating_sub(whole));
         }
         self.bounded(out)
     }
@@ -262,7 +262,7 @@ impl Decoder {
     fn bounded(&mut self, mut out: Vec<u8>) -> Vec<u8> {
         if let Some(left) = &mut self.left {
             out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
-            *left -= out.len() as u64;
+            *left = left.saturating_sub(out.len() as u64);
         }
         out
     }
@@ -362,7 +362,7 @@ pub fn link_name(pod: &str, namespace: &str, container: &str, id: &str) -> Strin
     let mut start = format!("{pod}_{namespace}_{container}");
     let mut room = 255_usize.saturating_sub(end.len()).min(start.len());
     while !start.is_char_boundary(room) {
-        room -= 1;
+        room = room.saturating_sub(1);
     }
     start.truncate(room);
     start + &end

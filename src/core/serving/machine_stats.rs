@@ -25,7 +25,7 @@ pub fn interfaces(text: &str) -> Vec<Interface> {
             .split_whitespace()
             .filter_map(|n| n.parse().ok())
             .collect();
-        let four = |at: usize| numbers.get(at..at + 4)?.try_into().ok();
+        let four = |at: usize| numbers.get(at..)?.get(..4)?.try_into().ok();
         Some(Interface {
             name: name.trim().to_owned(),
             received: four(0)?,
@@ -46,7 +46,10 @@ pub fn machine_cpu(stat: &str) -> (u64, u64, u64) {
     let numbers: Vec<u64> = numbers.filter_map(|n| n.parse().ok()).collect();
     let of = |fields: &[usize]| {
         let fields = fields.iter().filter_map(|i| numbers.get(*i));
-        fields.sum::<u64>() * TICK
+        fields
+            .copied()
+            .fold(0, u64::saturating_add)
+            .saturating_mul(TICK)
     };
     (of(&[0, 1, 2, 5, 6, 7]), of(&[0, 1]), of(&[2, 5, 6]))
 }
@@ -66,7 +69,7 @@ pub fn meminfo(text: &str, key: &str) -> u64 {
         .find_map(|l| l.strip_prefix(key)?.strip_prefix(':'));
     line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok())
         .unwrap_or(0)
-        * 1024
+        .saturating_mul(1024)
 }
 
 /// How many files a process may have open, from `/proc/<pid>/limits`; -1 for any number.

@@ -8,18 +8,19 @@ pub fn decode(text: &str) -> String {
     let mut i = 0;
     while i < bytes.len() {
         let hex = || {
-            text.get(i + 1..i + 3)
+            text.get(i..)
+                .and_then(|encoded| encoded.get(1..3))
                 .and_then(|h| u8::from_str_radix(h, 16).ok())
         };
         match bytes[i] {
             b'+' => out.push(b' '),
             b'%' if hex().is_some() => {
                 out.extend(hex());
-                i += 2;
+                i = i.saturating_add(2);
             }
             byte => out.push(byte),
         }
-        i += 1;
+        i = i.saturating_add(1);
     }
     String::from_utf8_lossy(&out).into_owned()
 }

@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{ClusterTrustBundleProjection, Volume};
 
 use crate::core::fault::Fault;
 use crate::core::node::signing;
-use crate::core::{digest, meta, selector};
+use crate::core::{digest, meta, selector, time};
 
 /// The roots that a projected volume asks for: path of the file, and the source.
 #[must_use]
@@ -164,7 +164,7 @@ pub fn outcome(status: Option<&PodCertificateRequestStatus>, now: Timestamp) -> 
         status.certificate_chain.as_ref().filter(|c| !c.is_empty()),
     ) {
         (Some(_), Some(chain)) => {
-            let later = now + SignedDuration::from_hours(1);
+            let later = time::later(now, SignedDuration::from_hours(1));
             let ends = status.not_after.as_ref().map_or(later, |t| t.0);
             let refresh = status.begin_refresh_at.as_ref().map_or(ends, |t| t.0);
             Outcome::Issued {

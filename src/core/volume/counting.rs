@@ -65,14 +65,14 @@ impl Counting {
         let mut short = SHORT_ONES.saturating_sub(count(&|p| p.takes_short_place(now)));
         let mut long = LONG_ONES.saturating_sub(count(&|p| p.begun.is_some() && p.is_long()));
         let all = MOST.saturating_sub(count(&|p| p.begun.is_some()));
-        let is_due = |pod: &Pod| pod.begun.is_none() && pod.due <= now + EARLY;
+        let is_due = |pod: &Pod| pod.begun.is_none() && pod.due <= now.saturating_add(EARLY);
         let mut due: Vec<(&String, &mut Pod)> =
             self.0.iter_mut().filter(|(_, p)| is_due(p)).collect();
         due.sort_by_key(|(_, pod)| pod.due);
         let has_place = |(_, pod): &(&String, &mut Pod)| {
             let places = if pod.is_long() { &mut long } else { &mut short };
             let has = *places > 0;
-            *places -= usize::from(has);
+            *places = places.saturating_sub(usize::from(has));
             has
         };
         let begun = due.into_iter().filter(has_place).take(all);
@@ -90,7 +90,7 @@ impl Counting {
         };
         if let Some(begun) = pod.begun.take() {
             pod.took = now.saturating_sub(begun);
-            pod.due = begun + PERIOD.max(pod.took * SHARE);
+            pod.due = begun.saturating_add(PERIOD.max(pod.took.saturating_mul(SHARE)));
         }
     }
 }

@@ -164,11 +164,13 @@ pub fn names_of_place(place: &str) -> Vec<String> {
         return vec![format!("kubernetes.io/fc/[{place}]")];
     };
     let of_target = ["-iqn.", "-eui.", "-naa."];
-    let Some(at) = of_target.iter().find_map(|kind| disk.find(kind)) else {
+    let target = of_target.iter().find_map(|kind| disk.find(kind));
+    let Some((portal, iqn)) =
+        target.and_then(|at| Some((disk.get(..at)?, disk.get(at.checked_add(1)?..)?)))
+    else {
         let targets = disk.replace('-', " ");
         return vec![format!("kubernetes.io/fc/[{targets}]:{lun}")];
     };
-    let (portal, iqn) = (&disk[..at], &disk[at + 1..]);
     // The port need not be a part of the volume's portal.
     let portals = [Some(portal), portal.strip_suffix(":3260")];
     let portals = portals.into_iter().flatten();

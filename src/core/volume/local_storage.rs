@@ -116,7 +116,7 @@ impl Limits {
             .volumes
             .values()
             .chain(usage.containers.values())
-            .sum();
+            .fold(0, |sum, used| sum.saturating_add(*used));
         if let Some((text, _)) = self.pod.as_ref().filter(|(_, limit)| total > *limit) {
             return Some((
                 "ephemeralpodfs.limit",

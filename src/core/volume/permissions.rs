@@ -26,7 +26,7 @@ pub struct Giving {
 /// How long after the beginning the event is due that follows on so many.
 #[must_use]
 pub fn due(told: u32) -> Duration {
-    FIRST + EVERY * told
+    FIRST.saturating_add(EVERY.saturating_mul(told))
 }
 
 /// The words of the event that follows on so many, when so many `files` have been given.

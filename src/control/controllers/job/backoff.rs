@@ -49,7 +49,7 @@ pub(super) fn remaining(failures: u32, last: Timestamp, now: Timestamp) -> Durat
         return Duration::ZERO;
     }
     let pause = SignedDuration::try_from(PAUSES.after(failures)).unwrap_or(SignedDuration::MAX);
-    Duration::try_from(pause - now.duration_since(last)).unwrap_or(Duration::ZERO)
+    Duration::try_from(pause.saturating_sub(now.duration_since(last))).unwrap_or(Duration::ZERO)
 }
 
 /// When a pod ended: when the last of its containers did, else when it was no longer ready, else when it was deleted, else

@@ -131,7 +131,7 @@ pub(super) fn expires(job: &Job, now: Timestamp) -> Option<Duration> {
     if job.metadata.deletion_timestamp.is_some() {
         return None;
     }
-    let left = SignedDuration::from_secs(ttl.into()) - now.duration_since(end);
+    let left = SignedDuration::from_secs(ttl.into()).saturating_sub(now.duration_since(end));
     Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
 }
 
@@ -385,7 +385,8 @@ impl<'a> Turn<'a> {
         if self.suspended {
             return None;
         }
-        let left = SignedDuration::from_secs(seconds) - self.seen.now.duration_since(start);
+        let active = self.seen.now.duration_since(start);
+        let left = SignedDuration::from_secs(seconds).saturating_sub(active);
         Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
     }
 

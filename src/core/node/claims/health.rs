@@ -46,7 +46,7 @@ fn shortened(message: String) -> Option<String> {
     if message.chars().count() <= MESSAGE {
         return Some(message).filter(|m| !m.is_empty());
     }
-    let kept = message.chars().take(MESSAGE - CUT.len());
+    let kept = message.chars().take(MESSAGE.saturating_sub(CUT.len()));
     Some(kept.chain(CUT.chars()).collect())
 }
 

@@ -267,7 +267,7 @@ pub fn judge<T>(
         })?;
         judged.push((claim.clone(), answer));
     }
-    match asked.len() - judged.len() {
+    match asked.len().saturating_sub(judged.len()) {
         0 => Ok(judged),
         count => Err(ClaimError::Skipped { call, count }),
     }
@@ -452,10 +452,11 @@ impl Claims {
     /// How many claims are prepared, by driver; under an empty name all of them.
     #[must_use]
     pub fn in_use(&self) -> BTreeMap<String, usize> {
-        let mut counts = BTreeMap::from([(String::new(), 0)]);
+        let mut counts = BTreeMap::from([(String::new(), 0_usize)]);
         for claim in self.0.values().filter(|claim| claim.prepared) {
             for driver in claim.drivers.keys().map(String::as_str).chain([""]) {
-                *counts.entry(driver.to_owned()).or_default() += 1;
+                let count = counts.entry(driver.to_owned()).or_default();
+                *count = count.saturating_add(1);
             }
         }
         counts

@@ -251,17 +251,20 @@ impl Split {
         group: usize,
     ) -> Option<Split> {
         let count = |node: u32| free.count(Level::Node, node);
-        let in_groups: usize = combination.iter().map(|n| count(*n) / group * group).sum();
-        let each = number / combination.len() / group * group;
+        // The largest multiple of a group.
+        let grouped = |n: usize| n.saturating_sub(n.checked_rem(group).unwrap_or(0));
+        let in_groups: usize = combination.iter().map(|n| grouped(count(*n))).sum();
+        let each = grouped(number.checked_div(combination.len()).unwrap_or(0));
         if in_groups < number || combination.iter().any(|n| count(*n) < each) {
             return None;
         }
         let mut left: BTreeMap<u32, usize> = nodes.iter().map(|n| (*n, count(*n))).collect();
         for node in &combination {
-            left.entry(*node).and_modify(|left| *left -= each);
+            left.entry(*node)
+                .and_modify(|left| *left = left.saturating_sub(each));
         }
         let takes: Vec<(u32, usize)> = combination.iter().map(|n| (*n, each)).collect();
-        let rest = number - each * combination.len();
+        let rest = number.saturating_sub(each.saturating_mul(combination.len()));
         if rest == 0 {
             let imbalance = imbalance(&left);
             return Some(Split { takes, imbalance });
@@ -299,9 +302,10 @@ fn with_rest(
         let before = rest;
         for node in subset {
             if rest > 0 && left[node] >= group {
-                left.entry(*node).and_modify(|left| *left -= group);
+                left.entry(*node)
+                    .and_modify(|left| *left = left.saturating_sub(group));
                 takes.push((*node, group));
-                rest -= group;
+                rest = rest.saturating_sub(group);
             }
         }
         if rest == before {
@@ -314,7 +318,9 @@ fn with_rest(
 
 fn imbalance(left: &BTreeMap<u32, usize>) -> u64 {
     let values = || left.values().map(|n| u64::try_from(*n).unwrap_or(u64::MAX));
-    let (sum, squares): (u64, u64) = (values().sum(), values().map(|v| v * v).sum());
+    let (sum, squares): (u64, u64) = (values().sum(), values().map(|v| v.saturating_mul(v)).sum());
     let number = u64::try_from(left.len()).unwrap_or(0);
-    number * squares - sum * sum
+    number
+        .saturating_mul(squares)
+        .saturating_sub(sum.saturating_mul(sum))
 }

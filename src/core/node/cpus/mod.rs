@@ -63,6 +63,14 @@ pub struct State {
     pub exclusive: Exclusive,
 }
 
+/// What a pod had before an admission. It is as large as the machine and the pod, however many pods there are.
+#[derive(Debug, Clone)]
+pub struct Holding {
+    shared: CpuSet,
+    own: Option<BTreeMap<String, CpuSet>>,
+    reusable: (String, CpuSet),
+}
+
 /// The processors of a machine and who has them.
 #[derive(Debug, Clone)]
 pub struct Cpus {
@@ -231,6 +239,32 @@ impl Cpus {
         &self.topology
     }
 
+    /// What a pod has now, for [`Cpus::put_back`].
+    #[must_use]
+    pub fn holding(&self, uid: &str) -> Holding {
+        Holding {
+            shared: self.state.shared.clone(),
+            own: self.state.exclusive.get(uid).cloned(),
+            reusable: self.reusable.clone(),
+        }
+    }
+
+    /// A pod has again what it had. Since then nothing was given to other pods.
+    pub fn put_back(&mut self, uid: &str, before: Holding) {
+        self.state.shared = before.shared;
+        self.reusable = before.reusable;
+        match before.own {
+            Some(own) => self.state.exclusive.insert(uid.to_owned(), own),
+            None => self.state.exclusive.remove(uid),
+        };
+    }
+
+    /// Whether a pod has processors of its own.
+    #[must_use]
+    pub fn has(&self, uid: &str) -> bool {
+        self.state.exclusive.contains_key(uid)
+    }
+
     /// Takes back what a pod has; whether that was anything.
     pub fn release(&mut self, uid: &str) -> bool {
         if self.reusable.0 == uid {
@@ -317,7 +351,7 @@ impl Cpus {
             let near = self.near(nodes, &free);
             chosen = take(&near, number.min(near.len()))?;
         }
-        let rest = take(&(&free - &chosen), number - chosen.len())?;
+        let rest = take(&(&free - &chosen), number.saturating_sub(chosen.len()))?;
         chosen.extend(rest);
         Ok(chosen)
     }
@@ -338,7 +372,8 @@ impl Cpus {
                 fewest = fewest.min(mask.count());
             }
             let reused = within(&reusable, mask);
-            if reused == reusable.len() && reused + within(&available, mask) >= number {
+            if reused == reusable.len() && reused.saturating_add(within(&available, mask)) >= number
+            {
                 masks.push(mask);
             }
         }

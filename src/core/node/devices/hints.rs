@@ -153,7 +153,7 @@ fn combinations(
             continue;
         }
         let free = available.iter().filter(|id| near(&set, id)).count();
-        if reused.len() + free >= requested {
+        if reused.len().saturating_add(free) >= requested {
             found.push(set);
         }
     }

@@ -22,6 +22,7 @@ use super::capacity::is_extended;
 use crate::core::pod::resources::Amounts;
 use crate::core::pod::{self, Role};
 use crate::core::quantity::Quantity;
+use crate::core::time;
 pub use answers::Given;
 pub use hints::NearNodes;
 
@@ -291,7 +292,7 @@ impl Devices {
         self.resources.retain(|name, resource| {
             let stays = match resource.plugin {
                 Plugin::Registered(_) => true,
-                Plugin::Gone(since) => now < since + GRACE,
+                Plugin::Gone(since) => now < time::later(since, GRACE),
             };
             if !stays {
                 self.removed.insert(name.clone());
@@ -306,7 +307,7 @@ impl Devices {
     pub fn next_expiry(&self) -> Option<Timestamp> {
         let gone = self.resources.values().filter_map(|r| match r.plugin {
             Plugin::Registered(_) => None,
-            Plugin::Gone(since) => Some(since + GRACE),
+            Plugin::Gone(since) => Some(time::later(since, GRACE)),
         });
         gone.min()
     }
@@ -478,7 +479,7 @@ impl Devices {
         }
         let reused = reusable.iter().filter(|id| healthy.contains(id));
         let reused: BTreeSet<String> = reused.take(needed).cloned().collect();
-        let missing = needed - reused.len();
+        let missing = needed.saturating_sub(reused.len());
         let free = self.free(resource);
         if free.len() < missing {
             return Err(DeviceError::Unavailable {
@@ -517,7 +518,7 @@ impl Devices {
             })
             .cloned()
             .collect();
-        if own.devices.len() - own.reused.len() < near.len() {
+        if own.devices.len().saturating_sub(own.reused.len()) < near.len() {
             available = near.union(&own.reused).cloned().collect();
         } else {
             must_include.extend(near);

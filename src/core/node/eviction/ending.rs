@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Pressure;
+use crate::core::time;
 
 /// How long a pod is waited for after its grace period: stopping its containers and giving back what it holds take time.
 const CLEANUP: Duration = Duration::from_secs(30);
@@ -21,14 +22,10 @@ struct Told {
     by: Duration,
 }
 
-fn seconds(grace: i64) -> Duration {
-    Duration::from_secs(u64::try_from(grace).unwrap_or(0))
-}
-
 impl Ending {
     /// A pod was told at `now` to end within `grace` seconds. A grace period only ever shrinks.
     pub fn told(&mut self, pressure: Pressure, uid: &str, now: Duration, grace: i64) {
-        let by = now + seconds(grace);
+        let by = now.saturating_add(time::span(grace));
         let key = (pressure, uid.to_owned());
         let told = self.0.entry(key).or_insert(Told { at: now, by });
         told.by = told.by.min(by);
@@ -54,14 +51,14 @@ impl Ending {
     #[must_use]
     pub fn is_later(&self, pressure: Pressure, uid: &str, now: Duration, grace: i64) -> bool {
         let told = self.0.get(&(pressure, uid.to_owned()));
-        told.is_some_and(|told| told.by > now + seconds(grace))
+        told.is_some_and(|told| told.by > now.saturating_add(time::span(grace)))
     }
 
     /// How long no other pod goes for the same: one that was told is to end within that time.
     #[must_use]
     pub fn wait(&self, pressure: Pressure, now: Duration) -> Option<Duration> {
         let of = self.0.iter().filter(|((of, _), _)| *of == pressure);
-        let left = of.filter_map(|(_, told)| (told.by + CLEANUP).checked_sub(now));
+        let left = of.filter_map(|(_, told)| told.by.saturating_add(CLEANUP).checked_sub(now));
         left.filter(|left| !left.is_zero()).max()
     }
 
@@ -69,7 +66,7 @@ impl Ending {
     #[must_use]
     pub fn is_overdue(&self, pressure: Pressure, uid: &str, now: Duration) -> bool {
         let told = self.0.get(&(pressure, uid.to_owned()));
-        told.is_some_and(|told| told.by + CLEANUP <= now)
+        told.is_some_and(|told| told.by.saturating_add(CLEANUP) <= now)
     }
 }
 

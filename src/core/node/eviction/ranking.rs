@@ -11,6 +11,7 @@ use crate::core::node::preempt::is_critical;
 use crate::core::pod;
 use crate::core::pod::resources::{Side, of_container, requests};
 use crate::core::quantity::Quantity;
+use crate::core::time;
 
 /// How many pods of a ranking are told.
 const TOLD: usize = 5;
@@ -199,7 +200,7 @@ pub fn annotations(
 #[must_use]
 pub fn grace(settings: &Settings, threshold: &Threshold, pod: &Pod) -> i64 {
     let own = pod::spec(pod).termination_grace_period_seconds;
-    let own = own.unwrap_or(30);
+    let own = time::bounded(own.unwrap_or(30));
     match settings.max_pod_grace {
         _ if threshold.is_hard() => 1,
         most if most < 0 => own,

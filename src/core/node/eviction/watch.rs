@@ -115,11 +115,14 @@ fn headroom(thresholds: &[Threshold], memory: &Observations, signal: Signal) -> 
 #[must_use]
 pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> Duration {
     let (shortest, longest) = LOOKS;
-    let rate = FILL * u64::from(cpus.max(1)).min(FILLING);
+    let rate = FILL.saturating_mul(u64::from(cpus).clamp(1, FILLING));
     let (machine, pods) = notice_after(thresholds, memory);
     match machine.into_iter().chain(pods).min() {
         None => longest,
-        Some(bytes) => Duration::from_millis(bytes / (rate / 1000)).clamp(shortest, longest),
+        Some(bytes) => {
+            let filled = bytes.checked_div(rate / 1000).unwrap_or(bytes);
+            Duration::from_millis(filled).clamp(shortest, longest)
+        }
     }
 }
 

@@ -25,12 +25,23 @@ pub use state::{Block, Given, NodeState, State, Table};
 /// What somebody asks for: bytes by resource.
 type Wanted = BTreeMap<String, u64>;
 
+/// The memory of a pod's init containers that others of its containers may have: the pod, and bytes by nodes and resource.
+type Reusable = (String, BTreeMap<(NodeMask, String), u64>);
+
+/// What a pod had before an admission. It is as large as the machine and the pod, however many pods there are.
+#[derive(Debug, Clone)]
+pub struct Holding {
+    nodes: BTreeMap<u32, state::NodeState>,
+    own: Option<BTreeMap<String, Vec<Block>>>,
+    reusable: Reusable,
+}
+
 /// The memory of a machine and who has it.
 #[derive(Debug, Clone)]
 pub struct Memory {
     state: State,
     /// The memory of a pod's init containers that has not been given to another of its containers.
-    reusable: (String, BTreeMap<(NodeMask, String), u64>),
+    reusable: Reusable,
 }
 
 impl Memory {
@@ -123,6 +134,32 @@ impl Memory {
         let pods = self.state.given.iter();
         pods.map(|(uid, containers)| (uid.clone(), pod(containers)))
             .collect()
+    }
+
+    /// What a pod has now, for [`Memory::put_back`].
+    #[must_use]
+    pub fn holding(&self, uid: &str) -> Holding {
+        Holding {
+            nodes: self.state.nodes.clone(),
+            own: self.state.given.get(uid).cloned(),
+            reusable: self.reusable.clone(),
+        }
+    }
+
+    /// A pod has again what it had. Since then nothing was given to other pods.
+    pub fn put_back(&mut self, uid: &str, before: Holding) {
+        self.state.nodes = before.nodes;
+        self.reusable = before.reusable;
+        match before.own {
+            Some(own) => self.state.given.insert(uid.to_owned(), own),
+            None => self.state.given.remove(uid),
+        };
+    }
+
+    /// Whether a pod has memory of its own.
+    #[must_use]
+    pub fn has(&self, uid: &str) -> bool {
+        self.state.given.contains_key(uid)
     }
 
     /// Takes back what a pod has; whether that was anything.
@@ -243,8 +280,8 @@ impl Memory {
                 for before in own.into_iter().flatten() {
                     if before.resource == block.resource && before.mask() == block.mask() {
                         let taken = before.size.min(size);
-                        before.size -= taken;
-                        size -= taken;
+                        before.size = before.size.saturating_sub(taken);
+                        size = size.saturating_sub(taken);
                     }
                 }
             }

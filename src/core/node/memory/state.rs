@@ -119,13 +119,13 @@ impl State {
             let Some(node) = self.nodes.get_mut(id) else {
                 continue;
             };
-            node.assignments += 1;
+            node.assignments = node.assignments.saturating_add(1);
             node.cells = nodes.to_vec();
             if let Some(table) = node.tables.get_mut(resource) {
                 let taken = table.free.min(size);
-                table.free -= taken;
-                table.reserved += taken;
-                size -= taken;
+                table.free = table.free.saturating_sub(taken);
+                table.reserved = table.reserved.saturating_add(taken);
+                size = size.saturating_sub(taken);
             }
         }
     }
@@ -143,9 +143,9 @@ impl State {
             }
             if let Some(table) = node.tables.get_mut(&block.resource) {
                 let returned = table.reserved.min(size);
-                table.free += returned;
-                table.reserved -= returned;
-                size -= returned;
+                table.free = table.free.saturating_add(returned);
+                table.reserved = table.reserved.saturating_sub(returned);
+                size = size.saturating_sub(returned);
             }
         }
     }

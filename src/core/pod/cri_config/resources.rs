@@ -139,8 +139,9 @@ fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory
     let Some(request) = swapping_request(pod, requests, limits) else {
         return 0;
     };
-    let share =
-        u128::try_from(request.units()).unwrap_or(0) * u128::from(swap) / u128::from(memory.max(1));
+    let share = u128::try_from(request.units()).unwrap_or(0);
+    let share = share.saturating_mul(swap.into());
+    let share = share.checked_div(memory.into()).unwrap_or(share);
     u64::try_from(share).unwrap_or(swap).min(swap)
 }
 

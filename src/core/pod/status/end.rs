@@ -1,10 +1,10 @@
-//! Ends that do not follow from a pod's containers: one that the API tells already, and a refusal. Pure.
+//! Ends that do not follow from a pod's containers: one that the API tells already, a refusal, and a deadline. Pure.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
 
 use crate::core::pod::{self, qos};
-use crate::core::time::seconds;
+use crate::core::time::{self, seconds};
 
 fn has_ended(status: &ContainerStatus) -> bool {
     let state = status.state.as_ref();
@@ -61,4 +61,11 @@ pub fn rejected(
         ephemeral_container_statuses: None,
         ..previous.clone()
     }
+}
+
+/// When the pod has been active for as long as it may be.
+#[must_use]
+pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
+    let most = pod::spec(pod).active_deadline_seconds?;
+    Some(time::in_seconds(status.start_time.as_ref()?.0, most))
 }

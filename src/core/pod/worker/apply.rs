@@ -20,6 +20,7 @@ use crate::core::pod::lifecycle::{self, Cause, State};
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Sandbox};
 use crate::core::pod::resize::{self, INFEASIBLE};
 use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
+use crate::core::time;
 use crate::core::varying;
 
 /// How long a failed operation waits, doubling up to the longest.
@@ -209,7 +210,7 @@ impl Worker {
             }
             (Op::RestartAll(_), _) => self.look_before_more(),
             (Op::Collect { .. }, _) => {
-                self.acted += 1;
+                self.acted = self.acted.saturating_add(1);
                 self.look = true;
                 // What could not be removed is not tried again at once.
                 self.failed(facts.now, key, Class::RetryLater);
@@ -255,7 +256,7 @@ impl Worker {
 
     /// What came of something that was done is seen before anything else is done.
     fn look_before_more(&mut self) {
-        self.acted += 1;
+        self.acted = self.acted.saturating_add(1);
         (self.look, self.unsure) = (true, true);
     }
 
@@ -283,7 +284,7 @@ impl Worker {
         // One of both holds the container back, whichever failed.
         let key = Key::Start(name.clone());
         self.hold(facts.now, &key, class, |failures| {
-            until.unwrap_or(facts.now + pause(failures))
+            until.unwrap_or(time::later(facts.now, pause(failures)))
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // What is missing may be among what has changed meanwhile.
@@ -382,7 +383,7 @@ impl Worker {
         change(&mut observed);
         observed.sort();
         self.observed = Some(Arc::new(observed));
-        self.acted += 1;
+        self.acted = self.acted.saturating_add(1);
     }
 
     /// The node does not take the pod. One that may have run here before the agent started comes to its end first: no
@@ -607,7 +608,7 @@ impl Worker {
                 .find(|c| c.id == kill.id)
                 .map_or(0, |c| c.attempt);
             let count = self.counts.entry(kill.name.clone()).or_default();
-            *count = (*count).max(attempt + 1);
+            *count = (*count).max(attempt.saturating_add(1));
             self.problems
                 .insert(kill.name.clone(), (RESTARTING_ALL.into(), String::new()));
         }
@@ -625,7 +626,9 @@ impl Worker {
             Class::RetryLater | Class::WaitForNews => &RETRY,
             Class::Final => &START_RETRY,
         };
-        self.hold(now, key, class, |failures| now + pauses.after(failures));
+        self.hold(now, key, class, |failures| {
+            time::later(now, pauses.after(failures))
+        });
     }
 
     /// What has failed is not tried again before `until`, which gets the number of its failures.
@@ -637,7 +640,7 @@ impl Worker {
         until: impl FnOnce(u32) -> Timestamp,
     ) {
         let before = self.retries.iter().find(|r| r.key == *key);
-        let failures = before.map_or(1, |r| r.failures + 1);
+        let failures = before.map_or(1, |r| r.failures.saturating_add(1));
         self.forget_retry(key);
         self.retries.push(Retry {
             key: key.clone(),
@@ -653,7 +656,7 @@ impl Worker {
     fn has_news(&mut self, of: &[Class]) {
         let waiting = self.retries.iter_mut();
         for retry in waiting.filter(|retry| of.contains(&retry.class)) {
-            retry.until = retry.until.min(retry.since + RETRY.after(1));
+            retry.until = retry.until.min(time::later(retry.since, RETRY.after(1)));
             if let Key::Start(_) = retry.key {
                 // A start takes what the refresh before it has found.
                 self.volumes.fresh = false;

@@ -41,6 +41,7 @@ use super::status::{self, Problems, Verdict};
 use crate::core::backoff::Backoff;
 use crate::core::fault::Class;
 use crate::core::pod;
+use crate::core::time;
 
 /// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
 /// whose containers have all ended while its sandbox is stopped.
@@ -459,7 +460,7 @@ impl Worker {
     /// A pod that ends has its grace from now on, unless it has less already.
     fn limit_grace(&mut self, now: Timestamp) {
         if let State::Terminating { grace, .. } = self.state {
-            let until = now + SignedDuration::from_secs(grace);
+            let until = time::in_seconds(now, grace);
             self.stop_by = Some(self.stop_by.map_or(until, |before| before.min(until)));
         }
     }
@@ -692,7 +693,7 @@ impl Worker {
             (false, _) => true,
             (true, Some(at)) => at <= facts.now,
             (true, None) => {
-                self.publish_at = Some(facts.now + STATUS_DELAY);
+                self.publish_at = Some(time::later(facts.now, STATUS_DELAY));
                 false
             }
         };

@@ -157,7 +157,7 @@ impl Worker {
                 Key::Start(_) | Key::RestartAll | Key::Resize | Key::Collect
             ) {
                 // What it did so far is seen first.
-                self.acted += 1;
+                self.acted = self.acted.saturating_add(1);
                 (self.look, self.unsure) = (true, true);
             }
             self.drop_in_flight(&key, turn);
@@ -235,9 +235,10 @@ impl Worker {
         }
         match &self.mirrored {
             Some((seen, at))
-                if *seen == self.update.identity() && facts.now < *at + MIRROR_AUDIT =>
+                if *seen == self.update.identity()
+                    && facts.now < time::later(*at, MIRROR_AUDIT) =>
             {
-                plan.wake.push(*at + MIRROR_AUDIT);
+                plan.wake.push(time::later(*at, MIRROR_AUDIT));
             }
             _ => plan.ops.push(Op::Mirror),
         }
@@ -252,14 +253,15 @@ impl Worker {
         if !starts && !is_held {
             self.volumes.fresh = false;
         }
-        let due = |at: Option<Timestamp>| at.is_none_or(|at| at + every <= facts.now);
+        let due = |at: Option<Timestamp>| at.is_none_or(|at| time::later(at, every) <= facts.now);
         let refresh = self.volumes.stale
             || due(self.volumes.at)
             || self.volumes.again.is_some_and(|at| at <= facts.now)
             || self.volumes.shape != shape(&self.effective);
         let next_refresh = self.volumes.next_for_change(&self.effective, facts.now);
         plan.wake.extend(next_refresh);
-        plan.wake.extend(self.volumes.at.map(|at| at + every));
+        plan.wake
+            .extend(self.volumes.at.map(|at| time::later(at, every)));
         plan.wake.extend(self.volumes.again);
         let creates = actions.create_sandbox.is_some();
         let prepared = match creates {
@@ -267,7 +269,8 @@ impl Worker {
             false => self.kept_at,
         };
         if starts || refresh {
-            plan.wake.extend(prepared.map(|at| at + every));
+            plan.wake
+                .extend(prepared.map(|at| time::later(at, every)));
         }
         if (starts || refresh) && due(prepared) {
             if creates {
@@ -301,9 +304,9 @@ impl Worker {
         turn: &mut Turn,
         plan: &mut Plan,
     ) -> bool {
-        let grace = SignedDuration::from_secs(pod::grace_seconds(&self.effective));
+        let grace = pod::grace_seconds(&self.effective);
         let begins = self.stop_by.is_none();
-        let until = self.stop_by.unwrap_or(facts.now + grace);
+        let until = self.stop_by.unwrap_or(time::in_seconds(facts.now, grace));
         let stops = self.plan_stop(observed, until, facts.now);
         if stops.is_empty() {
             self.stop_by = None;
@@ -361,7 +364,7 @@ impl Worker {
 
     fn needs_preparation(&self, facts: &Facts) -> bool {
         self.prepared_at
-            .is_none_or(|at| at + facts.rules.sync_frequency <= facts.now)
+            .is_none_or(|at| time::later(at, facts.rules.sync_frequency) <= facts.now)
     }
 
     /// Step 10's containers: images side by side, starts in the order of the spec. A container waits

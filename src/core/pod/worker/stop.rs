@@ -2,7 +2,7 @@
 //! sidecar when all regular containers and the sidecars after it have ended or the grace period is over,
 //! then the sandboxes. The preStop hooks of all of them begin at once.
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 
 use super::{Cause, Op, State, Worker};
 use crate::core::node::claims::has_claims;
@@ -11,6 +11,7 @@ use crate::core::pod::Role;
 use crate::core::pod::actions::Kill;
 use crate::core::pod::observed::{self, ContainerState, ObservedPod};
 use crate::core::pod::resources;
+use crate::core::time;
 
 impl Worker {
     /// What is to be stopped now, so that at `until` nothing of the pod runs.
@@ -91,7 +92,7 @@ impl Worker {
             .stops
             .get(&kill.id)
             .copied()
-            .unwrap_or(now + SignedDuration::from_secs(grace));
+            .unwrap_or(time::in_seconds(now, grace));
         self.stop_of(kill, until)
     }
 
