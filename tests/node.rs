@@ -181,7 +181,7 @@ fn what_becomes_of_the_node_is_told(cluster: &Cluster) {
     cluster.wait("a reboot", || told(cluster).contains(&event));
 }
 
-fn a_deleted_node_is_not_registered_again(cluster: &Cluster) {
+fn a_deleted_node_is_registered_at_the_next_start(cluster: &Cluster) {
     let name = cluster.node_name();
     cluster.kubectl(&["delete", "node", &name]);
     cluster.wait_quietly("the agent to say so", || {
@@ -230,7 +230,7 @@ fn the_node_object_is_true_and_known() {
     devices_of_another_agent_are_zeroed(&cluster);
     a_short_absence_of_the_runtime_is_no_news(&cluster);
     what_becomes_of_the_node_is_told(&cluster);
-    a_deleted_node_is_not_registered_again(&cluster);
+    a_deleted_node_is_registered_at_the_next_start(&cluster);
 }
 
 /// The processors that a pod's first container may run on.

@@ -11,6 +11,8 @@ mod removal;
 mod outage;
 #[path = "sim/restarts.rs"]
 mod restarts;
+#[path = "sim/node.rs"]
+mod node;
 #[path = "sim/shutdown.rs"]
 mod shutdown;
 #[path = "sim/statics.rs"]

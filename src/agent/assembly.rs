@@ -303,7 +303,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         node_addresses,
         resolver: watch::channel(Arc::new(resolver)).0,
         network: network_state,
-        node: OwnNode::new(&config.node_name, nodes),
+        node: OwnNode::new(&config, nodes),
         pressures: watch::Sender::default(),
         shutting_down: watch::Sender::default(),
         unserved: super::Unserved::default(),

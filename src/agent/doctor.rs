@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::Node;
 use tokio::time::{Instant, timeout};
 
 use super::node::credentials::Pair;
-use super::node::{credentials, machine, network};
+use super::node::{REGISTER_AGAIN_AFTER, credentials, machine, network};
 use crate::config::Config;
 use crate::core::node::conditions;
 use crate::core::node::doctor::{
@@ -217,7 +217,12 @@ async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> 
         None => (path, credentials::own_pair(config)),
     };
     let asked = timeout(ANSWER_TIMEOUT, ask_api(path, own, &config.node_name, clock)).await;
-    Some(asked.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs()))))
+    let answer =
+        asked.unwrap_or_else(|_| Err(format!("nothing within {} s", ANSWER_TIMEOUT.as_secs())));
+    Some(answer.map(|facts| ApiFacts {
+        registers_after: config.register_node.then_some(REGISTER_AGAIN_AFTER),
+        ..facts
+    }))
 }
 
 async fn ask_api(
@@ -244,6 +249,7 @@ async fn ask_api(
         took,
         clock,
         node_ready: found.map(|node| node.status.is_some_and(|s| conditions::is_ready(&s))),
+        registers_after: None,
     })
 }
 

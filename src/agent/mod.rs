@@ -36,6 +36,7 @@ pub use assembly::build;
 pub use events::{Events, Kind};
 pub use image::Images;
 pub use metrics::Metrics;
+pub use node::REGISTER_AGAIN_AFTER;
 use node::claims::register as register_resource_driver;
 use node::devices::register as register_device_plugin;
 pub use node::ledger::{self, LedgerHandle};
@@ -191,6 +192,9 @@ impl Agent {
             hints.clone(),
         ));
         let slices = Box::pin(node::slices::run(Arc::clone(&context)));
+        if let Some(keeper) = &self.keeper {
+            tokio::spawn(node::seal(Arc::clone(&context), keeper.clone()));
+        }
         let pod_resources = Box::pin(serving::pod_resources::run(Arc::clone(&context)));
         let clearing = pod::orphans::Clearing::default();
         let inputs = pod::dispatch::Inputs {
@@ -213,7 +217,8 @@ impl Agent {
             clearing,
         ));
         let binding = Box::pin(node::managers::keep(Arc::clone(&context), known.clone()));
-        let mirrors = Box::pin(pod::orphans::delete_mirrors(Arc::clone(&context), known));
+        let mirrors = pod::orphans::delete_mirrors(Arc::clone(&context), known.clone());
+        let mirrors = Box::pin(mirrors);
         let shutdown = node::shutdown::run(Arc::clone(&context), self.announcer, hints.clone());
         let shutdown = Box::pin(shutdown);
         let relist = pod::relist::run(Arc::clone(&context), seen, hints);
@@ -239,7 +244,7 @@ impl Agent {
                 None => std::future::pending().await,
             }
         };
-        let node = node::run(context, self.network);
+        let node = node::run(context, self.network, known);
         tokio::select! {
             // In this order, so that a simulated run replays exactly.
             biased;

@@ -3,6 +3,9 @@
 //!
 //! One directory for each domain, with the same names as in `agent` and `host`: `pod`, `volume`,
 //! `image`, `node`, `serving`. What several domains use stands beside them.
+//!
+//! No arithmetic that can overflow: an operator panics or wraps, and numbers from pods have no bounds.
+#![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 pub mod backoff;
 pub mod bucket;

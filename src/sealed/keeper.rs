@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::SignedDuration;
-use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::core::v1::{Node, NodeStatus, Pod, Service};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::ResourceExt as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -30,6 +31,8 @@ const AT_MOST: u32 = 20;
 
 /// The name of the list of pods.
 const INDEX: &str = "index";
+/// The name of our own Node.
+const OWN: &str = "own";
 /// The name under which it is noted when an apiserver answered last, how often that is written, and how long it counts.
 const APISERVER: &str = "apiserver";
 const NOTED: SignedDuration = SignedDuration::from_hours(1);
@@ -169,6 +172,38 @@ impl Keeper {
                 tracing::error!(%error, "unsealing ended unexpectedly");
                 vec![]
             })
+    }
+
+    /// The Node as it was before the start, as far as admission reads it.
+    #[must_use]
+    pub async fn last_node(&self) -> Option<Node> {
+        let keeper = self.clone();
+        let unseal = move || keeper.get(Kind::Node, OWN);
+        tokio::task::spawn_blocking(unseal)
+            .await
+            .unwrap_or_else(|error| {
+                tracing::error!(%error, "unsealing ended unexpectedly");
+                None
+            })
+    }
+
+    /// Seals what admission reads of the Node: its labels, its taints, and its resources. A heartbeat changes none of them.
+    pub fn put_node(&self, node: &Node) {
+        let status = node.status.as_ref();
+        let kept = Node {
+            metadata: ObjectMeta {
+                name: node.metadata.name.clone(),
+                uid: node.metadata.uid.clone(),
+                labels: node.metadata.labels.clone(),
+                ..ObjectMeta::default()
+            },
+            spec: node.spec.clone(),
+            status: Some(NodeStatus {
+                allocatable: status.and_then(|s| s.allocatable.clone()),
+                ..NodeStatus::default()
+            }),
+        };
+        self.put(Kind::Node, OWN, &kept);
     }
 
     /// Seals a value soon, if it is another one than before.

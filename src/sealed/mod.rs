@@ -52,12 +52,14 @@ pub enum Kind {
     Services,
     /// Handlers of RuntimeClasses.
     Handlers,
+    /// Our own Node, as far as admission reads it.
+    Node,
     /// When an apiserver answered last.
     Confirmed,
 }
 
 impl Kind {
-    const ALL: [Kind; 8] = [
+    const ALL: [Kind; 9] = [
         Kind::Pods,
         Kind::ConfigMaps,
         Kind::Secrets,
@@ -65,6 +67,7 @@ impl Kind {
         Kind::Claims,
         Kind::Services,
         Kind::Handlers,
+        Kind::Node,
         Kind::Confirmed,
     ];
 
@@ -82,6 +85,7 @@ impl Kind {
             Kind::Claims => "claims",
             Kind::Services => "services",
             Kind::Handlers => "handlers",
+            Kind::Node => "node",
             Kind::Confirmed => "confirmed",
         }
     }

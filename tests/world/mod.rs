@@ -8,6 +8,7 @@ mod hooks;
 mod invariants;
 mod logs;
 mod machine;
+mod node_api;
 mod nodes;
 mod outage;
 mod patch;
@@ -348,7 +349,7 @@ impl World {
             node_addresses: watch::Sender::default(),
             resolver: watch::channel(Arc::default()).0,
             network: network_state,
-            node: OwnNode::new("node", None),
+            node: OwnNode::new(&config, Some(Arc::new(self.clone()))),
             pressures: watch::Sender::default(),
             shutting_down: watch::Sender::default(),
             unserved: holdfast::agent::Unserved::default(),
@@ -367,9 +368,12 @@ impl World {
             started: self.1.now(),
             config,
         });
-        let node = self.state().node.begin_life();
-        context.node.see(node);
-        self.state().context = Some(Arc::clone(&context));
+        {
+            let mut state = self.state();
+            state.node.begin_life();
+            state.forget_node();
+            state.context = Some(Arc::clone(&context));
+        }
         let agent = Agent {
             statics,
             ledger: requests,

@@ -37,7 +37,14 @@ impl Said {
 
 /// The node as it is, and as it was.
 pub(super) struct OfNode {
-    object: Node,
+    pub object: Node,
+    /// What the API has of it; none when it was deleted.
+    pub feed: watch::Sender<Option<Node>>,
+    /// From when on the API answers for it, and whether it has answered the present agent.
+    pub answers_at: Option<Instant>,
+    pub answered: bool,
+    /// How often the agent has registered it.
+    pub registered: usize,
     said: Vec<Said>,
     /// Its addresses.
     pub ips: Vec<String>,
@@ -56,6 +63,10 @@ impl Default for OfNode {
     fn default() -> OfNode {
         OfNode {
             object: Node::default(),
+            feed: watch::Sender::default(),
+            answers_at: None,
+            answered: false,
+            registered: 0,
             said: vec![],
             ips: vec!["192.0.2.1".into()],
             cpus: CPUS,
@@ -69,11 +80,10 @@ impl Default for OfNode {
 
 impl OfNode {
     /// An agent starts, and finds the machine as it is.
-    pub(super) fn begin_life(&mut self) -> Node {
+    pub(super) fn begin_life(&mut self) {
         self.taken.clear();
         self.began = Some(Instant::now());
         self.found = self.cpus;
-        self.object.clone()
     }
 
     /// What pods may have of the processors, in thousandths, as the agent has found it.
@@ -112,6 +122,7 @@ impl State {
         if !self.node.taken.insert(uid.to_owned()) {
             return;
         }
+        self.node_is_known(uid);
         let pod = &self.pods[uid];
         let fits = |said: &Said| said.selected_by(pod) && said.tolerated_by(pod);
         // Whatever is said of a pod, what still runs of it has what it asked for.
@@ -187,17 +198,26 @@ impl State {
             taint(said.no_execute, "NoExecute"),
         ];
         let taints: Vec<Value> = taints.into_iter().flatten().collect();
-        let object = json!({
-            "metadata": {"name": "node", "uid": "node", "resourceVersion": self.revision.to_string(),
-                "labels": {"zone": said.zone, "kubernetes.io/os": "linux"}},
-            "spec": {"taints": taints},
-            "status": {"allocatable": {LANE: said.lanes.to_string()}, "capacity": {LANE: said.lanes.to_string()}},
-        });
+        let mut object = serde_json::to_value(&self.node.object).unwrap();
+        json_patch::merge(
+            &mut object,
+            &json!({
+                "metadata": {"name": "node", "uid": "node", "resourceVersion": self.revision.to_string(),
+                    "labels": {"zone": said.zone}},
+                "spec": {"taints": taints},
+                "status": {"allocatable": {LANE: said.lanes.to_string()}, "capacity": {LANE: said.lanes.to_string()}},
+            }),
+        );
         self.node.said.push(said);
         self.node.object = serde_json::from_value(object).unwrap();
-        if let Some(context) = &self.context {
-            context.node.see(self.node.object.clone());
-        }
+        self.publish_node();
+    }
+
+    /// The API has the Node as it is now.
+    pub(super) fn publish_node(&mut self) -> Node {
+        let node = self.node.object.clone();
+        self.node.feed.send_replace(Some(node.clone()));
+        node
     }
 }
 

@@ -9,12 +9,11 @@ use std::time::Instant;
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{devices, manager_metrics};
-use crate::agent::Context;
+use super::{Admitting, devices, manager_metrics};
 use crate::agent::pod::inbox::Inbox;
-use crate::core::node::admit::{self, Here, Refusal};
+use crate::agent::{Context, Kind};
+use crate::core::node::admit::{self, Here, Refusal, Room};
 use crate::core::node::devices::{Devices, Slot};
-use crate::core::node::eviction::Pressures;
 use crate::core::node::ledger::{Decision, Eviction, Ledger, asks_for_more};
 use crate::core::node::managers::Managers;
 use crate::core::pod;
@@ -236,6 +235,10 @@ struct Actor {
     ledger: Ledger,
     inboxes: BTreeMap<String, Inbox>,
     waiting: Vec<Waiting>,
+    /// Pods of the API that wait until the Node is known, in the order of their requests.
+    before_node: Vec<Waiting>,
+    /// The moment from which times are counted.
+    begun: tokio::time::Instant,
     managers: Managers,
     pinning: watch::Sender<Arc<Pinning>>,
     /// Whether what the managers have given is not in their checkpoints yet.
@@ -252,14 +255,26 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
         ledger: Ledger::default(),
         inboxes: BTreeMap::new(),
         waiting: vec![],
+        before_node: vec![],
+        begun: tokio::time::Instant::now(),
         managers: requests.managers,
         pinning: requests.pinning,
         unsaved: false,
         granted: vec![],
     };
     manager_metrics::begin(&actor.context.metrics, &actor.managers);
-    while let Some(request) = requests.queue.recv().await {
-        actor.answer(request);
+    loop {
+        tokio::select! {
+            // In this order, so that a simulated run replays exactly.
+            biased;
+            // All arms are cancel-safe.
+            request = requests.queue.recv() => match request {
+                Some(request) => actor.answer(request),
+                None => return,
+            },
+            () = actor.context.node.known(), if !actor.before_node.is_empty() => actor.admit_held(),
+            () = actor.overdue(), if !actor.waiting.is_empty() => actor.give_up_overdue(),
+        }
         actor.save().await;
         actor.tell_granted();
     }
@@ -323,14 +338,70 @@ impl Actor {
         }
     }
 
+    /// The Node is known: the pods that waited for that are admitted in their order.
+    fn admit_held(&mut self) {
+        for waiting in std::mem::take(&mut self.before_node) {
+            // A pod that was deleted meanwhile does not wait any more.
+            if !waiting.reply.is_closed() {
+                self.admit(waiting);
+            }
+        }
+    }
+
+    /// Waits until a pod has been awaited for too long.
+    async fn overdue(&self) {
+        match self.ledger.next_overdue() {
+            Some(at) => tokio::time::sleep_until(self.begun + at).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Critical pods wait no longer for pods that do not stop.
+    fn give_up_overdue(&mut self) {
+        for victim in self.ledger.give_up_overdue(self.begun.elapsed()) {
+            let message = "Container runtime did not kill the pod within specified grace period.";
+            tracing::warn!(
+                pod = pod::full_name(&victim),
+                "the pod does not end: the critical pod that it was to make room for waits no longer"
+            );
+            let events = &self.context.events;
+            events.pod(&victim, None, Kind::Warning, "ExceededGracePeriod", message);
+        }
+        self.admit_waiting();
+    }
+
+    fn admit_waiting(&mut self) {
+        // A pod that was deleted while it waited does not wait any more.
+        self.waiting.retain(|waiting| !waiting.reply.is_closed());
+        for waiting in std::mem::take(&mut self.waiting) {
+            self.admit(waiting);
+        }
+        if self.waiting.is_empty() {
+            self.ledger.await_none();
+        }
+    }
+
     fn admit(&mut self, waiting: Waiting) {
         let uid = pod::uid(&waiting.pod).to_owned();
-        let context = Arc::clone(&self.context);
-        match with_node(&context, &uid, |here| self.ledger.admit(&waiting.pod, here)) {
+        let (context, now) = (Arc::clone(&self.context), self.begun.elapsed());
+        let Some(node) = context.node.admitting(&waiting.pod) else {
+            if self.before_node.is_empty() {
+                tracing::info!(
+                    "pods wait for admission until the apiserver has answered for the Node"
+                );
+            }
+            self.before_node.push(waiting);
+            return;
+        };
+        let decide = |here: &Here<'_>| self.ledger.admit(&waiting.pod, here, now);
+        match with_node(&context, &uid, &node, decide) {
             Decision::Admitted => match self.give(&waiting.pod) {
                 Ok(slots) => {
+                    let has_own = self.managers.has(&uid);
                     self.inboxes.insert(uid, waiting.inbox.clone());
-                    self.publish();
+                    if has_own {
+                        self.publish();
+                    }
                     self.granted.push((waiting, slots));
                 }
                 Err(refusal) => {
@@ -385,7 +456,12 @@ impl Actor {
                 return Err(infeasible);
             }
         }
-        with_resources(&context, pod::uid(pod), |here| self.ledger.grow(pod, here))
+        let allocatable = allocatable(&context, pod::uid(pod));
+        let room = Room {
+            allocatable: &allocatable,
+            node: None,
+        };
+        self.ledger.grow(pod, room)
     }
 
     /// Gives those that wait to grow what has become free, in their order, and tells them to ask again. The others wait on.
@@ -474,11 +550,7 @@ impl Actor {
             self.publish();
         }
         self.retry_growth("pods_removed");
-        // A pod that was deleted while it waited does not wait any more.
-        self.waiting.retain(|waiting| !waiting.reply.is_closed());
-        for waiting in std::mem::take(&mut self.waiting) {
-            self.admit(waiting);
-        }
+        self.admit_waiting();
     }
 }
 
@@ -496,31 +568,21 @@ fn allocatable(context: &Context, uid: &str) -> Amounts {
     amounts
 }
 
-fn with_node<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> T) -> T {
-    let (node, allocatable) = (context.node.borrow().clone(), allocatable(context, uid));
+fn with_node<T>(
+    context: &Context,
+    uid: &str,
+    node: &Admitting,
+    decide: impl FnOnce(&Here<'_>) -> T,
+) -> T {
+    let allocatable = allocatable(context, uid);
     decide(&Here {
         allocatable: &allocatable,
-        node: node.as_deref(),
+        node: node.node(),
         unsafe_sysctls: &context.config.unsafe_sysctls,
         kernel: &context.machine.kernel,
         apparmor: context.machine.apparmor,
         strict_groups: context.features.borrow().strict_groups,
         pressures: &context.pressures.borrow(),
         shutting_down: *context.shutting_down.borrow(),
-    })
-}
-
-/// For decisions about resources alone.
-fn with_resources<T>(context: &Context, uid: &str, decide: impl FnOnce(&Here<'_>) -> T) -> T {
-    let allocatable = allocatable(context, uid);
-    decide(&Here {
-        allocatable: &allocatable,
-        node: None,
-        unsafe_sysctls: &[],
-        kernel: "",
-        apparmor: true,
-        strict_groups: true,
-        pressures: &Pressures::new(),
-        shutting_down: false,
     })
 }

@@ -54,9 +54,10 @@ use tokio::sync::watch;
 pub use api::{KubeNodes, NodeApi, NodeChange};
 pub use claims::ClaimManager;
 pub use devices::DeviceManager;
-pub use own::OwnNode;
+pub use own::{Admitting, OwnNode, REGISTER_AGAIN_AFTER, seal};
 
 use super::Context;
+use super::pod::dispatch::Roster;
 use crate::config::Config;
 use crate::core::node::capacity::{self, Limits, MachineSize};
 use crate::core::pod::resources::Amounts;
@@ -100,7 +101,11 @@ fn deadline(context: &Context) -> Duration {
 }
 
 /// Runs until the process ends.
-pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
+pub async fn run(
+    context: Arc<Context>,
+    network: watch::Sender<Network>,
+    roster: watch::Receiver<Roster>,
+) {
     let (views, view) = watch::channel(RuntimeView::default());
     let (found, images) = watch::channel(None);
     let inputs = status::Inputs { view, images };
@@ -108,7 +113,7 @@ pub async fn run(context: Arc<Context>, network: watch::Sender<Network>) {
         runtime::poll(&context, &views, &network),
         runtime::images(&context, &found),
         runtime::pod_addresses(&context),
-        status::keep(&context, inputs),
+        status::keep(&context, inputs, roster),
         lease::keep(&context),
         own::follow(&context),
         cgroup_tree::keep(&context),

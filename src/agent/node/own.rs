@@ -4,40 +4,100 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Node, NodeStatus, Pod};
 use kube::ResourceExt as _;
 use tokio::sync::watch;
 
 use super::api::{NodeApi, NodeChange, within};
+use super::registration;
 use crate::agent::{Context, Kind};
+use crate::config::Config;
 use crate::core::backoff::Doubling;
+use crate::core::pod;
 use crate::kubeapi::cache::revision;
+use crate::sealed::Keeper;
 
 /// How long a pod's admission waits for the Node as it is now.
 const FRESH: Duration = Duration::from_secs(5);
 /// The pauses after a watch that was interrupted.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 
+/// How long the Node object must be missing until the agent registers the node again, where `registerNode` is true. Who
+/// removes a node from its cluster stops the agent within this time.
+pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
+
+/// The Node that a pod is admitted to. Only [`OwnNode::admitting`] makes one, so no pod of the API is admitted to a node
+/// that is not known.
+pub struct Admitting(Arc<Node>);
+
+impl Admitting {
+    /// Its object.
+    #[must_use]
+    pub fn node(&self) -> &Node {
+        &self.0
+    }
+}
+
 /// Our own Node object.
 pub struct OwnNode {
     name: String,
     api: Option<Arc<dyn NodeApi>>,
+    /// As this agent registers it; it stands in for an object that does not exist.
+    initial: Arc<Node>,
+    registers: bool,
     /// As it was last seen; it stays when the object is deleted, as pods that run still refer to it.
     seen: watch::Sender<Option<Arc<Node>>>,
     /// Whether the object has been deleted since.
     deleted: watch::Sender<bool>,
+    /// Whether it is known which object there is, or that there is none.
+    known: watch::Sender<bool>,
 }
 
 impl OwnNode {
-    /// Nothing is known of it yet. Without an API, nothing ever will be.
+    /// Nothing is known of it yet. Without an API the configuration says all.
     #[must_use]
-    pub fn new(name: &str, api: Option<Arc<dyn NodeApi>>) -> OwnNode {
+    pub fn new(config: &Config, api: Option<Arc<dyn NodeApi>>) -> OwnNode {
+        let initial = registration::fresh(config, NodeStatus::default());
         OwnNode {
-            name: name.to_owned(),
+            name: config.node_name.clone(),
+            known: watch::channel(api.is_none()).0,
             api,
+            initial: Arc::new(initial),
+            registers: config.register_node,
             seen: watch::channel(None).0,
             deleted: watch::channel(false).0,
         }
+    }
+
+    /// The Node that a pod is admitted to; none while that is not known, and the pod has to wait. A static pod does not
+    /// wait: an API may never answer. What is not known, or does not exist, is as this agent registers it (the kubelet's
+    /// `getNodeAnyWay`, and the wait of its `NewSourceApiserver`).
+    #[must_use]
+    pub fn admitting(&self, pod: &Pod) -> Option<Admitting> {
+        let seen = self.seen.borrow().clone();
+        let stand_in = pod::is_static(pod) || *self.known.borrow();
+        let node = seen.or_else(|| stand_in.then(|| Arc::clone(&self.initial)));
+        node.map(Admitting)
+    }
+
+    /// Waits until it is known which object there is, or that there is none.
+    pub async fn known(&self) {
+        // The sender is our own: this cannot fail.
+        let _ = self.known.subscribe().wait_for(|known| *known).await;
+    }
+
+    /// No apiserver answers, and the pods of before are started: the object as it was kept counts for their admission.
+    pub fn assume(&self, kept: Option<Node>) {
+        if let Some(kept) = kept {
+            self.seen.send_if_modified(|known| {
+                let is_unknown = known.is_none();
+                if is_unknown {
+                    *known = Some(Arc::new(kept));
+                }
+                is_unknown
+            });
+        }
+        self.known.send_replace(true);
     }
 
     /// The API that it is in; none where there are only static pods.
@@ -65,7 +125,10 @@ impl OwnNode {
                 self.see(node);
                 true
             }
-            Ok(None) => false,
+            Ok(None) => {
+                self.known.send_replace(true);
+                false
+            }
             Err(error) => {
                 tracing::debug!(%error, "the Node object cannot be read; what is known of it counts");
                 false
@@ -86,14 +149,22 @@ impl OwnNode {
             }
             is_newer
         });
+        self.known.send_replace(true);
         self.set_deleted(false);
     }
 
-    /// The object is not there any more.
+    /// The object is not there, or not any more.
     pub(super) fn lose(&self) {
+        self.known.send_replace(true);
         if self.seen.borrow().is_some() {
             self.set_deleted(true);
         }
+    }
+
+    /// Whether the object was deleted, and is not back.
+    #[must_use]
+    pub fn is_deleted(&self) -> bool {
+        *self.deleted.borrow()
     }
 
     fn set_deleted(&self, now: bool) {
@@ -103,10 +174,19 @@ impl OwnNode {
             changed
         });
         match (changed, now) {
-            (true, true) => tracing::error!(
-                node = self.name,
-                "the Node object was deleted: no pods are sent here any more, and those that run will be removed; start the agent anew to register the node again"
-            ),
+            (true, true) => {
+                let remedy = match self.registers {
+                    true => {
+                        "the agent registers the node again when the object has been missing for a minute; to remove the node from the cluster, stop the agent before"
+                    }
+                    false => "create it again, as registerNode is false",
+                };
+                tracing::error!(
+                    node = self.name,
+                    remedy,
+                    "the Node object was deleted: the scheduler sends no pods here, and the control plane removes those that run"
+                );
+            }
             (true, false) => tracing::info!(node = self.name, "the Node object is back"),
             (false, _) => {}
         }
@@ -128,20 +208,35 @@ impl OwnNode {
     }
 }
 
-/// Watches the Node from its registration on: its labels decide which pods are admitted, its pod CIDR is the runtime's.
+/// Keeps the Node for a start without an apiserver: what admission reads of it.
+pub async fn seal(context: Arc<Context>, keeper: Keeper) {
+    let mut seen = context.node.subscribe();
+    loop {
+        let node = seen.borrow_and_update().clone();
+        if let Some(node) = node {
+            keeper.put_node(&node);
+        }
+        // The sender lives as long as the context.
+        if seen.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Watches the Node from the start on: its labels and taints decide which pods are admitted, its pod CIDR is the runtime's.
 pub(super) async fn follow(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
-    let mut schedulable = !is_cordoned(&*context.node.present().await);
+    let mut schedulable = None;
     let mut changes = api.watch(&context.config.node_name);
     let mut pauses = PAUSES;
     while let Some(change) = changes.next().await {
         match change {
             NodeChange::Present(node) => {
-                if schedulable == is_cordoned(&node) {
-                    schedulable = !schedulable;
-                    tell_schedulable(context, schedulable);
+                let now = !is_cordoned(&node);
+                if schedulable.replace(now).is_some_and(|before| before != now) {
+                    tell_schedulable(context, now);
                 }
                 context.node.see(*node);
             }

@@ -76,7 +76,7 @@ fn taints(config: &Config) -> Vec<Taint> {
 }
 
 /// A Node as it is made.
-fn fresh(config: &Config, status: NodeStatus) -> Node {
+pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
     let attach = [(ATTACH, "true".to_owned())];
     let annotations = attach
         .into_iter()

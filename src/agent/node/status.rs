@@ -11,9 +11,11 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::api::{NodeApi, within};
+use super::own::REGISTER_AGAIN_AFTER;
 use super::registration::{self, platform_patch};
 use super::runtime::RuntimeView;
 use super::{deadline, limits, size};
+use crate::agent::pod::dispatch::Roster;
 use crate::agent::{Context, Kind};
 use crate::core::backoff::Doubling;
 use crate::core::node::addresses::{self, addresses};
@@ -22,6 +24,7 @@ use crate::core::node::conditions::{
     conditions, is_ready, joined, patch, report_after, transitions,
 };
 use crate::core::node::shutdown;
+use crate::core::time::shown;
 use crate::core::version::{REPORTED, arch};
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
@@ -251,10 +254,34 @@ fn tell_start(context: &Context, before: &NodeStatus) {
     }
 }
 
+/// Waits until the Node object has been missing for a minute, and nothing runs any more of the pods that the API does not
+/// have. Only then may the scheduler send pods here again: it may have replaced those elsewhere meanwhile.
+async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
+    if !context.config.register_node {
+        return std::future::pending().await;
+    }
+    tokio::time::sleep(REGISTER_AGAIN_AFTER).await;
+    let has_left = |roster: &Roster| roster.complete && !roster.has_leaving();
+    // The dispatcher lives as long as the process.
+    if roster.wait_for(has_left).await.is_err() {
+        return std::future::pending().await;
+    }
+    let (node, missing_for) = (&context.config.node_name, shown(REGISTER_AGAIN_AFTER));
+    tracing::info!(
+        node,
+        missing_for,
+        "the Node object is missing: the agent registers the node again with its configured labels and taints"
+    );
+}
+
 /// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state,
 /// the machine's addresses or what is short change, when our own API can be served or cannot, when the machine is shut down,
 /// and when a volume's use has to be told.
-pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
+pub(super) async fn keep(
+    context: &Context,
+    mut inputs: Inputs,
+    mut roster: watch::Receiver<Roster>,
+) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
@@ -294,7 +321,17 @@ pub(super) async fn keep(context: &Context, mut inputs: Inputs) {
     let update = context.config.node_status_update;
     let mut pauses = Doubling::new(PAUSE, update);
     loop {
-        let node = context.node.present().await;
+        let node = tokio::select! {
+            biased;
+            node = context.node.present() => node,
+            () = missing(context, &mut roster) => {
+                let (inputs, extended) = (&rounds.inputs, Extended::Kept);
+                let status = || compute(context, inputs, &NodeStatus::default(), extended);
+                let node = registration::register(context, &*api, status).await;
+                context.node.see(node);
+                continue;
+            }
+        };
         view.mark_unchanged();
         ips.mark_unchanged();
         pressures.mark_unchanged();

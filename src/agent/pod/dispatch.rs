@@ -48,9 +48,26 @@ pub struct Roster {
     uids: BTreeMap<String, BTreeSet<String>>,
     /// How many names have a uid: several where manifests claim the same one.
     names: BTreeMap<String, usize>,
+    /// Pods that have a worker and are in no source any more.
+    leaving: BTreeMap<String, BTreeSet<String>>,
 }
 
 impl Roster {
+    /// Whether pods that are in no source any more still have something on this node.
+    #[must_use]
+    pub fn has_leaving(&self) -> bool {
+        !self.leaving.is_empty()
+    }
+
+    /// The pods of a name that leave; the answer is whether they are others than before.
+    fn set_leaving(&mut self, name: &str, uids: BTreeSet<String>) -> bool {
+        let before = match uids.is_empty() {
+            true => self.leaving.remove(name),
+            false => self.leaving.insert(name.to_owned(), uids),
+        };
+        before.as_ref() != self.leaving.get(name)
+    }
+
     /// Whether the pod has a worker or is in a source.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
@@ -157,6 +174,7 @@ pub async fn run(
     let (sealed_pods, mut sealed) = watch::channel(None);
     if let (Some((_, cache)), Some(keeper)) = (&api, inputs.keeper.clone()) {
         tokio::spawn(use_sealed(
+            Arc::clone(&dispatcher.context),
             cache.clone(),
             keeper,
             offline,
@@ -205,6 +223,7 @@ pub async fn run(
 /// No apiserver since the start: static pods start with what was kept for them, and the pods of before go on where the
 /// configuration has it so; nothing is removed.
 async fn use_sealed(
+    context: Arc<Context>,
     api: Cache<Pod>,
     keeper: Keeper,
     offline: OfflineStart,
@@ -224,6 +243,7 @@ async fn use_sealed(
         return;
     }
     let last = keeper.last_pods().await;
+    context.node.assume(keeper.last_node().await);
     tracing::warn!(
         pods = last.len(),
         "no apiserver answers: the pods that were bound here before are started from what was kept"
@@ -535,6 +555,9 @@ impl Dispatcher {
             let mut changed = std::mem::replace(&mut roster.complete, complete) != complete;
             for name in names {
                 let mut uids = self.names.get(name).cloned().unwrap_or_default();
+                let mut leaving = uids.clone();
+                leaving.retain(|uid| !self.desired.uids(name).any(|wanted| wanted == uid));
+                changed |= roster.set_leaving(name, leaving);
                 uids.extend(self.desired.uids(name).map(str::to_owned));
                 let held = !complete || self.is_held(name) || self.desired.has_static(name);
                 let orphan = self.desired.mirror(name).filter(|_| !held);

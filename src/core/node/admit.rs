@@ -8,10 +8,11 @@ use super::eviction::{self, Pressures};
 use super::node_affinity;
 use super::shutdown;
 use super::taints::tolerates;
+use super::used::Used;
 use crate::core::pod;
 use crate::core::pod::cri_config;
 use crate::core::pod::resize::{self, INFEASIBLE, Infeasible};
-use crate::core::pod::resources::{Amounts, ports_clash, requests};
+use crate::core::pod::resources::{Amounts, requests};
 use crate::core::pod::sysctl;
 use crate::core::quantity::Quantity;
 
@@ -28,12 +29,21 @@ pub struct Refusal {
     pub infeasible: Option<Infeasible>,
 }
 
+/// What pods may use of this node.
+#[derive(Debug, Clone, Copy)]
+pub struct Room<'a> {
+    /// What this agent has for them.
+    pub allocatable: &'a Amounts,
+    /// The Node whose other extended resources count as well. None for a resize, which does not change them.
+    pub node: Option<&'a Node>,
+}
+
 /// What this node is.
 pub struct Here<'a> {
     /// What pods may use.
     pub allocatable: &'a Amounts,
-    /// Our own object once it is known.
-    pub node: Option<&'a Node>,
+    /// Our own object. No pod is admitted without one: its labels, taints and extended resources decide.
+    pub node: &'a Node,
     /// Sysctls that the configuration allows besides the safe ones.
     pub unsafe_sysctls: &'a [String],
     /// The kernel's release.
@@ -48,7 +58,18 @@ pub struct Here<'a> {
     pub shutting_down: bool,
 }
 
-impl Here<'_> {
+impl<'a> Here<'a> {
+    /// What pods may use.
+    #[must_use]
+    pub fn room(&self) -> Room<'a> {
+        Room {
+            allocatable: self.allocatable,
+            node: Some(self.node),
+        }
+    }
+}
+
+impl Room<'_> {
     /// What pods may use of a resource. None for an extended resource that the Node object does not have: it belongs to
     /// the cluster or to a claim (DRA), and others see to it. What else is not known cannot be had.
     fn allocatable_of(&self, name: &str) -> Option<Quantity> {
@@ -138,12 +159,8 @@ fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     }
 }
 
-/// Decides. `others` are the pods already taken.
-pub fn admit<'a>(
-    pod: &Pod,
-    others: impl Iterator<Item = &'a Pod> + Clone,
-    here: &Here<'_>,
-) -> Result<(), Refusal> {
+/// Decides. `used` is what the pods already admitted take.
+pub fn admit(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
     // First, where the kubelet asks it last: for a pod that nothing helps nobody is preempted.
     if here.shutting_down {
         return Err(refuse(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
@@ -155,8 +172,8 @@ pub fn admit<'a>(
         return Err(refuse("SysctlForbidden", message));
     }
     check_kind(pod, here)?;
-    check_resources(pod, others.clone(), here)?;
-    check_placement(pod, others, here)?;
+    check_resources(pod, used, here.room())?;
+    check_placement(pod, used, here)?;
     check_apparmor(pod, here)
 }
 
@@ -209,9 +226,9 @@ pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
 }
 
 /// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
-pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+pub fn check_capacity(pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
     for (name, amount) in requests(pod) {
-        let capacity = here.allocatable_of(&name).filter(|has| amount > *has);
+        let capacity = room.allocatable_of(&name).filter(|has| amount > *has);
         if let Some(capacity) = capacity.filter(|_| resize::is_resizable(&name)) {
             let (asks, has) = (shown(&name, amount), shown(&name, capacity));
             let message = format!(
@@ -224,18 +241,7 @@ pub fn check_capacity(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
 }
 
 /// Whether the node has what a pod asks for; the refusal says what is missing.
-pub fn check_resources<'a>(
-    pod: &Pod,
-    others: impl Iterator<Item = &'a Pod>,
-    here: &Here<'_>,
-) -> Result<(), Refusal> {
-    let mut used = Amounts::from([("pods".to_owned(), Quantity::ZERO)]);
-    for other in others {
-        for (name, amount) in taken(other) {
-            let sum = used.entry(name).or_default();
-            *sum = *sum + amount;
-        }
-    }
+pub fn check_resources(pod: &Pod, used: &Used, room: Room<'_>) -> Result<(), Refusal> {
     let mut refusal: Option<Refusal> = None;
     let wanted = taken(pod);
     // The number of pods first, as the field has it.
@@ -244,10 +250,10 @@ pub fn check_resources<'a>(
         .filter(|(n, _)| *n == "pods")
         .chain(wanted.iter().filter(|(n, _)| *n != "pods"));
     for (name, amount) in order {
-        let Some(capacity) = here.allocatable_of(name) else {
+        let Some(capacity) = room.allocatable_of(name) else {
             continue;
         };
-        let taken = used.get(name).copied().unwrap_or(Quantity::ZERO);
+        let taken = used.by_others(pod::uid(pod), name);
         if amount.is_zero() || taken + *amount <= capacity {
             continue;
         }
@@ -264,31 +270,21 @@ pub fn check_resources<'a>(
     refusal.map_or(Ok(()), Err)
 }
 
-fn check_placement<'a>(
-    pod: &Pod,
-    others: impl Iterator<Item = &'a Pod>,
-    here: &Here<'_>,
-) -> Result<(), Refusal> {
-    if here
-        .node
-        .is_some_and(|node| !node_affinity::pod_matches(pod, node))
-    {
+fn check_placement(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
+    if !node_affinity::pod_matches(pod, here.node) {
         return Err(refuse(
             NODE_AFFINITY,
             "Predicate NodeAffinity failed: node(s) didn't match Pod's node affinity/selector",
         ));
     }
-    if ports_clash(pod, others) {
+    if used.ports_clash(pod::uid(pod), pod) {
         return Err(refuse(
             "NodePorts",
             "Predicate NodePorts failed: node(s) didn't have free ports for the requested pod ports",
         ));
     }
-    let taints = here
-        .node
-        .and_then(|n| n.spec.as_ref())
-        .and_then(|s| s.taints.as_deref())
-        .unwrap_or_default();
+    let spec = here.node.spec.as_ref();
+    let taints = spec.and_then(|s| s.taints.as_deref()).unwrap_or_default();
     let tolerations = pod::spec(pod).tolerations.as_deref().unwrap_or_default();
     if !pod::is_static(pod)
         && taints
@@ -308,6 +304,7 @@ fn check_placement<'a>(
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+    use std::sync::{Arc, LazyLock};
 
     fn pod(extra: Value) -> Pod {
         let mut base = json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c", "resources": {"requests": {"cpu": "500m"}}, "ports": [{"containerPort": 80, "hostPort": 80}]}]}});
@@ -315,11 +312,20 @@ mod tests {
         serde_json::from_value(base).expect("a pod")
     }
 
+    fn used<'a>(pods: impl IntoIterator<Item = &'a Pod>) -> Used {
+        let mut used = Used::default();
+        for (place, pod) in pods.into_iter().enumerate() {
+            used.set(&place.to_string(), &Arc::new(pod.clone()));
+        }
+        used
+    }
+
     fn here<'a>(allocatable: &'a Amounts, node: Option<&'a Node>) -> Here<'a> {
         static NONE: Pressures = Pressures::new();
+        static PLAIN: LazyLock<Node> = LazyLock::new(Node::default);
         Here {
             allocatable,
-            node,
+            node: node.unwrap_or(&PLAIN),
             unsafe_sysctls: &[],
             kernel: "6.1",
             apparmor: false,
@@ -379,7 +385,7 @@ mod tests {
             let container = json!({"name": "c", "resources": {"requests": {resource: amount}}});
             let pod: Pod = serde_json::from_value(json!({"spec": {"containers": [container]}}))
                 .expect("a pod");
-            let result = check_resources(&pod, std::iter::empty(), &here);
+            let result = check_resources(&pod, &Used::default(), here.room());
             assert_eq!(result.is_ok(), fits, "{amount} of {resource}: {result:?}");
             let reason = format!("OutOf{resource}");
             assert!(result.err().is_none_or(|r| r.reason == reason));
@@ -409,7 +415,7 @@ mod tests {
         };
         let (plain, half, claimed) = (wants(&[]), wants(&["a"]), wants(&["a", "i"]));
         let fits = |pod: &Pod, others: &[&Pod], here: &Here<'_>| {
-            check_resources(pod, others.iter().copied(), here).is_ok()
+            check_resources(pod, &used(others.iter().copied()), here.room()).is_ok()
         };
         let (with_plugin, without) = (here(&amounts, None), here(&no_gpus, Some(&gone)));
         for (pod, others, with, without_plugin) in [
@@ -529,7 +535,7 @@ mod tests {
         ];
         for (pod, others, allocatable, node, expected) in cases {
             let here = here(&allocatable, node);
-            let result = admit(&pod, others.into_iter(), &here);
+            let result = admit(&pod, &used(others), &here);
             match expected {
                 None => assert_eq!(result, Ok(())),
                 Some((reason, text)) => {

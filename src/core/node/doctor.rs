@@ -72,6 +72,8 @@ pub struct ApiFacts {
     pub clock: Option<SignedDuration>,
     /// Whether the node's object is there, and whether it is ready.
     pub node_ready: Option<bool>,
+    /// Whether the agent registers the node where the object is missing, and how long it waits for that while it runs.
+    pub registers_after: Option<Duration>,
 }
 
 /// A port that the agent serves on.

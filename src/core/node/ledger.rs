@@ -4,16 +4,19 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::admit::{self, Here, Refusal};
+use super::admit::{self, Here, Refusal, Room};
 use super::preempt;
+use super::used::Used;
 use crate::core::pod;
 use crate::core::pod::lifecycle::Cause;
 use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::requests;
 use crate::core::pod::status::Verdict;
+use crate::core::time;
 use crate::core::volume::claims;
 
 /// An admitted pod.
@@ -22,6 +25,8 @@ struct Admitted {
     pod: Arc<Pod>,
     /// It was told to end.
     evicted: bool,
+    /// Until when a critical pod waits for its end; none where none does.
+    awaited_until: Option<Duration>,
     /// What it asked for may be given to others.
     uncounted: bool,
     /// It waits for room to grow.
@@ -88,32 +93,54 @@ impl Eviction {
     }
 }
 
-/// All admitted pods, by uid.
+/// All admitted pods, by uid, and the sums of what those take that count.
 #[derive(Debug, Clone, Default)]
-pub struct Ledger(BTreeMap<String, Admitted>);
+pub struct Ledger {
+    pods: BTreeMap<String, Admitted>,
+    used: Used,
+}
+
+/// The shortest time that a critical pod waits for the end of a pod that makes room for it.
+const MIN_WAIT: Duration = Duration::from_secs(10);
+
+/// How long a critical pod waits for the end of this one: one and a half grace periods, and no less than ten seconds
+/// (`killPodNow` in `pkg/kubelet/pod_workers.go`).
+fn longest_wait(victim: &Pod) -> Duration {
+    let grace = time::span(pod::grace_seconds(victim));
+    let half = Duration::from_secs(grace.as_secs() / 2);
+    grace.saturating_add(half).max(MIN_WAIT)
+}
 
 impl Ledger {
+    /// The sums follow what a pod has now.
+    fn recount(&mut self, uid: &str) {
+        match self.pods.get(uid).filter(|own| !own.uncounted) {
+            Some(own) => self.used.set(uid, &own.pod),
+            None => self.used.remove(uid),
+        }
+    }
+
     /// Admits a pod, or says why not. A pod that was admitted stays so until it is released. For a
-    /// critical pod that lacks only resources others are to end.
-    pub fn admit(&mut self, pod: &Arc<Pod>, here: &Here<'_>) -> Decision {
+    /// critical pod that lacks only resources others are to end, each within a bounded time from `now`, which is counted
+    /// from any fixed moment.
+    pub fn admit(&mut self, pod: &Arc<Pod>, here: &Here<'_>, now: Duration) -> Decision {
         let uid = pod::uid(pod).to_owned();
-        if let Some(known) = self.0.get_mut(&uid) {
+        if let Some(known) = self.pods.get_mut(&uid) {
             known.pod = Arc::clone(pod);
+            self.recount(&uid);
             return Decision::Admitted;
         }
-        let others = || {
-            let active = self.0.values().filter(|admitted| !admitted.uncounted);
-            active.map(|admitted| &*admitted.pod)
-        };
-        let Err(refusal) = admit::admit(pod, others(), here) else {
+        let Err(refusal) = admit::admit(pod, &self.used, here) else {
             let admitted = Admitted {
                 pod: Arc::clone(pod),
                 evicted: false,
+                awaited_until: None,
                 uncounted: false,
                 waits: None,
                 claims: BTreeSet::new(),
             };
-            self.0.insert(uid, admitted);
+            self.pods.insert(uid.clone(), admitted);
+            self.recount(&uid);
             return Decision::Admitted;
         };
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
@@ -121,7 +148,7 @@ impl Ledger {
         }
         // Those that were told to end before make room as well.
         let told = |evicted: bool| -> Vec<&Pod> {
-            let active = self.0.values().filter(|admitted| !admitted.uncounted);
+            let active = self.pods.values().filter(|admitted| !admitted.uncounted);
             let told = active.filter(|admitted| admitted.evicted == evicted);
             told.map(|admitted| &*admitted.pod).collect()
         };
@@ -130,8 +157,16 @@ impl Ledger {
             return Decision::Refused(refusal);
         };
         let signal = refusal.reason.trim_start_matches("OutOf").to_owned();
+        let chosen: BTreeSet<&String> = victims.iter().collect();
+        for (uid, admitted) in &mut self.pods {
+            let ends = admitted.evicted || chosen.contains(uid);
+            if ends && !admitted.uncounted {
+                let until = now.saturating_add(longest_wait(&admitted.pod));
+                admitted.awaited_until.get_or_insert(until);
+            }
+        }
         let evictions = victims.into_iter().filter_map(|uid| {
-            self.0.get_mut(&uid)?.evicted = true;
+            self.pods.get_mut(&uid)?.evicted = true;
             let signal = signal.clone();
             let verdict = preempted();
             Some(Eviction {
@@ -143,34 +178,62 @@ impl Ledger {
         Decision::AwaitingPreemption(evictions.collect())
     }
 
+    /// When the next pod has been awaited for as long as critical pods wait; none where they wait for none.
+    #[must_use]
+    pub fn next_overdue(&self) -> Option<Duration> {
+        let counted = self.pods.values().filter(|admitted| !admitted.uncounted);
+        counted.filter_map(|admitted| admitted.awaited_until).min()
+    }
+
+    /// No critical pod waits any longer.
+    pub fn await_none(&mut self) {
+        for admitted in self.pods.values_mut() {
+            admitted.awaited_until = None;
+        }
+    }
+
+    /// Pods that critical pods do not wait for any longer. From now on they count for no admission, as if they had ended:
+    /// the kubelet admits the critical pod then, too.
+    pub fn give_up_overdue(&mut self, now: Duration) -> Vec<Arc<Pod>> {
+        let is_over = |own: &Admitted| own.awaited_until.is_some_and(|until| until <= now);
+        let overdue = self.pods.values();
+        let overdue: Vec<Arc<Pod>> = overdue
+            .filter(|own| !own.uncounted && is_over(own))
+            .map(|own| Arc::clone(&own.pod))
+            .collect();
+        for pod in &overdue {
+            self.uncount(pod::uid(pod));
+        }
+        overdue
+    }
+
     /// Whether a pod that runs may have the sizes that its spec has; the refusal says what is missing.
     /// One that may not waits: see [`Ledger::waiting_to_grow`].
-    pub fn grow(&mut self, pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
+    pub fn grow(&mut self, pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
         let uid = pod::uid(pod);
-        if let Err(infeasible) = admit::check_capacity(pod, here) {
+        if let Err(infeasible) = admit::check_capacity(pod, room) {
             // It goes on with what it has, and waits for nothing.
-            if let Some(own) = self.0.get_mut(uid) {
+            if let Some(own) = self.pods.get_mut(uid) {
                 own.waits = None;
             }
             return Err(infeasible);
         }
-        let others = self
-            .0
-            .iter()
-            .filter(|(other, admitted)| other.as_str() != uid && !admitted.uncounted)
-            .map(|(_, admitted)| &*admitted.pod);
-        let result = admit::check_resources(pod, others, here);
+        let result = admit::check_resources(pod, &self.used, room);
         let places = self
-            .0
+            .pods
             .values()
             .filter_map(|a| Some(a.waits.as_ref()?.place));
         let last = places.max().unwrap_or_default();
-        if let Some(own) = self.0.get_mut(uid) {
+        if let Some(own) = self.pods.get_mut(uid) {
             let pod = Arc::new(pod.clone());
             if result.is_ok() {
                 (own.pod, own.waits) = (pod, None);
+                self.recount(uid);
             } else {
-                let place = own.waits.as_ref().map_or(last + 1, |w| w.place);
+                let place = own
+                    .waits
+                    .as_ref()
+                    .map_or(last.saturating_add(1), |w| w.place);
                 own.waits = Some(Waits { pod, place });
             }
         }
@@ -180,19 +243,21 @@ impl Ledger {
     /// A pod asks for sizes, and has these: what it was given for others that it asked for before, and does not want any more,
     /// is not kept for it.
     pub fn book(&mut self, has: &Arc<Pod>) {
-        if let Some(own) = self.0.get_mut(pod::uid(has)) {
+        if let Some(own) = self.pods.get_mut(pod::uid(has)) {
             own.pod = Arc::clone(has);
+            self.recount(pod::uid(has));
         }
     }
 
     /// A pod has the sizes that its spec has, and asks for no others any more: it does not wait for them, and does not have
     /// them. Whether it had more than that.
     pub fn withdraw(&mut self, pod: &Arc<Pod>) -> bool {
-        let Some(own) = self.0.get_mut(pod::uid(pod)) else {
+        let Some(own) = self.pods.get_mut(pod::uid(pod)) else {
             return false;
         };
         own.waits = None;
         let before = std::mem::replace(&mut own.pod, Arc::clone(pod));
+        self.recount(pod::uid(pod));
         asks_for_more(pod, &before)
     }
 
@@ -200,7 +265,10 @@ impl Ledger {
     /// then by priority, guaranteed ones before others, and who has waited longest (KEP-1287).
     #[must_use]
     pub fn waiting_to_grow(&self) -> Vec<Arc<Pod>> {
-        let waiting = self.0.values().filter_map(|a| Some((a, a.waits.as_ref()?)));
+        let waiting = self
+            .pods
+            .values()
+            .filter_map(|a| Some((a, a.waits.as_ref()?)));
         let mut waiting: Vec<_> = waiting.collect();
         waiting.sort_by_key(|(admitted, waits)| {
             let spec = pod::spec(&waits.pod);
@@ -227,10 +295,10 @@ impl Ledger {
                 && (admitted.claims.contains(&key)
                     || (runs(&admitted.pod) && claims::uses(&admitted.pod, namespace, claim)))
         };
-        if self.0.iter().any(other_has) {
+        if self.pods.iter().any(other_has) {
             return false;
         }
-        let Some(own) = self.0.get_mut(uid) else {
+        let Some(own) = self.pods.get_mut(uid) else {
             return false;
         };
         own.claims.insert(key);
@@ -240,12 +308,12 @@ impl Ledger {
     /// Whether a pod has a claim that only one may have at a time.
     #[must_use]
     pub fn holds_alone(&self, uid: &str) -> bool {
-        self.0.get(uid).is_some_and(|own| !own.claims.is_empty())
+        self.pods.get(uid).is_some_and(|own| !own.claims.is_empty())
     }
 
     /// A pod is to be told to end. Whether it is here and has not been told before.
     pub fn evict(&mut self, uid: &str) -> bool {
-        match self.0.get_mut(uid) {
+        match self.pods.get_mut(uid) {
             Some(victim) => !std::mem::replace(&mut victim.evicted, true),
             None => false,
         }
@@ -253,33 +321,35 @@ impl Ledger {
 
     /// A pod is to be told to end whatever it was told before: it may have less time now. Whether it is here.
     pub fn end(&mut self, uid: &str) -> bool {
-        let pod = self.0.get_mut(uid);
+        let pod = self.pods.get_mut(uid);
         pod.map(|pod| pod.evicted = true).is_some()
     }
 
     /// From now on a pod counts for no admission: nothing of it runs any more, or it is in no source any more. The scheduler
     /// gives away what it had as soon as the API shows that.
     pub fn uncount(&mut self, uid: &str) {
-        if let Some(own) = self.0.get_mut(uid) {
+        if let Some(own) = self.pods.get_mut(uid) {
             own.uncounted = true;
+            self.recount(uid);
         }
     }
 
     /// Forgets a pod that holds nothing any more. Whether it was here.
     pub fn release(&mut self, uid: &str) -> bool {
-        self.0.remove(uid).is_some()
+        self.used.remove(uid);
+        self.pods.remove(uid).is_some()
     }
 
     /// An admitted pod, as it was last granted its sizes.
     #[must_use]
     pub fn pod(&self, uid: &str) -> Option<Arc<Pod>> {
-        Some(Arc::clone(&self.0.get(uid)?.pod))
+        Some(Arc::clone(&self.pods.get(uid)?.pod))
     }
 
     /// The admitted pods.
     #[must_use]
     pub fn pods(&self) -> Vec<Arc<Pod>> {
-        self.0.values().map(|a| Arc::clone(&a.pod)).collect()
+        self.pods.values().map(|a| Arc::clone(&a.pod)).collect()
     }
 }
 
@@ -303,302 +373,4 @@ fn preempted() -> Verdict {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::core::node::eviction::{Pressure, Pressures};
-    use crate::core::pod::resize::{INFEASIBLE, Infeasible};
-    use crate::core::pod::resources::Amounts;
-    use serde_json::json;
-
-    fn pod(uid: &str, priority: i32, cpu: &str) -> Arc<Pod> {
-        let pod = json!({"metadata": {"name": uid, "namespace": "n", "uid": uid},
-            "spec": {"priority": priority, "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}],
-                     "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}]}});
-        Arc::new(serde_json::from_value(pod).expect("a pod"))
-    }
-
-    fn with_two_cpus<T>(work: impl FnOnce(&Here<'_>) -> T) -> T {
-        let allocatable = Amounts::from([
-            ("cpu".to_owned(), "2".parse().expect("a quantity")),
-            ("pods".to_owned(), "10".parse().expect("a quantity")),
-        ]);
-        work(&Here {
-            allocatable: &allocatable,
-            node: None,
-            unsafe_sysctls: &[],
-            kernel: "6.18",
-            apparmor: false,
-            strict_groups: false,
-            pressures: &Pressures::new(),
-            shutting_down: false,
-        })
-    }
-
-    #[test]
-    fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
-            let plain = ledger.admit(&pod("b", 0, "1"), here);
-            assert!(matches!(plain, Decision::Refused(r) if r.reason == "OutOfcpu"));
-            let critical = pod("c", 2_000_000_000, "1");
-            let Decision::AwaitingPreemption(first) = ledger.admit(&critical, here) else {
-                panic!("others have to make room");
-            };
-            assert_eq!(
-                first.iter().map(|e| e.uid.as_str()).collect::<Vec<_>>(),
-                ["a"]
-            );
-            assert_eq!(first[0].verdict.cause, Cause::Preempted);
-            assert_eq!(
-                ledger.admit(&critical, here),
-                Decision::AwaitingPreemption(vec![]),
-                "nobody is told twice"
-            );
-            ledger.release("a");
-            assert_eq!(ledger.admit(&critical, here), Decision::Admitted);
-        });
-    }
-
-    /// On a node with two CPUs a critical pod misses some; those that were told before are named, then those that are told.
-    #[test]
-    fn what_those_that_end_already_free_is_not_taken_from_others() {
-        type Case = (
-            &'static [(&'static str, &'static str)],
-            &'static [&'static str],
-            &'static str,
-            &'static [&'static str],
-        );
-        const CASES: [Case; 5] = [
-            (&[("a", "1"), ("b", "1")], &[], "1500m", &["b", "a"]),
-            (&[("a", "1"), ("b", "1")], &["a"], "1", &[]),
-            // b ends and frees more than is missing; c alone would be the smallest that is enough.
-            (&[("b", "1200m"), ("c", "800m")], &["b"], "800m", &[]),
-            (&[("b", "1200m"), ("c", "800m")], &["b"], "1500m", &["c"]),
-            (
-                &[("a", "500m"), ("b", "500m"), ("c", "1")],
-                &["a"],
-                "1",
-                &["b"],
-            ),
-        ];
-        with_two_cpus(|here| {
-            for (pods, told, asks, expected) in CASES {
-                let mut ledger = Ledger::default();
-                for (uid, cpu) in pods {
-                    assert_eq!(ledger.admit(&pod(uid, 0, cpu), here), Decision::Admitted);
-                }
-                for uid in told {
-                    assert!(ledger.evict(uid));
-                }
-                let critical = pod("critical", 2_000_000_000, asks);
-                let names = |ledger: &mut Ledger| match ledger.admit(&critical, here) {
-                    Decision::AwaitingPreemption(victims) => {
-                        Some(victims.into_iter().map(|e| e.uid).collect::<Vec<_>>())
-                    }
-                    _ => None,
-                };
-                let found = names(&mut ledger);
-                assert_eq!(
-                    found.as_deref(),
-                    Some(&*expected.iter().map(|u| (*u).to_owned()).collect::<Vec<_>>()),
-                    "{told:?} {asks}"
-                );
-                // Whoever ends first: nobody else has to go.
-                for uid in told.iter().chain(expected) {
-                    if let Some(more) = names(&mut ledger) {
-                        assert_eq!(more, [""; 0], "{uid}");
-                    }
-                    ledger.release(uid);
-                }
-                assert_eq!(ledger.admit(&critical, here), Decision::Admitted);
-            }
-        });
-    }
-
-    #[test]
-    fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            assert_eq!(ledger.admit(&pod("a", 0, "0"), here), Decision::Admitted);
-            let pressed = Here {
-                pressures: &Pressures::from([Pressure::Disk]),
-                ..*here
-            };
-            let late = ledger.admit(&pod("b", 0, "1"), &pressed);
-            assert!(matches!(late, Decision::Refused(r) if r.reason == "Evicted"));
-            assert_eq!(
-                ledger.admit(&pod("a", 0, "0"), &pressed),
-                Decision::Admitted
-            );
-            assert!(ledger.evict("a") && !ledger.evict("a") && !ledger.evict("b"));
-            assert!(ledger.end("a") && ledger.end("a") && !ledger.end("b"));
-        });
-    }
-
-    #[test]
-    fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
-            let closing = Here {
-                shutting_down: true,
-                ..*here
-            };
-            assert_eq!(
-                ledger.admit(&pod("a", 0, "2"), &closing),
-                Decision::Admitted
-            );
-            for (priority, cpu) in [(0, "0"), (2_000_000_000, "0")] {
-                let refused = ledger.admit(&pod("b", priority, cpu), &closing);
-                assert!(
-                    matches!(&refused, Decision::Refused(r) if r.reason == "NodeShutdown"
-                        && r.message == "Pod was rejected as the node is shutting down."),
-                    "{refused:?}"
-                );
-            }
-            // Nobody is preempted for a pod that is refused anyway.
-            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), &closing);
-            assert!(matches!(critical, Decision::Refused(r) if r.reason == "NodeShutdown"));
-        });
-    }
-
-    #[test]
-    fn whoever_waits_for_room_gets_it_in_turn() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            let all = [("a", 0), ("b", 0), ("c", 1000), ("d", 0)];
-            for (uid, priority) in all {
-                let small = pod(uid, priority, "500m");
-                assert_eq!(ledger.admit(&small, here), Decision::Admitted);
-            }
-            let waiting = |ledger: &Ledger| -> Vec<String> {
-                let waiting = ledger.waiting_to_grow();
-                waiting.iter().map(|p| pod::uid(p).to_owned()).collect()
-            };
-            for (uid, priority) in [("d", 0), ("c", 1000), ("b", 0), ("a", 0)] {
-                assert!(ledger.grow(&pod(uid, priority, "1500m"), here).is_err());
-            }
-            // Who asks again keeps its place.
-            assert!(ledger.grow(&pod("d", 0, "1600m"), here).is_err());
-            assert_eq!(waiting(&ledger), ["c", "d", "b", "a"]);
-            let asked = ledger.waiting_to_grow();
-            assert_eq!(requests(&asked[1])["cpu"].milli(), 1600);
-            assert!(ledger.release("c") && !ledger.release("c"));
-            assert_eq!(waiting(&ledger), ["d", "b", "a"]);
-            // One that has got it, or asks for no more than it has, does not wait behind the others.
-            assert!(ledger.grow(&pod("b", 0, "1"), here).is_ok());
-            assert_eq!(waiting(&ledger), ["d", "a"]);
-            assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
-            assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
-        });
-    }
-
-    #[test]
-    fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            let small = pod("a", 0, "500m");
-            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
-            assert_eq!(ledger.admit(&pod("b", 0, "1"), here), Decision::Admitted);
-            let refused = ledger.grow(&pod("a", 0, "1900m"), here).expect_err("full");
-            assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
-            assert_eq!(refused.infeasible, None);
-            let refused = ledger.grow(&pod("a", 0, "3"), here).expect_err("too much");
-            assert_eq!(refused.reason, INFEASIBLE);
-            assert_eq!(refused.infeasible, Some(Infeasible::Capacity));
-            assert_eq!(
-                refused.message,
-                "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"
-            );
-            assert_eq!(ledger.waiting_to_grow(), [], "nor for what it asked before");
-        });
-    }
-
-    #[test]
-    fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            let small = pod("a", 0, "500m");
-            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
-            let other = pod("b", 0, "1");
-            assert_eq!(ledger.admit(&other, here), Decision::Admitted);
-            let large = pod("a", 0, "1500m");
-            assert!(ledger.grow(&large, here).is_err());
-            assert!(!ledger.withdraw(&small), "it did not have it");
-            assert_eq!(ledger.waiting_to_grow(), []);
-            ledger.release("b");
-            // It got the room in the moment in which it was taken back.
-            assert!(ledger.grow(&large, here).is_ok());
-            assert!(ledger.withdraw(&small), "that room is free for others");
-            assert_eq!(
-                ledger.admit(&pod("c", 0, "1500m"), here),
-                Decision::Admitted
-            );
-            assert!(!ledger.withdraw(&pod("gone", 0, "1")));
-            assert_eq!(ledger.pod("gone"), None);
-        });
-    }
-
-    /// It got room for a size that its spec asks for no more, and there is none for the one that it asks for now.
-    #[test]
-    fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            let small = pod("a", 0, "200m");
-            assert_eq!(ledger.admit(&small, here), Decision::Admitted);
-            let other = pod("b", 0, "500m");
-            assert_eq!(ledger.admit(&other, here), Decision::Admitted);
-            assert!(ledger.grow(&pod("a", 0, "1500m"), here).is_ok());
-            let wanted = pod("b", 0, "1");
-            assert!(ledger.grow(&wanted, here).is_err());
-            ledger.book(&small);
-            assert!(ledger.grow(&pod("a", 0, "1900m"), here).is_err());
-            assert_eq!(ledger.pod("a"), Some(small));
-            assert!(ledger.grow(&wanted, here).is_ok());
-        });
-    }
-
-    #[test]
-    fn what_has_stopped_makes_room_before_it_is_forgotten() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            assert_eq!(ledger.admit(&pod("a", 0, "2"), here), Decision::Admitted);
-            assert!(ledger.hold_alone("a", "n", "data"));
-            let next = pod("b", 0, "2");
-            assert!(matches!(ledger.admit(&next, here), Decision::Refused(_)));
-            ledger.uncount("a");
-            assert_eq!(ledger.admit(&next, here), Decision::Admitted);
-            assert!(
-                !ledger.hold_alone("b", "n", "data"),
-                "its volumes are there"
-            );
-            // Nobody is preempted who has stopped.
-            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here);
-            let Decision::AwaitingPreemption(evictions) = critical else {
-                panic!("it waits for one");
-            };
-            assert_eq!(evictions.iter().map(|e| &*e.uid).collect::<Vec<_>>(), ["b"]);
-            ledger.uncount("b");
-            let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here);
-            assert_eq!(critical, Decision::Admitted);
-        });
-    }
-
-    #[test]
-    fn a_claim_of_one_pod_alone_passes_on_when_its_pod_is_released() {
-        with_two_cpus(|here| {
-            let mut ledger = Ledger::default();
-            for uid in ["a", "b"] {
-                ledger.admit(&pod(uid, 0, "100m"), here);
-            }
-            assert!(ledger.hold_alone("a", "n", "data"));
-            assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
-            assert!(ledger.holds_alone("a") && !ledger.holds_alone("b"));
-            assert!(!ledger.hold_alone("b", "n", "data"));
-            ledger.release("a");
-            assert!(ledger.hold_alone("b", "n", "data"));
-            assert!(!ledger.hold_alone("gone", "n", "other"));
-        });
-    }
-}
+mod tests;

@@ -141,13 +141,20 @@ impl Managers {
     /// Gives a pod what it asks for; one that has it already keeps it. Where it cannot have all, everything is as before.
     pub fn admit(&mut self, pod: &Pod, devices: &mut Devices) -> Admission {
         let uid = pod::uid(pod);
-        let (before, held) = (self.clone(), devices.holding(uid));
+        let cpus = self.cpus.as_ref().map(|c| c.holding(uid));
+        let memory = self.memory.as_ref().map(|m| m.holding(uid));
+        let held = devices.holding(uid);
         let mut counts = vec![Count::Alignment];
         let given = self.give(pod, devices, &mut counts);
         let result = match given {
             Ok(()) => Ok(devices.unanswered(pod)),
             Err(refusal) => {
-                *self = before;
+                if let (Some(own), Some(before)) = (&mut self.cpus, cpus) {
+                    own.put_back(uid, before);
+                }
+                if let (Some(own), Some(before)) = (&mut self.memory, memory) {
+                    own.put_back(uid, before);
+                }
                 devices.put_back(uid, held);
                 Err(refusal)
             }
@@ -192,6 +199,13 @@ impl Managers {
         let on_one = aligned(Scope::Pod).filter(|a| a.is_guaranteed());
         counts.extend(on_one.map(|a| Count::OneNode(a.scope())));
         Ok(())
+    }
+
+    /// Whether a pod has processors or memory of its own.
+    #[must_use]
+    pub fn has(&self, uid: &str) -> bool {
+        self.cpus.as_ref().is_some_and(|c| c.has(uid))
+            || self.memory.as_ref().is_some_and(|m| m.has(uid))
     }
 
     /// Takes back what a pod has; whether that was anything.

@@ -28,3 +28,4 @@ pub mod shutdown;
 pub mod signing;
 pub mod taints;
 pub mod topology;
+pub mod used;

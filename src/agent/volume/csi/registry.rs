@@ -194,7 +194,10 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
 
 /// Tells the API which drivers there are, whenever that has changed.
 async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
-    let (mut told, mut served) = (None::<Vec<CSINodeDriver>>, BTreeSet::new());
+    let (mut told, mut served) = (
+        None::<(Option<String>, Vec<CSINodeDriver>)>,
+        BTreeSet::new(),
+    );
     let (mut refreshed, mut retry) = (Refreshed::default(), REPORT_RETRY);
     loop {
         let due = refreshed.look(context).await;
@@ -203,11 +206,13 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
         let registered = node.is_some() || nodes.is_none();
+        // Another Node of this name has another CSINode: the garbage collector removes that of the one before.
+        let report = |node: &Node| (node.uid(), now.clone());
         if let Some((nodes, node)) = nodes.zip(node)
-            && told.as_ref() != Some(&now)
+            && told.as_ref() != Some(&report(&node))
         {
             if tell_of(context, nodes, &node, (&now, &served)).await {
-                (told, retry) = (Some(now), REPORT_RETRY);
+                (told, retry) = (Some(report(&node)), REPORT_RETRY);
             } else {
                 pause = pause.min(retry.pause());
             }

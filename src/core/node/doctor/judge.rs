@@ -8,6 +8,7 @@ use super::{
     ApiFacts, Certificate, Disk, Facts, Finding, NetworkFacts, Port, RuntimeFacts, Severity,
 };
 use crate::core::pod::dns::{self, Resolver};
+use crate::core::time::shown;
 
 /// The controllers without which pods' limits are not kept.
 pub(super) const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
@@ -205,8 +206,11 @@ pub(super) fn runtime(
 
 fn percent(part: u64, whole: u64) -> u64 {
     // Of u64::MAX bytes a hundredth is still exact enough.
-    part.checked_mul(100)
-        .map_or(part / (whole / 100).max(1), |p| p / whole.max(1))
+    let (part, whole) = match part.checked_mul(100) {
+        Some(part) => (part, whole),
+        None => (part, whole / 100),
+    };
+    part.checked_div(whole).unwrap_or(part)
 }
 
 pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
@@ -367,6 +371,26 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
     ok("certificate", found(format!("is valid for {days} days")))
 }
 
+/// The Node object does not exist.
+fn missing(registers_after: Option<Duration>) -> Finding {
+    match registers_after {
+        Some(after) => ok(
+            "node",
+            format!(
+                "the Node object does not exist: the agent registers it at its start, or when it has been missing for {}",
+                shown(after)
+            ),
+        ),
+        None => fault(
+            Severity::Warning,
+            "node",
+            "the Node object does not exist, and registerNode is false",
+            "the scheduler sends no pods to this node, and the control plane removes those that run",
+            "create the Node object, or set registerNode to true",
+        ),
+    }
+}
+
 pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
     let facts = match said {
         Ok(facts) => facts,
@@ -416,10 +440,7 @@ pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
             "kubectl describe node: the condition Ready says why",
         )),
         Some(true) => findings.push(ok("node", "Ready")),
-        None => findings.push(ok(
-            "node",
-            "it has no object yet: the agent makes it when it starts",
-        )),
+        None => findings.push(missing(facts.registers_after)),
     }
     if findings.iter().all(|f| f.subject == "node") {
         let took = facts.took.as_millis();

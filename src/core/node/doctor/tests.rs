@@ -207,6 +207,8 @@ fn faults_of_what_the_node_talks_to_are_found_alone_with_their_remedies() {
         Warning,
         "load",
     );
+    let absent = with_api(|a| a.node_ready = None);
+    only(absent, "node", Warning, "registerNode");
     only(
         with_api(|a| a.node_ready = Some(false)),
         "node",

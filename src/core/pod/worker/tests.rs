@@ -5,6 +5,7 @@ use crate::core::pod::record::Record;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+mod bounds;
 mod claims;
 mod ends;
 mod events;

@@ -1,0 +1,382 @@
+use super::*;
+use crate::core::node::eviction::{Pressure, Pressures};
+use crate::core::pod::resize::{INFEASIBLE, Infeasible};
+use crate::core::pod::resources::Amounts;
+use k8s_openapi::api::core::v1::Node;
+use serde_json::json;
+
+const NOW: Duration = Duration::ZERO;
+
+fn pod(uid: &str, priority: i32, cpu: &str) -> Arc<Pod> {
+    let pod = json!({"metadata": {"name": uid, "namespace": "n", "uid": uid},
+        "spec": {"priority": priority, "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "data"}}],
+                 "containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}}}]}});
+    Arc::new(serde_json::from_value(pod).expect("a pod"))
+}
+
+fn with_two_cpus<T>(work: impl FnOnce(&Here<'_>) -> T) -> T {
+    let allocatable = Amounts::from([
+        ("cpu".to_owned(), "2".parse().expect("a quantity")),
+        ("pods".to_owned(), "10".parse().expect("a quantity")),
+    ]);
+    work(&Here {
+        allocatable: &allocatable,
+        node: &Node::default(),
+        unsafe_sysctls: &[],
+        kernel: "6.18",
+        apparmor: false,
+        strict_groups: false,
+        pressures: &Pressures::new(),
+        shutting_down: false,
+    })
+}
+
+#[test]
+fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "2"), here, NOW),
+            Decision::Admitted
+        );
+        let plain = ledger.admit(&pod("b", 0, "1"), here, NOW);
+        assert!(matches!(plain, Decision::Refused(r) if r.reason == "OutOfcpu"));
+        let critical = pod("c", 2_000_000_000, "1");
+        let Decision::AwaitingPreemption(first) = ledger.admit(&critical, here, NOW) else {
+            panic!("others have to make room");
+        };
+        assert_eq!(
+            first.iter().map(|e| e.uid.as_str()).collect::<Vec<_>>(),
+            ["a"]
+        );
+        assert_eq!(first[0].verdict.cause, Cause::Preempted);
+        assert_eq!(
+            ledger.admit(&critical, here, NOW),
+            Decision::AwaitingPreemption(vec![]),
+            "nobody is told twice"
+        );
+        ledger.release("a");
+        assert_eq!(ledger.admit(&critical, here, NOW), Decision::Admitted);
+    });
+}
+
+/// A victim with 100 seconds of grace does not stop: after 150 its room is the critical pod's, as with a kubelet.
+#[test]
+fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
+    with_two_cpus(|here| {
+        let at = Duration::from_secs;
+        for (grace, wait) in [(100, 150), (1, 10), (0, 10), (i64::MAX, 3_221_225_470)] {
+            let mut ledger = Ledger::default();
+            let mut victim = (*pod("a", 0, "2")).clone();
+            let spec = victim.spec.get_or_insert_default();
+            spec.termination_grace_period_seconds = Some(grace);
+            ledger.admit(&Arc::new(victim), here, at(0));
+            assert_eq!(ledger.next_overdue(), None);
+            let critical = pod("c", 2_000_000_000, "1");
+            let first = ledger.admit(&critical, here, at(7));
+            assert!(matches!(first, Decision::AwaitingPreemption(v) if v.len() == 1));
+            // Asking again does not begin the time again.
+            let again = ledger.admit(&critical, here, at(9));
+            assert_eq!(again, Decision::AwaitingPreemption(vec![]));
+            let due = at(7 + wait);
+            assert_eq!(ledger.next_overdue(), Some(due), "{grace}");
+            assert!(ledger.give_up_overdue(due - at(1)).is_empty());
+            assert_eq!(ledger.give_up_overdue(due).len(), 1);
+            assert_eq!(ledger.next_overdue(), None);
+            assert_eq!(ledger.admit(&critical, here, due), Decision::Admitted);
+        }
+    });
+}
+
+/// A thousand pods: what one more costs does not depend on how many there are.
+#[test]
+fn the_sums_are_those_of_the_pods_that_count() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        for uid in ["a", "b"] {
+            ledger.admit(&pod(uid, 0, "1"), here, NOW);
+        }
+        let used = |ledger: &Ledger| ledger.used.by_others("", "cpu").milli();
+        assert_eq!(used(&ledger), 2000);
+        ledger.book(&pod("a", 0, "500m"));
+        assert_eq!(used(&ledger), 1500);
+        ledger.withdraw(&pod("b", 0, "250m"));
+        assert_eq!(used(&ledger), 750);
+        ledger.uncount("a");
+        ledger.book(&pod("a", 0, "2"));
+        assert_eq!(used(&ledger), 250, "it has stopped");
+        assert!(ledger.grow(&pod("b", 0, "2"), here.room()).is_ok());
+        assert_eq!(used(&ledger), 2000);
+        ledger.release("a");
+        ledger.release("b");
+        assert_eq!(ledger.used, Used::default());
+    });
+}
+
+/// On a node with two CPUs a critical pod misses some; those that were told before are named, then those that are told.
+#[test]
+fn what_those_that_end_already_free_is_not_taken_from_others() {
+    type Case = (
+        &'static [(&'static str, &'static str)],
+        &'static [&'static str],
+        &'static str,
+        &'static [&'static str],
+    );
+    const CASES: [Case; 5] = [
+        (&[("a", "1"), ("b", "1")], &[], "1500m", &["b", "a"]),
+        (&[("a", "1"), ("b", "1")], &["a"], "1", &[]),
+        // b ends and frees more than is missing; c alone would be the smallest that is enough.
+        (&[("b", "1200m"), ("c", "800m")], &["b"], "800m", &[]),
+        (&[("b", "1200m"), ("c", "800m")], &["b"], "1500m", &["c"]),
+        (
+            &[("a", "500m"), ("b", "500m"), ("c", "1")],
+            &["a"],
+            "1",
+            &["b"],
+        ),
+    ];
+    with_two_cpus(|here| {
+        for (pods, told, asks, expected) in CASES {
+            let mut ledger = Ledger::default();
+            for (uid, cpu) in pods {
+                assert_eq!(
+                    ledger.admit(&pod(uid, 0, cpu), here, NOW),
+                    Decision::Admitted
+                );
+            }
+            for uid in told {
+                assert!(ledger.evict(uid));
+            }
+            let critical = pod("critical", 2_000_000_000, asks);
+            let names = |ledger: &mut Ledger| match ledger.admit(&critical, here, NOW) {
+                Decision::AwaitingPreemption(victims) => {
+                    Some(victims.into_iter().map(|e| e.uid).collect::<Vec<_>>())
+                }
+                _ => None,
+            };
+            let found = names(&mut ledger);
+            assert_eq!(
+                found.as_deref(),
+                Some(&*expected.iter().map(|u| (*u).to_owned()).collect::<Vec<_>>()),
+                "{told:?} {asks}"
+            );
+            // Whoever ends first: nobody else has to go.
+            for uid in told.iter().chain(expected) {
+                if let Some(more) = names(&mut ledger) {
+                    assert_eq!(more, [""; 0], "{uid}");
+                }
+                ledger.release(uid);
+            }
+            assert_eq!(ledger.admit(&critical, here, NOW), Decision::Admitted);
+        }
+    });
+}
+
+#[test]
+fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "0"), here, NOW),
+            Decision::Admitted
+        );
+        let pressed = Here {
+            pressures: &Pressures::from([Pressure::Disk]),
+            ..*here
+        };
+        let late = ledger.admit(&pod("b", 0, "1"), &pressed, NOW);
+        assert!(matches!(late, Decision::Refused(r) if r.reason == "Evicted"));
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "0"), &pressed, NOW),
+            Decision::Admitted
+        );
+        assert!(ledger.evict("a") && !ledger.evict("a") && !ledger.evict("b"));
+        assert!(ledger.end("a") && ledger.end("a") && !ledger.end("b"));
+    });
+}
+
+#[test]
+fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "2"), here, NOW),
+            Decision::Admitted
+        );
+        let closing = Here {
+            shutting_down: true,
+            ..*here
+        };
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "2"), &closing, NOW),
+            Decision::Admitted
+        );
+        for (priority, cpu) in [(0, "0"), (2_000_000_000, "0")] {
+            let refused = ledger.admit(&pod("b", priority, cpu), &closing, NOW);
+            assert!(
+                matches!(&refused, Decision::Refused(r) if r.reason == "NodeShutdown"
+                    && r.message == "Pod was rejected as the node is shutting down."),
+                "{refused:?}"
+            );
+        }
+        // Nobody is preempted for a pod that is refused anyway.
+        let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), &closing, NOW);
+        assert!(matches!(critical, Decision::Refused(r) if r.reason == "NodeShutdown"));
+    });
+}
+
+#[test]
+fn whoever_waits_for_room_gets_it_in_turn() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        let all = [("a", 0), ("b", 0), ("c", 1000), ("d", 0)];
+        for (uid, priority) in all {
+            let small = pod(uid, priority, "500m");
+            assert_eq!(ledger.admit(&small, here, NOW), Decision::Admitted);
+        }
+        let waiting = |ledger: &Ledger| -> Vec<String> {
+            let waiting = ledger.waiting_to_grow();
+            waiting.iter().map(|p| pod::uid(p).to_owned()).collect()
+        };
+        for (uid, priority) in [("d", 0), ("c", 1000), ("b", 0), ("a", 0)] {
+            assert!(
+                ledger
+                    .grow(&pod(uid, priority, "1500m"), here.room())
+                    .is_err()
+            );
+        }
+        // Who asks again keeps its place.
+        assert!(ledger.grow(&pod("d", 0, "1600m"), here.room()).is_err());
+        assert_eq!(waiting(&ledger), ["c", "d", "b", "a"]);
+        let asked = ledger.waiting_to_grow();
+        assert_eq!(requests(&asked[1])["cpu"].milli(), 1600);
+        assert!(ledger.release("c") && !ledger.release("c"));
+        assert_eq!(waiting(&ledger), ["d", "b", "a"]);
+        // One that has got it, or asks for no more than it has, does not wait behind the others.
+        assert!(ledger.grow(&pod("b", 0, "1"), here.room()).is_ok());
+        assert_eq!(waiting(&ledger), ["d", "a"]);
+        assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
+        assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
+    });
+}
+
+#[test]
+fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        let small = pod("a", 0, "500m");
+        assert_eq!(ledger.admit(&small, here, NOW), Decision::Admitted);
+        assert_eq!(
+            ledger.admit(&pod("b", 0, "1"), here, NOW),
+            Decision::Admitted
+        );
+        let refused = ledger
+            .grow(&pod("a", 0, "1900m"), here.room())
+            .expect_err("full");
+        assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
+        assert_eq!(refused.infeasible, None);
+        let refused = ledger
+            .grow(&pod("a", 0, "3"), here.room())
+            .expect_err("too much");
+        assert_eq!(refused.reason, INFEASIBLE);
+        assert_eq!(refused.infeasible, Some(Infeasible::Capacity));
+        assert_eq!(
+            refused.message,
+            "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"
+        );
+        assert_eq!(ledger.waiting_to_grow(), [], "nor for what it asked before");
+    });
+}
+
+#[test]
+fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        let small = pod("a", 0, "500m");
+        assert_eq!(ledger.admit(&small, here, NOW), Decision::Admitted);
+        let other = pod("b", 0, "1");
+        assert_eq!(ledger.admit(&other, here, NOW), Decision::Admitted);
+        let large = pod("a", 0, "1500m");
+        assert!(ledger.grow(&large, here.room()).is_err());
+        assert!(!ledger.withdraw(&small), "it did not have it");
+        assert_eq!(ledger.waiting_to_grow(), []);
+        ledger.release("b");
+        // It got the room in the moment in which it was taken back.
+        assert!(ledger.grow(&large, here.room()).is_ok());
+        assert!(ledger.withdraw(&small), "that room is free for others");
+        assert_eq!(
+            ledger.admit(&pod("c", 0, "1500m"), here, NOW),
+            Decision::Admitted
+        );
+        assert!(!ledger.withdraw(&pod("gone", 0, "1")));
+        assert_eq!(ledger.pod("gone"), None);
+    });
+}
+
+/// It got room for a size that its spec asks for no more, and there is none for the one that it asks for now.
+#[test]
+fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        let small = pod("a", 0, "200m");
+        assert_eq!(ledger.admit(&small, here, NOW), Decision::Admitted);
+        let other = pod("b", 0, "500m");
+        assert_eq!(ledger.admit(&other, here, NOW), Decision::Admitted);
+        assert!(ledger.grow(&pod("a", 0, "1500m"), here.room()).is_ok());
+        let wanted = pod("b", 0, "1");
+        assert!(ledger.grow(&wanted, here.room()).is_err());
+        ledger.book(&small);
+        assert!(ledger.grow(&pod("a", 0, "1900m"), here.room()).is_err());
+        assert_eq!(ledger.pod("a"), Some(small));
+        assert!(ledger.grow(&wanted, here.room()).is_ok());
+    });
+}
+
+#[test]
+fn what_has_stopped_makes_room_before_it_is_forgotten() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        assert_eq!(
+            ledger.admit(&pod("a", 0, "2"), here, NOW),
+            Decision::Admitted
+        );
+        assert!(ledger.hold_alone("a", "n", "data"));
+        let next = pod("b", 0, "2");
+        assert!(matches!(
+            ledger.admit(&next, here, NOW),
+            Decision::Refused(_)
+        ));
+        ledger.uncount("a");
+        assert_eq!(ledger.admit(&next, here, NOW), Decision::Admitted);
+        assert!(
+            !ledger.hold_alone("b", "n", "data"),
+            "its volumes are there"
+        );
+        // Nobody is preempted who has stopped.
+        let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here, NOW);
+        let Decision::AwaitingPreemption(evictions) = critical else {
+            panic!("it waits for one");
+        };
+        assert_eq!(evictions.iter().map(|e| &*e.uid).collect::<Vec<_>>(), ["b"]);
+        ledger.uncount("b");
+        let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here, NOW);
+        assert_eq!(critical, Decision::Admitted);
+    });
+}
+
+#[test]
+fn a_claim_of_one_pod_alone_passes_on_when_its_pod_is_released() {
+    with_two_cpus(|here| {
+        let mut ledger = Ledger::default();
+        for uid in ["a", "b"] {
+            ledger.admit(&pod(uid, 0, "100m"), here, NOW);
+        }
+        assert!(ledger.hold_alone("a", "n", "data"));
+        assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
+        assert!(ledger.holds_alone("a") && !ledger.holds_alone("b"));
+        assert!(!ledger.hold_alone("b", "n", "data"));
+        ledger.release("a");
+        assert!(ledger.hold_alone("b", "n", "data"));
+        assert!(!ledger.hold_alone("gone", "n", "other"));
+    });
+}

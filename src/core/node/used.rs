@@ -1,0 +1,107 @@
+//! What the admitted pods take of the node, as running sums: an admission costs what its own pod costs, however many pods
+//! there are. Pure.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use super::admit::taken;
+use crate::core::pod::resources::{Amounts, has_host_ports, ports_clash};
+use crate::core::quantity::Quantity;
+
+/// What pods take, by uid, and the sum of it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Used {
+    taken: BTreeMap<String, Amounts>,
+    total: Amounts,
+    with_ports: BTreeMap<String, Arc<Pod>>,
+}
+
+impl Used {
+    /// A pod takes what it requests now, whatever it took before.
+    pub fn set(&mut self, uid: &str, pod: &Arc<Pod>) {
+        self.remove(uid);
+        let amounts = taken(pod);
+        for (name, amount) in amounts.iter().filter(|(_, amount)| !amount.is_zero()) {
+            let total = self.total.entry(name.clone()).or_default();
+            *total = *total + *amount;
+        }
+        self.taken.insert(uid.to_owned(), amounts);
+        if has_host_ports(pod) {
+            self.with_ports.insert(uid.to_owned(), Arc::clone(pod));
+        }
+    }
+
+    /// A pod takes nothing any more.
+    pub fn remove(&mut self, uid: &str) {
+        self.with_ports.remove(uid);
+        for (name, amount) in self.taken.remove(uid).into_iter().flatten() {
+            let Some(total) = self.total.get_mut(&name) else {
+                continue;
+            };
+            *total = *total - amount;
+            if total.is_zero() {
+                self.total.remove(&name);
+            }
+        }
+    }
+
+    /// What all pods but one take of a resource.
+    #[must_use]
+    pub fn by_others(&self, uid: &str, resource: &str) -> Quantity {
+        let of = |amounts: &Amounts| amounts.get(resource).copied().unwrap_or_default();
+        of(&self.total) - self.taken.get(uid).map(of).unwrap_or_default()
+    }
+
+    /// Whether a pod requests a host port that another one has.
+    #[must_use]
+    pub fn ports_clash(&self, uid: &str, pod: &Pod) -> bool {
+        let others = self.with_ports.iter().filter(|(other, _)| *other != uid);
+        ports_clash(pod, others.map(|(_, pod)| &**pod))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn pod(cpu: &str, port: u16) -> Arc<Pod> {
+        let pod = json!({"spec": {"containers": [{"name": "c", "resources": {"requests": {"cpu": cpu}},
+            "ports": [{"containerPort": 80, "hostPort": port}]}]}});
+        Arc::new(serde_json::from_value(pod).expect("a pod"))
+    }
+
+    proptest! {
+        /// Whatever comes, changes and goes: the sums are those of the pods that are there.
+        #[test]
+        fn the_running_sums_are_the_sums(steps in proptest::collection::vec((0u8..4, proptest::option::of((0usize..6, 0u16..3))), 0..30)) {
+            const SIZES: [&str; 6] = ["0", "1", "250m", "1e30", "9223372036854775807", "0.0000001"];
+            let (mut used, mut pods) = (Used::default(), BTreeMap::new());
+            for (uid, change) in steps {
+                let uid = uid.to_string();
+                match change {
+                    Some((size, port)) => {
+                        let pod = pod(SIZES[size], port);
+                        used.set(&uid, &pod);
+                        pods.insert(uid, pod);
+                    }
+                    None => {
+                        used.remove(&uid);
+                        pods.remove(&uid);
+                    }
+                }
+                let mut fresh = Used::default();
+                pods.iter().for_each(|(uid, pod)| fresh.set(uid, pod));
+                prop_assert_eq!(&used, &fresh);
+                for own in pods.keys() {
+                    let others = pods.iter().filter(|(uid, _)| *uid != own);
+                    let sum: Quantity = others.map(|(_, pod)| taken(pod)["cpu"]).sum();
+                    prop_assert_eq!(used.by_others(own, "cpu"), sum);
+                }
+            }
+        }
+    }
+}

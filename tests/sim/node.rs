@@ -1,0 +1,66 @@
+//! The Node object: it is not known at the start, and it may be deleted.
+
+use std::time::Duration;
+
+use super::simulate;
+use super::world::World;
+
+async fn seconds(number: u64) {
+    tokio::time::sleep(Duration::from_secs(number)).await;
+}
+
+/// Pods were admitted without labels, taints and extended resources of the Node when the agent started again.
+#[test]
+fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
+    simulate(1, async {
+        let world = World::new(1);
+        world.freeze(true);
+        let agent = world.start_agent();
+        world.create_steady_pod("late");
+        world.add_manifest();
+        seconds(20).await;
+        let late = world.uid("late");
+        assert_eq!(world.asked_for_sandbox(&late), 0);
+        assert_eq!(world.sandboxes(), 1, "that of the static pod");
+        world.freeze(false);
+        seconds(20).await;
+        assert_eq!(world.phase("late").unwrap_or_default().0, "Running");
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+        world.end();
+    });
+}
+
+/// The Node is deleted, and the control plane with it removes a pod that does not stop: another copy of it may run elsewhere.
+#[test]
+fn a_deleted_node_is_registered_again_when_its_removed_pods_have_stopped() {
+    for hangs in [false, true] {
+        simulate(1, async {
+            let world = World::new(1);
+            let agent = world.start_agent();
+            world.create_steady_pod("removed");
+            world.create_steady_pod("kept");
+            seconds(20).await;
+            let removed = world.uid("removed");
+            if hangs {
+                world.hang(&removed);
+            }
+            world.delete_node();
+            world.remove_by_force("removed");
+            seconds(55).await;
+            assert_eq!(world.registrations(), 0, "within a minute");
+            seconds(25).await;
+            if hangs {
+                assert_eq!(world.registrations(), 0, "its pod still runs");
+                world.answer();
+                seconds(60).await;
+            }
+            assert_eq!(world.registrations(), 1);
+            assert!(world.has_node());
+            assert_eq!(world.phase("kept").unwrap_or_default().0, "Running");
+            assert_eq!(world.broken(), Ok(()));
+            agent.abort();
+            world.end();
+        });
+    }
+}
