@@ -1,6 +1,6 @@
 //! The CRI v1 client over a unix socket.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -30,13 +30,14 @@ use super::convert;
 use super::events;
 use super::images::pull_request;
 use super::measured::{Measured, Report};
-use super::observation::Detail;
+use super::observation::{Detail, Remembered};
 use super::tasks;
 use crate::core::node::collection::DeadContainer;
 use crate::core::node::leases::{self, Attachments};
 use crate::core::pod::explain::Fetching;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, RuntimeEvent};
 use crate::core::serving::Streams;
+use crate::core::time;
 
 /// The largest message, as the kubelet has it.
 const MESSAGE_LIMIT: usize = 16 << 20;
@@ -50,8 +51,8 @@ pub struct CriClient {
     /// The deadline of ordinary calls.
     deadline: Duration,
     /// Details of containers by id and state.
-    pub(super) details: Mutex<HashMap<(String, ContainerState), Detail>>,
-    pub(super) networks: Mutex<HashMap<String, (Vec<String>, bool)>>,
+    pub(super) details: Mutex<Remembered<(String, ContainerState), Detail>>,
+    pub(super) networks: Mutex<Remembered<String, (Vec<String>, bool)>>,
 }
 
 impl From<Status> for RuntimeError {
@@ -365,7 +366,7 @@ impl Runtime for CriClient {
     }
 
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError> {
-        let deadline = self.deadline + Duration::from_secs(u64::try_from(grace).unwrap_or(0));
+        let deadline = self.deadline.saturating_add(time::span(grace));
         let request = Self::within(
             deadline,
             pb::StopContainerRequest {

@@ -1,6 +1,8 @@
 //! What the runtime has: pods, sandboxes and containers. Details that cannot change any more are remembered.
 
-use std::collections::{BTreeMap, HashMap};
+use std::borrow::Borrow;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::Hash;
 use std::sync::MutexGuard;
 
 use holdfast_proto::cri as pb;
@@ -13,8 +15,62 @@ use crate::core::node::collection::DeadContainer;
 use crate::core::pod::cri_config::label;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
 
-/// How many ended containers' details are remembered; they never change.
+/// How many containers' details, and how many sandboxes' networks, are remembered at most. A node has fewer pods; where it has
+/// more, the agent forgets those that it remembered first, and the runtime reports them again.
 const REMEMBERED: usize = 4096;
+
+/// Values by key, of which the oldest go when there are too many.
+#[derive(Debug)]
+pub(super) struct Remembered<K, V> {
+    values: HashMap<K, V>,
+    /// The keys in the order in which they came. Those of removed values stay until their turn.
+    order: VecDeque<K>,
+}
+
+impl<K, V> Default for Remembered<K, V> {
+    fn default() -> Remembered<K, V> {
+        Remembered {
+            values: HashMap::new(),
+            order: VecDeque::new(),
+        }
+    }
+}
+
+impl<K: Clone + Eq + Hash, V> Remembered<K, V> {
+    fn insert(&mut self, key: K, value: V) {
+        if self.values.insert(key.clone(), value).is_none() {
+            self.order.push_back(key);
+        }
+        while self.values.len() > REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.values.remove(&oldest);
+        }
+        if self.order.len() > 2 * REMEMBERED {
+            let values = &self.values;
+            self.order.retain(|key| values.contains_key(key));
+        }
+    }
+
+    fn get<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> Option<&V>
+    where
+        K: Borrow<Q>,
+    {
+        self.values.get(key)
+    }
+
+    fn remove<Q: Eq + Hash + ?Sized>(&mut self, key: &Q)
+    where
+        K: Borrow<Q>,
+    {
+        self.values.remove(key);
+    }
+
+    /// Drops the values that are not to be kept.
+    fn retain(&mut self, keeps: impl Fn(&V) -> bool) {
+        self.values.retain(|_, value| keeps(value));
+    }
+}
 
 /// What is remembered of a container in one state.
 #[derive(Debug, Clone)]
@@ -97,7 +153,7 @@ impl CriClient {
         Ok(listed.iter().filter_map(of).collect())
     }
 
-    fn details(&self) -> MutexGuard<'_, HashMap<(String, ContainerState), Detail>> {
+    fn details(&self) -> MutexGuard<'_, Remembered<(String, ContainerState), Detail>> {
         lock(&self.details)
     }
 
@@ -143,11 +199,7 @@ impl CriClient {
         let Some(detail) = Detail::of(container, before) else {
             return;
         };
-        let mut details = self.details();
-        if details.len() >= REMEMBERED {
-            details.clear();
-        }
-        details.insert(key, detail);
+        self.details().insert(key, detail);
     }
 
     /// One container of a sandbox, asked anew; nothing where the runtime does not have it.
@@ -186,18 +238,15 @@ impl CriClient {
             return Ok(None);
         };
         let network = convert::network(&status);
-        let mut networks = lock(&self.networks);
-        if networks.len() >= REMEMBERED {
-            networks.clear();
-        }
-        networks.insert(id.into(), network.clone());
+        lock(&self.networks).insert(id.into(), network.clone());
         Ok(Some(network))
     }
 
     /// Drops what is remembered of a sandbox.
     pub(super) fn forget(&self, sandbox: &str) {
         lock(&self.networks).remove(sandbox);
-        lock(&self.details).retain(|_, c| c.container.sandbox != sandbox);
+        self.details()
+            .retain(|detail| detail.container.sandbox != sandbox);
     }
 
     /// The pods that the runtime knows, with a fingerprint of their state.
@@ -326,6 +375,22 @@ impl CriClient {
 mod tests {
     use super::*;
     use crate::core::pod::cri_config::annotation;
+
+    #[test]
+    fn the_oldest_are_forgotten_one_by_one() {
+        let mut remembered = Remembered::default();
+        let count = REMEMBERED + 10;
+        (0..count).for_each(|n| remembered.insert(n, n));
+        assert_eq!(remembered.values.len(), REMEMBERED);
+        assert_eq!((remembered.get(&9), remembered.get(&10)), (None, Some(&10)));
+        // A node that removes and makes sandboxes again and again does not grow.
+        for n in count..20 * count {
+            remembered.insert(n, n);
+            remembered.remove(&n);
+        }
+        assert!(remembered.order.len() <= 2 * REMEMBERED);
+        assert_eq!(remembered.get(&(count - 1)), Some(&(count - 1)));
+    }
 
     /// A status alone tells the same of a container as a listing completed with it.
     #[test]

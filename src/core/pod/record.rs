@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 use super::lifecycle::{Cause, State};
 use super::worker::{Facts, Input, Key, Op, Outcome, Rules, Turn, Worker};
 
-/// How many turns are kept.
+/// How many turns are kept at most, and how many go at once when there are more.
 const TURNS: usize = 32;
+const SEGMENT: usize = TURNS / 2;
 
 /// What a turn came to, as far as it matters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -152,6 +153,10 @@ pub struct Record {
     pub base: Box<Worker>,
     /// What happened, oldest first.
     pub entries: VecDeque<Entry>,
+    /// The worker after the first [`SEGMENT`] entries, which becomes the base when these go. No turn is computed twice for
+    /// that.
+    #[serde(skip)]
+    middle: Option<Box<Worker>>,
 }
 
 /// A turn that came to something else than the record says.
@@ -174,6 +179,7 @@ impl Record {
             node_ips,
             base: Box::new(worker.clone()),
             entries: VecDeque::new(),
+            middle: None,
         }
     }
 
@@ -186,7 +192,7 @@ impl Record {
         }
     }
 
-    /// Adds a turn; `worker` is as it was after it. The oldest turn goes into the base when there are
+    /// Adds a turn; `worker` is as it was after it. The older half of the turns goes into the base when there are
     /// too many. A turn that decided nothing is left out: most of those are echoes of the pod's own status, and
     /// each would keep a copy of the whole pod.
     pub fn add(&mut self, facts: &Facts, input: Input, turn: &Turn, worker: &Worker) {
@@ -194,10 +200,10 @@ impl Record {
             return;
         }
         if self.entries.len() >= TURNS
-            && let Some(oldest) = self.entries.pop_front()
+            && let Some(middle) = self.middle.take()
         {
-            let facts = self.facts(&oldest);
-            self.base.turn(&facts, oldest.input);
+            self.base = middle;
+            self.entries.drain(..SEGMENT.min(self.entries.len()));
         }
         self.entries.push_back(Entry {
             at: facts.now,
@@ -205,6 +211,9 @@ impl Record {
             input,
             decision: Decision::of(turn, worker),
         });
+        if self.entries.len() == SEGMENT {
+            self.middle = Some(Box::new(worker.clone()));
+        }
     }
 
     /// The worker after the last entry.

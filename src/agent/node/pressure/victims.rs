@@ -1,11 +1,14 @@
 //! The pods that could make room, and what each of them uses.
 
 use std::collections::{BTreeMap, HashMap};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::Pod;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use super::measure::Part;
 use crate::agent::{Context, Known};
@@ -20,6 +23,10 @@ use crate::sys::meter;
 
 /// How long it is waited for what pods have on the disk. What cannot be counted in this time counts as nothing.
 const COUNTING: Duration = Duration::from_secs(60);
+/// How many pods are counted at the same time: each is a walk through directories in a thread of its own.
+const WALKS: usize = 8;
+/// How long a walk keeps others waiting: a filesystem that does not answer must not block the count of all pods.
+const TURN: Duration = Duration::from_secs(5);
 
 /// The pods that may go, also those that end already: they may have been given more time than the node has. With each what
 /// the API says of it.
@@ -110,7 +117,21 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
 /// Writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
 
-/// What pods have on a filesystem, counted side by side.
+/// Runs `work` when there is one of the places, and gives the place back after [`TURN`] although `work` goes on.
+async fn in_turn<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
+    // The semaphore is never closed.
+    let place = places.acquire().await;
+    let mut work = pin!(work);
+    match tokio::time::timeout(TURN, &mut work).await {
+        Ok(done) => done,
+        Err(_) => {
+            drop(place);
+            work.await
+        }
+    }
+}
+
+/// What pods have on a filesystem, [`WALKS`] of them counted side by side.
 async fn on_disk(
     context: &Context,
     pods: Vec<(Arc<Pod>, Option<Known>)>,
@@ -123,9 +144,10 @@ async fn on_disk(
             Layers::new()
         }),
     };
+    let (places, until) = (Semaphore::new(WALKS), Instant::now() + COUNTING);
     let counts = pods.into_iter().map(|(pod, _)| async {
-        let counting = count(context, &pod, part, &layers);
-        let figures = match tokio::time::timeout(COUNTING, counting).await {
+        let counting = in_turn(&places, count(context, &pod, part, &layers));
+        let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
                 tracing::warn!(pod = pod::full_name(&pod), waited = ?COUNTING, "what the pod has on the disk could not be counted in time");
@@ -169,4 +191,39 @@ async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> Pod
         });
     }
     figures
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// 100 pods, of which ten have a filesystem that does not answer.
+    #[tokio::test(start_paused = true)]
+    async fn few_pods_are_counted_at_a_time_and_those_that_hang_do_not_block_the_others() {
+        let (places, now, most) = (
+            Semaphore::new(WALKS),
+            AtomicUsize::new(0),
+            AtomicUsize::new(0),
+        );
+        let counts = (0..100).map(|pod| {
+            let (now, most) = (&now, &most);
+            let walk = async move {
+                most.fetch_max(now.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+                let took = if pod < 10 {
+                    Duration::MAX
+                } else {
+                    Duration::from_millis(50)
+                };
+                tokio::time::sleep(took).await;
+                now.fetch_sub(1, Ordering::Relaxed);
+            };
+            tokio::time::timeout(COUNTING, in_turn(&places, walk))
+        });
+        let counted = join_all(counts).await;
+        let failed = counted.iter().filter(|count| count.is_err()).count();
+        assert_eq!(failed, 10);
+        // Those that hang have given their places back.
+        assert!(most.into_inner() <= WALKS + 10);
+    }
 }
