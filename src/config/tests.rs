@@ -11,78 +11,80 @@ fn load(text: &str, flags: &Overrides) -> Result<Config, String> {
     resolve(Document::decode(parse(&text)?.fields)?, flags, "HOST").map_err(|e| e.to_string())
 }
 
+const NUMBERS: [&str; 6] = [
+    "0",
+    "1",
+    "-1",
+    "2147483647",
+    "-2147483648",
+    "9223372036854775807",
+];
+const DURATIONS: [&str; 6] = ["0s", "1ns", "-1s", "2562047h", "2562048h", "1e30h"];
+const QUANTITIES: [&str; 5] = [
+    "\"0\"",
+    "1e30",
+    "\"9223372036854775807\"",
+    "1Ei",
+    "\"0.0000001\"",
+];
+/// Fields that take a number, a duration or a quantity, with `V` in its place.
+const FIELDS: &[(&str, &[&str])] = &[
+    ("nodeLeaseDurationSeconds: V", &NUMBERS),
+    ("nodeStatusMaxImages: V", &NUMBERS),
+    ("maxPods: V", &NUMBERS),
+    ("podsPerCore: V", &NUMBERS),
+    ("oomScoreAdj: V", &NUMBERS),
+    ("maxOpenFiles: V", &NUMBERS),
+    ("podPidsLimit: V", &NUMBERS),
+    ("registryPullQPS: V", &NUMBERS),
+    ("registryBurst: V", &NUMBERS),
+    ("containerLogMaxFiles: V", &NUMBERS),
+    ("containerLogMaxWorkers: V", &NUMBERS),
+    ("eventRecordQPS: V", &NUMBERS),
+    ("eventBurst: V", &NUMBERS),
+    ("kubeAPIQPS: V", &NUMBERS),
+    ("kubeAPIBurst: V", &NUMBERS),
+    ("imageGCHighThresholdPercent: V", &NUMBERS),
+    ("imageGCLowThresholdPercent: V", &NUMBERS),
+    ("evictionMaxPodGracePeriod: V", &NUMBERS),
+    ("userNamespaces: {idsPerPod: V}", &NUMBERS),
+    (
+        "shutdownGracePeriodByPodPriority: [{priority: V, shutdownGracePeriodSeconds: V}]",
+        &NUMBERS,
+    ),
+    ("httpCheckFrequency: V", &DURATIONS),
+    ("syncFrequency: V", &DURATIONS),
+    ("fileCheckFrequency: V", &DURATIONS),
+    ("nodeStatusUpdateFrequency: V", &DURATIONS),
+    ("nodeStatusReportFrequency: V", &DURATIONS),
+    ("runtimeRequestTimeout: V", &DURATIONS),
+    ("cpuCFSQuotaPeriod: V", &DURATIONS),
+    ("cpuManagerReconcilePeriod: V", &DURATIONS),
+    ("containerLogMonitorInterval: V", &DURATIONS),
+    ("imageMinimumGCAge: V", &DURATIONS),
+    ("imageMaximumGCAge: V", &DURATIONS),
+    ("evictionPressureTransitionPeriod: V", &DURATIONS),
+    (
+        "evictionSoft: {memory.available: 1Gi}\nevictionSoftGracePeriod: {memory.available: V}",
+        &DURATIONS,
+    ),
+    (
+        "crashLoopBackOff: {maxContainerRestartPeriod: V}",
+        &DURATIONS,
+    ),
+    ("shutdownGracePeriod: V", &DURATIONS),
+    ("authentication: {webhook: {cacheTTL: V}}", &DURATIONS),
+    ("containerLogMaxSize: V", &QUANTITIES),
+    ("systemReserved: {cpu: V, memory: V}", &QUANTITIES),
+    ("evictionHard: {memory.available: V}", &QUANTITIES),
+];
+
 /// Every number, duration and quantity of the configuration at its limits is accepted or refused, alone and with others; the
 /// arithmetic of times holds what is accepted.
 #[test]
 fn no_number_of_the_configuration_stops_the_agent() {
-    const NUMBERS: [&str; 6] = [
-        "0",
-        "1",
-        "-1",
-        "2147483647",
-        "-2147483648",
-        "9223372036854775807",
-    ];
-    const DURATIONS: [&str; 6] = ["0s", "1ns", "-1s", "2562047h", "2562048h", "1e30h"];
-    const QUANTITIES: [&str; 5] = [
-        "\"0\"",
-        "1e30",
-        "\"9223372036854775807\"",
-        "1Ei",
-        "\"0.0000001\"",
-    ];
-    let fields = [
-        ("nodeLeaseDurationSeconds: V", &NUMBERS[..]),
-        ("nodeStatusMaxImages: V", &NUMBERS),
-        ("maxPods: V", &NUMBERS),
-        ("podsPerCore: V", &NUMBERS),
-        ("oomScoreAdj: V", &NUMBERS),
-        ("maxOpenFiles: V", &NUMBERS),
-        ("podPidsLimit: V", &NUMBERS),
-        ("registryPullQPS: V", &NUMBERS),
-        ("registryBurst: V", &NUMBERS),
-        ("containerLogMaxFiles: V", &NUMBERS),
-        ("containerLogMaxWorkers: V", &NUMBERS),
-        ("eventRecordQPS: V", &NUMBERS),
-        ("eventBurst: V", &NUMBERS),
-        ("kubeAPIQPS: V", &NUMBERS),
-        ("kubeAPIBurst: V", &NUMBERS),
-        ("imageGCHighThresholdPercent: V", &NUMBERS),
-        ("imageGCLowThresholdPercent: V", &NUMBERS),
-        ("evictionMaxPodGracePeriod: V", &NUMBERS),
-        ("userNamespaces: {idsPerPod: V}", &NUMBERS),
-        (
-            "shutdownGracePeriodByPodPriority: [{priority: V, shutdownGracePeriodSeconds: V}]",
-            &NUMBERS,
-        ),
-        ("httpCheckFrequency: V", &DURATIONS),
-        ("syncFrequency: V", &DURATIONS),
-        ("fileCheckFrequency: V", &DURATIONS),
-        ("nodeStatusUpdateFrequency: V", &DURATIONS),
-        ("nodeStatusReportFrequency: V", &DURATIONS),
-        ("runtimeRequestTimeout: V", &DURATIONS),
-        ("cpuCFSQuotaPeriod: V", &DURATIONS),
-        ("cpuManagerReconcilePeriod: V", &DURATIONS),
-        ("containerLogMonitorInterval: V", &DURATIONS),
-        ("imageMinimumGCAge: V", &DURATIONS),
-        ("imageMaximumGCAge: V", &DURATIONS),
-        ("evictionPressureTransitionPeriod: V", &DURATIONS),
-        (
-            "evictionSoft: {memory.available: 1Gi}\nevictionSoftGracePeriod: {memory.available: V}",
-            &DURATIONS,
-        ),
-        (
-            "crashLoopBackOff: {maxContainerRestartPeriod: V}",
-            &DURATIONS,
-        ),
-        ("shutdownGracePeriod: V", &DURATIONS),
-        ("authentication: {webhook: {cacheTTL: V}}", &DURATIONS),
-        ("containerLogMaxSize: V", &QUANTITIES),
-        ("systemReserved: {cpu: V, memory: V}", &QUANTITIES),
-        ("evictionHard: {memory.available: V}", &QUANTITIES),
-    ];
     let mut accepted = String::new();
-    for (field, values) in fields {
+    for (field, values) in FIELDS {
         for value in values.iter().rev() {
             let text = format!("{}\n", field.replace('V', value));
             let together = format!("{accepted}{text}");

@@ -159,6 +159,33 @@ async fn no_more_is_kept_than_is_asked_for_and_for_a_week() {
     assert!(start("never", 0).is_none() && !path.exists());
 }
 
+/// A start without an apiserver admits pods by the labels, taints and resources that the Node had.
+#[tokio::test]
+async fn the_node_is_kept_as_admission_reads_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let start = |offline: &str| {
+        let (offline, path) = (offline.parse().expect("fine"), dir.path().join(offline));
+        start(&path, None, offline, clock(0))
+            .expect("started")
+            .expect("a keeper")
+    };
+    let node = serde_json::json!({"metadata": {"name": "n", "uid": "u", "resourceVersion": "7", "labels": {"zone": "a"}},
+        "spec": {"taints": [{"key": "k", "effect": "NoExecute"}]},
+        "status": {"allocatable": {"example.com/x": "2"}, "conditions": [{"type": "Ready", "status": "True"}]}});
+    let node = serde_json::from_value(node).expect("a node");
+    let keeper = start("always");
+    keeper.put_node(&node);
+    let mut expected = node.clone();
+    expected.metadata.resource_version = None;
+    if let Some(status) = &mut expected.status {
+        status.conditions = None;
+    }
+    assert_eq!(keeper.last_node().await, Some(expected));
+    let statics = start("static-only");
+    statics.put_node(&node);
+    assert_eq!(statics.last_node().await, None);
+}
+
 #[test]
 fn the_key_may_be_a_credential_of_the_service() {
     let dir = tempfile::tempdir().expect("a directory");

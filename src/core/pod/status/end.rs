@@ -1,4 +1,4 @@
-//! Ends that do not follow from a pod's containers: one that the API tells already, a refusal, and a deadline. Pure.
+//! Ends that do not follow from a pod's containers: one that the API has already, a refusal, and a deadline. Pure.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};

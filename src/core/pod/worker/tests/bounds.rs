@@ -260,7 +260,7 @@ fn managers() -> managers::Managers {
     managers::Managers::new(&rules, &machine, &managers::Checkpoints::default()).expect("managers")
 }
 
-/// What the node decides: admission, preemption, eviction, its end, and what is left.
+/// What the node decides: admission, preemption, eviction, its shutdown, and the sums.
 fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let node = json!({"status": {"allocatable": {"example.com/thing": draw.quantity()}}});
     let node: Node = serde_json::from_value(node).expect("a node");
@@ -303,6 +303,16 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let _ = ledger.grow(pod, here.room());
     let _ = ledger.give_up_overdue(ledger.next_overdue().unwrap_or(Duration::MAX));
     let _ = managers().admit(pod, &mut crate::core::node::devices::Devices::default());
+    shut_down(pod, draw);
+    for side in [Side::Requests, Side::Limits] {
+        for amount in resources::of_pod(pod, side).values() {
+            let _ = (amount.units(), amount.milli(), amount.to_string());
+        }
+    }
+}
+
+/// The pod's end with the machine.
+fn shut_down(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let periods = (0..3).map(|_| Period {
         priority: draw.short(),
         shutdown_grace_period_seconds: draw.long(),
@@ -322,11 +332,6 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
             );
         }
         let _ = periods.total();
-    }
-    for side in [Side::Requests, Side::Limits] {
-        for amount in resources::of_pod(pod, side).values() {
-            let _ = (amount.units(), amount.milli(), amount.to_string());
-        }
     }
 }
 
