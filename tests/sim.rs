@@ -5,14 +5,14 @@
 //! `HOLDFAST_SEEDS=5000 cargo test --test sim` runs more seeds, `HOLDFAST_SEED=17` one.
 #![allow(clippy::unwrap_used)]
 
-#[path = "sim/removal.rs"]
-mod removal;
-#[path = "sim/outage.rs"]
-mod outage;
-#[path = "sim/restarts.rs"]
-mod restarts;
 #[path = "sim/node.rs"]
 mod node;
+#[path = "sim/outage.rs"]
+mod outage;
+#[path = "sim/removal.rs"]
+mod removal;
+#[path = "sim/restarts.rs"]
+mod restarts;
 #[path = "sim/shutdown.rs"]
 mod shutdown;
 #[path = "sim/statics.rs"]

@@ -26,6 +26,6 @@ pub mod schedule;
 pub mod selector;
 pub mod serving;
 pub mod time;
-pub mod version;
 pub mod varying;
+pub mod version;
 pub mod volume;

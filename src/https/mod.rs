@@ -3,9 +3,9 @@
 
 mod border;
 mod ending;
-mod pairs;
 mod listeners;
 mod paced;
+mod pairs;
 mod receive;
 mod spdy;
 mod tls;
@@ -398,7 +398,7 @@ async fn converse<S, F>(
 mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::TcpStream;
+    use tokio::net::{TcpListener, TcpStream};
 
     #[tokio::test]
     async fn what_is_kept_with_an_answer_goes_with_the_last_of_its_body() {

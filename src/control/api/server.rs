@@ -20,7 +20,8 @@ use super::resources::{Resource, Sub};
 use super::route::{self, Target};
 use super::warnings;
 use crate::https::{
-    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, paced, receive,
+    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, paced,
+    receive,
 };
 
 /// The largest request body: 3 MiB, as the real server has it.

@@ -492,13 +492,15 @@ fn addresses_that_change_take_the_place_of_those_before() {
     let after = status(&["10.0.0.2", "fd00::1"], &["192.0.2.2"]);
     assert_eq!(
         patch(AS_READ, &before, &after),
-        Some(json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {
-            "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
-            "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
-            "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
-            "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
-            "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
-        }}))
+        Some(
+            json!({"metadata": {"uid": "u", "resourceVersion": "7"}, "status": {
+                "podIP": "10.0.0.2", "hostIP": "192.0.2.2",
+                "$setElementOrder/podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}],
+                "podIPs": [{"ip": "10.0.0.2"}, {"ip": "fd00::1"}, {"ip": "10.0.0.1", "$patch": "delete"}],
+                "$setElementOrder/hostIPs": [{"ip": "192.0.2.2"}],
+                "hostIPs": [{"ip": "192.0.2.2"}, {"ip": "192.0.2.1", "$patch": "delete"}],
+            }})
+        )
     );
     let other_order = status(&["fd00::1", "10.0.0.1"], &["192.0.2.1"]);
     let patch = patch(AS_READ, &before, &other_order).expect("a patch");
@@ -779,6 +781,8 @@ fn container_ids_carry_the_name_of_the_runtime() {
             resize: &Resizing::default(),
             node_ips: &[],
             recursive_read_only: true,
+            has_volumes: true,
+            stopped_to_restart: &BTreeSet::new(),
             runtime,
             ended: false,
             verdict: None,

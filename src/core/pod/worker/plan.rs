@@ -269,8 +269,7 @@ impl Worker {
             false => self.kept_at,
         };
         if starts || refresh {
-            plan.wake
-                .extend(prepared.map(|at| time::later(at, every)));
+            plan.wake.extend(prepared.map(|at| time::later(at, every)));
         }
         if (starts || refresh) && due(prepared) {
             if creates {
