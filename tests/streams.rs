@@ -116,20 +116,8 @@ fn commands_run_in_containers_and_ports_are_reached() {
         let text = forwarded(&port);
         assert!(text.contains("Hello from web"), "{text}");
     }
-    std::thread::scope(|scope| {
-        scope.spawn(|| output_arrives_at_a_slow_reader(&cluster, true, 600_000, 600_000));
-        scope.spawn(|| output_arrives_at_a_slow_reader(&cluster, false, 2_000_000, 1_200_000));
-        // A server that closes before it has read everything resets the connection: the session goes on.
-        for _ in 0..5 {
-            let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-            // The end may come while it is still written.
-            let _ = stream.write_all(&payload[..256 << 10]);
-            let _ = stream.read_to_end(&mut vec![]);
-        }
-        let text = forwarded(&port);
-        assert!(text.contains("Hello from web"), "{text}");
-        assert!(forward.0.try_wait().unwrap().is_none(), "the session ended");
-    });
+    slow_readers_and_resets(&cluster, &port, &payload);
+    assert!(forward.0.try_wait().unwrap().is_none(), "the session ended");
     drop((forward, said));
 
     // A container's own streams.
@@ -152,34 +140,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
     }
     drop(attached);
 
-    // A container to look around with.
-    let looked = kubectl(
-        &cluster,
-        &[
-            "debug",
-            "shell",
-            &format!("--image={image}"),
-            "--target=c",
-            "--",
-            "busybox",
-            "echo",
-            "looked",
-        ],
-    )
-    .output()
-    .unwrap();
-    assert!(looked.status.success(), "{looked:?}");
-    cluster.wait("what it saw", || {
-        let pod = cluster.pod("shell");
-        let name = pod["spec"]["ephemeralContainers"][0]["name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let output = kubectl(&cluster, &["logs", "shell", "-c", &name])
-            .output()
-            .unwrap();
-        String::from_utf8_lossy(&output.stdout) == "looked\n"
-    });
+    a_container_looks_around(&cluster, &image);
 
     // Streams leave nothing behind.
     cluster.wait("all streams to end", || descriptors() < 200);
@@ -208,6 +169,54 @@ fn commands_run_in_containers_and_ports_are_reached() {
     }
     sessions_have_time_to_end_when_the_agent_stops(&cluster);
     ends_without_a_trace(&cluster);
+}
+
+/// An ephemeral container of `kubectl debug` runs beside the others, and its log can be read.
+fn a_container_looks_around(cluster: &Cluster, image: &str) {
+    let looked = kubectl(
+        cluster,
+        &[
+            "debug",
+            "shell",
+            &format!("--image={image}"),
+            "--target=c",
+            "--",
+            "busybox",
+            "echo",
+            "looked",
+        ],
+    )
+    .output()
+    .unwrap();
+    assert!(looked.status.success(), "{looked:?}");
+    cluster.wait("what it saw", || {
+        let pod = cluster.pod("shell");
+        let name = pod["spec"]["ephemeralContainers"][0]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let output = kubectl(cluster, &["logs", "shell", "-c", &name])
+            .output()
+            .unwrap();
+        String::from_utf8_lossy(&output.stdout) == "looked\n"
+    });
+}
+
+/// Output that is read slowly, and beside that connections to a forwarded port that the server resets: it closes them before it has
+/// read everything. The session goes on.
+fn slow_readers_and_resets(cluster: &Cluster, port: &str, payload: &[u8]) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| output_arrives_at_a_slow_reader(cluster, true, 600_000, 600_000));
+        scope.spawn(|| output_arrives_at_a_slow_reader(cluster, false, 2_000_000, 1_200_000));
+        for _ in 0..5 {
+            let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+            // The end may come while it is still written.
+            let _ = stream.write_all(&payload[..256 << 10]);
+            let _ = stream.read_to_end(&mut vec![]);
+        }
+        let text = forwarded(port);
+        assert!(text.contains("Hello from web"), "{text}");
+    });
 }
 
 /// A client that reads slowly gets all output of a command that ended long before. Slower than kubectl's period of pings,

@@ -401,7 +401,7 @@ tests/machines/main quotas_inside 102
 tests/machines/main systemd_inside 157
 tests/mounts a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 111
 tests/mounts mounts_appear_where_their_propagation_says_and_host_paths_are_checked 140
-tests/streams commands_run_in_containers_and_ports_are_reached 185
+tests/streams commands_run_in_containers_and_ports_are_reached 161
 tests/streams newer_kubectls_do_the_same 129
 tests/streams thousands_of_streams_leave_nothing_behind 104
 tests/volumes claims_are_bound_mounted_kept_and_given_back 217

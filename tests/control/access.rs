@@ -457,6 +457,24 @@ async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
     answer.status?.user?.username
 }
 
+/// Waits for the token of a Secret, and checks what else the controller fills in.
+async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> String {
+    let found = plane
+        .wait("a token", || async move {
+            let found = secrets.get(name).await.unwrap();
+            let data = found.data.clone().filter(|d| d.contains_key("token"));
+            data.map(|data| (data, found))
+        })
+        .await;
+    let (data, found) = found;
+    let text = |key: &str| String::from_utf8(data[key].0.clone()).unwrap();
+    assert_eq!(text("namespace"), "default");
+    assert!(text("ca.crt").starts_with("-----BEGIN CERTIFICATE-----"));
+    let annotations = found.metadata.annotations.unwrap();
+    assert!(annotations.contains_key("kubernetes.io/service-account.uid"));
+    text("token")
+}
+
 /// A Secret for tokens is filled, its token counts as long as it holds it, and it goes with its account.
 #[tokio::test]
 async fn a_secret_of_an_account_gets_its_token() {
@@ -475,26 +493,7 @@ async fn a_secret_of_an_account_gets_its_token() {
         plane.create::<Secret>(secret(name, account)).await;
     }
     let secrets = plane.api::<Secret>();
-    let filled = async |name: &str| {
-        let secrets = &secrets;
-        let found = plane
-            .wait("a token", || async move {
-                let found = secrets.get(name).await.unwrap();
-                found
-                    .data
-                    .clone()
-                    .filter(|d| d.contains_key("token"))
-                    .map(|d| (d, found))
-            })
-            .await;
-        let (data, found) = found;
-        let text = |key: &str| String::from_utf8(data[key].0.clone()).unwrap();
-        assert_eq!(text("namespace"), "default");
-        assert!(text("ca.crt").starts_with("-----BEGIN CERTIFICATE-----"));
-        let annotations = found.metadata.annotations.unwrap();
-        assert!(annotations.contains_key("kubernetes.io/service-account.uid"));
-        text("token")
-    };
+    let filled = async |name: &str| token_of(&plane, &secrets, name).await;
     let (one, two, three) = (
         filled("one").await,
         filled("two").await,
@@ -564,12 +563,8 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
         token("Node", "n1").await,
     );
     let extra = who(&of_pod).expect("a good token").extra;
-    for (key, value) in [("pod-name", "p"), ("node-name", "n1")] {
-        assert_eq!(
-            extra[&format!("authentication.kubernetes.io/{key}")],
-            [value]
-        );
-    }
+    assert_eq!(extra["authentication.kubernetes.io/pod-name"], ["p"]);
+    assert_eq!(extra["authentication.kubernetes.io/node-name"], ["n1"]);
     assert!(extra.contains_key("authentication.kubernetes.io/node-uid"));
     assert!(who(&of_secret).is_some() && who(&of_node).is_some());
     let config_map =

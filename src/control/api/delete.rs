@@ -43,8 +43,7 @@ impl Api {
             let fetched = self.fetch(resource, namespace, name);
             if let Some(marked) = gone_meanwhile(&fetched, marked.as_ref()) {
                 let body = marked.value.clone();
-                let answer = deleted_answer(resource, true, &Value::Null, body);
-                return Ok(Written { warnings, ..answer });
+                return Ok(deleted_answer(resource, true, &Value::Null, body, warnings));
             }
             let (record, old) = fetched?;
             if marked.is_none() {
@@ -56,8 +55,7 @@ impl Api {
             let mut new = old.clone();
             let gone = mark_deleted(resource, &mut new, &options);
             if options.dry_run {
-                let answer = deleted_answer(resource, gone, &old, record.value);
-                return Ok(Written { warnings, ..answer });
+                return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
             }
             let key = resource.key(namespace, name);
             if gone && resource.kind == "Pod" && new != old {
@@ -75,8 +73,7 @@ impl Api {
             };
             match done {
                 Ok(record) => {
-                    let answer = deleted_answer(resource, gone, &old, record.value);
-                    return Ok(Written { warnings, ..answer });
+                    return Ok(deleted_answer(resource, gone, &old, record.value, warnings));
                 }
                 Err(WriteError::Conflict(_)) => {}
                 Err(other) => return Err(ApiError::internal(other)),
@@ -343,7 +340,13 @@ fn gone_meanwhile<'a>(
     is_gone.then_some(marked)
 }
 
-fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) -> Written {
+fn deleted_answer(
+    resource: &Resource,
+    gone: bool,
+    old: &Value,
+    value: Bytes,
+    warnings: Vec<String>,
+) -> Written {
     let body = if gone && !resource.returns_deleted {
         let mut details =
             json!({"name": object::name(old), "kind": resource.plural, "uid": object::uid(old)});
@@ -359,6 +362,6 @@ fn deleted_answer(resource: &Resource, gone: bool, old: &Value, value: Bytes) ->
     Written {
         code: 200,
         body,
-        warnings: vec![],
+        warnings,
     }
 }

@@ -373,6 +373,12 @@ fn claim(node: &str, write: &Write<'_>) -> Verdict {
 }
 
 /// A request for a certificate of a pod names the pod, its account and its node as they are.
+fn missing_for_certificate(kind: &str, name: &str, plural: &str, short: &str) -> Refusal {
+    Refusal::Stale(format!(
+        "while retrieving {kind} {name:?} named in the PodCertificateRequest: {plural} {short:?} not found"
+    ))
+}
+
 fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     if write.old.is_some() {
         return forbid(format!("unexpected operation {}", write.operation()));
@@ -392,11 +398,7 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     }
     let namespace = write.namespace.unwrap_or_default();
     let full = format!("{namespace}/{}", said("podName"));
-    let missing = |kind: &str, name: &str, plural: &str, short: &str| {
-        Refusal::Stale(format!(
-            "while retrieving {kind} {name:?} named in the PodCertificateRequest: {plural} {short:?} not found"
-        ))
-    };
+    let missing = missing_for_certificate;
     let own = read(&format!("nodes/{node}")).ok_or_else(|| missing("node", node, "nodes", node))?;
     if uid(&own) != said("nodeUID") {
         return Err(Refusal::Stale(format!(
@@ -427,7 +429,14 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     {
         return forbid(format!("pod {full:?} is a mirror pod"));
     }
-    let account = text(&pod, &["spec", "serviceAccountName"]).unwrap_or_default();
+    account_of_certificate(read, request, &full, &pod)
+}
+
+/// The account that a PodCertificateRequest names is that of its pod.
+fn account_of_certificate(read: Read<'_>, request: &Value, full: &str, pod: &Value) -> Verdict {
+    let said = |key: &str| text(request, &["spec", key]).unwrap_or_default();
+    let namespace = full.split_once('/').map_or("", |(namespace, _)| namespace);
+    let account = text(pod, &["spec", "serviceAccountName"]).unwrap_or_default();
     if said("serviceAccountName") != account {
         return forbid(format!(
             "PodCertificateRequest for pod {full:?} contains serviceAccountName ({:?}) that differs from running pod ({account:?})",
@@ -435,8 +444,9 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
         ));
     }
     let name = format!("{namespace}/{account}");
-    let found = read(&format!("serviceaccounts/{name}"))
-        .ok_or_else(|| missing("service account", &name, "serviceaccounts", account))?;
+    let found = read(&format!("serviceaccounts/{name}")).ok_or_else(|| {
+        missing_for_certificate("service account", &name, "serviceaccounts", account)
+    })?;
     if uid(&found) != said("serviceAccountUID") {
         return Err(Refusal::Stale(format!(
             "PodCertificateRequest for pod {full:?} names service account UID {:?}, which differs from the running service account ({:?})",

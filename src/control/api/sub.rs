@@ -39,6 +39,30 @@ fn is_about(name: &str, kind: &str, body: &Value) -> Result<(), ApiError> {
     )))
 }
 
+/// Whether a pod can be bound by this Binding, or why not (`assignPod` in `pkg/registry/core/pod/storage/storage.go`).
+fn bindable(name: &str, pod: &Value, binding: &Value) -> Result<(), String> {
+    if let Some(uid) = text(binding, &["metadata", "uid"])
+        .filter(|uid| !uid.is_empty() && *uid != object::uid(pod))
+    {
+        return Err(format!(
+            "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
+            object::uid(pod)
+        ));
+    }
+    if deleting(pod) {
+        return Err(format!(
+            "pod {name} is being deleted, cannot be assigned to a host"
+        ));
+    }
+    if let Some(taken) = text(pod, &["spec", "nodeName"]).filter(|n| !n.is_empty()) {
+        return Err(format!("pod {name} is already assigned to node {taken:?}"));
+    }
+    if !list(pod, &["spec", "schedulingGates"]).is_empty() {
+        return Err(format!("pod {name} has non-empty .spec.schedulingGates"));
+    }
+    Ok(())
+}
+
 impl Api {
     /// POST `pods/<name>/binding`: the scheduler's decision.
     pub(super) async fn bind(
@@ -59,35 +83,13 @@ impl Api {
                 &[FieldError::required("target.name", "")],
             )
         })?;
-        let refuse = |why: String| ApiError::conflict("", "pods/binding", name, &why);
         for _ in 0..super::write::RETRIES {
             let (record, old) = self.fetch(pods, Some(namespace), name)?;
             let kind = (pods, Some(Sub::Binding));
             let write = Write::new(kind, (Some(namespace), name), Some(&old), Some(binding));
             self.check_writer(options.user, &write)?;
-            if let Some(uid) = text(binding, &["metadata", "uid"])
-                .filter(|uid| !uid.is_empty() && *uid != object::uid(&old))
-            {
-                return Err(refuse(format!(
-                    "Precondition failed: UID in precondition: {uid}, UID in object meta: {}",
-                    object::uid(&old)
-                )));
-            }
-            if deleting(&old) {
-                return Err(refuse(format!(
-                    "pod {name} is being deleted, cannot be assigned to a host"
-                )));
-            }
-            if let Some(taken) = text(&old, &["spec", "nodeName"]).filter(|n| !n.is_empty()) {
-                return Err(refuse(format!(
-                    "pod {name} is already assigned to node {taken:?}"
-                )));
-            }
-            if !list(&old, &["spec", "schedulingGates"]).is_empty() {
-                return Err(refuse(format!(
-                    "pod {name} has non-empty .spec.schedulingGates"
-                )));
-            }
+            bindable(name, &old, binding)
+                .map_err(|why| ApiError::conflict("", "pods/binding", name, &why))?;
             if options.dry_run {
                 return Ok(success(201));
             }

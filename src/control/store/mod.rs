@@ -395,12 +395,7 @@ fn commit_loop(
         health.begin();
         let (events, replies) = decide(state, batch);
         let committed = match (&mut disk, events.is_empty()) {
-            (Some(disk), false) => {
-                let known = state
-                    .read()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner);
-                disk.commit(&events, &dropped, &known)
-            }
+            (Some(disk), false) => disk.commit(&events, &dropped, &readable(state)),
             _ => Ok(()),
         };
         health.end(&committed, !events.is_empty());
@@ -413,11 +408,7 @@ fn commit_loop(
                 let changed = events.iter().map(|e| history::kind(&e.key).to_owned());
                 let changed = changed.collect();
                 dropped.append(&mut show(state, events));
-                let revision = state
-                    .read()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner)
-                    .revision;
-                heads.announce(revision, &changed);
+                heads.announce(readable(state).revision, &changed);
                 for (reply, result) in replies {
                     // A caller that gave up does not need the answer; the write stands.
                     let _ = reply.send(result);
@@ -439,10 +430,13 @@ type Replies = Vec<(
     Result<Record, WriteError>,
 )>;
 
+fn readable(state: &RwLock<State>) -> std::sync::RwLockReadGuard<'_, State> {
+    let state = state.read();
+    state.unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
-    let state = state
-        .read()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let state = readable(state);
     let mut overlay: HashMap<Arc<str>, Option<Record>> = HashMap::new();
     let mut revision = state.revision;
     let mut events = Vec::with_capacity(batch.len());

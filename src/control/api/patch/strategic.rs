@@ -435,11 +435,8 @@ mod tests {
             ),
         ];
         for (what, patch, path, expected) in cases {
-            assert_eq!(
-                strategic(pod.clone(), patch).pointer(path),
-                Some(&expected),
-                "{what}"
-            );
+            let merged = strategic(pod.clone(), patch);
+            assert_eq!(merged.pointer(path), Some(&expected), "{what}");
         }
     }
 

@@ -259,6 +259,11 @@ fn of_its_pods_a_node_writes_the_status() {
             ))
         );
     }
+}
+
+#[test]
+fn pods_of_other_nodes_are_not_its_own() {
+    let pod = mirror_of(&json!({}));
     let elsewhere = mirror_of(&json!({"spec": {"nodeName": "n2"}}));
     let refused = may(
         "Pod",
@@ -303,15 +308,11 @@ fn of_its_pods_a_node_writes_the_status() {
 #[test]
 fn of_claims_a_node_writes_what_it_has_resized() {
     let old = json!({"metadata": {"name": "c", "labels": {}, "resourceVersion": "1"}, "spec": {"volumeName": "v"}, "status": {"phase": "Bound"}});
+    let may_claim = |sub, old, new| may("PersistentVolumeClaim", sub, old, new);
     let changed = |more: &Value| {
         let mut new = old.clone();
         json_patch::merge(&mut new, more);
-        may(
-            "PersistentVolumeClaim",
-            Some(Sub::Status),
-            Some(old.clone()),
-            new,
-        )
+        may_claim(Some(Sub::Status), Some(old.clone()), new)
     };
     for more in [
         json!({"metadata": {"resourceVersion": null, "managedFields": [{}], "annotations": {}}}),
@@ -353,19 +354,8 @@ fn of_claims_a_node_writes_what_it_has_resized() {
     }
     let refused =
         Err("persistentvolumeclaims \"c\" is forbidden: may only update PVC status".into());
-    assert_eq!(
-        may(
-            "PersistentVolumeClaim",
-            None,
-            Some(old.clone()),
-            old.clone()
-        ),
-        refused
-    );
-    assert_eq!(
-        may("PersistentVolumeClaim", None, None, old.clone()),
-        refused
-    );
+    assert_eq!(may_claim(None, Some(old.clone()), old.clone()), refused);
+    assert_eq!(may_claim(None, None, old.clone()), refused);
     assert_eq!(may_delete("PersistentVolumeClaim", &old), refused);
 }
 
