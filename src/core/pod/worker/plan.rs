@@ -263,7 +263,7 @@ impl Worker {
         plan.wake
             .extend(self.volumes.at.map(|at| time::later(at, every)));
         plan.wake.extend(self.volumes.again);
-        let creates = actions.create_sandbox.is_some();
+        let creates = actions.create_sandbox.is_some() || self.adopts_empty_sandbox(actions);
         let prepared = match creates {
             true => self.prepared_at,
             false => self.kept_at,
@@ -359,6 +359,16 @@ impl Worker {
         }
         plan.ops.push(Op::Sandbox { attempt });
         plan.waits.push("its sandbox is being made".into());
+    }
+
+    /// Whether the pod's sandbox has no container yet and this worker has not prepared the pod: the call that created the sandbox
+    /// was cut off, and the directories may have been released since.
+    fn adopts_empty_sandbox(&self, actions: &PodActions) -> bool {
+        let (Some(sandbox), Some(observed)) = (&actions.sandbox, &self.observed) else {
+            return false;
+        };
+        let is_empty = observed.containers.iter().all(|c| c.sandbox != *sandbox);
+        is_empty && self.kept_at.is_none()
     }
 
     fn needs_preparation(&self, facts: &Facts) -> bool {

@@ -237,3 +237,18 @@ fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
         }
     }
 }
+
+/// A sandbox without containers may come from a call that was cut off, after which the directories were released (seed 83 of
+/// the simulation): the pod is prepared before its volumes, as for a new sandbox.
+#[test]
+fn an_empty_sandbox_of_an_earlier_worker_is_prepared_before_volumes() {
+    let spec = json!({"containers": [{"name": "c", "image": "i"}]});
+    let mut runtime = ObservedPod::default();
+    runtime.sandboxes.push(sandbox(0, 0));
+    let mut run = Run::over(runtime, a_pod(spec, json!({})));
+    run.settle_but(|op| matches!(op, Op::Prepare));
+    assert_eq!(run.count(&Key::Prepare), 1);
+    assert_eq!(run.count(&Key::Volumes), 0, "{:?}", run.begun);
+    run.settle();
+    assert_eq!((run.phase(), run.count(&Key::Upkeep)), ("Running", 0));
+}
