@@ -61,7 +61,7 @@ fn is_duration(part: &str) -> bool {
     let mut rest = part;
     while !rest.is_empty() {
         let unit = rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
-        let number = rest.len() - unit.len();
+        let number = rest.len().saturating_sub(unit.len());
         let units = ["ns", "µs", "us", "ms", "s", "m", "h"];
         let after = units.iter().find_map(|name| unit.strip_prefix(name));
         // `ms` is looked for before `m`.

@@ -89,6 +89,10 @@ const COMMIT_LENGTH: usize = 12;
 ///
 /// Evaluated at compile time. The result is a copy, so that the program does not contain the reflog.
 #[must_use]
+#[expect(
+    clippy::arithmetic_side_effects,
+    reason = "evaluated at compile time, where an overflow fails the build"
+)]
 pub const fn newest_commit(reflog: &[u8]) -> [u8; COMMIT_LENGTH] {
     let none = [b'0'; COMMIT_LENGTH];
     let mut end = reflog.len();

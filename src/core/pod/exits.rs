@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::{SignedDuration, Timestamp};
 
 use super::observed::{ContainerState, ObservedPod};
+use crate::core::time;
 
 /// At most one exit of a container is logged in this time.
 const PAUSE: SignedDuration = SignedDuration::from_secs(10);
@@ -55,7 +56,7 @@ impl Exits {
             }
             let before = self.logged.get_mut(&container.name);
             let omitted = match before {
-                Some((at, omitted)) if now < *at + PAUSE => {
+                Some((at, omitted)) if now < time::later(*at, PAUSE) => {
                     *omitted = omitted.saturating_add(1);
                     continue;
                 }

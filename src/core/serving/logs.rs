@@ -240,7 +240,7 @@ impl Decoder {
     /// Moves on in the file.
     fn advance(&mut self, length: usize) {
         if let Some((start, at)) = &mut self.tail {
-            *at += length as u64;
+            *at = at.saturating_add(length as u64);
             if start.0.iter().all(|start| start <= at) {
                 self.tail = None;
             }
@@ -285,7 +285,7 @@ impl Decoder {
             if *lines == 0 {
                 return;
             }
-            *lines -= u64::from(!partial);
+            *lines = lines.saturating_sub(u64::from(!partial));
         }
         // A line is as old as its first entry.
         if std::mem::take(&mut self.old[stream]) {
