@@ -209,7 +209,7 @@ mod tests {
             assert_eq!(share(dir).expect("looked at"), Sharing::Occupied);
             assert!(!mounts::is_mounted(dir).expect("looked at"));
             add("first");
-            assert_eq!(hidden(dir).expect("read"), [sandbox.clone()]);
+            assert_eq!(hidden(dir).expect("read"), std::slice::from_ref(&sandbox));
             let error = unpin(&sandbox).expect_err("the hidden mount is still there");
             assert_eq!(error.raw_os_error(), Some(nix::errno::Errno::EBUSY as i32));
             // The remedy that doctor names.
