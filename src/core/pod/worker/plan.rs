@@ -263,7 +263,7 @@ impl Worker {
         plan.wake
             .extend(self.volumes.at.map(|at| time::later(at, every)));
         plan.wake.extend(self.volumes.again);
-        let creates = actions.create_sandbox.is_some() || self.adopts_empty_sandbox(actions);
+        let creates = actions.create_sandbox.is_some();
         let prepared = match creates {
             true => self.prepared_at,
             false => self.kept_at,
@@ -280,6 +280,9 @@ impl Worker {
             }
             // What fails there must not keep a running pod from its tokens, nor its containers from starting again.
             plan.ops.push(Op::Upkeep);
+            if self.adopts_empty_sandbox(actions) {
+                return;
+            }
         }
         if refresh && is_held && self.volumes.at.is_some() {
             plan.waits.push(OUTDATED.into());
@@ -368,7 +371,8 @@ impl Worker {
             return false;
         };
         let is_empty = observed.containers.iter().all(|c| c.sandbox != *sandbox);
-        is_empty && self.kept_at.is_none()
+        let has_failed = self.retries.iter().any(|r| r.key == Key::Upkeep);
+        is_empty && self.kept_at.is_none() && !has_failed
     }
 
     fn needs_preparation(&self, facts: &Facts) -> bool {

@@ -246,9 +246,9 @@ fn an_empty_sandbox_of_an_earlier_worker_is_prepared_before_volumes() {
     let mut runtime = ObservedPod::default();
     runtime.sandboxes.push(sandbox(0, 0));
     let mut run = Run::over(runtime, a_pod(spec, json!({})));
-    run.settle_but(|op| matches!(op, Op::Prepare));
-    assert_eq!(run.count(&Key::Prepare), 1);
+    run.settle_but(|op| matches!(op, Op::Upkeep));
+    assert_eq!(run.count(&Key::Upkeep), 1);
     assert_eq!(run.count(&Key::Volumes), 0, "{:?}", run.begun);
     run.settle();
-    assert_eq!((run.phase(), run.count(&Key::Upkeep)), ("Running", 0));
+    assert_eq!((run.phase(), run.count(&Key::Prepare)), ("Running", 0));
 }
