@@ -130,7 +130,8 @@ impl Node {
             ("hook", &|| self.exit_beside_a_hook()),
             ("finalizer", &|| self.finalizer()),
         ]);
-        // By itself: one of the rows before counts requests.
+        // By themselves: one of the rows before counts requests.
+        self.deleted_at_once();
         self.ends_at_once();
         self.side_by_side(&[
             ("manifest", &|| self.manifest_changed_ten_times()),
@@ -461,6 +462,30 @@ impl Node {
         self.took("20 containers that end at once are seen after", longest);
         self.cluster
             .kubectl(&["delete", "pod", "-l", "row=instant"]);
+    }
+
+    /// Pods that are deleted while the runtime makes their sandboxes: it loses none of their shims.
+    fn deleted_at_once(&self) {
+        let container = self.container("c", UNTIL_TERM, "");
+        let label = "labels: {row: hasty}";
+        for round in 0..12 {
+            let pods = (0..4).map(|n| {
+                let spec = format!("containers: [{container}]");
+                manifest(&format!("hasty-{round}-{n}"), label, &spec)
+            });
+            self.cluster.apply(&pods.collect::<String>());
+            std::thread::sleep(Duration::from_millis(round * 37 % 400));
+            let force = ["--force", "--grace-period=0", "--wait=false"];
+            let delete = ["delete", "pod", "-l", "row=hasty"];
+            self.cluster.kubectl(&[&delete[..], &force].concat());
+        }
+        // Of the pod of the driver that hangs something stays until later.
+        let shims = || {
+            let left = self.cluster.leftovers().into_iter();
+            left.filter(|left| left.starts_with("shim ")).count()
+        };
+        let ended = self.within(20, "no shim is left", || shims() == 0);
+        self.took("48 pods deleted while they start have ended after", ended);
     }
 
     /// A container that ends while another one's postStart hook runs is started again long before the hook ends.

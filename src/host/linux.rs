@@ -24,7 +24,7 @@ use super::serving::rotate::LogPlace;
 use super::volume::Content;
 use super::volume::FORCE_AFTER;
 use super::volume::Given;
-use super::volume::csi::Published;
+use super::volume::csi::{CsiDirs, Published};
 use crate::core::image::gc::Filesystem;
 use crate::core::lock::lock;
 use crate::core::node::cgroup_tree::Group;
@@ -653,6 +653,13 @@ impl PodHost for LinuxHost {
         uids.sort();
         uids.dedup();
         uids
+    }
+
+    async fn unknown_volumes(&self, uid: &str) -> u64 {
+        let (dirs, uid) = (CsiDirs(self.root.clone()), uid.to_owned());
+        blocking(move || Ok(dirs.count_of(&uid).1))
+            .await
+            .unwrap_or_default()
     }
 
     async fn remove_torn_results(&self, sandbox: &str) -> bool {

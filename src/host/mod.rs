@@ -258,6 +258,8 @@ pub trait PodHost: Send + Sync + 'static {
     async fn node_hosts(&self) -> String;
     /// Uids of pods that have a directory or cgroup here.
     async fn leftovers(&self) -> Vec<String>;
+    /// How many drivers' volumes a pod has of which it cannot be told what they are.
+    async fn unknown_volumes(&self, uid: &str) -> u64;
     /// Removes what a pod that nobody knows any more left here besides its volumes, never crossing a mount.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError>;
     /// Removes what the runtime's library for CNI has cached of a sandbox and cannot read; whether there was something.

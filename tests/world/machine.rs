@@ -305,6 +305,10 @@ impl PodHost for World {
         state.dirs.union(&state.cgroups).cloned().collect()
     }
 
+    async fn unknown_volumes(&self, _uid: &str) -> u64 {
+        0
+    }
+
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
         self.hung(uid).await;
         self.machine(|s| {

@@ -173,7 +173,7 @@ async fn find(
 
 /// Removes what a pod has left.
 async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
-    let unknown = volume::csi::unknown(context, uid).await;
+    let unknown = context.host.unknown_volumes(uid).await;
     let is_published = context.csi.has_volumes(uid);
     let taken = volume::tear_down(context, uid).await;
     context.metrics.force_cleaned(unknown, taken.is_err());

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -13,6 +14,11 @@ use crate::core::pod;
 use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{cri_config, dns};
+
+/// Longer than a runtime takes for a sandbox when no network plugin sleeps. containerd (1.6 to 2.2) asks the plugins first and
+/// then starts the sandbox's shim; a call that is cancelled during that start leaves the shim for good, with nothing in the
+/// runtime that knows of it.
+const USUAL: Duration = Duration::from_secs(5);
 
 impl Job {
     pub(super) async fn sandbox(&self, attempt: u32) -> Result<(Outcome, Option<Asset>)> {
@@ -28,10 +34,18 @@ impl Job {
             made = make => made,
             // The pod ends, and does not wait for a network plugin that may sleep: dropping the call cancels it in the runtime,
             // as the kubelet does (`pod_workers.go` cancels the context of `SyncPod`). What it made by then is looked for.
-            () = self.tools.ending.cancelled() => match asked.load(Ordering::Relaxed) {
+            () = self.cut_off(&asked) => match asked.load(Ordering::Relaxed) {
                 false => Ok((Outcome::NotBegun, None)),
                 true => Err(Fault::later("the pod ends: making its sandbox was cancelled").into()),
             },
+        }
+    }
+
+    /// Waits until the pod ends and, if the runtime makes its sandbox by then, for as long as that usually takes.
+    async fn cut_off(&self, asked: &AtomicBool) {
+        self.tools.ending.cancelled().await;
+        if asked.load(Ordering::Relaxed) {
+            tokio::time::sleep(USUAL).await;
         }
     }
 

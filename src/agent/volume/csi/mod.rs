@@ -658,14 +658,6 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Volum
     Ok(())
 }
 
-/// How many drivers' volumes a pod has of which it cannot be told what they are.
-pub async fn unknown(context: &Context, uid: &str) -> u64 {
-    let (dirs, uid) = (context.csi.dirs.clone(), uid.to_owned());
-    blocking(move || Ok(dirs.count_of(&uid).1))
-        .await
-        .unwrap_or_default()
-}
-
 /// Where a volume is staged, if it is. What is mounted there may hang.
 async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, HostError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
