@@ -244,17 +244,30 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
 
 /// Where the `kubernetes` service leads: to this API. The address may differ from that of the last start.
 async fn endpoints(api: &Api, settings: &Settings) -> anyhow::Result<()> {
-    let port = json!([{"name": "https", "port": settings.port, "protocol": "TCP"}]);
     let family = if settings.advertise.is_ipv4() {
         "IPv4"
     } else {
         "IPv6"
     };
+    // An address of this machine alone leads nowhere from a pod: then the service has no endpoints.
+    let advertised: Vec<_> = Some(settings.advertise)
+        .filter(|address| !address.is_loopback())
+        .into_iter()
+        .collect();
+    let ports = || {
+        let port = json!({"name": "https", "port": settings.port, "protocol": "TCP"});
+        advertised.iter().map(|_| port.clone()).collect::<Vec<_>>()
+    };
+    let subsets = advertised
+        .iter()
+        .map(|ip| json!({"addresses": [{"ip": ip}], "ports": ports()}));
+    let endpoints = advertised
+        .iter()
+        .map(|ip| json!({"addresses": [ip], "conditions": {"ready": true}}));
     let core = json!({"metadata": {"name": "kubernetes", "labels": {"endpointslice.kubernetes.io/skip-mirror": "true"}},
-        "subsets": [{"addresses": [{"ip": settings.advertise}], "ports": port}]});
+        "subsets": subsets.collect::<Vec<_>>()});
     let slice = json!({"metadata": {"name": "kubernetes", "labels": {"kubernetes.io/service-name": "kubernetes"}},
-        "addressType": family, "ports": port,
-        "endpoints": [{"addresses": [settings.advertise], "conditions": {"ready": true}}]});
+        "addressType": family, "ports": ports(), "endpoints": endpoints.collect::<Vec<_>>()});
     for (group, plural, object) in [
         ("/api/v1", "endpoints", core),
         ("/apis/discovery.k8s.io/v1", "endpointslices", slice),

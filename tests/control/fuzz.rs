@@ -135,7 +135,8 @@ fn refused(reply: &Reply) -> bool {
 fn corpus() -> Vec<(&'static str, Value)> {
     let deployments = "/apis/apps/v1/namespaces/default/deployments";
     let mut full = pod("p");
-    full["spec"]["tolerations"] = json!([{"operator": "Exists", "tolerationSeconds": 5}]);
+    full["spec"]["tolerations"] =
+        json!([{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}]);
     full["spec"]["terminationGracePeriodSeconds"] = json!(1);
     full["spec"]["containers"][0]["resources"] = json!({"limits": {"cpu": "1", "memory": "1Gi"}});
     full["spec"]["containers"][0]["livenessProbe"] = json!({"httpGet": {"port": 80}});

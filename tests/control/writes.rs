@@ -330,9 +330,20 @@ async fn nulls_and_numbers_out_of_range_are_not_stored() {
     assert_eq!(refused.code, 400, "{}", refused.body);
     let large = json!({"data": {"k": "x".repeat(2 << 20)}});
     let grows = server.patch(&format!("{MAPS}/a"), MERGE, large).await;
+    assert_eq!(grows.code, 422, "a ConfigMap has at most 1 MiB");
+    let deployments = "/apis/apps/v1/namespaces/default/deployments";
+    let deployment = json!({"metadata": {"name": "a"}, "spec": {"selector": {"matchLabels": {"a": "b"}},
+        "template": {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "c", "image": "i"}]}}}});
+    server.ok("POST", deployments, &deployment).await;
+    let with = |name: &str| {
+        let env = json!([{"name": name, "value": "x".repeat(2 << 20)}]);
+        json!({"spec": {"template": {"spec": {"containers": [{"name": "c", "env": env}]}}}})
+    };
+    let url = format!("{deployments}/a");
+    let strategic = "application/strategic-merge-patch+json";
+    let grows = server.patch(&url, strategic, with("A")).await;
     assert_eq!(grows.code, 200);
-    let more = json!({"data": {"l": "x".repeat(2 << 20)}});
-    let refused = server.patch(&format!("{MAPS}/a"), MERGE, more).await;
+    let refused = server.patch(&url, strategic, with("B")).await;
     assert_eq!(
         refused.code, 413,
         "patches do not add up to more than a body may have"

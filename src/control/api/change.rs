@@ -25,6 +25,11 @@ pub(super) fn check(
         _ => return vec![],
     };
     let mut errors = validate::object(resource, new);
+    if !errors.is_empty() {
+        // What was stored before a rule came can still be changed otherwise, and lose its finalizers.
+        let known = validate::object(resource, old);
+        errors.retain(|error| !known.contains(error));
+    }
     errors.extend(more);
     errors
 }
@@ -146,5 +151,29 @@ pub(super) fn bump_generation(object: &mut Value) {
     let generation = object["metadata"]["generation"].as_i64().unwrap_or(0);
     if generation > 0 {
         meta(object).insert("generation".into(), (generation + 1).into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// What an earlier version stored, and no rule allows any more, can lose its finalizers; a further breach is refused.
+    #[test]
+    fn an_update_is_refused_for_what_it_changes() {
+        let resource = Resource::find("", "v1", "configmaps").expect("a resource");
+        let old = json!({
+            "metadata": {"name": "a", "namespace": "n", "finalizers": ["a.example/b"]},
+            "data": {"..old": "x"},
+        });
+        let mut new = old.clone();
+        new["metadata"]["finalizers"] = json!([]);
+        assert_eq!(check(resource, None, &old, &new), []);
+        new["data"]["..new"] = "y".into();
+        let errors = check(resource, None, &old, &new);
+        let fields: Vec<&str> = errors.iter().map(|error| error.field.as_str()).collect();
+        assert_eq!(fields, ["data[..new]"]);
     }
 }

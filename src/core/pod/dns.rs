@@ -204,6 +204,54 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Fau
     Ok((short, domain))
 }
 
+/// Checks that no name or address of a pod adds lines or words to its `/etc/hosts` and `/etc/resolv.conf`, which have one entry
+/// per line. A kube-apiserver refuses such values; a manifest of a static pod, or another API, may have them.
+///
+/// # Errors
+///
+/// The field with its value.
+pub fn check_words(pod: &Pod) -> Result<(), Fault> {
+    let spec = pod::spec(pod);
+    let mut words = vec![];
+    for (i, alias) in spec.host_aliases.iter().flatten().enumerate() {
+        words.push((format!("hostAliases[{i}].ip"), alias.ip.as_str()));
+        for (n, name) in alias.hostnames.iter().flatten().enumerate() {
+            words.push((format!("hostAliases[{i}].hostnames[{n}]"), name));
+        }
+    }
+    let names = [
+        ("hostname", &spec.hostname),
+        ("subdomain", &spec.subdomain),
+        ("hostnameOverride", &spec.hostname_override),
+    ];
+    for (field, name) in names {
+        words.extend(name.as_deref().map(|name| (field.to_owned(), name)));
+    }
+    if let Some(config) = &spec.dns_config {
+        let lists = [
+            ("nameservers", &config.nameservers),
+            ("searches", &config.searches),
+        ];
+        for (field, list) in lists {
+            for (i, word) in list.iter().flatten().enumerate() {
+                words.push((format!("dnsConfig.{field}[{i}]"), word));
+            }
+        }
+        for (i, option) in config.options.iter().flatten().enumerate() {
+            for word in [&option.name, &option.value].into_iter().flatten() {
+                words.push((format!("dnsConfig.options[{i}]"), word));
+            }
+        }
+    }
+    let splits = |c: char| c.is_control() || c.is_whitespace();
+    match words.into_iter().find(|(_, word)| word.contains(splits)) {
+        None => Ok(()),
+        Some((field, word)) => Err(Fault::invalid(format!(
+            "spec.{field}: {word:?} has spaces or line breaks: it is one word of a line of /etc/hosts or /etc/resolv.conf"
+        ))),
+    }
+}
+
 /// The content of a pod's `/etc/hosts`. `node` is the node's own file, for pods on its network.
 #[must_use]
 pub fn hosts_file(pod: &Pod, ips: &[String], cluster_domain: &str, node: &str) -> String {
@@ -324,6 +372,43 @@ mod tests {
             ),
             Ok(("own.name".into(), String::new()))
         );
+    }
+
+    #[test]
+    fn words_add_no_lines() {
+        let right = json!({
+            "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a.b"]}], "hostname": "h", "subdomain": "s",
+            "dnsConfig": {"nameservers": ["1.1.1.1"], "searches": ["a."], "options": [{"name": "ndots", "value": "2"}]}
+        });
+        assert_eq!(check_words(&pod(right)), Ok(()));
+        for (field, wrong) in [
+            (
+                "hostAliases[0].ip",
+                json!({"hostAliases": [{"ip": "10.0.0.1\n10.0.0.2 c"}]}),
+            ),
+            (
+                "hostAliases[0].hostnames[1]",
+                json!({"hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a", "b\n10.0.0.2 c"]}]}),
+            ),
+            ("hostname", json!({"hostname": "a\n10.0.0.2 c"})),
+            ("subdomain", json!({"subdomain": "a b"})),
+            ("hostnameOverride", json!({"hostnameOverride": "a\tb"})),
+            (
+                "dnsConfig.nameservers[0]",
+                json!({"dnsConfig": {"nameservers": ["1.1.1.1\nsearch x"]}}),
+            ),
+            (
+                "dnsConfig.searches[0]",
+                json!({"dnsConfig": {"searches": ["a\nnameserver 1.1.1.1"]}}),
+            ),
+            (
+                "dnsConfig.options[0]",
+                json!({"dnsConfig": {"options": [{"name": "ndots", "value": "2\nsearch x"}]}}),
+            ),
+        ] {
+            let error = check_words(&pod(wrong)).expect_err(field).to_string();
+            assert!(error.starts_with(&format!("spec.{field}: ")), "{error}");
+        }
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Validation of objects before they are stored (control-plane spec, 4.2 to 4.4).
+//! Validation of objects before they are stored.
 
 mod batch;
 mod job_status;
 mod pod;
+mod rules;
 mod status;
 mod update;
 
@@ -82,20 +83,17 @@ fn is_qualified(key: &str) -> bool {
 pub fn object(resource: &Resource, object: &Value) -> Errors {
     let mut errors = Errors::new();
     metadata(resource, object, &mut errors);
+    rules::object(resource.kind, object, &mut errors);
     match resource.kind {
         "Pod" => {
             pod::spec(&object["spec"], "spec", None, &mut errors);
+            pod::images(object, &mut errors);
             pod::gates(object, &mut errors);
         }
         "Deployment" | "ReplicaSet" => workload(resource, object, &mut errors),
         "Job" => batch::job(object, &mut errors),
         "CronJob" => batch::cron_job(object, &mut errors),
-        "ConfigMap" | "Secret" => {
-            data_keys(object, &mut errors);
-            if resource.kind == "Secret" {
-                secret_data(object, &mut errors);
-            }
-        }
+        "Secret" => secret_data(object, &mut errors),
         "Service" => service(object, &mut errors),
         "RuntimeClass" if !text(object, &["handler"]).is_some_and(is_label) => {
             errors.push(FieldError::invalid("handler", &object["handler"], LABEL));
@@ -119,21 +117,6 @@ pub fn object(resource: &Resource, object: &Value) -> Errors {
         }
     }
     errors
-}
-
-/// The keys of a ConfigMap or Secret: each may become a file's name.
-fn data_keys(object: &Value, errors: &mut Errors) {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    for field in ["data", "binaryData"] {
-        let entries = at(object, &[field]).and_then(Value::as_object);
-        for key in entries.into_iter().flat_map(|m| m.keys()) {
-            let has_length = (1..=253).contains(&key.len());
-            if !has_length || !key.chars().all(is_plain) || key == "." || key == ".." {
-                let path = format!("{field}[{key}]");
-                errors.push(FieldError::invalid(path, &key.as_str().into(), KEY));
-            }
-        }
-    }
 }
 
 fn priority_class(object: &Value, errors: &mut Errors) {

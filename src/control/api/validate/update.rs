@@ -111,23 +111,13 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
             Some(_) => {}
         }
     }
-    let volumes: HashSet<&str> = list(new, &["spec", "volumes"])
-        .iter()
-        .filter_map(|v| text(v, &["name"]))
-        .collect();
     let taken: HashSet<&str> = ["containers", "initContainers"]
         .iter()
         .flat_map(|kind| list(new, &["spec", kind]))
         .filter_map(|c| text(c, &["name"]))
         .collect();
-    let mut seen = HashSet::new();
     for (i, item) in after.iter().enumerate() {
         let here = format!("{path}[{i}]");
-        super::pod::container(item, &here, &volumes, &mut errors);
-        let name = text(item, &["name"]).unwrap_or_default();
-        if taken.contains(&name) || !seen.insert(name) {
-            errors.push(FieldError::duplicate(format!("{here}.name"), name));
-        }
         for field in [
             "ports",
             "livenessProbe",

@@ -163,6 +163,7 @@ fn privileged(container: &Container) -> bool {
 
 /// The sandbox of a pod. The error is a sandbox error.
 pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxConfig, Fault> {
+    dns::check_words(pod)?;
     let spec = pod::spec(pod);
     let context = spec.security_context.clone().unwrap_or_default();
     let id = |value: Option<i64>| value.map(|value| pb::Int64Value { value });

@@ -1,0 +1,655 @@
+//! Rules of other kinds whose breach would harm a node or another user.
+
+use std::net::IpAddr;
+
+use base64::Engine as _;
+use serde_json::Value;
+
+use super::super::{Errors, KEY, LABEL, SUBDOMAIN, is_label, is_subdomain};
+use super::Rule::{Between, Check, Most, OneOf, Required, Text};
+use super::scheduling::{TAINTS, label_selector, strict_term};
+use super::syntax::{
+    IP, NO_BACKSTEPS, NOT_NEGATIVE, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port,
+    port_name, too_long, unique,
+};
+use super::volume::HOST_PATHS;
+use super::{Row, resources, row, scheduling, table};
+use crate::control::api::error::FieldError;
+use crate::control::api::object::{list, text};
+use crate::core::quantity::Quantity;
+
+/// The most bytes of a ConfigMap's or Secret's values together.
+const MOST_DATA: usize = 1 << 20;
+const LARGEST: i64 = i32::MAX as i64;
+
+const CONFIG_MAP: &[Row] = &[
+    row(
+        "data",
+        Check(keys),
+        &[r#"{"a/b": "x"}"#, r#"{"..": "x"}"#, r#"{"..data": "x"}"#],
+    ),
+    row("binaryData", Check(keys), &[r#"{"": "eA=="}"#]),
+    row(
+        "",
+        Check(config_map),
+        &[r#"{"data": {"a": "x"}, "binaryData": {"a": "eA=="}}"#],
+    ),
+];
+
+const SECRET: &[Row] = &[
+    row("data", Check(keys), &[r#"{"../x": "eA=="}"#]),
+    row(
+        "",
+        Check(secret),
+        &[
+            r#"{"type": "kubernetes.io/dockerconfigjson", "data": {".dockerconfigjson": "eA=="}}"#,
+            r#"{"type": "kubernetes.io/basic-auth", "data": {}}"#,
+            r#"{"type": "kubernetes.io/ssh-auth", "data": {"ssh-privatekey": ""}}"#,
+        ],
+    ),
+];
+
+const VOLUME: &[Row] = &[
+    row(
+        "spec.hostPath.path",
+        Text(has_no_backsteps, NO_BACKSTEPS),
+        &["\"/var/../etc\""],
+    ),
+    row("spec.hostPath.type", OneOf(HOST_PATHS), &["\"Folder\""]),
+    row(
+        "spec",
+        Check(recycled_root),
+        &[r#"{"hostPath": {"path": "/"}, "persistentVolumeReclaimPolicy": "Recycle"}"#],
+    ),
+    row(
+        "spec.local.path",
+        Text(has_no_backsteps, NO_BACKSTEPS),
+        &["\"/mnt/../../etc\""],
+    ),
+    row(
+        "spec.volumeMode",
+        OneOf(&["Block", "Filesystem"]),
+        &["\"Raw\""],
+    ),
+    row(
+        "spec.nodeAffinity.required.nodeSelectorTerms",
+        Required("must have at least one node selector term"),
+        &["[]"],
+    ),
+    row(
+        "spec.nodeAffinity.required.nodeSelectorTerms[]",
+        Check(strict_term),
+        &[r#"{"matchExpressions": [{"key": "a", "operator": "In"}]}"#],
+    ),
+    row(
+        "spec.csi.controllerPublishSecretRef.name",
+        Required(""),
+        &["\"\""],
+    ),
+    row(
+        "spec.csi.controllerPublishSecretRef.namespace",
+        Required(""),
+        &["null"],
+    ),
+    row("spec.csi.nodeStageSecretRef.name", Required(""), &["\"\""]),
+    row(
+        "spec.csi.nodePublishSecretRef.namespace",
+        Required(""),
+        &["\"\""],
+    ),
+    row(
+        "spec.iscsi.lun",
+        Between(0, 255, "must be between 0 and 255, inclusive"),
+        &["256"],
+    ),
+];
+
+const CLAIM: &[Row] = &[
+    row(
+        "spec.selector",
+        Check(label_selector),
+        &[r#"{"matchLabels": {"a b": "c"}}"#],
+    ),
+    row(
+        "spec.storageClassName",
+        Text(is_subdomain, SUBDOMAIN),
+        &["\"A\""],
+    ),
+    row(
+        "spec.volumeMode",
+        OneOf(&["Block", "Filesystem"]),
+        &["\"Raw\""],
+    ),
+];
+
+const NODE: &[Row] = &[
+    row(
+        "spec.podCIDRs[]",
+        Check(cidr),
+        &["\"10.0.0.0\"", "\"10.0.0.0/33\""],
+    ),
+    row(
+        "spec.podCIDRs",
+        Check(one_of_each_family),
+        &[r#"["10.0.0.0/24", "10.0.1.0/24"]"#],
+    ),
+    row("status.capacity", Check(amounts), &[r#"{"cpu": "-1"}"#]),
+    row(
+        "status.allocatable",
+        Check(amounts),
+        &[r#"{"memory": "lots"}"#],
+    ),
+];
+
+const SERVICE: &[Row] = &[
+    row(
+        "spec.externalIPs[]",
+        Check(endpoint_ip),
+        &[
+            "\"127.0.0.1\"",
+            "\"169.254.169.254\"",
+            "\"0.0.0.0\"",
+            "\"nowhere\"",
+        ],
+    ),
+    row(
+        "spec.loadBalancerSourceRanges[]",
+        Check(cidr),
+        &["\"10.0.0.0\""],
+    ),
+    row(
+        "spec.clusterIPs",
+        Most(2),
+        &[r#"["10.0.0.1", "fd00::1", "10.0.0.2"]"#],
+    ),
+    row(
+        "spec.externalName",
+        Text(is_subdomain, SUBDOMAIN),
+        &["\"a b\""],
+    ),
+    row(
+        "spec.sessionAffinity",
+        OneOf(&["ClientIP", "None"]),
+        &["\"Cookie\""],
+    ),
+    row(
+        "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
+        Between(1, 86_400, "must be greater than 0 and less than 86400"),
+        &["0"],
+    ),
+    row(
+        "spec.externalTrafficPolicy",
+        OneOf(&["Cluster", "Local"]),
+        &["\"Node\""],
+    ),
+    row(
+        "spec.internalTrafficPolicy",
+        OneOf(&["Cluster", "Local"]),
+        &["\"Node\""],
+    ),
+    row("spec.ports[].name", Text(is_label, LABEL), &["\"A\""]),
+    row("spec.ports[].protocol", OneOf(PROTOCOLS), &["\"ICMP\""]),
+    row(
+        "spec.ports[].targetPort",
+        Check(target_port),
+        &["65536", "\"UPPER\""],
+    ),
+    row(
+        "spec.ports[].nodePort",
+        Between(0, 65_535, PORT),
+        &["70000"],
+    ),
+    row(
+        "spec.ports",
+        Check(named_ports),
+        &[r#"[{"name": "a", "port": 1}, {"name": "a", "port": 2}]"#],
+    ),
+    row(
+        "spec.ports",
+        Check(same_ports),
+        &[r#"[{"name": "a", "port": 1}, {"name": "b", "port": 1}]"#],
+    ),
+];
+
+const ENDPOINTS: &[Row] = &[
+    row("subsets[].addresses[].ip", Required(""), &["null"]),
+    row(
+        "subsets[].addresses[].ip",
+        Check(endpoint_ip),
+        &["\"127.0.0.1\""],
+    ),
+    row(
+        "subsets[].notReadyAddresses[].ip",
+        Check(endpoint_ip),
+        &["\"fe80::1\""],
+    ),
+    row(
+        "subsets[].addresses[].hostname",
+        Text(is_label, LABEL),
+        &["\"A\""],
+    ),
+    row(
+        "subsets[].addresses[].nodeName",
+        Text(is_subdomain, SUBDOMAIN),
+        &["\"A\""],
+    ),
+    row("subsets[].ports[].port", Between(1, 65_535, PORT), &["0"]),
+    row(
+        "subsets[].ports[].protocol",
+        OneOf(PROTOCOLS),
+        &["\"ICMP\""],
+    ),
+];
+
+const SLICE: &[Row] = &[
+    row("addressType", Required(""), &["\"\""]),
+    row(
+        "addressType",
+        OneOf(&["FQDN", "IPv4", "IPv6"]),
+        &["\"IPX\""],
+    ),
+    row("endpoints", Most(1000), &[]),
+    row("endpoints[].addresses", Most(100), &[]),
+    row(
+        "endpoints[].addresses",
+        Required("must contain at least 1 address"),
+        &["[]"],
+    ),
+    row("endpoints[].hostname", Text(is_label, LABEL), &["\"A\""]),
+    row(
+        "endpoints[].nodeName",
+        Text(is_subdomain, SUBDOMAIN),
+        &["\"A\""],
+    ),
+    row(
+        "",
+        Check(addresses),
+        &[
+            r#"{"addressType": "IPv4", "endpoints": [{"addresses": ["127.0.0.1"]}]}"#,
+            r#"{"addressType": "IPv4", "endpoints": [{"addresses": ["fd00::1"]}]}"#,
+            r#"{"addressType": "IPv6", "endpoints": [{"addresses": ["10.0.0.1"]}]}"#,
+            r#"{"addressType": "FQDN", "endpoints": [{"addresses": ["a b"]}]}"#,
+        ],
+    ),
+    row("ports[].name", Text(is_label, LABEL), &["\"A\""]),
+    row("ports[].port", Between(1, 65_535, PORT), &["70000"]),
+    row("ports[].protocol", OneOf(PROTOCOLS), &["\"ICMP\""]),
+];
+
+const LEASE: &[Row] = &[
+    row(
+        "spec.leaseDurationSeconds",
+        Between(1, LARGEST, "must be greater than 0"),
+        &["0"],
+    ),
+    row(
+        "spec.leaseTransitions",
+        Between(0, LARGEST, NOT_NEGATIVE),
+        &["-1"],
+    ),
+];
+
+const RUNTIME_CLASS: &[Row] = &[
+    row(
+        "overhead.podFixed",
+        Check(resources::overhead),
+        &[r#"{"cpu": "-1"}"#, r#"{"disk": "1"}"#],
+    ),
+    row(
+        "scheduling",
+        Check(scheduling::of_class),
+        &[
+            r#"{"nodeSelector": {"a b": "c"}}"#,
+            r#"{"tolerations": [{"operator": "Equal"}]}"#,
+        ],
+    ),
+];
+
+/// Checks an object of a kind that has a table.
+pub fn check(kind: &str, object: &Value, errors: &mut Errors) {
+    let rows = match kind {
+        "ConfigMap" => CONFIG_MAP,
+        "Secret" => SECRET,
+        "PersistentVolume" => VOLUME,
+        "PersistentVolumeClaim" => CLAIM,
+        "Node" => {
+            table(TAINTS, object, "", errors);
+            NODE
+        }
+        "Service" => SERVICE,
+        "Endpoints" => ENDPOINTS,
+        "EndpointSlice" => SLICE,
+        "Lease" => LEASE,
+        "RuntimeClass" => RUNTIME_CLASS,
+        _ => return,
+    };
+    table(rows, object, "", errors);
+}
+
+/// The keys of a ConfigMap or Secret: each may become a file's name.
+fn keys(data: &Value, path: &str, errors: &mut Errors) {
+    for key in data.as_object().into_iter().flat_map(|data| data.keys()) {
+        if key.is_empty() || !is_config_key(key) {
+            errors.push(FieldError::invalid(
+                format!("{path}[{key}]"),
+                &key.as_str().into(),
+                KEY,
+            ));
+        }
+    }
+}
+
+/// The bytes that base64 stands for; what cannot be decoded has an error of its own.
+fn decoded(value: &Value) -> Vec<u8> {
+    let text = value.as_str().unwrap_or_default();
+    base64::engine::general_purpose::STANDARD
+        .decode(text)
+        .unwrap_or_default()
+}
+
+fn entries<'a>(object: &'a Value, key: &str) -> impl Iterator<Item = (&'a String, &'a Value)> {
+    object[key].as_object().into_iter().flatten()
+}
+
+fn config_map(object: &Value, _: &str, errors: &mut Errors) {
+    for (key, _) in
+        entries(object, "data").filter(|(key, _)| object["binaryData"].get(*key).is_some())
+    {
+        let why = "duplicate of key present in binaryData";
+        errors.push(FieldError::invalid(
+            format!("data[{key}]"),
+            &key.as_str().into(),
+            why,
+        ));
+    }
+    let texts = entries(object, "data").map(|(_, value)| value.as_str().map_or(0, str::len));
+    let bytes = entries(object, "binaryData").map(|(_, value)| decoded(value).len());
+    if texts.chain(bytes).sum::<usize>() > MOST_DATA {
+        errors.push(too_long("[]", MOST_DATA));
+    }
+}
+
+fn secret(object: &Value, _: &str, errors: &mut Errors) {
+    if entries(object, "data")
+        .map(|(_, value)| decoded(value).len())
+        .sum::<usize>()
+        > MOST_DATA
+    {
+        errors.push(too_long("data", MOST_DATA));
+    }
+    let value = |key: &str| object["data"].get(key);
+    let is_empty = |key: &str| value(key).is_none_or(|value| decoded(value).is_empty());
+    let config = match text(object, &["type"]).unwrap_or_default() {
+        "kubernetes.io/dockerconfigjson" => ".dockerconfigjson",
+        "kubernetes.io/dockercfg" => ".dockercfg",
+        "kubernetes.io/basic-auth" => {
+            for key in ["username", "password"] {
+                if value("username").is_none() && value("password").is_none() {
+                    errors.push(FieldError::required(format!("data[{key}]"), ""));
+                }
+            }
+            return;
+        }
+        "kubernetes.io/ssh-auth" => {
+            if is_empty("ssh-privatekey") {
+                errors.push(FieldError::required("data[ssh-privatekey]", ""));
+            }
+            return;
+        }
+        _ => return,
+    };
+    let parsed = value(config)
+        .map(|value| serde_json::from_slice::<serde_json::Map<String, Value>>(&decoded(value)));
+    if let Some(Err(error)) = parsed {
+        let shown = "<secret contents redacted>".into();
+        errors.push(FieldError::invalid(
+            format!("data[{config}]"),
+            &shown,
+            &error.to_string(),
+        ));
+    }
+}
+
+/// A recycled volume's files are deleted: not those of the node (`ValidatePersistentVolumeSpec`).
+fn recycled_root(spec: &Value, path: &str, errors: &mut Errors) {
+    let is_recycled = text(spec, &["persistentVolumeReclaimPolicy"]) == Some("Recycle");
+    if is_recycled
+        && text(spec, &["hostPath", "path"]).is_some_and(|dir| dir.trim_end_matches('/').is_empty())
+    {
+        let why = "may not be 'recycle' for a hostPath mount of '/'";
+        errors.push(FieldError::forbidden(
+            format!("{path}.persistentVolumeReclaimPolicy"),
+            why,
+        ));
+    }
+}
+
+/// A range of addresses, if it is one.
+fn range(text: &str) -> Option<IpAddr> {
+    let (address, length) = text.split_once('/')?;
+    let address: IpAddr = address.parse().ok()?;
+    let longest = if address.is_ipv4() { 32 } else { 128 };
+    let is_length = length.parse::<u8>().is_ok_and(|length| length <= longest);
+    is_length.then_some(address)
+}
+
+fn cidr(value: &Value, path: &str, errors: &mut Errors) {
+    if value.as_str().and_then(|text| range(text.trim())).is_none() {
+        let why = "must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)";
+        errors.push(FieldError::invalid(path, value, why));
+    }
+}
+
+fn one_of_each_family(ranges: &Value, path: &str, errors: &mut Errors) {
+    let families = ranges
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .filter_map(range);
+    let families: Vec<bool> = families.map(|address| address.is_ipv4()).collect();
+    if families.len() > 2 || matches!(families[..], [first, second] if first == second) {
+        let why = "may specify no more than one CIDR for each IP family";
+        errors.push(FieldError::invalid(path, ranges, why));
+    }
+}
+
+fn amounts(amounts: &Value, path: &str, errors: &mut Errors) {
+    for (name, value) in amounts.as_object().into_iter().flatten() {
+        let shown = value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned);
+        let field = format!("{path}.{name}");
+        match shown.parse::<Quantity>() {
+            Ok(amount) if amount < Quantity::ZERO => {
+                errors.push(FieldError::invalid(field, value, NOT_NEGATIVE))
+            }
+            Ok(_) => {}
+            Err(error) => errors.push(FieldError::invalid(field, value, &error.to_string())),
+        }
+    }
+}
+
+/// An address that traffic may be sent to: none of a node itself (`ValidateEndpointIP`).
+fn endpoint_ip(value: &Value, path: &str, errors: &mut Errors) {
+    let Some(address) = value.as_str().and_then(|text| text.parse::<IpAddr>().ok()) else {
+        return errors.push(FieldError::invalid(path, value, IP));
+    };
+    // An IPv4 address in IPv6 notation is that address.
+    let problem = match address.to_canonical() {
+        address if address.is_unspecified() => format!("may not be unspecified ({address})"),
+        address if address.is_loopback() => {
+            "may not be in the loopback range (127.0.0.0/8, ::1/128)".to_owned()
+        }
+        IpAddr::V4(address) if address.is_link_local() => LINK_LOCAL.to_owned(),
+        IpAddr::V6(address) if address.is_unicast_link_local() => LINK_LOCAL.to_owned(),
+        IpAddr::V4(address) if address.octets()[..3] == [224, 0, 0] => MULTICAST.to_owned(),
+        IpAddr::V6(address) if address.segments()[0] & 0xff0f == 0xff02 => MULTICAST.to_owned(),
+        _ => return,
+    };
+    errors.push(FieldError::invalid(path, value, &problem));
+}
+
+const LINK_LOCAL: &str = "may not be in the link-local range (169.254.0.0/16, fe80::/10)";
+const MULTICAST: &str = "may not be in the link-local multicast range (224.0.0.0/24, ff02::/10)";
+
+fn target_port(value: &Value, path: &str, errors: &mut Errors) {
+    // 0 and an empty text stand for the service's own port.
+    if *value != 0 && *value != "" {
+        port(value, path, errors);
+    }
+    port_name(value, path, errors);
+}
+
+fn named_ports(ports: &Value, path: &str, errors: &mut Errors) {
+    unique(ports, path, "name", errors);
+}
+
+fn same_ports(ports: &Value, path: &str, errors: &mut Errors) {
+    let mut seen = std::collections::HashSet::new();
+    for (i, port) in ports.as_array().into_iter().flatten().enumerate() {
+        let protocol = text(port, &["protocol"])
+            .filter(|p| !p.is_empty())
+            .unwrap_or("TCP");
+        if !seen.insert((protocol, port["port"].as_i64())) {
+            let shown = format!("{{\"port\":{},\"protocol\":\"{protocol}\"}}", port["port"]);
+            errors.push(FieldError {
+                reason: "FieldValueDuplicate",
+                field: format!("{path}[{i}]"),
+                detail: format!("Duplicate value: {shown}"),
+            });
+        }
+    }
+}
+
+fn addresses(slice: &Value, _: &str, errors: &mut Errors) {
+    let kind = text(slice, &["addressType"]).unwrap_or_default();
+    for (i, endpoint) in list(slice, &["endpoints"]).iter().enumerate() {
+        for (n, address) in list(endpoint, &["addresses"]).iter().enumerate() {
+            let field = format!("endpoints[{i}].addresses[{n}]");
+            let text = address.as_str().unwrap_or_default();
+            let is_ipv4 = text.parse().map(|address: IpAddr| address.is_ipv4());
+            match (kind, is_ipv4) {
+                ("FQDN", _) if !is_subdomain(text) => {
+                    errors.push(FieldError::invalid(field, address, SUBDOMAIN))
+                }
+                ("IPv4" | "IPv6", Err(_)) => errors.push(FieldError::invalid(field, address, IP)),
+                ("IPv4", Ok(false)) => errors.push(FieldError::invalid(
+                    field,
+                    address,
+                    "must be an IPv4 address",
+                )),
+                ("IPv6", Ok(true)) => errors.push(FieldError::invalid(
+                    field,
+                    address,
+                    "must be an IPv6 address",
+                )),
+                ("IPv4" | "IPv6", Ok(_)) => endpoint_ip(address, &field, errors),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
+    use serde_json::json;
+    let port = || json!([{"name": "a", "port": 1, "protocol": "TCP"}]);
+    let terms = json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}]}});
+    let secret = || json!({"name": "s", "namespace": "n"});
+    vec![
+        (
+            "ConfigMap",
+            CONFIG_MAP,
+            json!({"data": {"a.b-c_D": "x"}, "binaryData": {"b": "eA=="}}),
+        ),
+        (
+            "Secret",
+            SECRET,
+            json!({"type": "kubernetes.io/dockerconfigjson", "data": {".dockerconfigjson": "e30="}}),
+        ),
+        (
+            "PersistentVolume",
+            VOLUME,
+            json!({"spec": {
+                "hostPath": {"path": "/mnt/a", "type": ""}, "local": {"path": "/mnt/b"}, "volumeMode": "Block", "nodeAffinity": terms, "iscsi": {"lun": 255},
+                "csi": {"controllerPublishSecretRef": secret(), "nodeStageSecretRef": secret(), "nodePublishSecretRef": secret()},
+            }}),
+        ),
+        (
+            "PersistentVolumeClaim",
+            CLAIM,
+            json!({"spec": {"selector": {"matchLabels": {"a": "b"}}, "storageClassName": "a.b", "volumeMode": "Block"}}),
+        ),
+        (
+            "Node",
+            NODE,
+            json!({"spec": {"podCIDRs": ["10.0.0.0/24", "fd00::/64"]}, "status": {"capacity": {"cpu": "1"}, "allocatable": {"memory": "1Gi"}}}),
+        ),
+        (
+            "Service",
+            SERVICE,
+            json!({"spec": {
+                "externalIPs": ["192.0.2.1"], "loadBalancerSourceRanges": ["10.0.0.0/8"], "clusterIPs": ["10.0.0.1"], "externalName": "a.example", "sessionAffinity": "ClientIP",
+                "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86_400}}, "externalTrafficPolicy": "Local", "internalTrafficPolicy": "Cluster",
+                "ports": [{"name": "a", "port": 80, "protocol": "TCP", "targetPort": "web", "nodePort": 0}, {"name": "b", "port": 80, "protocol": "UDP", "targetPort": 0}],
+            }}),
+        ),
+        (
+            "Endpoints",
+            ENDPOINTS,
+            json!({"subsets": [{
+                "addresses": [{"ip": "10.0.0.1", "hostname": "a", "nodeName": "n.example"}], "notReadyAddresses": [{"ip": "fd00::1"}], "ports": port(),
+            }]}),
+        ),
+        (
+            "EndpointSlice",
+            SLICE,
+            json!({"addressType": "IPv4", "ports": port(), "endpoints": [{"addresses": ["10.0.0.1"], "hostname": "a", "nodeName": "n"}]}),
+        ),
+        (
+            "Lease",
+            LEASE,
+            json!({"spec": {"leaseDurationSeconds": 40, "leaseTransitions": 0}}),
+        ),
+        (
+            "RuntimeClass",
+            RUNTIME_CLASS,
+            json!({"overhead": {"podFixed": {"cpu": "100m"}}, "scheduling": {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "a", "operator": "Exists"}]}}),
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn errors_of(kind: &str, object: &Value) -> Vec<String> {
+        let mut errors = vec![];
+        check(kind, object, &mut errors);
+        errors
+            .into_iter()
+            .map(|error| format!("{}: {}", error.field, error.detail))
+            .collect()
+    }
+
+    #[test]
+    fn data_has_at_most_a_mebibyte() {
+        let of = |size: usize| json!({"data": {"a": "x".repeat(size)}});
+        assert_eq!(errors_of("ConfigMap", &of(MOST_DATA)), Vec::<String>::new());
+        assert_eq!(
+            errors_of("ConfigMap", &of(MOST_DATA + 1)),
+            ["[]: Too long: may not be more than 1048576 bytes"]
+        );
+        // What is counted of a Secret is what base64 stands for.
+        let encoded = |size: usize| base64::engine::general_purpose::STANDARD.encode(vec![0; size]);
+        let of = |size| json!({"data": {"a": encoded(size)}});
+        assert_eq!(errors_of("Secret", &of(MOST_DATA)), Vec::<String>::new());
+        assert_eq!(
+            errors_of("Secret", &of(MOST_DATA + 1)),
+            ["data: Too long: may not be more than 1048576 bytes"]
+        );
+    }
+}
