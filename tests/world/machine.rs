@@ -36,20 +36,15 @@ impl Dialer for World {
                     .map(|(id, _)| id.clone())
                     .collect();
                 let name = request.path.trim_start_matches('/');
-                let asked = |c: &&Ctr| {
-                    c.container.name == name
-                        && boxes.contains(&c.container.sandbox)
-                        && c.container.state == ContainerState::Running
-                };
-                let ids: Vec<String> = state
-                    .containers
-                    .values()
-                    .filter(asked)
-                    .map(|c| c.container.id.clone())
-                    .collect();
-                if ids.is_empty() {
+                let asked =
+                    |c: &&Ctr| c.container.name == name && boxes.contains(&c.container.sandbox);
+                let asked: Vec<&Ctr> = state.containers.values().filter(asked).collect();
+                let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
+                if !asked.iter().any(runs) {
                     return Err(HttpError::Failed("connection refused".into()));
                 }
+                // On the node's network a container answers for all of its name.
+                let ids: Vec<String> = asked.iter().map(|c| c.container.id.clone()).collect();
                 state.probed.extend(ids);
                 Ok(Reply {
                     status: 200,

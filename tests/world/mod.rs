@@ -721,13 +721,16 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
     if let Some(c) = state.containers.get_mut(id)
         && c.container.state != ContainerState::Exited
     {
+        let has_run = c.container.state == ContainerState::Running;
         c.container.state = ContainerState::Exited;
         c.container.exit_code = code;
         c.container.finished_at = Some(now);
         let (uid, name) = (c.uid.clone(), c.container.name.clone());
         let line = format!("{now} ended {uid}/{} {id} {code}", c.container.name);
         state.trace.push(line);
-        state.note_end(id, &uid, &name, code);
+        if has_run {
+            state.note_end(id, &uid, &name, code);
+        }
         // One that was killed before it was started has ended as well: nobody has to start it again.
         state.ran.insert(uid.clone());
         state.hint(&uid, id, EventKind::Stopped);

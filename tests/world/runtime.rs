@@ -348,8 +348,10 @@ impl Runtime for World {
         let slow = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
-            let uid = state.containers.get(id).map(|c| c.uid.clone());
-            // One that was lost with its sandbox meanwhile has no limit.
+            // One that was lost with its sandbox, or has ended beside its hook, has no limit.
+            let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
+            let container = state.containers.get(id).filter(runs);
+            let uid = container.map(|c| c.uid.clone());
             if let Some(limit) = uid.map(|uid| state.grace_limit(&uid))
                 && grace > limit
             {
