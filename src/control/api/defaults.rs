@@ -184,6 +184,10 @@ fn container(container: &mut Value, host_network: bool) {
             ("successThreshold", 1),
             ("failureThreshold", 3),
         ] {
+            // As upstream, where 0 cannot be told from an absent number.
+            if probe[key] == 0 {
+                probe[key] = Value::Null;
+            }
             default(probe, key, json!(value));
         }
         if let Some(http) = probe.get_mut("httpGet").filter(|h| h.is_object()) {

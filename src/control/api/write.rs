@@ -233,7 +233,7 @@ impl Api {
                 None => None,
             };
             self.prepare_new(resource, namespace, &mut fresh).await?;
-            let errors = validate::object(resource, &fresh);
+            let errors = validate::new(resource, &fresh);
             if !errors.is_empty() {
                 return Err(ApiError::invalid(
                     resource.kind,

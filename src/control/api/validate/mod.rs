@@ -78,6 +78,19 @@ fn is_qualified(key: &str) -> bool {
     prefix.is_none_or(is_subdomain) && !name.is_empty() && is_label_value(name)
 }
 
+/// Checks an object that is created.
+#[must_use]
+pub fn new(resource: &Resource, fresh: &Value) -> Errors {
+    let mut errors = object(resource, fresh);
+    if resource.kind == "Pod" && !list(fresh, &["spec", "ephemeralContainers"]).is_empty() {
+        errors.push(FieldError::forbidden(
+            "spec.ephemeralContainers",
+            "cannot be set on create",
+        ));
+    }
+    errors
+}
+
 /// Checks a complete object.
 #[must_use]
 pub fn object(resource: &Resource, object: &Value) -> Errors {

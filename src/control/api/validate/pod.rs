@@ -44,6 +44,13 @@ pub(super) fn images(pod: &Value, errors: &mut Errors) {
             }
         }
     }
+    for (i, volume) in list(pod, &["spec", "volumes"]).iter().enumerate() {
+        let image = &volume["image"];
+        if !image.is_null() && text(image, &["reference"]).is_none_or(str::is_empty) {
+            let field = format!("spec.volumes[{i}].image.reference");
+            errors.push(FieldError::required(field, ""));
+        }
+    }
 }
 
 /// Checks the spec of a pod or template; `restart` are the policies that the kind allows.

@@ -91,7 +91,6 @@ const VOLUME: &[Row] = &[
         Required(""),
         &["null"],
     ),
-    row("spec.csi.nodeStageSecretRef.name", Required(""), &["\"\""]),
     row(
         "spec.csi.nodePublishSecretRef.namespace",
         Required(""),
@@ -163,19 +162,9 @@ const SERVICE: &[Row] = &[
         &[r#"["10.0.0.1", "fd00::1", "10.0.0.2"]"#],
     ),
     row(
-        "spec.externalName",
-        Text(is_subdomain, SUBDOMAIN),
-        &["\"a b\""],
-    ),
-    row(
         "spec.sessionAffinity",
         OneOf(&["ClientIP", "None"]),
         &["\"Cookie\""],
-    ),
-    row(
-        "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
-        Between(1, 86_400, "must be greater than 0 and less than 86400"),
-        &["0"],
     ),
     row(
         "spec.externalTrafficPolicy",
@@ -209,9 +198,24 @@ const SERVICE: &[Row] = &[
         Check(same_ports),
         &[r#"[{"name": "a", "port": 1}, {"name": "b", "port": 1}]"#],
     ),
+    row(
+        "spec",
+        Check(of_type),
+        &[
+            r#"{"type": "ExternalName", "externalName": "a b"}"#,
+            r#"{"type": "ClusterIP", "externalTrafficPolicy": "Local"}"#,
+            r#"{"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 0}}}"#,
+            r#"{"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 86401}}}"#,
+        ],
+    ),
 ];
 
 const ENDPOINTS: &[Row] = &[
+    row(
+        "subsets[]",
+        Check(has_addresses),
+        &[r#"{"ports": [{"port": 1}]}"#],
+    ),
     row("subsets[].addresses[].ip", Required(""), &["null"]),
     row(
         "subsets[].addresses[].ip",
@@ -272,7 +276,6 @@ const SLICE: &[Row] = &[
         ],
     ),
     row("ports[].name", Text(is_label, LABEL), &["\"A\""]),
-    row("ports[].port", Between(1, 65_535, PORT), &["70000"]),
     row("ports[].protocol", OneOf(PROTOCOLS), &["\"ICMP\""]),
 ];
 
@@ -501,6 +504,42 @@ fn target_port(value: &Value, path: &str, errors: &mut Errors) {
     port_name(value, path, errors);
 }
 
+/// What depends on a service's type and session affinity.
+fn of_type(spec: &Value, path: &str, errors: &mut Errors) {
+    let kind = text(spec, &["type"]).unwrap_or_default();
+    let name = text(spec, &["externalName"]).unwrap_or_default();
+    let is_name = is_subdomain(name.strip_suffix('.').unwrap_or(name));
+    if kind == "ExternalName" && !name.is_empty() && !is_name {
+        let field = format!("{path}.externalName");
+        errors.push(FieldError::invalid(field, &name.into(), SUBDOMAIN));
+    }
+    let is_reachable =
+        matches!(kind, "NodePort" | "LoadBalancer") || !list(spec, &["externalIPs"]).is_empty();
+    let policy = &spec["externalTrafficPolicy"];
+    if !policy.is_null() && *policy != "" && !is_reachable {
+        let field = format!("{path}.externalTrafficPolicy");
+        let why = "may only be set for externally-accessible services";
+        errors.push(FieldError::invalid(field, policy, why));
+    }
+    let timeout = &spec["sessionAffinityConfig"]["clientIP"]["timeoutSeconds"];
+    let is_timeout = timeout
+        .as_i64()
+        .is_some_and(|seconds| (1..=86_400).contains(&seconds));
+    if spec["sessionAffinity"] == "ClientIP" && !timeout.is_null() && !is_timeout {
+        let field = format!("{path}.sessionAffinityConfig.clientIP.timeoutSeconds");
+        let why = "must be greater than 0 and less than 86400";
+        errors.push(FieldError::invalid(field, timeout, why));
+    }
+}
+
+fn has_addresses(subset: &Value, path: &str, errors: &mut Errors) {
+    let lists = ["addresses", "notReadyAddresses"];
+    if lists.iter().all(|key| list(subset, &[key]).is_empty()) {
+        let why = "must specify `addresses` or `notReadyAddresses`";
+        errors.push(FieldError::required(path, why));
+    }
+}
+
 fn named_ports(ports: &Value, path: &str, errors: &mut Errors) {
     unique(ports, path, "name", errors);
 }
@@ -573,7 +612,7 @@ pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
             VOLUME,
             json!({"spec": {
                 "hostPath": {"path": "/mnt/a", "type": ""}, "local": {"path": "/mnt/b"}, "volumeMode": "Block", "nodeAffinity": terms, "iscsi": {"lun": 255},
-                "csi": {"controllerPublishSecretRef": secret(), "nodeStageSecretRef": secret(), "nodePublishSecretRef": secret()},
+                "csi": {"controllerPublishSecretRef": secret(), "nodePublishSecretRef": secret()},
             }}),
         ),
         (

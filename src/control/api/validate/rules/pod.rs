@@ -272,7 +272,10 @@ const WHOLE: &[Row] = &[
     row(
         "",
         Check(claims_of_containers),
-        &[r#"{"containers": [{"resources": {"claims": [{"name": "absent"}]}}]}"#],
+        &[
+            r#"{"containers": [{"resources": {"claims": [{"name": "absent"}]}}]}"#,
+            r#"{"resourceClaims": [{"name": "a"}], "containers": [{"resources": {"claims": [{"name": "a"}, {"name": "a"}]}}]}"#,
+        ],
     ),
     row(
         "",
@@ -649,11 +652,20 @@ fn claims_of_containers(spec: &Value, path: &str, errors: &mut Errors) {
         .collect();
     known.sort_unstable();
     for (here, container) in containers(spec, path) {
+        let mut seen = HashSet::new();
         for (i, claim) in list(container, &["resources", "claims"]).iter().enumerate() {
             let field = below(&here, &format!("resources.claims[{i}]"));
             match text(claim, &["name"]).unwrap_or_default() {
                 "" => errors.push(FieldError::required(field, "")),
-                name if known.binary_search(&name).is_ok() => {}
+                name if known.binary_search(&name).is_ok() => {
+                    let request = text(claim, &["request"]).unwrap_or_default();
+                    // The whole claim, or the same request of it, was named before.
+                    if !seen.insert((name, request))
+                        || seen.contains(&(name, "")) && !request.is_empty()
+                    {
+                        errors.push(FieldError::duplicate(field, name));
+                    }
+                }
                 name => {
                     let names = if known.is_empty() {
                         " which is empty".to_owned()
