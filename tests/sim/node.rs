@@ -31,6 +31,24 @@ fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
     });
 }
 
+/// A status in which only heartbeats differ is written every 5 minutes (`nodeStatusReportFrequency`), up to half of it
+/// earlier. The simulated API kept the directive `$patch: replace` as an address, so that every status differed.
+#[test]
+fn the_status_of_an_idle_node_is_written_every_five_minutes() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        seconds(60).await;
+        let before = world.status_writes();
+        seconds(1800).await;
+        let writes = world.status_writes() - before;
+        assert!((4..=12).contains(&writes), "{writes} writes in 30 minutes");
+        assert_eq!(world.broken(), Ok(()));
+        agent.abort();
+        world.end();
+    });
+}
+
 /// The Node is deleted, and the control plane with it removes a pod that does not stop: another copy of it may run elsewhere.
 #[test]
 fn a_deleted_node_is_registered_again_when_its_removed_pods_have_stopped() {

@@ -62,6 +62,11 @@ impl World {
         self.state().node.feed.send_replace(None);
     }
 
+    /// How often the agent has written the Node's status.
+    pub fn status_writes(&self) -> usize {
+        self.state().node.status_writes
+    }
+
     /// How often the agent has registered the node.
     pub fn registrations(&self) -> usize {
         self.state().node.registered
@@ -137,10 +142,15 @@ impl NodeApi for World {
 
     async fn patch_status(&self, _: &str, patch: &Value) -> Result<Node, ApiFailure> {
         self.answers().await;
+        self.state().node.status_writes += 1;
         self.change_own_node(|object| {
             let lanes = object["status"]["allocatable"][nodes::LANE].clone();
             let before = object["status"]["conditions"].take();
             json_patch::merge(object, patch);
+            // A directive of a strategic merge patch, not an address: the apiserver stores none of them.
+            if let Some(addresses) = object["status"]["addresses"].as_array_mut() {
+                addresses.retain(|a| a.get("$patch").is_none());
+            }
             let mut conditions = before.as_array().cloned().unwrap_or_default();
             for new in patch["status"]["conditions"]
                 .as_array()

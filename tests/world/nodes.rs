@@ -45,6 +45,8 @@ pub(super) struct OfNode {
     pub answered: bool,
     /// How often the agent has registered it.
     pub registered: usize,
+    /// How often the agent has written its status.
+    pub status_writes: usize,
     said: Vec<Said>,
     /// Its addresses.
     pub ips: Vec<String>,
@@ -67,6 +69,7 @@ impl Default for OfNode {
             answers_at: None,
             answered: false,
             registered: 0,
+            status_writes: 0,
             said: vec![],
             ips: vec!["192.0.2.1".into()],
             cpus: CPUS,
