@@ -41,9 +41,41 @@ fn sample(line: &str) -> Option<((u32, u32), (&'static str, u64))> {
     Some((device, (*kind, fields.next()?.parse().ok()?)))
 }
 
-/// Reads v1's `blkio.throttle.io_service_bytes_recursive` and `blkio.throttle.io_serviced_recursive`: `8:0 Read 4096`.
+/// The files of v1 with bytes and requests, in the order of runc's `cgroups/fs/blkio.go`: of BFQ, of CFQ (until Linux 5.0), of
+/// throttling with the cgroups below, and without them. Where BFQ schedules a disk, the others count nothing.
+pub const V1: [(&str, &str); 4] = [
+    (
+        "blkio.bfq.io_service_bytes_recursive",
+        "blkio.bfq.io_serviced_recursive",
+    ),
+    (
+        "blkio.io_service_bytes_recursive",
+        "blkio.io_serviced_recursive",
+    ),
+    (
+        "blkio.throttle.io_service_bytes_recursive",
+        "blkio.throttle.io_serviced_recursive",
+    ),
+    (
+        "blkio.throttle.io_service_bytes",
+        "blkio.throttle.io_serviced",
+    ),
+];
+
+/// The disks of the first pair of [`V1`] that has any; `text` is what a file says, empty if there is none.
 #[must_use]
-pub fn v1(bytes: &str, requests: &str) -> Vec<Disk> {
+pub fn v1<'a>(text: impl Fn(&str) -> &'a str) -> Vec<Disk> {
+    let pairs = V1
+        .iter()
+        .map(|(bytes, requests)| v1_pair(text(bytes), text(requests)));
+    pairs
+        .into_iter()
+        .find(|disks| !disks.is_empty())
+        .unwrap_or_default()
+}
+
+/// Reads a pair of v1's files: `8:0 Read 4096`.
+fn v1_pair(bytes: &str, requests: &str) -> Vec<Disk> {
     let mut disks = vec![];
     for (device, sample) in bytes.lines().filter_map(sample) {
         if let Some(disk) = of(&mut disks, device) {
@@ -140,11 +172,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_first_files_of_v1_with_a_disk_count() {
+        for (at, (bytes, _)) in V1.into_iter().enumerate() {
+            // As the kernel has it where another scheduler counts.
+            let text =
+                |file: &str| match V1.iter().position(|pair| pair.0 == file || pair.1 == file) {
+                    Some(pair) if pair < at => "Total 0\n",
+                    Some(pair) if pair == at => "8:0 Read 1\n",
+                    _ => "8:16 Read 2\n",
+                };
+            let disks = v1(text);
+            assert_eq!(disks.len(), 1, "{bytes}");
+            assert_eq!(disks[0].device, (8, 0), "{bytes}");
+            assert_eq!((disks[0].bytes.len(), disks[0].requests.len()), (1, 1));
+        }
+    }
+
+    #[test]
     fn both_versions_say_what_was_read_and_written() {
         // Recorded of 6.1 (v2) and 6.18 (v1), shortened.
         let bytes = "8:0 Read 69632\n8:0 Write 4096\n8:0 Sync 73728\n8:0 Async 0\n8:0 Discard 0\n8:0 Total 73728\nTotal 73728\n";
         let requests = "8:0 Read 17\n8:0 Write 1\n8:16 Read 3\nTotal 21\n";
-        let old = v1(bytes, requests);
+        let old = v1_pair(bytes, requests);
         assert_eq!(
             old.iter().map(|d| d.device).collect::<Vec<_>>(),
             [(8, 0), (8, 16)]
@@ -166,7 +215,7 @@ mod tests {
         assert_eq!(new[1].requests, old[0].requests);
         assert_eq!((new[2].device, new[2].cost), ((253, 1), Some([5, 6, 7, 8])));
         for odd in ["", "Total 0\n", "8:0\n", "8:x Read 1\n"] {
-            assert_eq!((v1(odd, odd), v2(odd)), (vec![], vec![]), "{odd}");
+            assert_eq!((v1(|_| odd), v2(odd)), (vec![], vec![]), "{odd}");
         }
     }
 

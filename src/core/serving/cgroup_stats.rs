@@ -124,7 +124,7 @@ fn sum(one: Option<u64>, other: Option<u64>) -> Option<u64> {
 pub type Texts = BTreeMap<&'static str, String>;
 
 /// The files that are read of v1: controller, name, and for what they are needed.
-pub const V1: [(&str, &str, Depth); 20] = [
+pub const V1: [(&str, &str, Depth); 26] = [
     ("memory", "memory.usage_in_bytes", Depth::Memory),
     ("memory", "memory.limit_in_bytes", Depth::Memory),
     ("memory", "memory.stat", Depth::Memory),
@@ -143,12 +143,14 @@ pub const V1: [(&str, &str, Depth); 20] = [
     ("memory", "memory.kmem.usage_in_bytes", Depth::All),
     ("memory", "memory.soft_limit_in_bytes", Depth::All),
     ("pids", "pids.max", Depth::All),
-    (
-        "blkio",
-        "blkio.throttle.io_service_bytes_recursive",
-        Depth::All,
-    ),
-    ("blkio", "blkio.throttle.io_serviced_recursive", Depth::All),
+    ("blkio", block_io::V1[0].0, Depth::All),
+    ("blkio", block_io::V1[0].1, Depth::All),
+    ("blkio", block_io::V1[1].0, Depth::All),
+    ("blkio", block_io::V1[1].1, Depth::All),
+    ("blkio", block_io::V1[2].0, Depth::All),
+    ("blkio", block_io::V1[2].1, Depth::All),
+    ("blkio", block_io::V1[3].0, Depth::All),
+    ("blkio", block_io::V1[3].1, Depth::All),
 ];
 
 /// The files that are read of v2, and for what they are needed.
@@ -276,10 +278,7 @@ pub fn v1(texts: &Texts) -> Usage {
         threads: number(texts.get("pids.current")).unwrap_or(0),
         threads_limit: number(texts.get("pids.max")),
         oom_kills: of(&fields(texts.get("memory.oom_control")), "oom_kill"),
-        disks: block_io::v1(
-            text("blkio.throttle.io_service_bytes_recursive"),
-            text("blkio.throttle.io_serviced_recursive"),
-        ),
+        disks: block_io::v1(text),
         pressure: Pressures::default(),
     }
 }
