@@ -17,6 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "containerd/events/v1/events.proto",
             "containerd/content/v1/content.proto",
             "containerd/tasks/v1/tasks.proto",
+            "containerd/containers/v1/containers.proto",
             "csi/v1/csi.proto",
             "pluginregistration/v1/api.proto",
             "deviceplugin/v1beta1/api.proto",

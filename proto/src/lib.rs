@@ -30,10 +30,16 @@ pub mod content {
     tonic::include_proto!("containerd.services.content.v1");
 }
 
-/// containerd's tasks (`containerd.services.tasks.v1`), to end one that CRI does not know of.
+/// containerd's tasks (`containerd.services.tasks.v1`): to end one that CRI does not know of, and for commands with input.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod tasks {
     tonic::include_proto!("containerd.services.tasks.v1");
+}
+
+/// containerd's own containers (`containerd.services.containers.v1`), for their OCI specs.
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod containers {
+    tonic::include_proto!("containerd.services.containers.v1");
 }
 
 /// The Container Storage Interface (`csi.v1`), the node's side.

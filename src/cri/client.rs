@@ -26,6 +26,7 @@ use super::RuntimeError;
 use super::RuntimeErrorKind;
 use super::RuntimeStatus;
 use super::Stock;
+use super::Tasks;
 use super::convert;
 use super::events;
 use super::images::pull_request;
@@ -40,7 +41,7 @@ use crate::core::serving::Streams;
 use crate::core::time;
 
 /// The largest message, as the kubelet has it.
-const MESSAGE_LIMIT: usize = 16 << 20;
+pub(super) const MESSAGE_LIMIT: usize = 16 << 20;
 /// How long the runtime may take to be connected to.
 const CONNECTION: Duration = Duration::from_secs(5);
 /// A client; clones share the connection, which comes back by itself.
@@ -173,11 +174,16 @@ impl CriClient {
     /// A request to one of containerd's own services, about what came over CRI.
     pub(super) fn to_containerd<T>(deadline: Duration, message: T) -> Request<T> {
         let mut request = Self::within(deadline, message);
+        Self::name_namespace(&mut request);
+        request
+    }
+
+    /// Names the namespace of CRI's containers in a request to one of containerd's own services.
+    pub(super) fn name_namespace<T>(request: &mut Request<T>) {
         request.metadata_mut().insert(
             "containerd-namespace",
             MetadataValue::from_static(events::NAMESPACE),
         );
-        request
     }
 
     /// Checks that the runtime speaks CRI v1.
@@ -453,6 +459,10 @@ impl Runtime for CriClient {
             code: answer.exit_code,
             output: String::from_utf8_lossy(&output).into_owned(),
         })
+    }
+
+    fn tasks(&self) -> Option<Tasks> {
+        Some(Tasks::new(self.channel.clone()))
     }
 
     async fn exec_url(

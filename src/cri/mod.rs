@@ -5,6 +5,7 @@
 mod client;
 mod convert;
 mod events;
+mod exec;
 mod images;
 mod measured;
 mod observation;
@@ -19,6 +20,7 @@ use holdfast_proto::{cri as pb, failure};
 use tokio::sync::mpsc;
 
 pub use client::CriClient;
+pub use exec::{ExecProcess, PreparedExec, Stdio, Tasks};
 pub use measured::Report;
 
 use crate::core::fault::{Class, Fault};
@@ -321,6 +323,10 @@ pub trait Runtime: Send + Sync + 'static {
         command: &[String],
         timeout: Option<Duration>,
     ) -> Result<Exec, RuntimeError>;
+    /// containerd's own services for commands with input; `None` if the runtime cannot have them.
+    fn tasks(&self) -> Option<Tasks> {
+        None
+    }
     /// Prepares a command in a container; the answer is the URL at which the runtime lets it begin.
     async fn exec_url(
         &self,

@@ -14,7 +14,7 @@ use super::RuntimeError;
 use super::client::{CriClient, gone_is_fine};
 
 /// SIGKILL's number.
-const SIGKILL: u32 = 9;
+pub(super) const SIGKILL: u32 = 9;
 /// How long each step may take. A process that does not end on SIGKILL is in the kernel.
 const DEADLINE: Duration = Duration::from_secs(10);
 
@@ -28,12 +28,14 @@ pub(super) async fn end(channel: &Channel, id: &str) -> Result<(), RuntimeError>
     let mut client = TasksClient::new(channel.clone());
     let kill = pb::KillRequest {
         container_id: id.into(),
+        exec_id: String::new(),
         signal: SIGKILL,
         all: true,
     };
     gone_is_fine(client.kill(CriClient::to_containerd(DEADLINE, kill)).await)?;
     let wait = pb::WaitRequest {
         container_id: id.into(),
+        exec_id: String::new(),
     };
     gone_is_fine(client.wait(CriClient::to_containerd(DEADLINE, wait)).await)?;
     let delete = pb::DeleteTaskRequest {

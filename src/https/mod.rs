@@ -2,6 +2,7 @@
 //! files change, and tunnels for connections that leave HTTP.
 
 mod border;
+mod commands;
 mod ending;
 mod listeners;
 mod paced;
@@ -38,6 +39,7 @@ use crate::sys::link;
 use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
+pub use commands::{CommandStreams, Output, OutputKind, serve_command};
 pub use listeners::Listeners;
 pub use paced::paced;
 pub use receive::{NotReceived, receive};

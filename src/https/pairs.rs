@@ -53,7 +53,7 @@ fn dictionary() -> Vec<u8> {
 }
 
 /// Decodes the header blocks of one side, which form a single zlib stream.
-struct Headers {
+pub(super) struct Headers {
     inflate: Decompress,
     begun: bool,
 }
@@ -61,7 +61,7 @@ struct Headers {
 impl Headers {
     /// A decoder whose window holds the dictionary: raw deflate has no preset dictionary, but a stored block fills the
     /// window as well.
-    fn new() -> Headers {
+    pub(super) fn new() -> Headers {
         let words = dictionary();
         let length = u16::try_from(words.len()).unwrap_or(0);
         let mut block = vec![0];
@@ -87,7 +87,7 @@ impl Headers {
     }
 
     /// The value of a name in a block.
-    fn value(&mut self, block: &[u8], wanted: &[u8]) -> Option<Vec<u8>> {
+    pub(super) fn value(&mut self, block: &[u8], wanted: &[u8]) -> Option<Vec<u8>> {
         let mut block = block;
         if !std::mem::replace(&mut self.begun, true) {
             // Method and flags, and the checksum of the dictionary if it is used (RFC 1950).

@@ -1,4 +1,4 @@
-//! The little of SPDY/3.1 that runtimes speak for commands: a client that opens streams and moves their data.
+//! The little of SPDY/3.1 that runtimes speak for commands: opening streams and moving their data.
 
 use std::io;
 
@@ -8,6 +8,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 pub(super) const FIN: u8 = 1;
 /// Opens a stream.
 pub(super) const SYN_STREAM: u16 = 1;
+const SYN_REPLY: u16 = 2;
 const RST_STREAM: u16 = 3;
 const PING: u16 = 6;
 const GOAWAY: u16 = 7;
@@ -17,6 +18,8 @@ const LARGEST: usize = 1 << 20;
 /// What comes from the other side.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Frame {
+    /// Opens a stream, with a compressed header block.
+    Open(u32, Vec<u8>),
     /// Of a stream, and whether it is the stream's last.
     Data(u32, Vec<u8>, bool),
     /// A stream was ended, not as it should.
@@ -57,6 +60,7 @@ impl<R: AsyncRead + Unpin> Reader<R> {
             .get(..4)
             .map_or(0, |n| u32::from_be_bytes([n[0], n[1], n[2], n[3]]));
         Ok(match u16::from_be_bytes([head[2], head[3]]) {
+            SYN_STREAM => Frame::Open(number, body.get(10..).unwrap_or_default().to_vec()),
             RST_STREAM => Frame::Reset(number),
             PING => Frame::Ping(number),
             GOAWAY => Frame::End,
@@ -121,6 +125,14 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
         self.streams += 1;
         self.control(SYN_STREAM, &body).await?;
         Ok(id)
+    }
+
+    /// Accepts a stream that the other side has opened.
+    pub async fn reply(&mut self, stream: u32) -> io::Result<()> {
+        let mut body = stream.to_be_bytes().to_vec();
+        body.extend(headers(&[], self.streams == 0));
+        self.streams += 1;
+        self.control(SYN_REPLY, &body).await
     }
 
     /// Writes to a stream; `last` ends our side of it.
@@ -204,7 +216,10 @@ mod tests {
         writer.pong(2).await.expect("written");
         let mut reader = Reader(bytes.as_slice());
         let mut next = async || reader.next().await.expect("a frame");
-        assert_eq!((next().await, next().await), (Frame::Other, Frame::Other));
+        assert!(
+            matches!(next().await, Frame::Open(1, block) if block == headers(&[("a", "b")], true))
+        );
+        assert!(matches!(next().await, Frame::Open(3, block) if block == headers(&[], false)));
         assert_eq!(next().await, Frame::Data(3, b"hello".to_vec(), true));
         assert_eq!((next().await, next().await), (Frame::Ping(2), Frame::End));
         let huge = [0_u8, 0, 0, 1, 0, 0xff, 0xff, 0xff];

@@ -303,7 +303,8 @@ async fn outward(
             // A runtime that does not read the replies delays only its own session; pings are few.
             Frame::Ping(number) => _ = questions.send(number).await,
             Frame::End => break,
-            Frame::Other => {}
+            // A runtime opens no streams.
+            Frame::Open(..) | Frame::Other => {}
         }
     }
     closed(&mut sink, ended).await

@@ -7,6 +7,7 @@ pub mod cgroup;
 pub mod clock;
 mod descent;
 pub mod failure;
+pub mod fifo;
 pub mod file;
 pub mod kmsg;
 pub mod leases;

@@ -5,6 +5,7 @@
 mod access;
 mod cadvisor;
 mod checkpoint;
+mod exec;
 mod figures;
 mod files;
 mod gzip;
@@ -271,6 +272,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         service::ready();
         return std::future::pending().await;
     }
+    exec::adopt_leftovers(&context);
     let access = Access::new(serving.clone(), &context.config.node_name, reviews);
     let server = Arc::new(Server {
         context,

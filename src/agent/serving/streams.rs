@@ -1,14 +1,17 @@
 //! Commands, attachments and forwarded ports: the runtime makes a stream, and the connection is handed on to it as it
-//! is, SPDY or WebSocket (kubelet spec, 13.4).
+//! is, SPDY or WebSocket (kubelet spec, 13.4). Commands with input are the exception: see [`exec`].
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use hyper::body::Incoming;
 use hyper::{Request, Response, StatusCode, Uri};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::Refusal;
 use super::Server;
+use super::exec;
 use crate::agent::metrics::Answering;
 use crate::core::pod::observed::ContainerState;
 use crate::core::serving::{Endpoint, Place, Streams};
@@ -146,13 +149,17 @@ pub async fn hand_on(
     // The session counts as a request that is being answered until it ends.
     let answering = request.extensions().get::<Arc<Answering>>().cloned();
     let held = (server.sessions.begin()?, answering);
+    if let Endpoint::Exec(place) = endpoint
+        && let Some(stream) = exec::session(server, place, &request).await?
+    {
+        let outgoing = Outgoing {
+            host: "localhost".into(),
+            target: "/exec".into(),
+            forwards_ports: false,
+        };
+        return carry(server, endpoint, request, &outgoing, stream, held).await;
+    }
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
-    let failed = |what: String| {
-        Refusal(
-            StatusCode::BAD_GATEWAY,
-            format!("the runtime's stream cannot be reached: {what}"),
-        )
-    };
     let uri: Uri = url
         .parse()
         .map_err(|e| failed(format!("{url:?} is not a URL: {e}")))?;
@@ -168,7 +175,7 @@ pub async fn hand_on(
         host.port_u16().unwrap_or(80),
     ))
     .await
-    .map_err(|e| failed(e.to_string()))?;
+    .map_err(failed)?;
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a stream may be slow");
     }
@@ -177,6 +184,25 @@ pub async fn hand_on(
         target: target.to_string(),
         forwards_ports: matches!(endpoint, Endpoint::PortForward(_)),
     };
+    carry(server, endpoint, request, &outgoing, stream, held).await
+}
+
+fn failed(what: impl Display) -> Refusal {
+    Refusal(
+        StatusCode::BAD_GATEWAY,
+        format!("the runtime's stream cannot be reached: {what}"),
+    )
+}
+
+/// Hands a request's connection on to the runtime's stream.
+async fn carry(
+    server: &Server,
+    endpoint: &Endpoint,
+    request: Request<Incoming>,
+    outgoing: &Outgoing,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    held: impl Send + 'static,
+) -> Result<Response<Body>, Refusal> {
     if let Some(carried) = carried(request.headers()) {
         let what = match endpoint {
             Endpoint::Exec(_) => "exec",
@@ -190,19 +216,30 @@ pub async fn hand_on(
             }
             Carried::Ports => Streams::default(),
         };
-        let channels = Channels {
-            stdin: channels.stdin,
-            stdout: channels.stdout,
-            stderr: channels.stderr,
-            tty: channels.tty,
-        };
-        return serve_socket(request, carried, channels, &outgoing, stream, held)
-            .await
-            .map_err(|e| failed(e.to_string()));
-    }
-    tunnel(request, &outgoing, stream, held)
+        return serve_socket(
+            request,
+            carried,
+            channels_of(channels),
+            outgoing,
+            stream,
+            held,
+        )
         .await
-        .map_err(|e| failed(e.to_string()))
+        .map_err(failed);
+    }
+    tunnel(request, outgoing, stream, held)
+        .await
+        .map_err(failed)
+}
+
+/// The same streams as the module of connections names them.
+pub(super) fn channels_of(streams: Streams) -> Channels {
+    Channels {
+        stdin: streams.stdin,
+        stdout: streams.stdout,
+        stderr: streams.stderr,
+        tty: streams.tty,
+    }
 }
 
 /// `POST /run/…?cmd=`: runs a command and answers with what it said.

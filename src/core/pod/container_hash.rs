@@ -36,8 +36,13 @@ fn go_json(container: &Container) -> String {
     // A map of serde_json is sorted too.
     let text =
         json!({"image": container.image.as_deref().unwrap_or_default(), "name": container.name});
+    escape_as_go(&text.to_string())
+}
+
+/// JSON with the escapes of Go's `json.Marshal` for HTML and JavaScript.
+pub(in crate::core) fn escape_as_go(json: &str) -> String {
     let mut escaped = String::new();
-    for c in text.to_string().chars() {
+    for c in json.chars() {
         match c {
             '<' => escaped.push_str("\\u003c"),
             '>' => escaped.push_str("\\u003e"),

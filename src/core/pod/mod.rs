@@ -3,7 +3,7 @@
 pub mod actions;
 pub mod cgroup;
 pub mod cgroup_values;
-mod container_hash;
+pub(in crate::core) mod container_hash;
 pub mod cri_config;
 pub mod desired;
 pub mod dns;

@@ -2,6 +2,7 @@
 
 pub mod block_io;
 pub mod cgroup_stats;
+mod command_status;
 pub mod exposition;
 pub mod health;
 pub mod log_query;
@@ -9,6 +10,8 @@ pub mod logs;
 pub mod machine_stats;
 pub mod pressure;
 pub mod query;
+
+pub use command_status::command_status;
 
 use jiff::{SignedDuration, Timestamp};
 

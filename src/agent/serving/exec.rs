@@ -1,0 +1,403 @@
+//! Commands with input in containers of containerd: the agent serves their streams and runs them through containerd's
+//! tasks, because containerd's own streaming server loses short input (see `cri::exec`).
+//!
+//! A session behaves as containerd's (`execInternal` in `internal/cri/server/container_execsync.go`). The command
+//! survives its client: its input ends, its output is discarded, and it is deleted when it exits.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::header::{HeaderMap, UPGRADE};
+use serde::Deserialize;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
+use tokio::net::unix::pipe::Receiver as PipeReader;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::streams::{channels_of, running};
+use super::{Context, Refusal, Server};
+use crate::core::backoff::Doubling;
+use crate::core::serving::{Place, Streams, command_status, query};
+use crate::cri::{ExecProcess, PreparedExec, Stdio};
+use crate::https::{Carried, CommandStreams, Output, OutputKind, carried, serve_command};
+use crate::sys::fifo::{self, Fifos};
+
+/// The directory of FIFOs below the root directory.
+const DIRECTORY: &str = "exec";
+const STDIN: &str = "stdin";
+const STDOUT: &str = "stdout";
+const STDERR: &str = "stderr";
+/// Bytes of output that are read at once.
+const PIECE: usize = 32 << 10;
+/// The largest JSON of one terminal size.
+const MAX_SIZE_LENGTH: usize = 4 << 10;
+/// Pauses between attempts to delete a command.
+const RETRIES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
+
+/// A stream that serves a command with input. `None` if the runtime's own streaming server must serve the request: the
+/// command has no input, the client speaks an older protocol, or the runtime has no such tasks.
+pub(super) async fn session(
+    server: &Server,
+    place: &Place,
+    request: &Request<Incoming>,
+) -> Result<Option<DuplexStream>, Refusal> {
+    let text = request.uri().query().unwrap_or_default();
+    let pairs = query::pairs(text).into_iter();
+    let command = pairs.filter(|(key, _)| key == "command").map(|(_, v)| v);
+    let command: Vec<String> = command.collect();
+    let (Some(tasks), Ok(streams)) = (server.context.runtime.tasks(), Streams::parse(text)) else {
+        return Ok(None);
+    };
+    if !streams.stdin || command.is_empty() || !is_supported(request.headers()) {
+        return Ok(None);
+    }
+    let container = running(server, place).await?;
+    let prepared = match tasks.prepare(&container, &command, streams.tty).await {
+        Ok(prepared) => prepared,
+        Err(why) => {
+            tracing::debug!(container, why, "CRI serves a command with input");
+            return Ok(None);
+        }
+    };
+    let fifos = match create_fifos(&server.context, &prepared.process, streams.tty).await {
+        Ok(fifos) => fifos,
+        Err(error) => {
+            tracing::warn!(%error, "creating the FIFOs of a command failed: CRI serves it, and short input may be lost");
+            return Ok(None);
+        }
+    };
+    let run = move |client| conduct(prepared, fifos, command, streams.tty, client);
+    Ok(Some(serve_command(channels_of(streams), run)))
+}
+
+/// Whether a client speaks a protocol that [`serve_command`] serves, over SPDY or through a WebSocket.
+fn is_supported(headers: &HeaderMap) -> bool {
+    if carried(headers) == Some(Carried::Command) {
+        return true;
+    }
+    let upgrade = headers.get(UPGRADE);
+    let is_spdy = upgrade.is_some_and(|kind| kind.as_bytes().eq_ignore_ascii_case(b"SPDY/3.1"));
+    let offered = headers.get_all("X-Stream-Protocol-Version");
+    let mut offered = offered.iter().filter_map(|v| v.to_str().ok());
+    is_spdy && offered.any(|all| all.split(',').any(|v| v.trim() == "v4.channel.k8s.io"))
+}
+
+async fn create_fifos(
+    context: &Context,
+    process: &ExecProcess,
+    tty: bool,
+) -> std::io::Result<Fifos> {
+    let parent = context.config.root_dir.join(DIRECTORY);
+    let name = format!("{}.{}", process.container(), process.id());
+    let names: &[&str] = if tty {
+        &[STDIN, STDOUT]
+    } else {
+        &[STDIN, STDOUT, STDERR]
+    };
+    tokio::task::spawn_blocking(move || Fifos::create(&parent, &name, names)).await?
+}
+
+/// Runs a command with the streams of its client, and sends its status.
+async fn conduct(
+    prepared: PreparedExec,
+    fifos: Fifos,
+    command: Vec<String>,
+    tty: bool,
+    client: CommandStreams,
+) {
+    let output = client.output.clone();
+    let ended = run(&prepared, &fifos, tty, client).await;
+    if let Err(error) = prepared.process.delete().await {
+        tracing::warn!(%error, container = prepared.process.container(), "deleting a command that has ended failed; retrying");
+        tokio::spawn(outlive(prepared.process, fifos));
+    }
+    let status = command_status(&command, &ended);
+    let sent = output.send(OutputKind::Status, status.as_bytes(), true);
+    if let Err(error) = sent.await {
+        tracing::debug!(%error, "the client of a command is gone");
+    }
+}
+
+/// Creates and starts a command; the answer is its exit code, or the reason in the words of containerd.
+async fn run(
+    prepared: &PreparedExec,
+    fifos: &Fifos,
+    tty: bool,
+    client: CommandStreams,
+) -> Result<u32, String> {
+    let (process, id) = (&prepared.process, prepared.process.id());
+    let stderr = (!tty).then(|| fifos.path(STDERR));
+    let stdio = Stdio {
+        stdin: &fifos.path(STDIN),
+        stdout: &fifos.path(STDOUT),
+        stderr: stderr.as_deref(),
+    };
+    // The shim opens its ends only once these are open.
+    let readers = Readers::open(fifos, tty);
+    let readers = readers.map_err(|e| format!("failed to create exec {id:?}: {e}"))?;
+    let created = prepared.create(stdio).await;
+    created.map_err(|e| format!("failed to create exec {id:?}: {}", e.message))?;
+    let started = process.start().await;
+    started.map_err(|e| format!("failed to start exec {id:?}: {}", e.message))?;
+    let CommandStreams {
+        input,
+        sizes,
+        output,
+        gone,
+    } = client;
+    let inward = async {
+        let input = feed(process, fifos, tty, input);
+        tokio::join!(input, resize(process, sizes));
+    };
+    attend(process, inward, readers, Some(output), &gone).await
+}
+
+/// Our ends of a command's outputs.
+struct Readers {
+    stdout: PipeReader,
+    /// `None` with a terminal, which has one output.
+    stderr: Option<PipeReader>,
+}
+
+impl Readers {
+    fn open(fifos: &Fifos, tty: bool) -> std::io::Result<Readers> {
+        Ok(Readers {
+            stdout: fifos.reader(STDOUT)?,
+            stderr: (!tty).then(|| fifos.reader(STDERR)).transpose()?,
+        })
+    }
+}
+
+/// Moves the streams of a running command until it has exited and its outputs have ended. Other processes may hold the
+/// outputs: then the session lasts until its client leaves, as containerd's does.
+async fn attend(
+    process: &ExecProcess,
+    inward: impl Future<Output = ()>,
+    readers: Readers,
+    output: Option<Output>,
+    gone: &CancellationToken,
+) -> Result<u32, String> {
+    let errors = async {
+        if let Some(stderr) = readers.stderr {
+            forward(stderr, output.clone(), OutputKind::Stderr).await;
+        }
+    };
+    let outward = async {
+        tokio::join!(
+            forward(readers.stdout, output.clone(), OutputKind::Stdout),
+            errors
+        );
+    };
+    let (mut outward, mut inward) = (pin!(outward.fuse()), pin!(inward.fuse()));
+    let mut exited = pin!(process.wait());
+    let (mut drained, mut fed) = (false, false);
+    let code = loop {
+        tokio::select! {
+            code = &mut exited => break code,
+            () = &mut outward, if !drained => drained = true,
+            () = &mut inward, if !fed => fed = true,
+        }
+    };
+    let code = code.map_err(|e| {
+        let id = process.id();
+        format!("failed while waiting for exec {id:?}: {}", e.message)
+    })?;
+    if !drained {
+        tokio::select! {
+            () = &mut outward => {}
+            () = gone.cancelled() => {}
+        }
+    }
+    Ok(code)
+}
+
+/// Writes the client's input to a command, and then its end. A terminal's input has no end: only the command closes it.
+async fn feed(process: &ExecProcess, fifos: &Fifos, tty: bool, input: mpsc::Receiver<Vec<u8>>) {
+    if let Err(error) = copy_input(fifos, input).await {
+        tracing::debug!(%error, "a command reads no more input");
+    }
+    if tty {
+        return;
+    }
+    if let Err(error) = process.close_input().await {
+        tracing::warn!(%error, container = process.container(), "closing the input of a command failed");
+    }
+}
+
+async fn copy_input(fifos: &Fifos, mut input: mpsc::Receiver<Vec<u8>>) -> std::io::Result<()> {
+    let mut writer = fifos.writer(STDIN).await?;
+    while let Some(data) = input.recv().await {
+        writer.write_all(&data).await?;
+    }
+    Ok(())
+}
+
+/// Sends a command's output to the client. After the client has left, output is discarded so that the command goes on.
+async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind) {
+    let mut piece = vec![0; PIECE];
+    loop {
+        let length = match from.read(&mut piece).await {
+            Ok(0) => break,
+            Ok(length) => length,
+            Err(error) => {
+                tracing::warn!(%error, "reading the output of a command failed");
+                break;
+            }
+        };
+        if let (Some(output), Some(data)) = (&to, piece.get(..length))
+            && output.send(kind, data, false).await.is_err()
+        {
+            to = None;
+        }
+    }
+    if let Some(output) = to
+        && let Err(error) = output.send(kind, &[], true).await
+    {
+        tracing::debug!(%error, "the client of a command is gone");
+    }
+}
+
+/// A terminal's size, as clients send it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Size {
+    #[serde(default)]
+    width: u16,
+    #[serde(default)]
+    height: u16,
+}
+
+/// Takes the complete sizes from the front of `bytes`. `None` if the bytes are not JSON of sizes.
+fn take_sizes(bytes: &mut Vec<u8>) -> Option<Vec<Size>> {
+    let mut found = vec![];
+    let mut values = serde_json::Deserializer::from_slice(bytes).into_iter();
+    loop {
+        match values.next() {
+            Some(Ok(size)) => found.push(size),
+            Some(Err(error)) if !error.is_eof() => return None,
+            _ => break,
+        }
+    }
+    let taken = values.byte_offset();
+    drop(values);
+    bytes.drain(..taken);
+    Some(found)
+}
+
+/// Gives a command's terminal the sizes of the client's.
+async fn resize(process: &ExecProcess, mut sizes: mpsc::Receiver<Vec<u8>>) {
+    let mut begun = vec![];
+    while let Some(bytes) = sizes.recv().await {
+        begun.extend(bytes);
+        let Some(found) = take_sizes(&mut begun).filter(|_| begun.len() <= MAX_SIZE_LENGTH) else {
+            tracing::debug!("a client sent an invalid terminal size");
+            return;
+        };
+        let found = found.into_iter().filter(|s| s.width > 0 && s.height > 0);
+        if let Some(size) = found.last()
+            && let Err(error) = process.resize(size.width, size.height).await
+        {
+            tracing::debug!(%error, "resizing the terminal of a command failed");
+        }
+    }
+}
+
+/// Waits until a command without client exits, and deletes it. Retries until containerd answers.
+async fn outlive(process: ExecProcess, fifos: Fifos) {
+    let mut retries = RETRIES;
+    loop {
+        match tidy(&process, &fifos).await {
+            Ok(()) => return,
+            Err(error) => {
+                tracing::debug!(error, container = process.container(), "a command is left");
+                tokio::time::sleep(retries.pause()).await;
+            }
+        }
+    }
+}
+
+async fn tidy(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
+    if process.is_running().await.map_err(|e| e.to_string())? {
+        let tty = !fifos.path(STDERR).exists();
+        let readers = Readers::open(fifos, tty).map_err(|e| e.to_string())?;
+        let gone = CancellationToken::new();
+        gone.cancel();
+        let inward = async {
+            let ended = mpsc::channel(1).1;
+            feed(process, fifos, tty, ended).await;
+        };
+        attend(process, inward, readers, None, &gone).await?;
+    }
+    process.delete().await.map_err(|e| e.to_string())
+}
+
+/// Takes over the commands of an earlier agent that did not end in its time.
+pub(super) fn adopt_leftovers(context: &Arc<Context>) {
+    let parent = context.config.root_dir.join(DIRECTORY);
+    let left = match fifo::leftovers(&parent) {
+        Ok(left) => left,
+        Err(error) => {
+            tracing::warn!(%error, directory = %parent.display(), "finding the commands of an earlier agent failed");
+            return;
+        }
+    };
+    let Some(tasks) = context.runtime.tasks() else {
+        return;
+    };
+    for (name, fifos) in left {
+        // Other directories are removed.
+        if let Some((container, id)) = name.rsplit_once('.') {
+            tokio::spawn(outlive(tasks.find(container, id), fifos));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newer_protocols_are_served_here_and_older_ones_by_the_runtime() {
+        let upgrade = "upgrade";
+        let (spdy, socket) = ("x-stream-protocol-version", "sec-websocket-protocol");
+        for (kind, name, value, served) in [
+            ("SPDY/3.1", spdy, "v4.channel.k8s.io", true),
+            (
+                "SPDY/3.1",
+                spdy,
+                "v5.channel.k8s.io, v4.channel.k8s.io",
+                true,
+            ),
+            ("SPDY/3.1", spdy, "v3.channel.k8s.io", false),
+            ("websocket", socket, "v5.channel.k8s.io", true),
+            ("websocket", socket, "v4.channel.k8s.io", false),
+            ("websocket", spdy, "v4.channel.k8s.io", false),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.insert(upgrade, kind.parse().unwrap());
+            headers.insert(name, value.parse().unwrap());
+            assert_eq!(is_supported(&headers), served, "{kind} {name} {value}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_read_from_any_pieces() {
+        let size = |width, height| Size { width, height };
+        let text = b"{\"Width\":80,\"Height\":24}\n{\"Width\":1,\"Height\":2}\n";
+        for cut in 0..=text.len() {
+            let mut begun = vec![];
+            let mut all = vec![];
+            for part in [&text[..cut], &text[cut..]] {
+                begun.extend(part);
+                all.extend(take_sizes(&mut begun).unwrap());
+            }
+            assert_eq!(all, [size(80, 24), size(1, 2)], "{cut}");
+        }
+        assert_eq!(take_sizes(&mut b"{\"Width\":70000}".to_vec()), None);
+        assert_eq!(take_sizes(&mut b"x".to_vec()), None);
+    }
+}

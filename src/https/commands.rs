@@ -1,0 +1,306 @@
+//! The server's side of a command's streams over SPDY, in the place of a runtime's streaming server.
+//!
+//! Serves the fourth version of the protocol (`v4.channel.k8s.io`), which every client since Kubernetes 1.4 offers, as
+//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client's end is [`tunnel`](super::tunnel) or
+//! [`serve_socket`](super::serve_socket) of this process.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::future::select;
+use tokio::io::{
+    AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, ReadHalf, WriteHalf, duplex, split,
+};
+use tokio::sync::{Mutex, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use super::Channels;
+use super::pairs::Headers;
+use super::spdy::{Frame, Reader, Writer};
+
+/// Bytes that are under way in one direction.
+const BUFFER: usize = 64 << 10;
+/// The largest head of a request. The listener has taken the head before.
+const MAX_HEAD: usize = 1 << 20;
+/// How long a client may take to open its streams, as runtimes have it.
+const STREAM_CREATION_TIMEOUT: Duration = Duration::from_secs(30);
+/// Frames of input and of terminal sizes that wait for the command. The client waits with further ones.
+const MAX_PENDING_FRAMES: usize = 4;
+/// The response that leaves HTTP.
+const RESPONSE: &[u8] =
+    b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
+    X-Stream-Protocol-Version: v4.channel.k8s.io\r\n\r\n";
+
+/// What a command sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OutputKind {
+    /// Its output.
+    Stdout,
+    /// Its errors.
+    Stderr,
+    /// Its status, after everything else.
+    Status,
+}
+
+impl OutputKind {
+    fn stream(self) -> &'static [u8] {
+        match self {
+            OutputKind::Stdout => b"stdout",
+            OutputKind::Stderr => b"stderr",
+            OutputKind::Status => b"error",
+        }
+    }
+}
+
+type Ids = BTreeMap<&'static [u8], u32>;
+
+/// The streams towards the client; clones are the same ones.
+#[derive(Clone)]
+pub struct Output {
+    writer: Arc<Mutex<Writer<WriteHalf<DuplexStream>>>>,
+    ids: Arc<Ids>,
+}
+
+impl Output {
+    /// Sends bytes; `last` ends the stream. Bytes of a stream that the client has not requested are discarded.
+    ///
+    /// # Errors
+    ///
+    /// The client has closed the connection.
+    pub async fn send(&self, kind: OutputKind, data: &[u8], last: bool) -> io::Result<()> {
+        match self.ids.get(kind.stream()) {
+            Some(id) => self.writer.lock().await.data(*id, data, last).await,
+            None => Ok(()),
+        }
+    }
+}
+
+/// A client's streams.
+pub struct CommandStreams {
+    /// Input, until the client ends it.
+    pub input: mpsc::Receiver<Vec<u8>>,
+    /// JSON of the terminal's sizes.
+    pub sizes: mpsc::Receiver<Vec<u8>>,
+    /// What goes to the client.
+    pub output: Output,
+    /// Cancelled when the client has closed the connection.
+    pub gone: CancellationToken,
+}
+
+/// A connection to a server of its own, which runs `command` once the client has opened its streams. The connection ends
+/// with `command`.
+pub fn serve_command<F>(
+    channels: Channels,
+    command: impl FnOnce(CommandStreams) -> F + Send + 'static,
+) -> DuplexStream
+where
+    F: Future<Output = ()> + Send,
+{
+    let (client, server) = duplex(BUFFER);
+    tokio::spawn(async move {
+        if let Err(error) = serve(server, channels, command).await {
+            tracing::debug!(%error, "the session of a command did not begin");
+        }
+    });
+    client
+}
+
+async fn serve<F: Future<Output = ()>>(
+    mut stream: DuplexStream,
+    channels: Channels,
+    command: impl FnOnce(CommandStreams) -> F,
+) -> io::Result<()> {
+    let mut head = vec![];
+    while !head.ends_with(b"\r\n\r\n") {
+        if head.len() >= MAX_HEAD {
+            return Err(io::Error::other("the request's head is too large"));
+        }
+        head.push(stream.read_u8().await?);
+    }
+    stream.write_all(RESPONSE).await?;
+    let (from, to) = split(stream);
+    let (mut reader, mut writer) = (Reader(from), Writer::new(to));
+    let opening = opened(&mut reader, &mut writer, channels);
+    let ids = tokio::time::timeout(STREAM_CREATION_TIMEOUT, opening)
+        .await
+        .map_err(|_| io::Error::other("timed out waiting for client to create streams"))??;
+    let output = Output {
+        writer: Arc::new(Mutex::new(writer)),
+        ids: Arc::new(ids),
+    };
+    let (input, from_client) = mpsc::channel(MAX_PENDING_FRAMES);
+    let (sizes, from_terminal) = mpsc::channel(MAX_PENDING_FRAMES);
+    let gone = CancellationToken::new();
+    let command = command(CommandStreams {
+        input: from_client,
+        sizes: from_terminal,
+        output: output.clone(),
+        gone: gone.clone(),
+    });
+    let reading = async {
+        if let Err(error) = receive(&mut reader, &output, input, sizes).await {
+            tracing::debug!(%error, "the client of a command is gone");
+        }
+        gone.cancel();
+        std::future::pending::<()>().await;
+    };
+    select(pin!(command), pin!(reading)).await;
+    Ok(())
+}
+
+/// Accepts the streams of a command; the answer is their numbers.
+async fn opened(
+    reader: &mut Reader<ReadHalf<DuplexStream>>,
+    writer: &mut Writer<WriteHalf<DuplexStream>>,
+    channels: Channels,
+) -> io::Result<Ids> {
+    let wanted: [(&'static [u8], bool); 5] = [
+        (b"error", true),
+        (b"stdin", channels.stdin),
+        (b"stdout", channels.stdout),
+        (b"stderr", channels.stderr && !channels.tty),
+        (b"resize", channels.tty),
+    ];
+    let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
+    let wanted: Vec<_> = wanted.map(|(kind, _)| kind).collect();
+    let (mut ids, mut headers) = (Ids::new(), Headers::new());
+    while ids.len() < wanted.len() {
+        match reader.next().await? {
+            Frame::Open(id, block) => {
+                let kind = headers.value(&block, b"streamtype");
+                let kind = kind.ok_or_else(|| io::Error::other("a stream has no type"))?;
+                match wanted.iter().find(|w| **w == kind) {
+                    Some(kind) => _ = ids.insert(kind, id),
+                    None => tracing::debug!(
+                        kind = %String::from_utf8_lossy(&kind),
+                        "unexpected stream type"
+                    ),
+                }
+                writer.reply(id).await?;
+            }
+            Frame::Ping(number) => writer.pong(number).await?,
+            Frame::Data(_, data, false) if data.is_empty() => {}
+            Frame::Data(..) => return Err(io::Error::other("data came before all streams")),
+            Frame::End => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Frame::Reset(_) | Frame::Other => {}
+        }
+    }
+    Ok(ids)
+}
+
+/// Hands the client's frames on, until the client closes the connection.
+async fn receive(
+    reader: &mut Reader<ReadHalf<DuplexStream>>,
+    output: &Output,
+    input: mpsc::Sender<Vec<u8>>,
+    sizes: mpsc::Sender<Vec<u8>>,
+) -> io::Result<()> {
+    let id = |kind: &[u8]| output.ids.get(kind).copied();
+    let mut open: BTreeMap<u32, mpsc::Sender<Vec<u8>>> =
+        [(id(b"stdin"), input), (id(b"resize"), sizes)]
+            .into_iter()
+            .filter_map(|(id, to)| Some((id?, to)))
+            .collect();
+    loop {
+        match reader.next().await? {
+            Frame::Data(stream, data, last) => {
+                let Some(to) = open.get(&stream) else {
+                    continue;
+                };
+                // A command that reads no more has dropped the receiver.
+                if (!data.is_empty() && to.send(data).await.is_err()) || last {
+                    open.remove(&stream);
+                }
+            }
+            Frame::Reset(stream) => _ = open.remove(&stream),
+            Frame::Ping(number) => output.writer.lock().await.pong(number).await?,
+            Frame::End => return Ok(()),
+            Frame::Open(..) | Frame::Other => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: Channels = Channels {
+        stdin: true,
+        stdout: true,
+        stderr: true,
+        tty: false,
+    };
+
+    type Client = (
+        Reader<ReadHalf<DuplexStream>>,
+        Writer<WriteHalf<DuplexStream>>,
+    );
+
+    /// A client that has opened the streams of `kinds`.
+    async fn client(mut stream: DuplexStream, kinds: &[&str]) -> Client {
+        let request = b"POST /x HTTP/1.1\r\nUpgrade: SPDY/3.1\r\n\r\n";
+        stream.write_all(request).await.unwrap();
+        let mut head = vec![0; RESPONSE.len()];
+        stream.read_exact(&mut head).await.unwrap();
+        assert_eq!(head, RESPONSE);
+        let (from, to) = split(stream);
+        let (mut reader, mut writer) = (Reader(from), Writer::new(to));
+        for kind in kinds {
+            writer.open(&[("streamtype", kind)]).await.unwrap();
+            // The reply.
+            assert_eq!(reader.next().await.unwrap(), Frame::Other);
+        }
+        (reader, writer)
+    }
+
+    #[tokio::test]
+    async fn a_command_has_the_streams_of_its_client() {
+        let stream = serve_command(ALL, |mut streams: CommandStreams| async move {
+            let mut all = vec![];
+            while let Some(data) = streams.input.recv().await {
+                all.extend(data);
+            }
+            let output = &streams.output;
+            output.send(OutputKind::Stdout, &all, true).await.unwrap();
+            output.send(OutputKind::Stderr, b"", true).await.unwrap();
+            output.send(OutputKind::Status, b"{}", true).await.unwrap();
+        });
+        let (mut reader, mut writer) =
+            client(stream, &["error", "stdin", "stdout", "stderr"]).await;
+        writer.data(3, b"he", false).await.unwrap();
+        writer.pong(9).await.unwrap();
+        assert_eq!(reader.next().await.unwrap(), Frame::Ping(9));
+        writer.data(3, b"llo", true).await.unwrap();
+        for expected in [
+            Frame::Data(5, b"hello".to_vec(), true),
+            Frame::Data(7, vec![], true),
+            Frame::Data(1, b"{}".to_vec(), true),
+            Frame::End,
+        ] {
+            assert_eq!(reader.next().await.unwrap(), expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_client_that_closes_ends_the_input_and_not_the_command() {
+        let (done, ended) = tokio::sync::oneshot::channel();
+        let stream = serve_command(ALL, |mut streams: CommandStreams| async move {
+            assert_eq!(streams.input.recv().await, None);
+            streams.gone.cancelled().await;
+            let sent = streams.output.send(OutputKind::Stdout, b"late", true).await;
+            done.send(sent.is_err()).unwrap();
+        });
+        drop(client(stream, &["stdin", "error", "stderr", "stdout"]).await);
+        assert!(ended.await.unwrap(), "the client is gone");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_opens_too_few_streams_has_no_command() {
+        let stream = serve_command(ALL, |_| async { panic!("it began") });
+        let (mut reader, _writer) = client(stream, &["error", "stdin", "other"]).await;
+        assert_eq!(reader.next().await.unwrap(), Frame::End);
+    }
+}
