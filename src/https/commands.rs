@@ -142,7 +142,7 @@ async fn serve<F: Future<Output = ()>>(
     });
     let reading = async {
         if let Err(error) = receive(&mut reader, &output, input, sizes).await {
-            tracing::debug!(%error, "the client of a command is gone");
+            tracing::debug!(%error, "the client of a command has left");
         }
         gone.cancel();
         std::future::pending::<()>().await;
@@ -294,7 +294,7 @@ mod tests {
             done.send(sent.is_err()).unwrap();
         });
         drop(client(stream, &["stdin", "error", "stderr", "stdout"]).await);
-        assert!(ended.await.unwrap(), "the client is gone");
+        assert!(ended.await.unwrap(), "the client has left");
     }
 
     #[tokio::test(start_paused = true)]

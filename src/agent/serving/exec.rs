@@ -112,13 +112,13 @@ async fn conduct(
     let output = client.output.clone();
     let ended = run(&prepared, &fifos, tty, client).await;
     if let Err(error) = prepared.process.delete().await {
-        tracing::warn!(%error, container = prepared.process.container(), "deleting a command that has ended failed; retrying");
+        tracing::warn!(%error, container = prepared.process.container(), "deleting an exited command failed; retrying");
         tokio::spawn(outlive(prepared.process, fifos));
     }
     let status = command_status(&command, &ended);
     let sent = output.send(OutputKind::Status, status.as_bytes(), true);
     if let Err(error) = sent.await {
-        tracing::debug!(%error, "the client of a command is gone");
+        tracing::debug!(%error, "the client of a command has left");
     }
 }
 
@@ -172,7 +172,7 @@ impl Readers {
     }
 }
 
-/// Moves the streams of a running command until it has exited and its outputs have ended. Other processes may hold the
+/// Moves the streams of a running command until it exits and its outputs close. Other processes may hold the
 /// outputs: then the session lasts until its client leaves, as containerd's does.
 async fn attend(
     process: &ExecProcess,
@@ -257,7 +257,7 @@ async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind)
     if let Some(output) = to
         && let Err(error) = output.send(kind, &[], true).await
     {
-        tracing::debug!(%error, "the client of a command is gone");
+        tracing::debug!(%error, "the client of a command has left");
     }
 }
 
