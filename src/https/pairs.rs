@@ -3,11 +3,15 @@
 //! A runtime reports the end of a forwarded connection on the error stream of its stream pair. kubectl closes the whole
 //! session when any error stream reports anything (client-go, `tools/portforward/portforward.go`). A connection that is
 //! reset is no fault of the session: its report is removed, and both streams of the pair end as usual.
+//!
+//! Not where a runtime may hold data of the client that it has not written: containerd's streaming server hands on no
+//! frame of other streams until somebody reads that data (moby/spdystream, `handleDataFrame`), and the session would hang.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
 
 use flate2::{Decompress, FlushDecompress};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -20,6 +24,8 @@ const PIECE: usize = 32 << 10;
 const EXAMINED: usize = 64 << 10;
 /// Streams of one session of which the kind is kept. Those beyond it pass unexamined.
 const MAX_STREAMS: usize = 100_000;
+/// A frame of the client that was sent so long before a report has been written to the connection.
+const WRITTEN: Duration = Duration::from_secs(1);
 /// Ends of reports about a connection that one side reset, in the words of Go's `syscall` package.
 const RESETS: [&[u8]; 2] = [b"connection reset by peer", b"broken pipe"];
 
@@ -88,6 +94,13 @@ impl Headers {
 
     /// The value of a name in a block.
     pub(super) fn value(&mut self, block: &[u8], wanted: &[u8]) -> Option<Vec<u8>> {
+        let all = self.decoded(block)?.into_iter();
+        all.into_iter()
+            .find_map(|(name, value)| (name == wanted).then_some(value))
+    }
+
+    /// The names of a block with their values.
+    fn decoded(&mut self, block: &[u8]) -> Option<Vec<(Vec<u8>, Vec<u8>)>> {
         let mut block = block;
         if !std::mem::replace(&mut self.begun, true) {
             // Method and flags, and the checksum of the dictionary if it is used (RFC 1950).
@@ -95,20 +108,17 @@ impl Headers {
             block = block.get(if has_dictionary { 6 } else { 2 }..)?;
         }
         let plain = self.inflated(block)?;
-        let mut rest = plain.get(4..)?;
-        let mut next = || -> Option<&[u8]> {
+        let (count, mut rest) = plain.split_first_chunk()?;
+        let mut next = || -> Option<Vec<u8>> {
             let (length, after) = rest.split_first_chunk()?;
             let length = usize::try_from(u32::from_be_bytes(*length)).ok()?;
             let text = after.get(..length)?;
             rest = after.get(length..)?;
-            Some(text)
+            Some(text.to_vec())
         };
-        loop {
-            let (name, value) = (next()?, next()?);
-            if name == wanted {
-                return Some(value.to_vec());
-            }
-        }
+        (0..u32::from_be_bytes(*count))
+            .map(|_| Some((next()?, next()?)))
+            .collect()
     }
 }
 
@@ -129,12 +139,12 @@ fn head_of(frame: &[u8]) -> Option<(u32, u8, usize)> {
 }
 
 impl Frames {
-    /// Takes bytes and returns those that pass. `examined` selects frames by their first four bytes; `examine` returns
-    /// what passes of such a frame.
+    /// Takes bytes and returns those that pass. `examined` selects frames by their first four bytes and length; `examine`
+    /// returns what passes of such a frame.
     fn push(
         &mut self,
         mut bytes: &[u8],
-        examined: impl Fn(u32) -> bool,
+        mut examined: impl FnMut(u32, usize) -> bool,
         mut examine: impl FnMut(Vec<u8>) -> Vec<u8>,
     ) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes.len());
@@ -153,7 +163,7 @@ impl Frames {
             let Some((first, _, length)) = head_of(&self.begun) else {
                 continue;
             };
-            if length > EXAMINED || !examined(first) {
+            if !examined(first, length) || length > EXAMINED {
                 out.append(&mut self.begun);
                 self.passing = length;
             } else if self.begun.len() == 8 + length {
@@ -170,7 +180,12 @@ struct Session {
     from_runtime: Frames,
     /// `None` if a header block was invalid: nothing is removed then.
     headers: Option<Headers>,
-    errors: BTreeSet<u32>,
+    /// The error streams by their numbers, with the request id of their pair.
+    errors: BTreeMap<u32, Vec<u8>>,
+    /// The data streams by the request id of their pair.
+    data: BTreeMap<Vec<u8>, u32>,
+    /// When the last two frames of a data stream with bytes were sent, the last one first.
+    sent: BTreeMap<u32, [Option<Instant>; 2]>,
 }
 
 /// The first four bytes of a frame that opens a stream, without the bits of the version.
@@ -182,44 +197,77 @@ impl Session {
             from_client: Frames::default(),
             from_runtime: Frames::default(),
             headers: Some(Headers::new()),
-            errors: BTreeSet::new(),
+            errors: BTreeMap::new(),
+            data: BTreeMap::new(),
+            sent: BTreeMap::new(),
         }
     }
 
-    /// Notes which streams are error streams.
-    fn sent(&mut self, bytes: &[u8]) {
+    /// Notes which streams are error streams, and when data is sent.
+    fn sent(&mut self, bytes: &[u8], now: Instant) {
         let Session {
             from_client,
             headers,
             errors,
+            data,
+            sent,
             ..
         } = self;
         let examine = |frame: Vec<u8>| {
-            let value = match (headers.as_mut(), frame.get(18..)) {
-                (Some(headers), Some(block)) => headers.value(block, b"streamtype"),
+            let decoded = match (headers.as_mut(), frame.get(18..)) {
+                (Some(headers), Some(block)) => headers.decoded(block),
                 _ => None,
             };
-            match (value, frame.get(8..12)) {
-                (Some(kind), Some(&[a, b, c, d])) => {
-                    if kind == b"error" && errors.len() < MAX_STREAMS {
-                        errors.insert(u32::from_be_bytes([a, b, c, d]));
-                    }
+            let (Some(decoded), Some(&[a, b, c, d])) = (decoded, frame.get(8..12)) else {
+                *headers = None;
+                return vec![];
+            };
+            let value = |wanted: &[u8]| {
+                let mut found = decoded.iter().filter(|(name, _)| name == wanted);
+                found.next().map(|(_, value)| value.clone())
+            };
+            let (id, request) = (u32::from_be_bytes([a, b, c, d]), value(b"requestid"));
+            match value(b"streamtype") {
+                Some(kind) if kind == b"error" && errors.len() < MAX_STREAMS => {
+                    errors.insert(id, request.unwrap_or_default());
                 }
-                _ => *headers = None,
+                Some(kind) if kind == b"data" && data.len() < MAX_STREAMS => {
+                    data.insert(request.unwrap_or_default(), id);
+                }
+                _ => {}
             }
             vec![]
         };
-        from_client.push(bytes, |first| first == OPENS, examine);
+        let examined = |first: u32, length: usize| {
+            if first >> 31 == 0 && length > 0 && sent.len() < MAX_STREAMS {
+                let last = sent.entry(first).or_default();
+                *last = [Some(now), last[0]];
+            }
+            first == OPENS
+        };
+        from_client.push(bytes, examined, examine);
     }
 
     /// Returns what passes of the runtime's bytes.
-    fn received(&mut self, bytes: &[u8]) -> Vec<u8> {
-        let errors = &self.errors;
+    fn received(&mut self, bytes: &[u8], now: Instant) -> Vec<u8> {
+        let Session {
+            from_runtime,
+            errors,
+            data,
+            sent,
+            ..
+        } = self;
+        // Two frames within a second: the runtime may not have read the second one.
+        let is_written = |id: u32| {
+            let pair = errors.get(&id).and_then(|request| data.get(request));
+            let last = pair.and_then(|data| sent.get(data)).copied();
+            let before = last.unwrap_or_default()[1];
+            before.is_none_or(|at| now.saturating_duration_since(at) >= WRITTEN)
+        };
         let examine = |mut frame: Vec<u8>| {
-            if !RESETS
-                .iter()
-                .any(|end| frame.trim_ascii_end().ends_with(end))
-            {
+            let id = frame.first_chunk().map_or(0, |id| u32::from_be_bytes(*id));
+            let ends = |end: &&[u8]| frame.trim_ascii_end().ends_with(end);
+            if !RESETS.iter().any(ends) || !is_written(id) {
                 return frame;
             }
             tracing::debug!(report = %String::from_utf8_lossy(&frame[8..]), "a forwarded connection was reset");
@@ -229,8 +277,7 @@ impl Session {
             frame.iter_mut().skip(5).for_each(|byte| *byte = 0);
             frame
         };
-        self.from_runtime
-            .push(bytes, |first| errors.contains(&first), examine)
+        from_runtime.push(bytes, |first, _| errors.contains_key(&first), examine)
     }
 }
 
@@ -274,7 +321,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Pairs<S> {
             if piece.filled().is_empty() {
                 return Poll::Ready(Ok(()));
             }
-            (this.ready, this.read) = (session.received(piece.filled()), 0);
+            (this.ready, this.read) = (session.received(piece.filled(), Instant::now()), 0);
         }
         let rest = &this.ready[this.read..];
         let length = rest.len().min(to.remaining());
@@ -293,7 +340,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Pairs<S> {
         let this = &mut *self;
         let length = ready!(Pin::new(&mut this.stream).poll_write(cx, bytes))?;
         if let Some(session) = &mut this.session {
-            session.sent(&bytes[..length]);
+            session.sent(&bytes[..length], Instant::now());
         }
         Poll::Ready(Ok(length))
     }
@@ -384,16 +431,41 @@ mod tests {
             passes[4].clone(),
         ];
         for size in [1, 7, 100_000] {
-            let mut session = Session::new();
-            opened().chunks(size).for_each(|piece| session.sent(piece));
-            assert_eq!(session.errors, BTreeSet::from([1, 5]), "pieces of {size}");
+            let (mut session, now) = (Session::new(), Instant::now());
+            let opened = opened();
+            opened
+                .chunks(size)
+                .for_each(|piece| session.sent(piece, now));
+            let errors: Vec<u32> = session.errors.keys().copied().collect();
+            assert_eq!(errors, [1, 5], "pieces of {size}");
+            let data: Vec<u32> = session.data.values().copied().collect();
+            assert_eq!(data, [3, 7], "pieces of {size}");
             let all = all.concat();
             let out: Vec<u8> = all
                 .chunks(size)
-                .flat_map(|piece| session.received(piece))
+                .flat_map(|piece| session.received(piece, now))
                 .collect();
             assert!(out == passes.concat(), "pieces of {size}");
         }
+    }
+
+    /// A runtime that was reset after one of two frames reads the other one never, and the session would hang.
+    #[test]
+    fn a_report_passes_where_the_runtime_may_hold_data() {
+        let report = frame(1, 0, b"read: connection reset by peer");
+        let after = |pauses: &[u64]| {
+            let (mut session, mut now) = (Session::new(), Instant::now());
+            session.sent(&opened(), now);
+            for pause in pauses {
+                now += Duration::from_millis(*pause);
+                session.sent(&frame(3, 0, b"more"), now);
+            }
+            session.received(&report, now + Duration::from_millis(1)) == report
+        };
+        assert!(!after(&[]), "one frame");
+        assert!(after(&[0]), "two at once");
+        assert!(!after(&[2000]), "the one before was written long ago");
+        assert!(after(&[2000, 10]), "two at once, later");
     }
 
     proptest! {
@@ -401,8 +473,9 @@ mod tests {
         #[test]
         fn any_bytes_pass(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
             let mut session = Session::new();
-            session.sent(&client);
-            let mut whole = [session.received(&runtime), session.from_runtime.begun.clone()].concat();
+            let now = Instant::now();
+            session.sent(&client, now);
+            let mut whole = [session.received(&runtime, now), session.from_runtime.begun.clone()].concat();
             prop_assert_eq!(&whole, &runtime);
             // Frames that are almost right.
             let mut session = Session::new();
@@ -411,8 +484,8 @@ mod tests {
                 let at = at % frames.len();
                 frames[at] ^= byte;
             }
-            session.sent(&frames);
-            whole = session.received(&runtime);
+            session.sent(&frames, now);
+            whole = session.received(&runtime, now);
             prop_assert!(whole.len() <= runtime.len() + session.from_runtime.begun.len());
         }
     }
