@@ -132,7 +132,7 @@ impl Node {
             ("hook", &|| self.exit_beside_a_hook()),
             ("finalizer", &|| self.finalizer()),
         ]);
-        // By themselves: one of the rows before counts requests.
+        // After the row that counts requests.
         self.deleted_at_once();
         self.ends_at_once();
         self.side_by_side(&[
@@ -438,7 +438,10 @@ impl Node {
             left.filter(|left| left.starts_with("shim ")).count()
         };
         let ended = self.within(20, "no shim is left", || shims() == 0);
-        self.took("48 pods deleted while they start have ended after", ended);
+        self.took(
+            "the shims of 48 pods that were deleted while they started ended after",
+            ended,
+        );
     }
 
     /// A container that ends while another one's postStart hook runs is started again long before the hook ends.

@@ -258,7 +258,7 @@ pub trait PodHost: Send + Sync + 'static {
     async fn node_hosts(&self) -> String;
     /// Uids of pods that have a directory or cgroup here.
     async fn leftovers(&self) -> Vec<String>;
-    /// How many drivers' volumes a pod has of which it cannot be told what they are.
+    /// How many volumes of CSI drivers a pod has without a readable note.
     async fn unknown_volumes(&self, uid: &str) -> u64;
     /// Removes what a pod that nobody knows any more left here besides its volumes, never crossing a mount.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError>;

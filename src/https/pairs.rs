@@ -4,8 +4,8 @@
 //! session when any error stream reports anything (client-go, `tools/portforward/portforward.go`). A connection that is
 //! reset is no fault of the session: its report is removed, and both streams of the pair end as usual.
 //!
-//! Not where a runtime may hold data of the client that it has not written: containerd's streaming server hands on no
-//! frame of other streams until somebody reads that data (moby/spdystream, `handleDataFrame`), and the session would hang.
+//! Not where a runtime may hold data of the client that it has not written: one unread
+//! frame blocks all streams of a session in containerd's streaming server (moby/spdystream, `handleDataFrame`).
 
 use std::collections::BTreeMap;
 use std::io;

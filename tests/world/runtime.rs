@@ -348,7 +348,7 @@ impl Runtime for World {
         let slow = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
-            // One that was lost with its sandbox, or has ended beside its hook, has no limit.
+            // Only a running container has a limit.
             let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
             let container = state.containers.get(id).filter(runs);
             let uid = container.map(|c| c.uid.clone());

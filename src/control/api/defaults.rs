@@ -184,7 +184,7 @@ fn container(container: &mut Value, host_network: bool) {
             ("successThreshold", 1),
             ("failureThreshold", 3),
         ] {
-            // As upstream, where 0 cannot be told from an absent number.
+            // Upstream's types do not distinguish 0 from an absent number.
             if probe[key] == 0 {
                 probe[key] = Value::Null;
             }

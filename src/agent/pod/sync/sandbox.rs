@@ -15,7 +15,7 @@ use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{cri_config, dns};
 
-/// Longer than a runtime takes for a sandbox when no network plugin sleeps. containerd (1.6 to 2.2) asks the plugins first and
+/// Longer than a runtime takes for a sandbox when no network plugin sleeps. containerd (1.6 to 2.2) calls the plugins and
 /// then starts the sandbox's shim; a call that is cancelled during that start leaves the shim for good, with nothing in the
 /// runtime that knows of it.
 const USUAL: Duration = Duration::from_secs(5);

@@ -31,7 +31,7 @@ enum Rule {
     Required(&'static str),
     /// It must not be there, with the reason.
     Absent(&'static str),
-    /// An integer from the first to the second number, both inclusive; the text says so.
+    /// An integer from the first to the second number, both inclusive, with the message.
     Between(i64, i64, &'static str),
     /// One of these words; an empty text counts as absent.
     OneOf(&'static [&'static str]),
