@@ -302,10 +302,10 @@ mod tests {
             let spec = json!({"ociVersion": "1.1.0", "process": {
                 "args": ["sleep"], "commandLine": "x", "cwd": "/w", "env": env, "user": {"uid": 7},
             }});
-            let spec = serde_json::to_vec(&spec).unwrap();
+            let spec = serde_json::to_vec(&spec).expect("a value");
             let command = ["a".to_owned(), "b c".to_owned()];
-            let process = process_of(&spec, &command, terminal).unwrap();
-            serde_json::from_slice::<Value>(&process).unwrap()
+            let process = process_of(&spec, &command, terminal).expect("a value");
+            serde_json::from_slice::<Value>(&process).expect("a value")
         };
         let expected = |env: Value, terminal: bool| json!({"args": ["a", "b c"], "cwd": "/w", "env": env, "terminal": terminal, "user": {"uid": 7}});
         for (before, terminal, after) in [
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn ids_are_random_and_fit_into_names() {
-        let (one, two) = (new_id().unwrap(), new_id().unwrap());
+        let (one, two) = (new_id().expect("a value"), new_id().expect("a value"));
         assert_ne!(one, two);
         assert!(one.len() == 64 && one.chars().all(|c| c.is_ascii_hexdigit()));
     }

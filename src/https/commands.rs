@@ -242,16 +242,19 @@ mod tests {
     /// A client that has opened the streams of `kinds`.
     async fn client(mut stream: DuplexStream, kinds: &[&str]) -> Client {
         let request = b"POST /x HTTP/1.1\r\nUpgrade: SPDY/3.1\r\n\r\n";
-        stream.write_all(request).await.unwrap();
+        stream.write_all(request).await.expect("a result");
         let mut head = vec![0; RESPONSE.len()];
-        stream.read_exact(&mut head).await.unwrap();
+        stream.read_exact(&mut head).await.expect("a result");
         assert_eq!(head, RESPONSE);
         let (from, to) = split(stream);
         let (mut reader, mut writer) = (Reader(from), Writer::new(to));
         for kind in kinds {
-            writer.open(&[("streamtype", kind)]).await.unwrap();
+            writer
+                .open(&[("streamtype", kind)])
+                .await
+                .expect("a result");
             // The reply.
-            assert_eq!(reader.next().await.unwrap(), Frame::Other);
+            assert_eq!(reader.next().await.expect("a result"), Frame::Other);
         }
         (reader, writer)
     }
@@ -264,23 +267,32 @@ mod tests {
                 all.extend(data);
             }
             let output = &streams.output;
-            output.send(OutputKind::Stdout, &all, true).await.unwrap();
-            output.send(OutputKind::Stderr, b"", true).await.unwrap();
-            output.send(OutputKind::Status, b"{}", true).await.unwrap();
+            output
+                .send(OutputKind::Stdout, &all, true)
+                .await
+                .expect("a result");
+            output
+                .send(OutputKind::Stderr, b"", true)
+                .await
+                .expect("a result");
+            output
+                .send(OutputKind::Status, b"{}", true)
+                .await
+                .expect("a result");
         });
         let (mut reader, mut writer) =
             client(stream, &["error", "stdin", "stdout", "stderr"]).await;
-        writer.data(3, b"he", false).await.unwrap();
-        writer.pong(9).await.unwrap();
-        assert_eq!(reader.next().await.unwrap(), Frame::Ping(9));
-        writer.data(3, b"llo", true).await.unwrap();
+        writer.data(3, b"he", false).await.expect("a result");
+        writer.pong(9).await.expect("a result");
+        assert_eq!(reader.next().await.expect("a result"), Frame::Ping(9));
+        writer.data(3, b"llo", true).await.expect("a result");
         for expected in [
             Frame::Data(5, b"hello".to_vec(), true),
             Frame::Data(7, vec![], true),
             Frame::Data(1, b"{}".to_vec(), true),
             Frame::End,
         ] {
-            assert_eq!(reader.next().await.unwrap(), expected);
+            assert_eq!(reader.next().await.expect("a result"), expected);
         }
     }
 
@@ -291,16 +303,16 @@ mod tests {
             assert_eq!(streams.input.recv().await, None);
             streams.gone.cancelled().await;
             let sent = streams.output.send(OutputKind::Stdout, b"late", true).await;
-            done.send(sent.is_err()).unwrap();
+            done.send(sent.is_err()).expect("a result");
         });
         drop(client(stream, &["stdin", "error", "stderr", "stdout"]).await);
-        assert!(ended.await.unwrap(), "the client has left");
+        assert!(ended.await.expect("a result"), "the client has left");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_client_that_opens_too_few_streams_has_no_command() {
         let stream = serve_command(ALL, |_| async { panic!("it began") });
         let (mut reader, _writer) = client(stream, &["error", "stdin", "other"]).await;
-        assert_eq!(reader.next().await.unwrap(), Frame::End);
+        assert_eq!(reader.next().await.expect("a result"), Frame::End);
     }
 }

@@ -101,31 +101,31 @@ mod tests {
 
     #[tokio::test]
     async fn a_writer_waits_for_its_reader_and_nothing_is_left() {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = tempfile::tempdir().expect("a result");
         let parent = dir.path().join("exec");
-        assert_eq!(leftovers(&parent).unwrap().len(), 0);
-        let fifos = Fifos::create(&parent, "c.1", &["stdin"]).unwrap();
+        assert_eq!(leftovers(&parent).expect("a result").len(), 0);
+        let fifos = Fifos::create(&parent, "c.1", &["stdin"]).expect("a result");
         assert!(
             Fifos::create(&parent, "c.1", &[]).is_err(),
             "the name is taken"
         );
-        let mode = |path: &Path| fs::symlink_metadata(path).unwrap().mode() & 0o777;
+        let mode = |path: &Path| fs::symlink_metadata(path).expect("a result").mode() & 0o777;
         assert_eq!(mode(&parent), 0o700);
         assert_eq!(mode(&fifos.path("")), 0o700);
         assert_eq!(mode(&fifos.path("stdin")), 0o600);
         let waiting = tokio::time::timeout(Duration::from_millis(20), fifos.writer("stdin"));
         assert!(waiting.await.is_err(), "no reader yet");
-        let mut reader = fifos.reader("stdin").unwrap();
-        let mut writer = fifos.writer("stdin").await.unwrap();
-        writer.write_all(b"data").await.unwrap();
+        let mut reader = fifos.reader("stdin").expect("a result");
+        let mut writer = fifos.writer("stdin").await.expect("a result");
+        writer.write_all(b"data").await.expect("a result");
         drop(writer);
         let mut data = vec![];
-        reader.read_to_end(&mut data).await.unwrap();
+        reader.read_to_end(&mut data).await.expect("a result");
         assert_eq!(data, b"data");
         std::mem::forget(fifos);
-        let left = leftovers(&parent).unwrap();
+        let left = leftovers(&parent).expect("a result");
         assert_eq!(left.first().map(|(name, _)| name.as_str()), Some("c.1"));
         drop(left);
-        assert_eq!(fs::read_dir(&parent).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(&parent).expect("a result").count(), 0);
     }
 }

@@ -297,8 +297,8 @@ async fn resize(process: &ExecProcess, mut sizes: mpsc::Receiver<Vec<u8>>) {
             tracing::debug!("a client sent an invalid terminal size");
             return;
         };
-        let found = found.into_iter().filter(|s| s.width > 0 && s.height > 0);
-        if let Some(size) = found.last()
+        let mut found = found.into_iter().filter(|s| s.width > 0 && s.height > 0);
+        if let Some(size) = found.next_back()
             && let Err(error) = process.resize(size.width, size.height).await
         {
             tracing::debug!(%error, "resizing the terminal of a command failed");
@@ -378,8 +378,8 @@ mod tests {
             ("websocket", spdy, "v4.channel.k8s.io", false),
         ] {
             let mut headers = HeaderMap::new();
-            headers.insert(upgrade, kind.parse().unwrap());
-            headers.insert(name, value.parse().unwrap());
+            headers.insert(upgrade, kind.parse().expect("a value"));
+            headers.insert(name, value.parse().expect("a value"));
             assert_eq!(is_supported(&headers), served, "{kind} {name} {value}");
         }
     }
@@ -393,7 +393,7 @@ mod tests {
             let mut all = vec![];
             for part in [&text[..cut], &text[cut..]] {
                 begun.extend(part);
-                all.extend(take_sizes(&mut begun).unwrap());
+                all.extend(take_sizes(&mut begun).expect("a value"));
             }
             assert_eq!(all, [size(80, 24), size(1, 2)], "{cut}");
         }

@@ -53,6 +53,9 @@ impl Line {
     }
 }
 
+/// The objects of a prefix with their keys, and the revision of the list.
+type Present = (Vec<(Arc<str>, Record)>, u64);
+
 struct Watch {
     resource: &'static Resource,
     prefix: String,
@@ -94,6 +97,9 @@ impl Api {
         let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
         let (out, lines) = mpsc::channel(AHEAD);
+        // Now, and not when the task below runs: what is created and deleted after the answer is shown.
+        let present = (state_first && asked.unwrap_or(0) <= self.store.revision())
+            .then(|| self.store.list(&resource.prefix(namespace)));
         let watch = Watch {
             resource,
             prefix: resource.prefix(namespace),
@@ -107,7 +113,7 @@ impl Api {
         let api = self.clone();
         tokio::spawn(async move {
             // `None` says that the client went away, an error that it panicked and was logged: the watch just ends.
-            let _ = guard(watch.run(api, state_first, asked.unwrap_or(0), timeout)).await;
+            let _ = guard(watch.run(api, state_first, present, asked.unwrap_or(0), timeout)).await;
         });
         Ok(lines)
     }
@@ -130,6 +136,7 @@ impl Watch {
         mut self,
         api: Api,
         state_first: bool,
+        present: Option<Present>,
         at_least: u64,
         timeout: Duration,
     ) -> Option<()> {
@@ -140,7 +147,7 @@ impl Watch {
             return self.error(&error).await;
         }
         if state_first {
-            let (items, revision) = api.store.list(&self.prefix);
+            let (items, revision) = present.unwrap_or_else(|| api.store.list(&self.prefix));
             self.position = revision;
             for (_, record) in &items {
                 if self.selector.matches(&record.attrs) {

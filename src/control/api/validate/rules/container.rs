@@ -444,10 +444,10 @@ pub fn field_ref(field: &Value, path: &str, paths: &[&str], errors: &mut Errors)
         .strip_suffix("']")
         .and_then(|named| named.split_once("['"));
     match subscript {
+        Some(("metadata.annotations" | "metadata.labels", key))
+            if is_qualified(&key.to_lowercase()) => {}
         Some(("metadata.annotations" | "metadata.labels", key)) => {
-            if !is_qualified(&key.to_lowercase()) {
-                errors.push(FieldError::invalid(path, &key.into(), QUALIFIED));
-            }
+            errors.push(FieldError::invalid(path, &key.into(), QUALIFIED));
         }
         Some((other, _)) => {
             errors.push(FieldError::invalid(

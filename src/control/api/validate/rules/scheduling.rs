@@ -442,7 +442,7 @@ pub fn label_selector(selector: &Value, path: &str, errors: &mut Errors) {
 
 fn spread(spread: &Value, path: &str, errors: &mut Errors) {
     const POSITIVE: &str = "must be greater than zero";
-    if !spread["maxSkew"].as_i64().is_some_and(|skew| skew > 0) {
+    if spread["maxSkew"].as_i64().is_none_or(|skew| skew <= 0) {
         errors.push(FieldError::invalid(
             format!("{path}.maxSkew"),
             &spread["maxSkew"],
@@ -466,7 +466,7 @@ fn spread(spread: &Value, path: &str, errors: &mut Errors) {
     }
     if let Some(domains) = at(spread, &["minDomains"]).filter(|domains| !domains.is_null()) {
         let field = format!("{path}.minDomains");
-        if !domains.as_i64().is_some_and(|n| n > 0) {
+        if domains.as_i64().is_none_or(|n| n <= 0) {
             errors.push(FieldError::invalid(&*field, domains, POSITIVE));
         }
         if action != "DoNotSchedule" {
