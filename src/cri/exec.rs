@@ -218,13 +218,17 @@ impl ExecProcess {
         Ok(())
     }
 
-    /// Waits until the command exits; the answer is its exit code. Without deadline: a command may take days.
-    pub async fn wait(&self) -> Result<u32, RuntimeError> {
-        let request = pb::WaitRequest {
+    /// The request for the command's exit.
+    fn exit(&self) -> pb::WaitRequest {
+        pb::WaitRequest {
             container_id: self.container.clone(),
             exec_id: self.id.clone(),
-        };
-        let mut request = Request::new(request);
+        }
+    }
+
+    /// Waits until the command exits; the answer is its exit code. Without deadline: a command may take days.
+    pub async fn wait(&self) -> Result<u32, RuntimeError> {
+        let mut request = Request::new(self.exit());
         CriClient::name_namespace(&mut request);
         Ok(self.client().wait(request).await?.into_inner().exit_status)
     }
@@ -270,11 +274,7 @@ impl ExecProcess {
         };
         let request = CriClient::to_containerd(DEADLINE, request);
         gone_is_fine(self.client().kill(request).await)?;
-        let wait = pb::WaitRequest {
-            container_id: self.container.clone(),
-            exec_id: self.id.clone(),
-        };
-        let request = CriClient::to_containerd(DEADLINE, wait);
+        let request = CriClient::to_containerd(DEADLINE, self.exit());
         gone_is_fine(self.client().wait(request).await)?;
         self.delete_stopped().await
     }

@@ -94,9 +94,8 @@ impl Headers {
 
     /// The value of a name in a block.
     pub(super) fn value(&mut self, block: &[u8], wanted: &[u8]) -> Option<Vec<u8>> {
-        let all = self.decoded(block)?.into_iter();
-        all.into_iter()
-            .find_map(|(name, value)| (name == wanted).then_some(value))
+        let mut all = self.decoded(block)?.into_iter();
+        all.find_map(|(name, value)| (name == wanted).then_some(value))
     }
 
     /// The names of a block with their values.

@@ -62,6 +62,24 @@ impl FieldError {
         }
     }
 
+    /// `Too long`: a text, or texts together, of more than `most` bytes.
+    pub fn too_long(field: impl Into<String>, most: usize) -> FieldError {
+        FieldError {
+            reason: "FieldValueTooLong",
+            field: field.into(),
+            detail: format!("Too long: may not be more than {most} bytes"),
+        }
+    }
+
+    /// `Too many`: a list of `count` items where `most` are allowed.
+    pub fn too_many(field: impl Into<String>, count: usize, most: usize) -> FieldError {
+        FieldError {
+            reason: "FieldValueTooMany",
+            field: field.into(),
+            detail: format!("Too many: {count}: must have at most {most} items"),
+        }
+    }
+
     /// `Duplicate value: "<value>"`.
     pub fn duplicate(field: impl Into<String>, value: &str) -> FieldError {
         FieldError {

@@ -97,12 +97,13 @@ impl Api {
         let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
         let (out, lines) = mpsc::channel(AHEAD);
+        let prefix = resource.prefix(namespace);
         // Now, and not when the task below runs: what is created and deleted after the answer is shown.
         let present = (state_first && asked.unwrap_or(0) <= self.store.revision())
-            .then(|| self.store.list(&resource.prefix(namespace)));
+            .then(|| self.store.list(&prefix));
         let watch = Watch {
             resource,
-            prefix: resource.prefix(namespace),
+            prefix,
             selector,
             view,
             bookmarks: query.flag("allowWatchBookmarks"),

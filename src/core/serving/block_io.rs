@@ -65,13 +65,10 @@ pub const V1: [(&str, &str); 4] = [
 /// The disks of the first pair of [`V1`] that has any; `text` is what a file says, empty if there is none.
 #[must_use]
 pub fn v1<'a>(text: impl Fn(&str) -> &'a str) -> Vec<Disk> {
-    let pairs = V1
+    let mut pairs = V1
         .iter()
         .map(|(bytes, requests)| v1_pair(text(bytes), text(requests)));
-    pairs
-        .into_iter()
-        .find(|disks| !disks.is_empty())
-        .unwrap_or_default()
+    pairs.find(|disks| !disks.is_empty()).unwrap_or_default()
 }
 
 /// Reads a pair of v1's files: `8:0 Read 4096`.

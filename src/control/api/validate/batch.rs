@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
-use super::{Errors, is_label, is_qualified, is_subdomain, pod};
+use super::{Errors, NOT_NEGATIVE, is_label, is_qualified, is_subdomain, pod};
 use crate::control::api::batch::{self, NAME_LABELS, UID_LABELS};
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, put, text};
@@ -27,7 +27,6 @@ const LONGEST_MANAGER: usize = 63;
 const LONGEST_INDEXES: usize = 64 << 10;
 /// What a CronJob's name may have: its jobs' names are eleven longer.
 const LONGEST_CRON: usize = 52;
-const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
 
 /// An error about a field as a whole, whose value is not repeated.
 pub(super) fn about(field: impl Into<String>, detail: &str) -> FieldError {
@@ -35,22 +34,6 @@ pub(super) fn about(field: impl Into<String>, detail: &str) -> FieldError {
         reason: "FieldValueInvalid",
         field: field.into(),
         detail: format!("Invalid value: {detail}"),
-    }
-}
-
-fn too_many(field: &str, count: usize, most: usize) -> FieldError {
-    FieldError {
-        reason: "FieldValueTooMany",
-        field: field.into(),
-        detail: format!("Too many: {count}: must have at most {most} items"),
-    }
-}
-
-fn too_long(field: String, most: usize) -> FieldError {
-    FieldError {
-        reason: "FieldValueTooLong",
-        field,
-        detail: format!("Too long: may not be more than {most} bytes"),
     }
 }
 
@@ -214,7 +197,7 @@ fn managed_by(manager: &str, field: &str, errors: &mut Errors) {
         ));
     }
     if manager.len() > LONGEST_MANAGER {
-        errors.push(too_long(field.into(), LONGEST_MANAGER));
+        errors.push(FieldError::too_long(field, LONGEST_MANAGER));
     }
 }
 
@@ -310,7 +293,7 @@ fn word(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Error
 fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
     let rules = list(spec, &["podFailurePolicy", "rules"]);
     if rules.len() > MOST_RULES {
-        errors.push(too_many(path, rules.len(), MOST_RULES));
+        errors.push(FieldError::too_many(path, rules.len(), MOST_RULES));
     }
     let containers: HashSet<&str> = ["containers", "initContainers"]
         .iter()
@@ -349,7 +332,7 @@ fn failure_policy(spec: &Value, path: &str, errors: &mut Errors) {
 
 fn pod_conditions(patterns: &[Value], path: &str, errors: &mut Errors) {
     if patterns.len() > MOST_RULES {
-        errors.push(too_many(path, patterns.len(), MOST_RULES));
+        errors.push(FieldError::too_many(path, patterns.len(), MOST_RULES));
     }
     for (i, pattern) in patterns.iter().enumerate() {
         let kind = text(pattern, &["type"]).unwrap_or_default();
@@ -378,7 +361,7 @@ fn exit_codes(codes: &Value, path: &str, containers: &HashSet<&str>, errors: &mu
         let why = "at least one value is required";
         errors.push(FieldError::invalid(&field, &codes["values"], why));
     } else if values.len() > MOST_EXIT_CODES {
-        errors.push(too_many(&field, values.len(), MOST_EXIT_CODES));
+        errors.push(FieldError::too_many(&*field, values.len(), MOST_EXIT_CODES));
     }
     let numbers: Vec<i64> = values.iter().filter_map(Value::as_i64).collect();
     let mut seen = HashSet::new();
@@ -411,7 +394,7 @@ fn success_policy(spec: &Value, path: &str, errors: &mut Errors) {
         errors.push(FieldError::required(path, why));
     }
     if rules.len() > MOST_RULES {
-        errors.push(too_many(path, rules.len(), MOST_RULES));
+        errors.push(FieldError::too_many(path, rules.len(), MOST_RULES));
     }
     let completions = number(spec, "completions").unwrap_or(0);
     for (i, rule) in rules.iter().enumerate() {
@@ -430,7 +413,7 @@ fn success_rule(rule: &Value, here: &str, completions: i64, errors: &mut Errors)
     if let Some(indexes) = indexes {
         let field = format!("{here}.succeededIndexes");
         if indexes.len() > LONGEST_INDEXES {
-            errors.push(too_long(field.clone(), LONGEST_INDEXES));
+            errors.push(FieldError::too_long(field.clone(), LONGEST_INDEXES));
         }
         let parsed = Indexes::parse(indexes, i32::try_from(completions).unwrap_or(i32::MAX));
         total = Some(parsed.as_ref().map_or(0, |p| i64::from(p.total())));

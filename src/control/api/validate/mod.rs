@@ -24,6 +24,8 @@ const KEY: &str = "a valid config key must consist of alphanumeric characters, '
 
 const QUALIFIED: &str = "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is '([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')";
 
+const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
+
 const SEGMENT: &str = "may not be '.' or '..', and may not contain '/' or '%'";
 
 type Errors = Vec<FieldError>;
@@ -214,11 +216,7 @@ fn metadata(resource: &Resource, object: &Value, errors: &mut Errors) {
         .map(|(k, v)| k.len() + v.as_str().map_or(0, str::len))
         .sum();
     if size > 256 << 10 {
-        errors.push(FieldError {
-            reason: "FieldValueTooLong",
-            field: "metadata.annotations".into(),
-            detail: "Too long: may not be more than 262144 bytes".into(),
-        });
+        errors.push(FieldError::too_long("metadata.annotations", 256 << 10));
     }
     let owners = list(object, &["metadata", "ownerReferences"]);
     for (i, owner) in owners.iter().enumerate() {
@@ -250,14 +248,11 @@ fn workload(resource: &Resource, object: &Value, errors: &mut Errors) {
     }
     let terms = at(object, &["spec", "selector"]).map_or(0, selector::terms);
     if terms > selector::MAX_TERMS {
-        errors.push(FieldError {
-            reason: "FieldValueTooMany",
-            field: "spec.selector".into(),
-            detail: format!(
-                "Too many: {terms}: must have at most {} items",
-                selector::MAX_TERMS
-            ),
-        });
+        errors.push(FieldError::too_many(
+            "spec.selector",
+            terms,
+            selector::MAX_TERMS,
+        ));
         return;
     }
     let selector = at(object, &["spec", "selector"]).and_then(Selector::of_object);

@@ -66,12 +66,6 @@ pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &
         ));
     }
     rules::pod(spec, path, errors);
-    rules::amounts(spec, path, errors);
-    for kind in ["initContainers", "containers", "ephemeralContainers"] {
-        for (i, container) in list(spec, &[kind]).iter().enumerate() {
-            rules::of_container(container, &format!("{path}.{kind}[{i}]"), errors);
-        }
-    }
     whole(spec, path, errors);
 }
 

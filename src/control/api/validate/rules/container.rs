@@ -5,13 +5,12 @@ use std::collections::HashSet;
 use serde_json::Value;
 
 use super::super::{
-    Errors, KEY, LABEL, QUALIFIED, SUBDOMAIN, is_label, is_qualified, is_subdomain,
+    Errors, KEY, LABEL, NOT_NEGATIVE, QUALIFIED, SUBDOMAIN, is_label, is_qualified, is_subdomain,
 };
 use super::Rule::{Absent, Between, Check, Most, OneOf, Required, Text};
 use super::syntax::{
-    ENV, HEADER, ID, NO_BACKSTEPS, NOT_NEGATIVE, PORT, POSITIVE, at_most_one, descending_path,
-    has_no_backsteps, is_config_key, is_env, is_header, port, port_name, too_long, unique,
-    unique_as,
+    ENV, HEADER, ID, NO_BACKSTEPS, PORT, POSITIVE, at_most_one, descending_path, has_no_backsteps,
+    is_config_key, is_env, is_header, port, port_name, unique_as, unique_names,
 };
 use super::{Row, row, table};
 use crate::control::api::error::FieldError;
@@ -64,7 +63,7 @@ const CONTAINER: &[Row] = &[
     ),
     row(
         "ports",
-        Check(port_names),
+        Check(unique_names),
         &[r#"[{"name": "a", "containerPort": 1}, {"name": "a", "containerPort": 2}]"#],
     ),
     row("env[].name", Required(""), &["\"\""]),
@@ -384,10 +383,6 @@ fn host_port(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-fn port_names(ports: &Value, path: &str, errors: &mut Errors) {
-    unique(ports, path, "name", errors);
-}
-
 fn value_from(env: &Value, path: &str, errors: &mut Errors) {
     let source = &env["valueFrom"];
     if source.is_null() {
@@ -629,7 +624,7 @@ pub fn app_armor(profile: &Value, path: &str, errors: &mut Errors) {
             ));
         }
         if name.len() > 4095 {
-            errors.push(too_long(&field, 4095));
+            errors.push(FieldError::too_long(&*field, 4095));
         }
     }
 }

@@ -19,10 +19,8 @@ use serde_json::Value;
 use super::Errors;
 use crate::control::api::error::FieldError;
 
-pub(super) use container::check as container;
 pub(super) use others::check as object;
 pub(super) use pod::check as pod;
-pub(super) use resources::{amounts, of_container};
 
 /// What a field may hold.
 #[derive(Clone, Copy)]
@@ -91,15 +89,19 @@ impl Rule {
             Rule::Most(most) => {
                 let count = value.as_array().map_or(0, Vec::len);
                 if count > *most {
-                    errors.push(FieldError {
-                        reason: "FieldValueTooMany",
-                        field: path.to_owned(),
-                        detail: format!("Too many: {count}: must have at most {most} items"),
-                    });
+                    errors.push(FieldError::too_many(path, count, *most));
                 }
             }
             Rule::Required(_) | Rule::Check(_) => {}
         }
+    }
+}
+
+/// `path` and a key below it, also where `path` is that of a whole object.
+fn below(path: &str, key: &str) -> String {
+    match path {
+        "" => key.to_owned(),
+        path => format!("{path}.{key}"),
     }
 }
 
@@ -109,23 +111,22 @@ fn descend(value: &Value, at: &str, path: &str, rule: &Rule, errors: &mut Errors
         return rule.check(value, at, errors);
     }
     let (key, rest) = path.split_once('.').unwrap_or((path, ""));
-    let join = |key: &str| {
-        if at.is_empty() {
-            key.to_owned()
-        } else {
-            format!("{at}.{key}")
-        }
-    };
     match key.strip_suffix("[]") {
         Some(key) => {
             let items = value[key].as_array().into_iter().flatten();
             for (i, item) in items.enumerate() {
-                descend(item, &format!("{}[{i}]", join(key)), rest, rule, errors);
+                descend(
+                    item,
+                    &format!("{}[{i}]", below(at, key)),
+                    rest,
+                    rule,
+                    errors,
+                );
             }
         }
         // What is below an absent object is not required.
         None if value[key].is_null() && !rest.is_empty() => {}
-        None => descend(&value[key], &join(key), rest, rule, errors),
+        None => descend(&value[key], &below(at, key), rest, rule, errors),
     }
 }
 

@@ -5,12 +5,12 @@ use std::net::IpAddr;
 use base64::Engine as _;
 use serde_json::Value;
 
-use super::super::{Errors, KEY, LABEL, SUBDOMAIN, is_label, is_subdomain};
+use super::super::{Errors, KEY, LABEL, NOT_NEGATIVE, SUBDOMAIN, is_label, is_subdomain};
 use super::Rule::{Between, Check, Most, OneOf, Required, Text};
 use super::scheduling::{TAINTS, label_selector, strict_term};
 use super::syntax::{
-    IP, NO_BACKSTEPS, NOT_NEGATIVE, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port,
-    port_name, too_long, unique,
+    IP, NO_BACKSTEPS, PORT, PROTOCOLS, has_no_backsteps, is_config_key, port, port_name,
+    unique_names,
 };
 use super::volume::HOST_PATHS;
 use super::{Row, resources, row, scheduling, table};
@@ -190,7 +190,7 @@ const SERVICE: &[Row] = &[
     ),
     row(
         "spec.ports",
-        Check(named_ports),
+        Check(unique_names),
         &[r#"[{"name": "a", "port": 1}, {"name": "a", "port": 2}]"#],
     ),
     row(
@@ -300,7 +300,7 @@ const RUNTIME_CLASS: &[Row] = &[
     ),
     row(
         "scheduling",
-        Check(scheduling::of_class),
+        Check(scheduling::check),
         &[
             r#"{"nodeSelector": {"a b": "c"}}"#,
             r#"{"tolerations": [{"operator": "Equal"}]}"#,
@@ -368,7 +368,7 @@ fn config_map(object: &Value, _: &str, errors: &mut Errors) {
     let texts = entries(object, "data").map(|(_, value)| value.as_str().map_or(0, str::len));
     let bytes = entries(object, "binaryData").map(|(_, value)| decoded(value).len());
     if texts.chain(bytes).sum::<usize>() > MOST_DATA {
-        errors.push(too_long("[]", MOST_DATA));
+        errors.push(FieldError::too_long("[]", MOST_DATA));
     }
 }
 
@@ -378,7 +378,7 @@ fn secret(object: &Value, _: &str, errors: &mut Errors) {
         .sum::<usize>()
         > MOST_DATA
     {
-        errors.push(too_long("data", MOST_DATA));
+        errors.push(FieldError::too_long("data", MOST_DATA));
     }
     let value = |key: &str| object["data"].get(key);
     let is_empty = |key: &str| value(key).is_none_or(|value| decoded(value).is_empty());
@@ -459,11 +459,8 @@ fn one_of_each_family(ranges: &Value, path: &str, errors: &mut Errors) {
 
 fn amounts(amounts: &Value, path: &str, errors: &mut Errors) {
     for (name, value) in amounts.as_object().into_iter().flatten() {
-        let shown = value
-            .as_str()
-            .map_or_else(|| value.to_string(), str::to_owned);
         let field = format!("{path}.{name}");
-        match shown.parse::<Quantity>() {
+        match resources::shown(value).parse::<Quantity>() {
             Ok(amount) if amount < Quantity::ZERO => {
                 errors.push(FieldError::invalid(field, value, NOT_NEGATIVE))
             }
@@ -538,10 +535,6 @@ fn has_addresses(subset: &Value, path: &str, errors: &mut Errors) {
         let why = "must specify `addresses` or `notReadyAddresses`";
         errors.push(FieldError::required(path, why));
     }
-}
-
-fn named_ports(ports: &Value, path: &str, errors: &mut Errors) {
-    unique(ports, path, "name", errors);
 }
 
 fn same_ports(ports: &Value, path: &str, errors: &mut Errors) {

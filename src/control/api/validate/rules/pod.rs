@@ -7,8 +7,8 @@ use serde_json::Value;
 use super::super::{Errors, LABEL, QUALIFIED, SUBDOMAIN, is_label, is_qualified, is_subdomain};
 use super::Rule::{Between, Check, OneOf, Required, Text};
 use super::container::{app_armor, seccomp};
-use super::syntax::{ID, SYSCTL, ip, is_sysctl, subdomain, too_long, unique};
-use super::{Row, container, resources, row, scheduling, table, volume};
+use super::syntax::{ID, SYSCTL, ip, is_sysctl, subdomain, unique_names};
+use super::{Row, below, container, resources, row, scheduling, table, volume};
 use crate::control::api::delete::MAX_GRACE;
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, text};
@@ -126,7 +126,7 @@ const SPEC: &[Row] = &[
     ),
     row(
         "resourceClaims",
-        Check(claim_names),
+        Check(unique_names),
         &[r#"[{"name": "a", "resourceClaimName": "a"}, {"name": "a", "resourceClaimName": "b"}]"#],
     ),
     row("securityContext.runAsUser", Between(0, MAX, ID), &["-1"]),
@@ -173,7 +173,7 @@ const SPEC: &[Row] = &[
     ),
     row(
         "securityContext.sysctls",
-        Check(sysctl_names),
+        Check(unique_names),
         &[r#"[{"name": "a.b", "value": "1"}, {"name": "a.b", "value": "2"}]"#],
     ),
 ];
@@ -300,6 +300,10 @@ pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
         }
     }
     table(WHOLE, spec, path, errors);
+    resources::amounts(spec, path, errors);
+    for (here, container) in containers(spec, path) {
+        resources::of_container(container, &here, errors);
+    }
 }
 
 /// Every container with its path.
@@ -314,14 +318,9 @@ fn is_true(spec: &Value, key: &str) -> bool {
     spec[key] == true
 }
 
-/// `path` and a key below it, also where `path` is that of a whole object.
-fn below(path: &str, key: &str) -> String {
-    format!("{path}.{key}").trim_start_matches('.').to_owned()
-}
-
 fn hostname_override(name: &Value, path: &str, errors: &mut Errors) {
     if name.as_str().is_some_and(|name| name.len() > 64) {
-        errors.push(too_long(path, 64));
+        errors.push(FieldError::too_long(path, 64));
     }
     subdomain(name, path, errors);
 }
@@ -393,10 +392,6 @@ fn claim(claim: &Value, path: &str, errors: &mut Errors) {
     errors.push(FieldError::invalid(path, claim, why));
 }
 
-fn claim_names(claims: &Value, path: &str, errors: &mut Errors) {
-    unique(claims, path, "name", errors);
-}
-
 fn sysctl(sysctl: &Value, path: &str, errors: &mut Errors) {
     let field = format!("{path}.name");
     match text(sysctl, &["name"]).unwrap_or_default() {
@@ -404,10 +399,6 @@ fn sysctl(sysctl: &Value, path: &str, errors: &mut Errors) {
         name if !is_sysctl(name) => errors.push(FieldError::invalid(field, &name.into(), SYSCTL)),
         _ => {}
     }
-}
-
-fn sysctl_names(sysctls: &Value, path: &str, errors: &mut Errors) {
-    unique(sysctls, path, "name", errors);
 }
 
 fn dns_none(spec: &Value, path: &str, errors: &mut Errors) {

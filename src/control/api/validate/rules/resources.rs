@@ -110,7 +110,8 @@ fn container_name(name: &str, field: &str, errors: &mut Errors) {
     errors.push(FieldError::invalid(field, &name.into(), why));
 }
 
-fn shown(value: &Value) -> String {
+/// An amount as a text; JSON may have it as a number.
+pub fn shown(value: &Value) -> String {
     value
         .as_str()
         .map_or_else(|| value.to_string(), str::to_owned)

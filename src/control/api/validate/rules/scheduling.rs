@@ -137,12 +137,7 @@ pub const TAINTS: &[Row] = &[
     ),
 ];
 
-/// Checks where a RuntimeClass lets its pods run.
-pub fn of_class(scheduling: &Value, path: &str, errors: &mut Errors) {
-    check(scheduling, path, errors);
-}
-
-/// Checks where a pod may run.
+/// Checks where a pod may run, or those of a RuntimeClass.
 pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
     table(SPEC, spec, path, errors);
 }
@@ -236,8 +231,17 @@ fn unique_taints(taints: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A requirement on a node's labels (`ValidateNodeSelectorRequirement`).
-fn requirement(requirement: &Value, path: &str, strict: bool, errors: &mut Errors) {
+/// What a requirement on labels may be.
+#[derive(Clone, Copy)]
+struct Allowed {
+    /// Operators that compare numbers.
+    comparison: bool,
+    /// Values that no label can have.
+    any_value: bool,
+}
+
+/// A requirement on labels (`ValidateNodeSelectorRequirement`, `ValidateLabelSelectorRequirement`).
+fn requirement(requirement: &Value, path: &str, allowed: Allowed, errors: &mut Errors) {
     let values = list(requirement, &["values"]);
     let field = format!("{path}.values");
     match word(requirement, "operator") {
@@ -249,11 +253,12 @@ fn requirement(requirement: &Value, path: &str, strict: bool, errors: &mut Error
             let why = "may not be specified when `operator` is 'Exists' or 'DoesNotExist'";
             errors.push(FieldError::forbidden(&*field, why));
         }
-        "Gt" | "Lt" if values.len() != 1 => {
+        "Gt" | "Lt" if allowed.comparison && values.len() != 1 => {
             let why = "must be specified single value when `operator` is 'Lt' or 'Gt'";
             errors.push(FieldError::required(&*field, why));
         }
-        "In" | "NotIn" | "Exists" | "DoesNotExist" | "Gt" | "Lt" => {}
+        "In" | "NotIn" | "Exists" | "DoesNotExist" => {}
+        "Gt" | "Lt" if allowed.comparison => {}
         other => {
             let why = "not a valid selector operator";
             errors.push(FieldError::invalid(
@@ -264,7 +269,7 @@ fn requirement(requirement: &Value, path: &str, strict: bool, errors: &mut Error
         }
     }
     qualified(&requirement["key"], &format!("{path}.key"), errors);
-    for (i, value) in values.iter().enumerate().filter(|_| strict) {
+    for (i, value) in values.iter().enumerate().filter(|_| !allowed.any_value) {
         label_value(
             value.as_str().unwrap_or_default(),
             format!("{field}[{i}]"),
@@ -304,11 +309,15 @@ fn field_requirement(requirement: &Value, path: &str, errors: &mut Errors) {
 }
 
 fn term(term: &Value, path: &str, strict: bool, errors: &mut Errors) {
+    let allowed = Allowed {
+        comparison: true,
+        any_value: !strict,
+    };
     for (i, one) in list(term, &["matchExpressions"]).iter().enumerate() {
         requirement(
             one,
             &format!("{path}.matchExpressions[{i}]"),
-            strict,
+            allowed,
             errors,
         );
     }
@@ -407,36 +416,13 @@ pub fn label_selector(selector: &Value, path: &str, errors: &mut Errors) {
         &format!("{path}.matchLabels"),
         errors,
     );
+    let allowed = Allowed {
+        comparison: false,
+        any_value: false,
+    };
     for (i, one) in list(selector, &["matchExpressions"]).iter().enumerate() {
         let here = format!("{path}.matchExpressions[{i}]");
-        let (values, field) = (list(one, &["values"]), format!("{here}.values"));
-        match word(one, "operator") {
-            "In" | "NotIn" if values.is_empty() => {
-                let why = "must be specified when `operator` is 'In' or 'NotIn'";
-                errors.push(FieldError::required(&*field, why));
-            }
-            "Exists" | "DoesNotExist" if !values.is_empty() => {
-                let why = "may not be specified when `operator` is 'Exists' or 'DoesNotExist'";
-                errors.push(FieldError::forbidden(&*field, why));
-            }
-            "In" | "NotIn" | "Exists" | "DoesNotExist" => {}
-            other => {
-                let why = "not a valid selector operator";
-                errors.push(FieldError::invalid(
-                    format!("{here}.operator"),
-                    &other.into(),
-                    why,
-                ));
-            }
-        }
-        qualified(&one["key"], &format!("{here}.key"), errors);
-        for (i, value) in values.iter().enumerate() {
-            label_value(
-                value.as_str().unwrap_or_default(),
-                format!("{field}[{i}]"),
-                errors,
-            );
-        }
+        requirement(one, &here, allowed, errors);
     }
 }
 

@@ -11,7 +11,6 @@ use crate::control::api::object::text;
 pub const PORT: &str = "must be between 1 and 65535, inclusive";
 pub const ID: &str = "must be between 0 and 2147483647, inclusive";
 pub const MODE: &str = "must be a number between 0 and 0777 (octal), both inclusive";
-pub const NOT_NEGATIVE: &str = "must be greater than or equal to 0";
 pub const POSITIVE: &str = "must be greater than 0";
 pub const IP: &str = "must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)";
 /// The protocols of ports.
@@ -118,15 +117,6 @@ pub fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// An error that names how long a text may be.
-pub fn too_long(path: &str, most: usize) -> FieldError {
-    FieldError {
-        reason: "FieldValueTooLong",
-        field: path.to_owned(),
-        detail: format!("Too long: may not be more than {most} bytes"),
-    }
-}
-
 /// At most one of some fields may be there; the later ones are forbidden (`validateVolumeSource`, `validateHandler`). The
 /// answer is how many are there.
 pub fn at_most_one(
@@ -169,12 +159,13 @@ pub fn subdomain(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// No two items of a list have the same value of a key. Each error names the key of the later item.
-pub fn unique(items: &Value, path: &str, key: &str, errors: &mut Errors) {
-    unique_as(items, key, |i| format!("{path}[{i}].{key}"), errors);
+/// No two items of a list have one name. Each error names the name of the later item.
+pub fn unique_names(items: &Value, path: &str, errors: &mut Errors) {
+    unique_as(items, "name", |i| format!("{path}[{i}].name"), errors);
 }
 
-/// As [`unique`], with the field that an error names by the index of its item. Empty values count as absent.
+/// No two items of a list have the same value of a key, whose field an error names by the index of its item. Empty values
+/// count as absent.
 pub fn unique_as(items: &Value, key: &str, field: impl Fn(usize) -> String, errors: &mut Errors) {
     let mut seen = HashSet::new();
     for (i, item) in items.as_array().into_iter().flatten().enumerate() {

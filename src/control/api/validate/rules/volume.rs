@@ -9,7 +9,7 @@ use super::Rule::{Between, Check, OneOf, Required, Text};
 use super::container::{field_ref, resource_field};
 use super::syntax::{
     ABSOLUTE, MODE, NO_BACKSTEPS, at_most_one, descending_path, has_no_backsteps, is_absolute,
-    local_path, unique,
+    local_path, unique_names,
 };
 use super::{Row, row, table};
 use crate::control::api::error::FieldError;
@@ -292,10 +292,6 @@ fn one_source(volume: &Value, path: &str, errors: &mut Errors) {
         "may not specify more than 1 volume type",
         errors,
     );
-}
-
-fn unique_names(volumes: &Value, path: &str, errors: &mut Errors) {
-    unique(volumes, path, "name", errors);
 }
 
 fn size_limit(source: &Value, path: &str, errors: &mut Errors) {
