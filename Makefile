@@ -69,8 +69,8 @@ KUBECTLS = target/kubectl
 kubectls:
 	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "kubectl of sid cannot be fetched; its tests are skipped, and fail with CI=true"
 
-test: test-deps runtimes kubectls machine ## Run all tests (ONLY='-p holdfast --test node' for one suite)
-	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test $(or $(ONLY),--workspace) --locked $(FLAGS) -- --test-threads=2
+test: test-deps runtimes kubectls machine ## Run all tests (ONLY='-p holdfast --test cluster node::' for one suite)
+	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test $(or $(ONLY),--workspace) --locked $(FLAGS) -- --test-threads=$(or $(THREADS),4)
 
 check: ## Format, lints and, where installed, licences and advisories
 	$(CARGO) fmt --all --check
@@ -94,7 +94,7 @@ soak: test-deps ## Run hostile clients beside pods that come and go, alone on a 
 
 rounds: test-deps ## Random pods and volumes, kills, full disks, vanishing devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni
-	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test canary rounds -- --nocapture
+	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test cluster canary::rounds -- --nocapture
 
 power: test-deps machine ## Power a virtual node off, in order and by a cut, again and again (CYCLES=19)
 	$(CARGO) build --locked -p holdfast-cni

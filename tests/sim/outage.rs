@@ -76,3 +76,19 @@ fn a_listing_that_hangs_delays_no_event() {
         agent.abort();
     });
 }
+
+/// Each conflict is answered with the object as it is now, without a pause: pauses that grow would delay the pod's readiness
+/// for as long as the controller is busy.
+#[test]
+fn a_busy_controller_does_not_delay_statuses() {
+    simulate(1, async {
+        let world = World::new(1);
+        let agent = world.start_agent();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        world.annotate_pods();
+        world.create_steady_pod("p");
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+        agent.abort();
+    });
+}

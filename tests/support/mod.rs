@@ -9,8 +9,10 @@ pub mod real;
 pub mod served;
 pub mod skip;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use real::ControlPlane;
@@ -32,6 +34,9 @@ pub fn limited(program: impl AsRef<std::ffi::OsStr>) -> Command {
     command.arg(program);
     command
 }
+
+/// The numbers of this binary's clusters, each with its name.
+static TAKEN: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
 
 pub struct Cluster {
     pub name: String,
@@ -125,8 +130,18 @@ impl Cluster {
         cluster.started()
     }
 
-    /// One that is not started yet.
+    /// A cluster that is not started yet. Panics if another cluster of this binary has the name or the number, as tests run
+    /// side by side.
     pub fn new(name: &str, number: u16) -> Cluster {
+        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let other = taken
+            .iter()
+            .find(|(n, other)| (**n == number) != (*other == name));
+        assert!(
+            other.is_none(),
+            "cluster {name} with number {number} collides with {other:?}: choose another name or number"
+        );
+        taken.insert(number, name.to_owned());
         Cluster {
             name: format!("t-{name}"),
             number,

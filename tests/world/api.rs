@@ -17,6 +17,7 @@ impl PodApi for World {
         let uid = patch["metadata"]["uid"].as_str().unwrap().to_owned();
         self.state().spend("patch_status", &uid);
         let lost = self.request().await?;
+        self.annotate_before_write(&uid);
         let mut state = self.state();
         let Some(earlier) = state.pods.get(&uid).cloned() else {
             return Err(ApiFailure::NotFound("gone".into()));

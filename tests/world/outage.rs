@@ -8,6 +8,8 @@ pub(super) struct Outage {
     is_plugin_broken: bool,
     pub(super) is_api_down: bool,
     pub(super) do_lists_hang: bool,
+    /// How often a controller has annotated a pod just before the agent's status write; `None` without such a controller.
+    annotations: Option<u64>,
     /// The events that the API has stored: the uid of the pod, and the reason.
     pub(super) posted: Vec<(String, String)>,
 }
@@ -44,6 +46,23 @@ impl World {
     /// From now on listings of the runtime have no answer, or have one again.
     pub fn hang_lists(&self, hang: bool) {
         self.state().outage.do_lists_hang = hang;
+    }
+
+    /// A controller annotates pods all the time: four of five status writes carry an old resourceVersion.
+    pub fn annotate_pods(&self) {
+        self.state().outage.annotations = Some(0);
+    }
+
+    /// The controller's annotation, just before the agent's status write.
+    pub(super) fn annotate_before_write(&self, uid: &str) {
+        let mut state = self.state();
+        let Some(annotations) = &mut state.outage.annotations else {
+            return;
+        };
+        *annotations += 1;
+        if !annotations.is_multiple_of(5) {
+            state.publish(uid);
+        }
     }
 
     /// Whether the API has stored an event of this reason about a pod.

@@ -1,7 +1,7 @@
 //! Control plane and agent are started again when they end, and `up status` says so.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};

@@ -6,9 +6,8 @@
 //! real ones.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/driver.rs"]
-mod driver;
-mod support;
+use crate::driver;
+use crate::support;
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};

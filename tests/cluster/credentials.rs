@@ -2,7 +2,7 @@
 //! against our own control plane. No runtime is needed for that, and none is there.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

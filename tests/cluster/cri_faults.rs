@@ -2,9 +2,8 @@
 //! that is over, pods that were started meanwhile run, once, and pods that were deleted are gone.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/proxy.rs"]
-mod proxy;
-mod support;
+use crate::proxy;
+use crate::support;
 
 use std::path::PathBuf;
 use std::process::Command;

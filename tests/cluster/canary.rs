@@ -1,13 +1,12 @@
 //! What is the user's outlives every pod: with the agent's root directory being a link, with mounts made behind the
 //! agent's back, and with the agent killed meanwhile.
 //!
-//! `HOLDFAST_ROUNDS=1000 cargo test --test canary rounds` (`make rounds`) goes on for so many random rounds,
+//! `HOLDFAST_ROUNDS=1000 cargo test --test cluster canary::rounds` (`make rounds`) goes on for so many random rounds,
 //! `HOLDFAST_SEED=17` with other choices.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/driver.rs"]
-mod driver;
-mod support;
+use crate::driver;
+use crate::support;
 
 use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};

@@ -1,7 +1,7 @@
 //! Metrics, the summary, traces and `agent --check`, of a real node.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;

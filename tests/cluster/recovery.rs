@@ -8,11 +8,9 @@
 //! added and removed (`e2e.rs`), the order in which sidecars start and end (`lifecycle.rs`).
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/driver.rs"]
-mod driver;
-#[path = "recovery/parts.rs"]
+use crate::driver;
 mod parts;
-mod support;
+use crate::support;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 //! under the names that udev would give them, and a small program for `iscsiadm`.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! Roots and certificates in projected volumes, with a real containerd; the signer is played here.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, IsCa, Issuer, KeyPair,

@@ -1,7 +1,7 @@
 //! Pods that run get other sizes: containers, init containers, the pod as a whole.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::path::{Path, PathBuf};
 

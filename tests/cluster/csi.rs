@@ -1,9 +1,8 @@
 //! Storage drivers against a real containerd, with a small driver of our own.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/driver.rs"]
-mod driver;
-mod support;
+use crate::driver;
+use crate::support;
 
 use std::time::{Duration, Instant};
 

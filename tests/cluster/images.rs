@@ -1,7 +1,7 @@
 //! Pulling from real registries, with and without credentials.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};

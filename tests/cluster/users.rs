@@ -1,7 +1,7 @@
 //! Pods with users of their own (`hostUsers: false`, KEP-127), run by a containerd and a runc that can do that.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::path::PathBuf;
 

@@ -1,9 +1,8 @@
 //! What was missing when a container was to start has come: nobody waits for a pause that had begun before.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/proxy.rs"]
-mod proxy;
-mod support;
+use crate::proxy;
+use crate::support;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

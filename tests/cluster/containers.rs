@@ -2,11 +2,9 @@
 //! device plugin.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/plugin.rs"]
-mod plugin;
-#[path = "support/pod_resources.rs"]
-mod pod_resources;
-mod support;
+use crate::plugin;
+use crate::pod_resources;
+use crate::support;
 
 use holdfast_proto::podresources as resources;
 use plugin::{Mood, Plugin};

@@ -1,7 +1,7 @@
 //! Containers' logs, the node's logs and the agent's own API, with the real kubectl and a real containerd.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

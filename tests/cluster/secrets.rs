@@ -1,7 +1,7 @@
 //! What is secret stays so: in no log, event, status or core file, however much is logged.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! Volumes against a real containerd: what is in them, when it changes, and what stays of them.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::time::Duration;
 

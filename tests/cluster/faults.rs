@@ -1,7 +1,7 @@
 //! What breaks on a node, for real: killed agents, killed shims, a boot without an apiserver.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 use std::process::{Child, Command};

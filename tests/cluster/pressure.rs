@@ -1,7 +1,7 @@
 //! Who uses up a node is evicted and others stay; and the cgroups that keep pods to what they may have.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::time::{Duration, Instant};
 

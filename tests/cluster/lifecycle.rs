@@ -1,9 +1,8 @@
 //! The life of pods against a real containerd: probes, hooks, restarts, deadlines and ends.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/logind.rs"]
-mod logind;
-mod support;
+use crate::logind;
+use crate::support;
 
 use std::path::Path;
 use std::time::{Duration, Instant};

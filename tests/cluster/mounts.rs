@@ -1,7 +1,7 @@
 //! What containers mount of the host and of parts of volumes: subPath, propagation, host paths.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use support::{Cluster, condition, inside};
 

@@ -2,11 +2,9 @@
 //! another agent are zeroed, and a deletion is final until the next start. Drivers of dynamic resources prepare claims.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/dra.rs"]
-mod dra;
-#[path = "support/pod_resources.rs"]
-mod pod_resources;
-mod support;
+use crate::dra;
+use crate::pod_resources;
+use crate::support;
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -731,7 +729,7 @@ fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
     let Some(containerd) = containerd_with_cdi() else {
         return;
     };
-    let cluster = Cluster::start_with("claims", 63, containerd.parent().map(Into::into));
+    let cluster = Cluster::start_with("prepared", 63, containerd.parent().map(Into::into));
     share_a_claim(&cluster, &support::busybox(&cluster));
     allocate(&cluster, DRIVER, &["one", "two"]);
     let driver = dra::Driver::new(DRIVER);

@@ -1,7 +1,7 @@
 //! What a new user does, with the real kubectl and a real containerd, from `up` to `down`.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use serde_json::Value;
 use support::{Cluster, http_get};

@@ -1,9 +1,8 @@
 //! What drivers are asked when they refuse, are busy, publish anew or are replaced, with a real containerd.
 #![allow(clippy::unwrap_used)]
 
-#[path = "support/driver.rs"]
-mod driver;
-mod support;
+use crate::driver;
+use crate::support;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

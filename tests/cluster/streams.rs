@@ -1,7 +1,7 @@
 //! Commands, copies, attachments and forwarded ports, with the real kubectl and a real containerd.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+use crate::support;
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::time::{Duration, Instant};
