@@ -12,8 +12,8 @@ fn has_ended(status: &ContainerStatus) -> bool {
     state.is_some_and(|s| s.terminated.is_some())
 }
 
-/// Keeps the terminal status `told`: the phase with its reason and message, and the statuses of containers that had
-/// terminated. Instances of these in the runtime began after the pod's termination.
+/// Restores a terminal status that was published before: the phase with its reason and message, and the statuses of
+/// containers that had terminated. Instances of these in the runtime began after the pod's termination.
 pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
     status.phase.clone_from(&told.phase);
     status.reason.clone_from(&told.reason);
