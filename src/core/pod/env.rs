@@ -27,11 +27,11 @@ pub trait Objects {
 
 /// The values that field references resolve to.
 pub struct Surroundings<'a> {
-    /// The pod whose fields are referred to.
+    /// The pod whose fields are referenced.
     pub pod: &'a Pod,
-    /// The addresses of the pod, the main one first.
+    /// The addresses of the pod, the primary one first.
     pub pod_ips: &'a [String],
-    /// The addresses of the node, the main one first.
+    /// The addresses of the node, the primary one first.
     pub node_ips: &'a [String],
     /// The node's allocatable resources, which are the values of limits that are not set.
     pub allocatable: &'a super::resources::Amounts,

@@ -17,7 +17,7 @@ pub struct Exit {
     pub container: String,
     /// The exit code of its process.
     pub code: i32,
-    /// The runtime's reason, for instance `OOMKilled`.
+    /// The runtime's reason, for example `OOMKilled`.
     pub reason: String,
     /// The number of earlier instances.
     pub restarts: u32,

@@ -177,7 +177,7 @@ pub struct Decision {
     pub state: State,
 }
 
-/// A pod's timeline.
+/// The journal of one pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Journal {
     /// The steps, in the order in which they began.

@@ -101,13 +101,13 @@ pub struct Sandbox {
 /// The kind of an event about a sandbox or a container. Events of one id arrive in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum EventKind {
-    /// It was created.
+    /// Creation.
     Created,
-    /// It was started.
+    /// Start.
     Started,
-    /// It has stopped, or the event's type is unknown.
+    /// A stop, or an event of unknown type.
     Stopped,
-    /// It was deleted.
+    /// Deletion.
     Deleted,
 }
 

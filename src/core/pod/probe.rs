@@ -35,7 +35,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All three.
+    /// All kinds.
     pub const ALL: [Kind; 3] = [Kind::Startup, Kind::Readiness, Kind::Liveness];
 
     /// The name in events.

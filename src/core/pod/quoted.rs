@@ -1,7 +1,7 @@
 //! Quotes text as Go's `strconv.Quote` does. Programs that read a pod's labels and annotations from a file or a
 //! variable expect this format. Pure.
 
-/// The text between double quotes.
+/// Returns the quoted text.
 pub(in crate::core) fn quoted(text: &str) -> String {
     let mut out = String::from('"');
     for c in text.chars() {

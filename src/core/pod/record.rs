@@ -193,7 +193,7 @@ impl Record {
     }
 
     /// Adds a turn. `worker` is the worker after the turn. If there are too many turns, the older half is dropped. A
-    /// turn that decided nothing is left out: most of those are echoes of the pod's own status, and each would store a
+    /// turn that decided nothing is left out. Most of those are echoes of the pod's own status, and each would store a
     /// copy of the pod.
     pub fn add(&mut self, facts: &Facts, input: Input, turn: &Turn, worker: &Worker) {
         if turn.unchanged && turn.publish.is_none() {

@@ -308,8 +308,8 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status
 }
 
-/// Whether the container is restarted whatever its policy and exit code: it was removed because all containers restart,
-/// or it was stopped in order to be restarted.
+/// Whether the container is restarted regardless of its policy and exit code. This applies if it was removed because
+/// all containers restart, or stopped in order to be restarted.
 fn comes_back(facts: &Facts<'_>, status: &ContainerStatus) -> bool {
     let newest = facts.observed.newest(&status.name);
     let is_restarted = newest.is_some_and(|c| facts.stopped_to_restart.contains(&c.id));

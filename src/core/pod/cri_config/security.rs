@@ -60,8 +60,8 @@ pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
 /// The prefix of the deprecated AppArmor annotations. The container's name follows.
 const OLD_ANNOTATION: &str = "container.apparmor.security.beta.kubernetes.io/";
 
-/// The AppArmor profile of a container (KEP-24; `pkg/security/apparmor`): that of its field, else of the deprecated
-/// annotation, which static pods may have, else of the pod's field. `None` leaves the choice to the runtime.
+/// The AppArmor profile of a container (KEP-24; `pkg/security/apparmor`). Its own field comes first, then the
+/// deprecated annotation, which static pods may have, then the pod's field. `None` leaves the choice to the runtime.
 fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
     let field =
         |profile: &AppArmorProfile| (profile.type_.clone(), profile.localhost_profile.clone());

@@ -64,8 +64,8 @@ impl Worker {
     }
 
     /// Adopts the part of a mirror's status that is about containers which the runtime still has. The manifest and the
-    /// runtime alone decide whether a static pod runs. The kubelet does the same: `generateAPIPodStatus` in
-    /// `pkg/kubelet/kubelet_pods.go` does not read a static pod's status from the API, and `SyncKnownPods` in
+    /// runtime alone decide whether a static pod runs, as with the kubelet. `generateAPIPodStatus` in
+    /// `pkg/kubelet/kubelet_pods.go` does not read a static pod's status from the API. `SyncKnownPods` in
     /// `pkg/kubelet/pod_workers.go` restarts a static pod whose manifest came back under its uid.
     ///
     /// A static pod that was rejected, or that terminated and is unknown to the runtime, therefore starts again with

@@ -546,8 +546,8 @@ impl Worker {
         self.note_problem(name, ("PostStartHookError".to_owned(), message));
     }
 
-    /// Records why a container waits. An error that differs from the last one only in parts that vary with each try
-    /// does not change the status, as each change costs an API request.
+    /// Records why a container waits. Each change of the status costs an API request. If an error differs from the last
+    /// one only in parts that vary with each try, the status therefore stays the same.
     fn note_problem(&mut self, name: String, (reason, message): (String, String)) {
         let known = self.problems.get(&name);
         let is_known = known.is_some_and(|(r, m)| *r == reason && varying::is_same(m, &message));

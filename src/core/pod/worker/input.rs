@@ -58,8 +58,8 @@ impl Update {
         own.unwrap_or(&self.pod)
     }
 
-    /// The order in which pods that arrive together are admitted. Pods that have run come first, by start time, so that
-    /// after a restart of the agent no pod loses its resources to a newer one. The others follow by creation time.
+    /// The order in which pods that arrive together are admitted. Pods that have run come first, by start time. After a
+    /// restart of the agent, no pod therefore loses its resources to a newer one. The others follow by creation time.
     #[must_use]
     pub fn admission_order(&self) -> impl Ord + use<> {
         let status = self.status_object().and_then(|o| o.status.as_ref());
@@ -405,7 +405,7 @@ pub enum Outcome {
     Granted,
     /// The node deferred or rejected the sizes.
     Deferred {
-        /// The reason, for instance `OutOfmemory`.
+        /// The reason, for example `OutOfmemory`.
         reason: String,
         /// The message for users.
         message: String,

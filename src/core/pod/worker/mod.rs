@@ -5,9 +5,9 @@
 //! After every input, therefore, everything that can be done is being done. Whatever waits has a running operation, a
 //! wake-up time, or a cause that only another input can change.
 //!
-//! The submodules: `apply` applies an input to the worker's state, `news` decides which runtime events need an
-//! observation, `plan` computes the operations (`pkg/kubelet/pod_workers.go` and `SyncPod` upstream), and `stop` the
-//! order in which containers stop.
+//! The submodule `apply` applies an input to the worker's state. `plan` computes the operations
+//! (`pkg/kubelet/pod_workers.go` and `SyncPod` upstream), `stop` the order in which containers stop. `adopt` takes over
+//! the status in the API, and `audit` checks terminating pods periodically.
 
 mod adopt;
 mod apply;
@@ -43,8 +43,8 @@ use crate::core::fault::Class;
 use crate::core::pod;
 use crate::core::time;
 
-/// Maximum delay of a status while further changes are imminent: for a pending pod during its start, and for a pod
-/// whose containers have all exited while its sandbox is being stopped.
+/// Maximum delay of a status while further changes are imminent. It applies to a pending pod during its start, and to a
+/// pod whose containers have all exited while its sandbox is being stopped.
 const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
 /// The configuration that decisions depend on.
@@ -233,7 +233,7 @@ pub struct Worker {
     network_told: bool,
     /// Containers that the runtime reported as stopped. Those that still run are stopped again.
     stop_done: BTreeSet<String>,
-    /// Ids of containers that this worker stops in order to restart them, whatever their exit code: with `OnFailure`, a
+    /// Ids of containers that this worker stops in order to restart them, whatever their exit code. With `OnFailure`, a
     /// container that exits with 0 on SIGTERM has not finished its work. As upstream, this is stored nowhere else:
     /// after a restart, the agent decides by the exit code alone.
     #[serde(default)]
@@ -540,8 +540,8 @@ impl Worker {
         actions
     }
 
-    /// The restart count of a container without instances: the maximum of the status, the count of instances removed by
-    /// a restart of all containers, and the logs (`calcRestartCountByLogDir` in
+    /// The restart count of a container without instances. This is the maximum of the count in the status, of the count
+    /// after a restart of all containers, and of the count in the logs (`calcRestartCountByLogDir` in
     /// `pkg/kubelet/kuberuntime/kuberuntime_container.go`).
     fn restart_count(&self, name: &str) -> u32 {
         let status = &self.status;

@@ -555,7 +555,7 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
     );
 }
 
-/// Simulation seed 2300: the status of a mirror that was being deleted changed, and the worker went to sleep although
+/// Simulation seed 2300: the status of a mirror that was being deleted changed. The worker then went to sleep although
 /// the mirror had to be written again.
 #[test]
 fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
