@@ -353,7 +353,7 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
     others.into_iter().chain(sources).map(over).collect()
 }
 
-/// State of running containers that the runtime does not report.
+/// Information about running containers that does not come from the runtime.
 pub struct Health<'a> {
     /// Results of their probes.
     pub probed: &'a Probed,

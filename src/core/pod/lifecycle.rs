@@ -1,8 +1,9 @@
 //! The lifecycle of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`
 //! (`pkg/kubelet/pod_workers.go`). Pure.
 //!
-//! The state never moves backwards. Inputs and states can be serialised: a recorded run is replayed by passing its
-//! inputs to [`State::step`], and must result in the same states.
+//! The state never moves backwards, with one exception: if a finished pod is deleted, it returns to `Terminated` so
+//! that its records are released. Inputs and states can be serialised. A recorded run is replayed by passing its inputs
+//! to [`State::step`], and must result in the same states.
 
 use serde::{Deserialize, Serialize};
 

@@ -272,7 +272,8 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
 }
 
 /// The names of the volumes that containers mount or use as block devices. Other volumes are not set up
-/// (`GetPodVolumeNames` in `pkg/volume/util/util.go`, `processPodVolumes` of the volume manager's populator).
+/// (`GetPodVolumeNames` in `pkg/volume/util/util.go`, `processPodVolumes` in
+/// `pkg/kubelet/volumemanager/populator/desired_state_of_world_populator.go`).
 #[must_use]
 pub fn used_volumes(pod: &Pod) -> BTreeSet<String> {
     let containers = containers(pod).into_iter();

@@ -451,7 +451,7 @@ pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
     match reply {
         Err(error) => Answer::Failure(format!("Get {:?}: {error}", request.url())),
         Ok(reply) if (200..300).contains(&reply.status) => Answer::Success,
-        // The client stops at redirects to other hosts, so the target was not probed.
+        // The redirect leads to another host, which probes do not follow, or has no valid target.
         Ok(reply) if (300..400).contains(&reply.status) => Answer::Warning(format!(
             "Probe terminated redirects, Response body: {}",
             reply.body

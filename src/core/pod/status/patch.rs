@@ -32,8 +32,8 @@ pub struct Target<'a> {
     pub version: Option<&'a str>,
 }
 
-/// The part of `wanted` that may overwrite the status in the API. The first terminal status is kept, whichever client
-/// wrote it. A different terminal status gets the phase, reason and message of the first one. A non-terminal status is
+/// The part of `wanted` that may overwrite the status in the API. If the API has a terminal status, that one is kept,
+/// whichever client wrote it. A different terminal status gets its phase, reason and message; a non-terminal status is
 /// not written at all. The kubelet reads the pod before each write too (`syncPod` in
 /// `pkg/kubelet/status/status_manager.go`), but overwrites a terminal status.
 #[must_use]

@@ -65,7 +65,7 @@ impl Worker {
             Input::Evicted(verdict) => self.apply_verdict(facts, verdict, turn),
             Input::RoomFreed => match self.growth {
                 Growth::Deferred => self.growth = Growth::Wanted,
-                // The node's response to the running request is older than these resources.
+                // The node may have deferred the running request before these resources were freed.
                 Growth::Wanted => self.room_freed = true,
                 Growth::Settled | Growth::Withdrawn => {}
             },
@@ -633,7 +633,7 @@ impl Worker {
         });
     }
 
-    /// Blocks a failed operation until `until`, which is passed the number of failures.
+    /// Blocks a failed operation. `until` computes the time of the next try from the number of failures.
     fn hold(
         &mut self,
         now: Timestamp,

@@ -91,7 +91,7 @@ pub struct Turn {
     pub decisions: Vec<(State, lifecycle::Input, State)>,
     /// When to send [`Input::Tick`] unless another input arrives before.
     pub wake_at: Option<Timestamp>,
-    /// Whether an observation was accepted, which probes depend on.
+    /// Whether an observation was accepted, so that probes must be updated.
     pub observed: bool,
     /// Whether the pod has left this node, so that its worker exits.
     pub gone: bool,
