@@ -21,7 +21,7 @@ pub enum Cause {
     Rejected,
     /// The pod was preempted by a critical pod.
     Preempted,
-    /// The node evicted the pod, which used more of a resource than it may.
+    /// The node evicted the pod: it exceeded a limit, or the node was short of a resource.
     Evicted,
     /// The pod was active for longer than `activeDeadlineSeconds`.
     DeadlineExceeded,

@@ -198,7 +198,7 @@ pub fn known(pod: &Pod) -> Sizes {
         };
         let mut shown = Size::of(status.resources.as_ref());
         // The status reports limits that come from the pod, and requests that follow from them, as the container's own.
-        // They are removed here.
+        // Remove these.
         let own = &size.limits;
         shown
             .limits
