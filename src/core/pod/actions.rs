@@ -1,5 +1,5 @@
-//! What to do next for a pod: a value, computed from what is wanted and what is there (upstream's
-//! `computePodActions`). Pure.
+//! The next actions for a pod, computed from the desired and the observed state (`computePodActions` in
+//! `pkg/kubelet/kuberuntime/kuberuntime_manager.go`). Pure.
 
 use std::collections::BTreeSet;
 
@@ -16,23 +16,24 @@ use crate::core::time;
 /// A container to start.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Start {
-    /// What it is.
+    /// The container's role in its pod.
     pub role: Role,
-    /// Its definition in the spec, with the sizes that were granted.
+    /// The container's definition, with its granted sizes.
     pub container: Container,
     /// The restart count of the new instance.
     pub attempt: u32,
-    /// The id of an instance that was made and never started: it goes first, and does not count.
+    /// The id of an instance that was created but never started. The new instance replaces it and keeps its restart
+    /// count.
     pub replaces: Option<String>,
 }
 
-/// Ended containers that nobody needs any more: the newest of a name stays, and the one before it while a
-/// newer one is there, so that the last state can be told (upstream's `kuberuntime_gc.go`).
+/// Exited containers to remove. The newest exited instance of each name is kept, as the status reads `lastState` from
+/// it (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`).
 #[must_use]
 pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
     let mut kept = BTreeSet::new();
-    // Newest first: of each name the first that has ended stays. One that was never started and has a
-    // successor never will be.
+    // The containers are sorted newest first, so the first exited one of each name is kept. A created container with a
+    // newer instance is never started.
     let mut surplus = vec![];
     for container in &observed.containers {
         let needed = match container.state {
@@ -49,7 +50,7 @@ pub fn surplus(observed: &ObservedPod) -> Vec<&observed::Container> {
     surplus
 }
 
-/// Sandboxes that nobody needs any more: not ready, not the newest, without containers.
+/// Sandboxes to remove: they are not ready, not the newest, and have no containers.
 #[must_use]
 pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
     let used = |id: &str| observed.containers.iter().any(|c| c.sandbox == id);
@@ -65,43 +66,43 @@ pub fn surplus_sandboxes(observed: &ObservedPod) -> Vec<&str> {
 /// A container to stop.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kill {
-    /// By which the runtime knows it.
+    /// The container's id in the runtime.
     pub id: String,
-    /// The name in the spec, under which events tell of it.
+    /// The container's name in the spec, for events.
     pub name: String,
-    /// What the event says.
+    /// The event's message.
     pub message: String,
-    /// Seconds it gets instead of the pod's grace period.
+    /// The grace period in seconds. `None` means that of the pod.
     pub grace: Option<i64>,
 }
 
 /// The plan for one sync.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PodActions {
-    /// The pod cannot go on: its sandbox is gone and what ran in it must not run again. It ends as it is.
+    /// The pod must terminate: its sandbox was lost, and its containers must not be restarted.
     pub give_up: bool,
-    /// Stop everything, the sandbox too, before anything else.
+    /// Stop all containers and the sandbox before anything else.
     pub kill_pod: bool,
-    /// Make a sandbox with this attempt number.
+    /// Create a sandbox with this attempt number.
     pub create_sandbox: Option<u32>,
-    /// The sandbox to use when none is made.
+    /// The existing sandbox to start containers in, if none is created.
     pub sandbox: Option<String>,
-    /// A rule asks for all containers to start over in the same sandbox: these are stopped without grace
-    /// and removed, in this order, and nothing else is done in this sync.
+    /// Containers to stop without grace period and to remove, in this order, because a rule restarts all containers in
+    /// the same sandbox. The sync does nothing else.
     pub restart_all: Vec<Kill>,
     /// Containers to stop.
     pub kill: Vec<Kill>,
-    /// Ids of running containers that this plan stops in order to start them again, whatever their exit code will be.
-    /// Upstream starts them in the same pass of `SyncPod` that stops them.
+    /// Ids of running containers that this plan stops in order to restart them, whatever their exit code. Upstream
+    /// restarts them in the `SyncPod` call that stops them.
     pub again: Vec<String>,
-    /// Names of containers to bring to their size while they run.
+    /// Names of containers to resize while they run.
     pub resize: Vec<String>,
     /// Containers to start, in order.
     pub start: Vec<Start>,
 }
 
 impl PodActions {
-    /// Whether there is nothing to do.
+    /// Whether the plan has no actions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         !self.kill_pod
@@ -120,18 +121,18 @@ fn policy(pod: &Pod) -> &str {
         .unwrap_or("Always")
 }
 
-/// What follows from a container's end.
+/// The consequence of a container's exit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterExit {
-    /// It stays as it is.
+    /// The container is not restarted.
     Stay,
-    /// It is started again.
+    /// The container is restarted.
     Restart,
-    /// The whole pod starts over in its sandbox.
+    /// All containers of the pod are restarted in the same sandbox.
     RestartAll,
 }
 
-/// The first of the container's own rules that matches (KEP-5307, KEP-5532).
+/// The action of the container's first matching restart rule (KEP-5307, KEP-5532).
 fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
     container
         .restart_policy_rules
@@ -153,8 +154,8 @@ fn ruled(container: &Container, code: i32) -> Option<AfterExit> {
         })
 }
 
-/// What follows when a container ends with `code` (KEP-5307): its rules, else its own policy, else
-/// the pod's. Init containers of a pod whose policy is `Always` are repeated only when they fail.
+/// The consequence of an exit with `code` (KEP-5307). The container's restart rules precede its own restart policy,
+/// which precedes the pod's. If the policy is `Always`, init containers are restarted only after a failure.
 #[must_use]
 pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> AfterExit {
     let restarts = match (
@@ -172,14 +173,15 @@ pub fn after_exit(pod: &Pod, role: Role, container: &Container, code: i32) -> Af
     })
 }
 
-/// Whether a regular container that ended with `code` is started again.
+/// Whether a regular container is restarted after an exit with `code`.
 #[must_use]
 pub fn restarts_after(pod: &Pod, container: &Container, code: i32) -> bool {
     after_exit(pod, Role::Regular, container, code) != AfterExit::Stay
 }
 
-/// Whether a regular container should be started (upstream's `ShouldContainerBeRestarted`). The newest instance decides,
-/// whichever sandbox it is in: a container that has succeeded does not run again because its sandbox was replaced.
+/// Whether a regular container should be started (`ShouldContainerBeRestarted` in `pkg/kubelet/container/helpers.go`).
+/// The newest instance decides, whatever its sandbox: a container that succeeded does not run again because its sandbox
+/// was replaced.
 #[must_use]
 pub fn should_start(
     pod: &Pod,
@@ -203,12 +205,13 @@ pub fn should_start(
     }
 }
 
-/// Whether the policy lets a running container be started again after this program has stopped it.
+/// Whether the restart policy allows a restart of a running container that the agent stops.
 fn may_restart(pod: &Pod, container: &Container) -> bool {
     container.restart_policy.as_deref().unwrap_or(policy(pod)) != "Never"
 }
 
-/// What to start in place of what is there.
+/// The start that follows the newest instance of a container. `known` returns the restart count of a container without
+/// instances.
 fn next(
     observed: &ObservedPod,
     role: Role,
@@ -217,7 +220,7 @@ fn next(
 ) -> Start {
     let (attempt, replaces) = match observed.newest(&container.name) {
         None => (known(&container.name), None),
-        // Whoever made it died before starting it: nothing has run that could be restarted.
+        // The agent that created it exited before starting it. It never ran, so this start is not a restart.
         Some(newest) if newest.state == ContainerState::Created => {
             (newest.attempt, Some(newest.id.clone()))
         }
@@ -231,7 +234,8 @@ fn next(
     }
 }
 
-/// Whether the newest sandbox will do; else the attempt number of a new one (upstream's `PodSandboxChanged`).
+/// The id of the newest sandbox if the pod can use it, else the attempt number of a new sandbox (`PodSandboxChanged` in
+/// `pkg/kubelet/kuberuntime/util/util.go`).
 fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
     let Some(newest) = observed.sandboxes.first() else {
         return Err(0);
@@ -245,7 +249,7 @@ fn sandbox_decision(pod: &Pod, observed: &ObservedPod) -> Result<String, u32> {
     Ok(newest.id.clone())
 }
 
-/// Computes the plan. `restarts` is the count a container with no instance left should start from.
+/// Computes the plan. `restarts` returns the restart count of a container without instances.
 #[must_use]
 pub fn compute(
     pod: &Pod,
@@ -271,8 +275,8 @@ pub fn compute(
         .iter()
         .any(|c| observed.newest(&c.name).is_some());
     let all_never = !spec.containers.iter().any(|c| may_restart(pod, c));
-    // Upstream looks at all containers here, and leaves a pod pending for ever whose init container had
-    // finished when the sandbox was lost.
+    // Upstream checks all containers here. If the init container had finished when the sandbox was lost, it leaves the
+    // pod Pending indefinitely.
     if all_never && attempt != 0 && ever_ran {
         actions.give_up = true;
         return actions;
@@ -292,7 +296,7 @@ pub fn compute(
     let stopped = stopped.filter_map(|c| observed.newest(&c.name));
     let running = stopped.filter(|newest| newest.is_running());
     actions.again = running.map(|newest| newest.id.clone()).collect();
-    // All init containers run again in a new sandbox, from the first.
+    // In a new sandbox, all init containers run again from the first.
     actions.start = match init.first() {
         Some(first) => vec![start(
             if pod::is_sidecar(first) {
@@ -310,8 +314,8 @@ pub fn compute(
     actions
 }
 
-/// The containers that a rule makes start over, if one does: first the others, then those whose end asked
-/// for it, so that a crash in between leaves the reason standing.
+/// The containers to restart if a rule restarts all containers. Those whose exit matched the rule come last, so that
+/// the cause persists if the agent crashes in between.
 fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
     let asks = |seen: &&observed::Container| {
         seen.state == ContainerState::Exited
@@ -349,15 +353,15 @@ fn restart_all(pod: &Pod, observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
     others.into_iter().chain(sources).map(over).collect()
 }
 
-/// What is known of running containers besides their state.
+/// Information about running containers that does not come from the runtime.
 pub struct Health<'a> {
-    /// What their probes say.
+    /// Results of their probes.
     pub probed: &'a Probed,
-    /// The sizes that the runtime is to have.
+    /// The sizes that containers should have.
     pub wanted: &'a Sizes,
-    /// Those that it has; a container of which nothing is known there has what it is to have.
+    /// The sizes that containers have. A container without an entry has the size that it should have.
     pub resizing: &'a Resizing,
-    /// Ids of containers that were stopped in order to start them again, whatever their exit code.
+    /// Ids of containers that were stopped in order to restart them, whatever their exit code.
     pub stopped_to_restart: &'a BTreeSet<String>,
 }
 
@@ -366,7 +370,8 @@ fn resized(container: &Container, health: &Health<'_>) -> Option<String> {
     (change == resize::Change::Update).then(|| container.name.clone())
 }
 
-/// Why a running container cannot stay (upstream's `computePodActions`).
+/// The reason to stop a running container, and whether it is restarted (`computePodActions` in
+/// `pkg/kubelet/kuberuntime/kuberuntime_manager.go`).
 fn condemned(
     pod: &Pod,
     role: Role,
@@ -406,7 +411,7 @@ fn condemned(
             grace,
         )
     };
-    // A changed definition is carried out whatever the policy.
+    // A changed definition is applied regardless of the restart policy.
     let restarts = changed || resize || role == Role::Sidecar || may_restart(pod, container);
     let then = match restarts && !resize {
         true => ", will be restarted",
@@ -450,7 +455,7 @@ fn with_sandbox(
     start: impl Fn(Role, &Container) -> Start,
 ) -> PodActions {
     let spec = pod::spec(pod);
-    // Containers of an older sandbox are history.
+    // Containers of older sandboxes do not count.
     let here = |name: &str| observed.newest(name).filter(|c| c.sandbox == sandbox);
     let mut actions = PodActions {
         sandbox: Some(sandbox.clone()),
@@ -514,14 +519,14 @@ fn with_sandbox(
     }
     let restarts = actions.start.iter().any(|s| s.role == Role::Regular);
     if keep == 0 && !restarts && pod.metadata.deletion_timestamp.is_none() {
-        // Sidecars do not start again for a pod that has nothing left to do.
+        // Sidecars are not restarted for a pod that has finished its work.
         actions.kill_pod = true;
         actions.start.clear();
     }
     actions
 }
 
-/// Stops what may run in older sandboxes: a start that was cut off may have been carried out there afterwards.
+/// Stops containers that may run in older sandboxes. The runtime may still carry out a start whose call was cancelled.
 fn kill_strays(observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
     let stray = |seen: &observed::Container| Kill {
         id: seen.id.clone(),
@@ -534,15 +539,15 @@ fn kill_strays(observed: &ObservedPod, sandbox: &str) -> Vec<Kill> {
 }
 
 enum InitStep {
-    /// All are done; regular containers may run.
+    /// All init containers have finished; regular containers may start.
     Done,
-    /// One runs, or is to be started first.
+    /// An init container is running or must be started first.
     Wait,
-    /// One failed for good.
+    /// An init container failed and is not restarted.
     Failed,
 }
 
-/// Walks the init containers in order: what is done is passed, the first that is not decides.
+/// Walks the init containers in order. The first one that has not finished decides.
 fn init_step<'a>(
     pod: &Pod,
     init: &[Container],
@@ -552,7 +557,7 @@ fn init_step<'a>(
     start: &impl Fn(Role, &Container) -> Start,
     actions: &mut PodActions,
 ) -> InitStep {
-    // What comes before one that was started has ended well, also where its instance is gone.
+    // Init containers before one that was started have succeeded, even if their instances were removed.
     let begun = init.iter().rposition(|c| here(&c.name).is_some());
     for (place, container) in init.iter().enumerate() {
         let seen = here(&container.name);
@@ -583,7 +588,7 @@ fn init_step<'a>(
                     false
                 }
             };
-            // The next one waits until this one has started.
+            // The next init container waits until this sidecar has started.
             if !goes_on && !initialised {
                 return InitStep::Wait;
             }
@@ -611,7 +616,7 @@ fn init_step<'a>(
                 if stays && !restarts(seen) {
                     return InitStep::Failed;
                 }
-                // Two of them must not run side by side.
+                // A container in unknown state may still run. Two instances must not run at once.
                 if is_unknown {
                     actions.again.push(seen.id.clone());
                     actions.kill.push(unknown(Role::Init, seen));

@@ -1,4 +1,4 @@
-//! The cgroups of pods: their place in the tree and their values (upstream's `cm/pod_container_manager_linux.go`). Pure.
+//! The cgroups of pods: paths and values (`pkg/kubelet/cm/pod_container_manager_linux.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -13,34 +13,34 @@ use super::resources::{
 use crate::core::node::preempt::is_critical;
 use crate::core::pod;
 
-/// Who makes cgroups.
+/// The cgroup driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Driver {
-    /// We do, as directories.
+    /// The agent creates directories.
     Cgroupfs,
-    /// systemd does, as slices.
+    /// systemd creates slices.
     Systemd,
 }
 
-/// The limits of one pod's cgroup. Absent means unlimited.
+/// The limits of a pod's cgroup. `None` means unlimited.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PodLimits {
-    /// CPU weight as v1 shares.
+    /// CPU weight in cgroup v1 shares.
     pub shares: u64,
-    /// Microseconds of CPU each period.
+    /// Microseconds of CPU time in each period.
     pub quota: Option<i64>,
-    /// The period in microseconds.
+    /// The length of a period in microseconds.
     pub period: u64,
-    /// Bytes of memory.
+    /// Memory limit in bytes.
     pub memory: Option<i64>,
-    /// The number of processes.
+    /// Maximum number of processes.
     pub pids: Option<i64>,
 }
 
-/// The length of a CPU quota period in microseconds.
+/// The default length of a CPU quota period in microseconds.
 pub const PERIOD: u64 = 100_000;
 
-/// CPU shares of thousandths of a CPU.
+/// Converts millicores to CPU shares.
 #[must_use]
 pub fn shares(milli: i64) -> u64 {
     u64::try_from(milli.saturating_mul(1024) / 1000)
@@ -48,21 +48,21 @@ pub fn shares(milli: i64) -> u64 {
         .clamp(2, 262_144)
 }
 
-/// Microseconds a period of thousandths of a CPU.
+/// Converts millicores to microseconds of CPU time per period.
 #[must_use]
 pub fn quota(milli: i64, period: u64) -> i64 {
     (milli.saturating_mul(i64::try_from(period).unwrap_or(i64::MAX)) / 1000).max(1000)
 }
 
-/// The cgroup v2 weight of v1 shares.
+/// Converts cgroup v1 shares to a cgroup v2 weight.
 #[must_use]
 pub fn weight(shares: u64) -> u64 {
     let above = shares.clamp(2, 262_144).saturating_sub(2);
     (above.saturating_mul(9999) / 262_142).saturating_add(1)
 }
 
-/// The path of a pod's cgroup under the root, in the driver's spelling. For systemd this is the name
-/// of the slice, as the runtime wants it.
+/// The path of a pod's cgroup below the root, in the driver's spelling. For systemd this is the name of the slice, as
+/// the runtime expects it.
 #[must_use]
 pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> String {
     let tier = match class {
@@ -92,7 +92,7 @@ pub fn pod_path(root: &str, driver: Driver, class: QosClass, uid: &str) -> Strin
     }
 }
 
-/// The slice of a cgroup of our own, `/a/b`.
+/// The name of the slice for the cgroup path `/a/b`.
 #[must_use]
 pub fn slice_of(root: &str) -> String {
     let parts: Vec<String> = root
@@ -103,7 +103,7 @@ pub fn slice_of(root: &str) -> String {
     format!("{}.slice", parts.join("-"))
 }
 
-/// The cgroup of all pods, in the driver's spelling.
+/// The parent cgroup of all pods, in the driver's spelling.
 #[must_use]
 pub fn all_pods(root: &str, driver: Driver) -> String {
     let path = format!("{}/kubepods", root.trim_end_matches('/'));
@@ -113,7 +113,7 @@ pub fn all_pods(root: &str, driver: Driver) -> String {
     }
 }
 
-/// Whose cgroup has this name, if it is a pod's.
+/// The uid of the pod that a cgroup with this name belongs to. `None` if it is not a pod's cgroup.
 #[must_use]
 pub fn uid_of(name: &str, driver: Driver) -> Option<String> {
     match driver {
@@ -125,7 +125,7 @@ pub fn uid_of(name: &str, driver: Driver) -> Option<String> {
     }
 }
 
-/// Where a cgroup of [`pod_path`] lies below the hierarchy's root, or one of its containers'.
+/// The path of a pod's cgroup ([`pod_path`]), or of one of its containers' cgroups, below the root of the hierarchy.
 #[must_use]
 pub fn place(path: &str, container: Option<&str>) -> String {
     let Some(name) = path.strip_suffix(".slice") else {
@@ -142,7 +142,7 @@ pub fn place(path: &str, container: Option<&str>) -> String {
     format!("/{}{scope}", slices.join("/"))
 }
 
-/// The id of the container that a cgroup of this name belongs to, as runtimes name them: `<id>`, `crio-<id>`,
+/// The id of the container that a cgroup belongs to. Runtimes name these cgroups `<id>`, `crio-<id>` or
 /// `cri-containerd-<id>.scope`.
 #[must_use]
 pub fn container_of(name: &str) -> Option<&str> {
@@ -152,8 +152,8 @@ pub fn container_of(name: &str) -> Option<&str> {
     (id.len() == 64 && id.bytes().all(is_hex)).then_some(id)
 }
 
-/// The limits of CPU and memory that a pod's cgroup has: what is set for the pod as a whole, else what its containers have
-/// together, if each of them has a limit.
+/// The CPU and memory limits of a pod's cgroup: those of the pod, else the sum of its containers' limits if every
+/// container has one.
 #[must_use]
 pub fn pod_bounds(pod: &Pod) -> Amounts {
     if qos::of(pod::spec(pod)) == QosClass::BestEffort {
@@ -174,7 +174,7 @@ pub fn pod_bounds(pod: &Pod) -> Amounts {
     limits
 }
 
-/// The values of a pod's cgroup. Without `period` no CPU quota is set.
+/// The limits of a pod's cgroup. Without `period` there is no CPU quota.
 #[must_use]
 pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimits {
     let requests = of_pod(pod, Side::Requests);
@@ -196,8 +196,8 @@ pub fn pod_limits(pod: &Pod, pids: Option<i64>, period: Option<u64>) -> PodLimit
     }
 }
 
-/// The same as values of a cgroup. Of the huge pages of `page_sizes` (bytes of one page) the pod may have what it asks for,
-/// and no others.
+/// The values of a pod's cgroup. For each huge page size in `page_sizes` (in bytes), the limit is the pod's request, or
+/// 0.
 #[must_use]
 pub fn pod_values(pod: &Pod, pids: Option<i64>, period: Option<u64>, page_sizes: &[u64]) -> Values {
     let limits = pod_limits(pod, pids, period);
@@ -223,13 +223,15 @@ pub fn pod_values(pod: &Pod, pids: Option<i64>, period: Option<u64>, page_sizes:
     }
 }
 
-/// Whether the node cannot do without the pod: static pods have no priority yet that says so.
+/// Whether the pod is node-critical. Static pods are detected by their priority class name, as they may have no
+/// priority.
 fn is_node_critical(pod: &Pod) -> bool {
     let class = pod::spec(pod).priority_class_name.as_deref();
     class == Some("system-node-critical") && is_critical(pod)
 }
 
-/// How ready the kernel is to kill a container's processes (upstream's `qos/policy.go`). `memory` is the node's, in bytes.
+/// The `oom_score_adj` of a container's processes (`pkg/kubelet/qos/policy.go`). `memory` is the node's memory in
+/// bytes.
 #[must_use]
 pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
     let spec = pod::spec(pod);
@@ -262,7 +264,7 @@ pub fn oom_score_adj(pod: &Pod, container: &Container, memory: u64) -> i64 {
                 let share = share.checked_div(memory.into()).unwrap_or(share);
                 i64::try_from(1000_i128.saturating_sub(share).clamp(3, 999)).unwrap_or(999)
             };
-            // A sidecar outlives what it serves.
+            // A sidecar must not be killed before the containers that it serves.
             let served = spec
                 .containers
                 .iter()
@@ -449,7 +451,7 @@ mod tests {
             scores(json!({"initContainers": [sidecar], "containers": [asks("a", "100")]})),
             [900, 900]
         );
-        // 300 of the pod's 400 are nobody's: each of two containers has half of them.
+        // 300 of the pod's 400 belong to no container: each of the two containers gets half of them.
         assert_eq!(
             scores(
                 json!({"resources": {"requests": {"memory": "400"}}, "containers": [asks("a", "100"), {"name": "b"}]})

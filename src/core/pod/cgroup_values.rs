@@ -1,58 +1,58 @@
-//! The values of a cgroup: what is wanted, the files that hold it in either version of cgroups, and the properties of a
-//! slice that stand for it (cgroups(7), systemd.resource-control(5)). Pure.
+//! The values of a cgroup, the files that hold them in cgroup v1 and v2, and the corresponding properties of a systemd
+//! slice (cgroups(7), systemd.resource-control(5)). Pure.
 
 use std::collections::BTreeMap;
 
 use super::cgroup::weight;
 
-/// Limits of memory are kept in whole pages.
+/// The kernel rounds memory limits down to pages of this many bytes.
 const PAGE: u64 = 4096;
-/// From here on a limit of v1 means none.
+/// In cgroup v1, limits from this value on mean unlimited.
 const UNLIMITED: u64 = 1 << 62;
-/// systemd gives CPU time in hundredths of a CPU: so many microseconds a second.
+/// systemd rounds CPU time up to hundredths of a CPU: this many microseconds per second.
 const SYSTEMD_STEP: u64 = 10_000;
 
-/// A limit.
+/// The limit of a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bound {
-    /// There is none.
+    /// No limit.
     Unlimited,
-    /// So much and no more.
+    /// The limit, in the resource's unit.
     At(u64),
 }
 
-/// How much CPU time a cgroup gets, in microseconds.
+/// The CPU bandwidth of a cgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CpuTime {
-    /// In each period; none for any amount.
+    /// Microseconds of CPU time in each period. `None` means unlimited.
     pub quota: Option<u64>,
-    /// The length of a period.
+    /// The length of a period in microseconds.
     pub period: u64,
 }
 
-/// What a cgroup is to have. What is none, or not in the map, is left as it is.
+/// The desired values of a cgroup. Values that are `None` or missing in the map are not changed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Values {
-    /// CPU weight as v1 shares.
+    /// CPU weight in cgroup v1 shares.
     pub shares: Option<u64>,
-    /// CPU time.
+    /// CPU bandwidth.
     pub cpu: Option<CpuTime>,
-    /// Bytes of memory.
+    /// Memory limit in bytes.
     pub memory: Option<Bound>,
-    /// Bytes of memory that are never reclaimed for others. Version 1 has no such thing.
+    /// Bytes of memory that are never reclaimed (`memory.min`). Cgroup v1 does not support this.
     pub memory_min: Option<u64>,
-    /// Bytes of memory that are reclaimed last. Neither has it this.
+    /// Bytes of memory that are reclaimed last (`memory.low`). Cgroup v1 does not support this.
     pub memory_low: Option<u64>,
-    /// Processes and threads.
+    /// Limit of processes and threads.
     pub pids: Option<Bound>,
-    /// Bytes of huge pages, by the bytes of one page.
+    /// Limits of huge pages in bytes, by page size in bytes.
     pub huge_pages: BTreeMap<u64, Bound>,
 }
 
-/// The part of the kernel that a file belongs to.
+/// The cgroup controller that a file belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Controller {
-    /// Processors.
+    /// CPU time.
     Cpu,
     /// Memory.
     Memory,
@@ -63,7 +63,7 @@ pub enum Controller {
 }
 
 impl Controller {
-    /// The kernel's name.
+    /// The kernel's name of the controller.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -75,27 +75,27 @@ impl Controller {
     }
 }
 
-/// A file of a cgroup and what is to be in it.
+/// A cgroup file and its desired value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
-    /// Whose file it is.
+    /// The controller that owns the file.
     pub controller: Controller,
-    /// Its name.
+    /// The file's name.
     pub file: String,
-    /// What is written.
+    /// The value to write.
     pub value: String,
-    /// The kernel keeps the next lower multiple of this.
+    /// The kernel rounds the value down to a multiple of this.
     unit: u64,
 }
 
-/// A file that did not hold what it should.
+/// A cgroup file whose value differed from the desired one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// Its name.
+    /// The file's name.
     pub file: String,
-    /// What was in it; none where the file or the cgroup was missing.
+    /// The value that was found. `None` if the file or the cgroup was missing.
     pub found: Option<String>,
-    /// What should be.
+    /// The desired value.
     pub wanted: String,
 }
 
@@ -106,18 +106,18 @@ impl std::fmt::Display for Difference {
     }
 }
 
-/// A cgroup that somebody else had changed.
+/// A cgroup that another program had changed and that the agent has restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mended {
-    /// Its path or slice.
+    /// The cgroup's path, or the name of its slice.
     pub cgroup: String,
-    /// What was different.
+    /// The values that differed.
     pub changes: Vec<Difference>,
-    /// Why it could not be set back, if it could not.
+    /// Why restoring the values failed. `None` if it succeeded.
     pub error: Option<String>,
 }
 
-/// A size of huge pages, in bytes, as the names of cgroup files have it.
+/// The page size in the spelling of cgroup file names, for example `2MB`.
 #[must_use]
 pub fn page_name(bytes: u64) -> String {
     match bytes {
@@ -153,7 +153,7 @@ impl Setting {
         }
     }
 
-    /// Whether a file with this text holds it.
+    /// Whether a file with this content has the desired value, after the kernel's rounding.
     #[must_use]
     pub fn is_met_by(&self, text: &str) -> bool {
         let kept = |text: &str| match text {
@@ -170,7 +170,7 @@ impl Setting {
 }
 
 impl Values {
-    /// The files that hold this, in the order in which they are written. `unified` is cgroup v2.
+    /// The files for these values, in the order in which they are written. `unified` means cgroup v2.
     #[must_use]
     pub fn settings(&self, unified: bool) -> Vec<Setting> {
         use Controller::{Cpu, HugeTlb, Memory, Pids};
@@ -216,7 +216,7 @@ impl Values {
         all
     }
 
-    /// The memory that is kept from being reclaimed, by its files.
+    /// The protected memory in bytes, by file.
     fn protection(&self, unified: bool) -> impl Iterator<Item = (&'static str, u64)> {
         let files = [
             ("memory.min", self.memory_min),
@@ -226,7 +226,8 @@ impl Values {
         files.filter_map(|(file, bytes)| Some((file, bytes?)))
     }
 
-    /// As properties of a slice, in systemd's units: `u64::MAX` is unlimited. Huge pages are none of its business.
+    /// The values as properties of a systemd slice, in systemd's units. `u64::MAX` means unlimited. systemd has no
+    /// property for huge pages.
     #[must_use]
     pub fn properties(&self, unified: bool) -> Vec<(&'static str, u64)> {
         let max = |bound| match bound {
@@ -264,7 +265,7 @@ impl Values {
         all
     }
 
-    /// With CPU time as systemd rounds it.
+    /// The values with CPU time rounded as systemd does.
     #[must_use]
     pub fn rounded_by_systemd(mut self) -> Values {
         if let Some(cpu) = &mut self.cpu {
@@ -276,7 +277,7 @@ impl Values {
 }
 
 impl CpuTime {
-    /// The microseconds of each second.
+    /// CPU time in microseconds per second, rounded as systemd does.
     fn each_second_of_systemd(self) -> Option<u64> {
         let exact = self.quota?.saturating_mul(1_000_000);
         let exact = exact.checked_div(self.period).unwrap_or(exact);
@@ -424,7 +425,7 @@ mod tests {
     }
 
     proptest! {
-        /// What was written is never seen as somebody else's change.
+        /// A value that was just written is never reported as a change by another program.
         #[test]
         fn what_is_written_is_met(shares in 2_u64..262_144, quota in proptest::option::of(1000_u64..1 << 40), memory in any::<u64>(), pids in any::<u32>(), unified: bool) {
             let all = Values {

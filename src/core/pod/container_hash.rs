@@ -1,19 +1,19 @@
-//! The hash by which a running container is compared with its definition. It is the kubelet's (`HashContainer` in
-//! `pkg/kubelet/container/helpers.go`), bit for bit, so that a node's agent can be exchanged, in either direction, and
-//! no container restarts.
+//! The hash that detects a changed definition of a running container. It equals the kubelet's bit for bit
+//! (`HashContainer` in `pkg/kubelet/container/helpers.go`). The agent of a node can therefore be replaced in either
+//! direction without restarting containers.
 
 use k8s_openapi::api::core::v1::Container;
 use serde_json::json;
 
 use crate::core::digest::fnv32;
 
-/// The hash over name and image, in hexadecimal: only a change of these restarts a container. FNV-1a with 32 bits over
-/// what Go's deep-hash printer writes of the bytes of the JSON.
+/// The hash over name and image in hexadecimal: only a change of these restarts a container. It is the 32-bit FNV-1a
+/// hash of the output of Go's deep-hash printer for the JSON bytes.
 #[must_use]
 pub fn container_hash(container: &Container) -> String {
     let json = go_json(container);
     let bytes = json.bytes().enumerate();
-    // Without a text between: every running container is compared in each turn of its pod's worker.
+    // No intermediate string: each turn of a pod's worker compares every running container.
     let printed = bytes.flat_map(|(place, byte)| {
         let space = (place > 0).then_some(b' ');
         space.into_iter().chain(digits(byte))
@@ -22,7 +22,7 @@ pub fn container_hash(container: &Container) -> String {
     format!("{:x}", fnv32(open.chain(printed).chain([b']'])))
 }
 
-/// A byte as Go prints it: decimal.
+/// The decimal digits of a byte, as Go prints it.
 fn digits(byte: u8) -> impl Iterator<Item = u8> {
     let all = [byte / 100, byte / 10 % 10, byte % 10];
     let zeros = all.iter().take(2).take_while(|digit| **digit == 0).count();
@@ -31,7 +31,8 @@ fn digits(byte: u8) -> impl Iterator<Item = u8> {
         .map(|digit| digit.saturating_add(b'0'))
 }
 
-/// Name and image as Go's `json.Marshal` writes a map: keys sorted, and escaped what HTML and JavaScript know.
+/// The JSON that Go's `json.Marshal` writes for a map of name and image: sorted keys, and escapes for HTML and
+/// JavaScript.
 fn go_json(container: &Container) -> String {
     // A map of serde_json is sorted too.
     let text =

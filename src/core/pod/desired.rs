@@ -1,7 +1,7 @@
-//! What the sources want of this node, by full name: a change of one object concerns one name. Pure.
+//! The desired pods of this node from all sources, by full name. A change of one object affects one name. Pure.
 //!
-//! The API has at most one object under a name; static pods may claim a name that is taken. A static pod's
-//! mirror is no pod of its own: it is the object that tells the static pod's status.
+//! The API has at most one object per name, but several static pods may claim a name. A static pod's mirror is not a
+//! separate pod: it is the API object with the static pod's status.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub struct Desired {
 }
 
 impl Desired {
-    /// One object of the API, or that there is none under the name.
+    /// Sets the API object with this name, or removes it.
     pub fn set_object(&mut self, name: &str, object: Option<Arc<Pod>>) {
         match object {
             Some(object) => self.objects.insert(name.to_owned(), object),
@@ -27,7 +27,7 @@ impl Desired {
         };
     }
 
-    /// All objects of the API. The answer is the names that they concern, and those of before.
+    /// Replaces all API objects. Returns the names of the old and the new ones.
     pub fn replace_objects(&mut self, objects: Vec<Arc<Pod>>) -> BTreeSet<String> {
         let named = objects.into_iter().map(|o| (pod::full_name(&o), o));
         let before = std::mem::replace(&mut self.objects, named.collect());
@@ -37,7 +37,7 @@ impl Desired {
             .collect()
     }
 
-    /// All static pods. The answer is their names, and those of before.
+    /// Replaces all static pods. Returns the names of the old and the new ones.
     pub fn replace_statics(&mut self, pods: Vec<Arc<Pod>>) -> BTreeSet<String> {
         let before = std::mem::take(&mut self.statics);
         for pod in pods {
@@ -57,7 +57,7 @@ impl Desired {
         names.cloned().collect()
     }
 
-    /// The pods of a name: that of the API first.
+    /// The pods with this name. The pod of the API comes first.
     #[must_use]
     pub fn of(&self, name: &str) -> Vec<Update> {
         let object = self.objects.get(name);
@@ -78,20 +78,20 @@ impl Desired {
         own.into_iter().chain(statics).collect()
     }
 
-    /// The mirror under a name.
+    /// The mirror with this name.
     #[must_use]
     pub fn mirror(&self, name: &str) -> Option<&Arc<Pod>> {
         self.objects.get(name).filter(|o| pod::is_mirror(o))
     }
 
-    /// The uids of a name, those of mirrors included.
+    /// The uids of the pods with this name, including that of a mirror.
     pub fn uids(&self, name: &str) -> impl Iterator<Item = &str> {
         let statics = self.statics.get(name).into_iter().flatten();
         let pods = self.objects.get(name).into_iter().chain(statics);
         pods.map(|p| pod::uid(p))
     }
 
-    /// Whether a static pod has the name.
+    /// Whether a static pod has this name.
     #[must_use]
     pub fn has_static(&self, name: &str) -> bool {
         self.statics.contains_key(name)

@@ -1,4 +1,4 @@
-//! Name resolution of pods (upstream's `network/dns/dns.go`) and their `/etc/hosts`. Pure.
+//! DNS configuration of pods (`pkg/kubelet/network/dns/dns.go`), and their `/etc/hosts`. Pure.
 
 use holdfast_proto::cri::DnsConfig;
 use k8s_openapi::api::core::v1::Pod;
@@ -6,29 +6,29 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::core::fault::Fault;
 use crate::core::{meta, pod};
 
-/// What the node's own resolver and the cluster's settings give.
+/// DNS settings of the node's resolver and of the cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resolver {
     /// The cluster's DNS servers.
     pub cluster_dns: Vec<String>,
-    /// The domain below which services are found, for instance `cluster.local`; empty where there is none.
+    /// The domain of the cluster's services, for example `cluster.local`. Empty if there is none.
     pub cluster_domain: String,
-    /// The node's servers.
+    /// The name servers of the node.
     pub servers: Vec<String>,
-    /// The node's search list.
+    /// The search list of the node.
     pub searches: Vec<String>,
-    /// The node's options.
+    /// The resolver options of the node.
     pub options: Vec<String>,
 }
 
 impl Resolver {
-    /// Reads a resolv.conf.
+    /// Parses a resolv.conf.
     #[must_use]
     pub fn parse(text: &str) -> Resolver {
         let mut resolver = Resolver::default();
         for line in text.lines() {
             let mut words = line.split_whitespace();
-            // The root alone says nothing.
+            // The search domain `.` (the root) has no effect and is dropped.
             let rest = |words: std::str::SplitWhitespace<'_>| {
                 words
                     .map(|w| w.trim_end_matches('.').to_owned())
@@ -51,10 +51,10 @@ const MAX_SEARCHES: usize = 32;
 const MAX_SEARCH: usize = 253;
 const MAX_SEARCH_LINE: usize = 2048;
 
-/// What had to be left out or done otherwise, for the pod's events: reason and message.
+/// Events for the pod about settings that were dropped or replaced: reason and message.
 pub type Warnings = Vec<(&'static str, String)>;
 
-/// The resolver configuration of a pod.
+/// The DNS configuration of a pod.
 #[must_use]
 pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     let mut warnings = Warnings::new();
@@ -140,7 +140,7 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
     (dns, warnings)
 }
 
-/// What is wrong with the node's own resolver configuration, for the node's events.
+/// Checks the node's resolver configuration. Returns the message of the node's event if pods get only a part of it.
 #[must_use]
 pub fn check_host(resolver: &Resolver) -> Option<String> {
     let own = if resolver.cluster_domain.is_empty() {
@@ -174,7 +174,8 @@ fn unique(list: &mut Vec<String>) {
     list.retain(|item| seen.insert(item.clone()));
 }
 
-/// Host name and domain of a pod; the error is a sandbox error.
+/// The host name and the domain of a pod (`GeneratePodHostNameAndDomain` in `pkg/kubelet/kubelet_pods.go`). The error
+/// means that the sandbox cannot be created.
 pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Fault> {
     let spec = pod::spec(pod);
     if let Some(name) = spec.hostname_override.clone().filter(|h| !h.is_empty()) {
@@ -204,12 +205,12 @@ pub fn hostname(pod: &Pod, cluster_domain: &str) -> Result<(String, String), Fau
     Ok((short, domain))
 }
 
-/// Checks that no name or address of a pod adds lines or words to its `/etc/hosts` and `/etc/resolv.conf`, which have one entry
-/// per line. A kube-apiserver refuses such values; a manifest of a static pod, or another API, may have them.
+/// Checks that no name or address of a pod adds lines or words to its `/etc/hosts` and `/etc/resolv.conf`. A
+/// kube-apiserver rejects such values, but the manifest of a static pod or another API may contain them.
 ///
 /// # Errors
 ///
-/// The field with its value.
+/// Names the first invalid field and its value.
 pub fn check_words(pod: &Pod) -> Result<(), Fault> {
     let spec = pod::spec(pod);
     let mut words = vec![];
@@ -252,7 +253,8 @@ pub fn check_words(pod: &Pod) -> Result<(), Fault> {
     }
 }
 
-/// The content of a pod's `/etc/hosts`. `node` is the node's own file, for pods on its network.
+/// The content of a pod's `/etc/hosts`. `node` is the content of the node's own file, which pods on the host network
+/// get.
 #[must_use]
 pub fn hosts_file(pod: &Pod, ips: &[String], cluster_domain: &str, node: &str) -> String {
     let mut text = if pod::host_network(pod) {

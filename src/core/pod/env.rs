@@ -1,5 +1,5 @@
-//! The environment of a container: order, references and `$(VAR)` (upstream's `makeEnvironmentVariables`). Pure: what
-//! objects hold is passed in.
+//! The environment of a container: order, references and expansion of `$(VAR)` (`makeEnvironmentVariables` in
+//! `pkg/kubelet/kubelet_pods.go`). Pure: the caller passes in the referenced objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::core::fault::Fault;
 use crate::core::meta;
 use crate::core::quantity::Quantity;
 
-/// Where references are looked up.
+/// Lookup of referenced objects.
 pub trait Objects {
     /// The pod's namespace.
     fn namespace(&self) -> &str;
@@ -25,34 +25,34 @@ pub trait Objects {
     fn secret(&self, name: &str) -> Option<Arc<Secret>>;
 }
 
-/// What fields of the pod and node resolve to.
+/// The values that field references resolve to.
 pub struct Surroundings<'a> {
-    /// The pod whose fields are referred to.
+    /// The pod whose fields are referenced.
     pub pod: &'a Pod,
-    /// The addresses of the pod, the main one first.
+    /// The addresses of the pod, the primary one first.
     pub pod_ips: &'a [String],
-    /// The addresses of the node, the main one first.
+    /// The addresses of the node, the primary one first.
     pub node_ips: &'a [String],
-    /// What the node offers: the value of limits that are not set.
+    /// The node's allocatable resources, which are the values of limits that are not set.
     pub allocatable: &'a super::resources::Amounts,
 }
 
 impl Surroundings<'_> {
-    /// The pod's addresses as its status tells them.
+    /// The pod's addresses as its status reports them.
     fn addresses(&self) -> Vec<String> {
         super::status::pod_ips(self.pod_ips, self.node_ips)
     }
 }
 
-/// Replaces `$(NAME)` where NAME is known; `$$` is a dollar.
+/// Expands `$(NAME)` if NAME is known. `$$` becomes `$`.
 #[must_use]
 pub fn expand(text: &str, lookup: impl Fn(&str) -> Option<String>) -> String {
     let expanded = expand_bytes(text, |name| lookup(name).map(String::into_bytes));
-    // All of its parts are text.
+    // All parts are valid UTF-8.
     String::from_utf8_lossy(&expanded).into_owned()
 }
 
-/// The same for values that may be no text.
+/// Like [`expand`], for values that may not be UTF-8.
 fn expand_bytes(text: &str, lookup: impl Fn(&str) -> Option<Vec<u8>>) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -76,21 +76,21 @@ fn expand_bytes(text: &str, lookup: impl Fn(&str) -> Option<Vec<u8>>) -> Vec<u8>
     out
 }
 
-/// A variable's value as text, for what takes nothing else: commands, paths.
+/// A variable's value as text, for commands and paths.
 #[must_use]
 pub fn text_of(env: &[(String, Vec<u8>)], name: &str) -> Option<String> {
     let (_, value) = env.iter().find(|(known, _)| known == name)?;
     Some(String::from_utf8_lossy(value).into_owned())
 }
 
-/// The address that a service has for itself.
+/// The service's cluster IP. `None` for headless services.
 fn cluster_ip(service: &Service) -> Option<&str> {
     let ip = service.spec.as_ref()?.cluster_ip.as_deref()?;
     (!ip.is_empty() && ip != "None").then_some(ip)
 }
 
-/// The variables that tell of services: those of the namespace if wanted, and `kubernetes` of `default` if no other of
-/// this name is among them.
+/// The environment variables of services: those of the pod's namespace if `links` is set, and always `kubernetes`. The
+/// service `kubernetes` of namespace `default` is used unless the pod's namespace has one.
 #[must_use]
 pub fn of_services(
     services: &[std::sync::Arc<Service>],
@@ -159,7 +159,7 @@ pub fn of_services(
     env
 }
 
-/// A field of the pod as text.
+/// The value of a field reference.
 pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, Fault> {
     let pod = around.pod;
     let keyed = |prefix: &str| {
@@ -188,7 +188,7 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, Fault> {
         "metadata.annotations" => lines(meta::annotations(pod)),
         "spec.nodeName" => spec.node_name.clone().unwrap_or_default(),
         "spec.serviceAccountName" => spec.service_account_name.clone().unwrap_or_default(),
-        // It would be wrong for as long as the container lives.
+        // The container would keep an empty value for its whole life.
         "status.hostIP" | "status.hostIPs" if around.node_ips.is_empty() => {
             return Err(Fault::later(format!(
                 "{path}: the node has no address yet: bring its network up, or name an address with --node-ip"
@@ -202,8 +202,8 @@ pub fn field(path: &str, around: &Surroundings<'_>) -> Result<String, Fault> {
     })
 }
 
-/// A resource of a container as text, in units of the divisor, rounded up. A limit that it does not have is
-/// its pod's, else what the node can give, as far as containers share it.
+/// The value of a resource reference in units of the divisor, rounded up. A limit of CPU, memory or ephemeral storage
+/// that is not set is the pod's, else the node's allocatable amount.
 pub fn resource(
     container: &Container,
     name: &str,
@@ -223,7 +223,7 @@ pub fn resource(
         .get(key)
         .copied()
         .filter(|q| !q.is_zero());
-    // Huge pages and the like are never overcommitted: what has no limit has none of them.
+    // Other resources, such as huge pages, are never overcommitted: without a limit the amount is zero.
     let shared = ["cpu", "memory", "ephemeral-storage"].contains(&key);
     let of_others = || {
         of_pod_level(around.pod, side)
@@ -256,7 +256,7 @@ pub fn resource(
     Ok(rounded.to_string())
 }
 
-/// The resource that a variable of a container refers to: its own, or that of the container that is named.
+/// The resource that a variable references: of the container itself, or of the container that the reference names.
 fn selected(
     own: &Container,
     reference: &ResourceFieldSelector,
@@ -276,10 +276,10 @@ fn selected(
     }
 }
 
-/// What stands in the files that variables refer to, by volume and path.
+/// The contents of referenced files, by volume and path.
 pub type Files = BTreeMap<(String, String), Result<String, Fault>>;
 
-/// The files that a container's variables refer to: volume and path.
+/// The files that a container's variables reference: volume and path.
 pub fn file_references(container: &Container) -> impl Iterator<Item = (String, String)> {
     let sources = container
         .env
@@ -289,7 +289,8 @@ pub fn file_references(container: &Container) -> impl Iterator<Item = (String, S
     sources.map(|reference| (reference.volume_name.clone(), reference.path.clone()))
 }
 
-/// Replaces `$(NAME)` everywhere; names that are not known or empty are an error (upstream's `ExpandContainerVolumeMounts`).
+/// Expands `$(NAME)`. Unknown and empty variables are an error (`ExpandContainerVolumeMounts` in
+/// `pkg/kubelet/container/helpers.go`).
 pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result<String, Fault> {
     let missing = std::cell::RefCell::new(BTreeSet::new());
     let expanded = expand(text, |name| {
@@ -309,7 +310,7 @@ pub fn expand_all(text: &str, lookup: impl Fn(&str) -> Option<String>) -> Result
     }
 }
 
-/// Variables in the order in which they were set first.
+/// Variables in the order in which they were first set.
 #[derive(Default)]
 struct Variables {
     names: Vec<String>,
@@ -332,7 +333,7 @@ impl Variables {
     }
 }
 
-/// What was found; that it is missing is an error unless it is optional.
+/// Returns an error if a required object, key or value is missing.
 fn unless_optional<T>(
     found: Option<T>,
     optional: Option<bool>,
@@ -344,7 +345,7 @@ fn unless_optional<T>(
     }
 }
 
-/// What the environment of a container is made from.
+/// The sources of a container's environment.
 struct Origins<'a> {
     container: &'a Container,
     around: &'a Surroundings<'a>,
@@ -353,7 +354,7 @@ struct Origins<'a> {
 }
 
 impl Origins<'_> {
-    /// Sets all that a ConfigMap or a Secret has.
+    /// Sets all keys of a ConfigMap or a Secret.
     fn set_all(&self, source: &EnvFromSource, variables: &mut Variables) -> Result<(), Fault> {
         let prefix = source.prefix.clone().unwrap_or_default();
         if let Some(reference) = &source.config_map_ref {
@@ -385,7 +386,7 @@ impl Origins<'_> {
         unless_optional(self.objects.secret(name), optional, missing)
     }
 
-    /// What a variable has from its source; none where that may be missing.
+    /// The value of a variable from its source. `None` if the source is optional and missing.
     fn value(&self, name: &str, source: &EnvVarSource) -> Result<Option<Vec<u8>>, Fault> {
         let namespace = meta::namespace(self.around.pod);
         let missing = |kind: &str, key: &str, of: &str| {
@@ -428,7 +429,7 @@ impl Origins<'_> {
         }
     }
 
-    /// What a variable has from a file of a volume.
+    /// The value of a variable from a file in a volume.
     fn in_file(&self, reference: &FileKeySelector) -> Result<Option<Vec<u8>>, Fault> {
         let FileKeySelector { key, path, .. } = reference;
         let place = (reference.volume_name.clone(), path.clone());
@@ -447,7 +448,8 @@ impl Origins<'_> {
     }
 }
 
-/// Builds the environment of a container. A secret's value may be any bytes. An error is a `CreateContainerConfigError`.
+/// Builds the environment of a container. Values from Secrets may be arbitrary bytes. An error is a
+/// `CreateContainerConfigError`.
 pub fn build(
     container: &Container,
     around: &Surroundings<'_>,

@@ -1,9 +1,9 @@
-//! Environment files, which `fileKeyRef` reads (KEP-3721): `KEY='value'` lines. Pure.
+//! Parser of environment files, which `fileKeyRef` reads (KEP-3721): `KEY='value'` lines. Pure.
 
 use crate::core::fault::Fault;
 
-/// The value of `key` in a file. The error is what is wrong with the file; `None` if the key is not in it,
-/// or has no value.
+/// The value of `key` in a file. `None` if the file has no such key, or if its value is empty. The error describes the
+/// syntax error in the file.
 pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
     let mut rest = text;
     let mut number = 1_usize;
@@ -37,7 +37,7 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
             (value, next)
         } else {
             let (bare, next) = value.split_once('\n').unwrap_or((value, ""));
-            // What begins with a space is empty; anything else must be quoted.
+            // A value that begins with white space is empty. Any other unquoted value is an error.
             if !bare.is_empty() && !bare.starts_with(char::is_whitespace) {
                 return Err(wrong("the value must stand in single quotes"));
             }

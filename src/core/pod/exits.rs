@@ -1,4 +1,4 @@
-//! Which exits of a pod's containers are logged: each once, and of a container that exits often only some.
+//! Selects the container exits to log: each exit at most once, and only some exits of a container that exits often.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use jiff::{SignedDuration, Timestamp};
 use super::observed::{ContainerState, ObservedPod};
 use crate::core::time;
 
-/// At most one exit of a container is logged in this time.
+/// Minimum interval between two logged exits of a container.
 const PAUSE: SignedDuration = SignedDuration::from_secs(10);
 
 /// An exit to log.
@@ -17,25 +17,25 @@ pub struct Exit {
     pub container: String,
     /// The exit code of its process.
     pub code: i32,
-    /// The runtime's reason, for instance `OOMKilled`.
+    /// The runtime's reason, for example `OOMKilled`.
     pub reason: String,
-    /// How many instances came before this one.
+    /// The number of earlier instances.
     pub restarts: u32,
-    /// How many exits of the container were not logged since the last one.
+    /// The number of exits of this container that were not logged since the last logged one.
     pub omitted: u32,
 }
 
-/// The exits of one pod that are known.
+/// The known exits of one pod.
 #[derive(Debug, Default)]
 pub struct Exits {
     /// Ids of exited containers that the runtime still has.
     known: BTreeSet<String>,
-    /// When an exit of a container was logged last, and how many were omitted since, by name.
+    /// The time of a container's last logged exit and the number of exits omitted since, by name.
     logged: BTreeMap<String, (Timestamp, u32)>,
 }
 
 impl Exits {
-    /// The exits to log now. What exited before `since` is not reported: an earlier agent did that.
+    /// The exits to log now. Exits before `since` are skipped, as an earlier agent has logged them.
     pub fn follow(
         &mut self,
         observed: &ObservedPod,
@@ -46,7 +46,7 @@ impl Exits {
         let exited = |state: ContainerState| state == ContainerState::Exited;
         self.known
             .retain(|id| observed.containers.iter().any(|c| c.id == *id));
-        // Newest first: the exits are logged in the order in which they happened.
+        // The containers are sorted newest first; exits are logged in the order in which they happened.
         for container in observed.containers.iter().rev() {
             if !exited(container.state) || !self.known.insert(container.id.clone()) {
                 continue;
@@ -120,7 +120,7 @@ mod tests {
             let shown = |exit: Exit| (exit.restarts, exit.code, exit.omitted);
             all.into_iter().map(shown).collect::<Vec<_>>()
         };
-        // Newest first, as everywhere.
+        // Newest first, as in every observed pod.
         let old = || instance("a", 0, Some(99));
         assert_eq!(
             follow(vec![instance("b", 1, None), old()], 100),

@@ -1,4 +1,4 @@
-//! Why a pod is as it is, from its journal: a sentence, a timeline as text, JSON or SVG. Pure.
+//! Explains the state of a pod from its journal: as a sentence, or as a timeline in text, JSON or SVG. Pure.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -14,38 +14,39 @@ use crate::core::time;
 /// The width of the bars in a terminal, in columns.
 const WIDTH: usize = 40;
 
-/// Everything an agent says about one pod.
+/// The answer of an agent about one pod.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// The namespace of the pod that was asked about.
+    /// The pod's namespace.
     pub namespace: String,
-    /// Its name; several pods may have had it, one after the other.
+    /// The pod's name. Several pods may have had this name, one after the other.
     pub name: String,
-    /// The uid, which tells it from others that had its name.
+    /// The pod's uid, which distinguishes it from other pods with the same name.
     pub uid: String,
-    /// The sentence that answers why.
+    /// One sentence that describes the pod's state and its cause.
     pub sentence: String,
-    /// The step that holds the pod up, if one does.
+    /// The step that blocks the pod, if any.
     pub blocking: Option<Entry>,
-    /// How far the pull is that it waits for, where the runtime says so.
+    /// The progress of the image pull that the pod waits for. `None` if it waits for none, or if the runtime does not
+    /// report progress.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fetching: Option<Fetching>,
-    /// What was done, in order, and the decisions that led there.
+    /// The steps in order, and the decisions that led to them.
     #[serde(flatten)]
     pub journal: Journal,
 }
 
-/// What a runtime is fetching at a moment. What has arrived in whole does not count any more.
+/// Progress of the image pulls of a runtime at one moment. Parts that have been downloaded completely are not counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Fetching {
-    /// How many parts (layers, mostly).
+    /// Number of parts (mostly layers) that are being downloaded.
     pub parts: usize,
-    /// Bytes of them that are here.
+    /// Bytes of these parts that have been downloaded.
     pub bytes: u64,
-    /// Bytes that they have.
+    /// Total size of these parts in bytes.
     pub of_bytes: u64,
-    /// How many pulls they belong to: the runtime does not tell them apart.
+    /// Number of pulls that the parts belong to. The runtime does not attribute parts to pulls.
     pub pulls: usize,
 }
 
@@ -72,7 +73,7 @@ impl std::fmt::Display for Fetching {
 }
 
 impl Journal {
-    /// Whether the pod waits for an image that is being pulled.
+    /// Whether an image pull blocks the pod.
     #[must_use]
     pub fn is_pulling(&self) -> bool {
         self.blocking()
@@ -81,7 +82,7 @@ impl Journal {
 }
 
 impl Step {
-    /// What the step is, for people.
+    /// A description of the step for users.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
@@ -113,8 +114,8 @@ impl Step {
         }
     }
 
-    /// Whether nothing of the pod can run while this step fails: what the API's
-    /// `PodReadyToStartContainers` condition is about.
+    /// Whether no container can run while this step fails. The condition `PodReadyToStartContainers` covers the same
+    /// steps.
     #[must_use]
     pub fn before_containers(self) -> bool {
         matches!(
@@ -131,7 +132,8 @@ impl Step {
     }
 }
 
-/// What a step that is not done means for the pod. Without times: it stays the same while nothing changes.
+/// Describes a step that is running or has failed. The text has no times, so that it stays the same while nothing
+/// changes.
 #[must_use]
 pub fn sentence(entry: &Entry) -> String {
     let subject = &entry.subject;
@@ -180,8 +182,9 @@ pub fn sentence(entry: &Entry) -> String {
     }
 }
 
-/// The sentence for the status of a pod whose containers cannot be started yet, if a step fails. Retries do not change the
-/// sentence: it has no error text, and if several steps fail, it names the first one in the order of steps and subjects.
+/// The message in the status of a pod whose containers cannot be started yet because a step fails. Retries must not
+/// change the message. It therefore has no error text, and if several steps fail, it names the first one in the order
+/// of steps and subjects.
 #[must_use]
 pub fn held_up(journal: &Journal) -> Option<String> {
     let fails =
@@ -202,7 +205,7 @@ pub fn held_up(journal: &Journal) -> Option<String> {
     Some(format!("{failure}; the pod's events have the error"))
 }
 
-/// The answer for one pod; `fetching` is what the runtime fetches while the pod waits for an image.
+/// Builds the answer for one pod. `fetching` is the progress of the runtime's image pulls.
 #[must_use]
 pub fn explain(
     namespace: &str,
@@ -253,7 +256,7 @@ pub fn explain(
 }
 
 impl Explanation {
-    /// Whether the pod's sandbox cannot be stopped: then hidden namespaces may be why.
+    /// Whether stopping the pod's sandbox fails. Hidden network namespaces are one cause.
     #[must_use]
     pub fn fails_to_stop_sandbox(&self) -> bool {
         let blocking = self.blocking.as_ref();
@@ -262,7 +265,7 @@ impl Explanation {
         })
     }
 
-    /// Names the network namespaces that a mount hides, and the remedy.
+    /// Appends to the sentence that a mount hides network namespaces, with the remedy.
     #[must_use]
     pub fn with_hidden_namespaces(mut self, hidden: &[PathBuf]) -> Explanation {
         if let Some(first) = hidden.first() {
@@ -276,7 +279,7 @@ impl Explanation {
     }
 }
 
-/// A step as a bar: its label, where it begins and how long it is, in milliseconds.
+/// A step as a bar of the chart: label, start and length in milliseconds.
 struct Bar {
     label: String,
     start: i64,
@@ -284,7 +287,7 @@ struct Bar {
     failed: bool,
 }
 
-/// The bars of the start: everything up to the first time that all was well, or up to now.
+/// One bar for each step of the journal. The bar of a running step ends at `now`.
 fn bars(journal: &Journal, now: Timestamp) -> Vec<Bar> {
     let Some(first) = journal.steps.iter().map(|e| e.since).min() else {
         return vec![];
@@ -321,14 +324,14 @@ fn took(ms: i64) -> String {
     }
 }
 
-/// The part of the timeline that a chart of the start shows. Restarts long after would make the start
-/// unreadable; they stand below as a list.
+/// Splits the bars into those of the pod's start and those of later steps. Late restarts would make a chart of the
+/// start unreadable, so they are listed below it.
 fn split(bars: Vec<Bar>) -> (Vec<Bar>, Vec<Bar>) {
     let mut end = 0_i64;
     let mut bars = bars.into_iter();
     let mut start = vec![];
     for bar in bars.by_ref() {
-        // A minute in which nothing was begun separates the start from what came later.
+        // A minute in which no step began separates the start from later steps.
         if !start.is_empty() && bar.start > end.saturating_add(60_000) {
             return (start, std::iter::once(bar).chain(bars).collect());
         }
@@ -338,7 +341,7 @@ fn split(bars: Vec<Bar>) -> (Vec<Bar>, Vec<Bar>) {
     (start, vec![])
 }
 
-/// The answer for a terminal.
+/// The answer as text for a terminal.
 #[must_use]
 pub fn text(explanation: &Explanation, now: Timestamp) -> String {
     let mut out = format!(
@@ -438,7 +441,7 @@ fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// The answer as a picture.
+/// The answer as an SVG chart.
 #[must_use]
 pub fn svg(explanation: &Explanation, now: Timestamp) -> String {
     let (start, _) = split(bars(&explanation.journal, now));

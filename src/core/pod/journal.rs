@@ -1,5 +1,5 @@
-//! What an agent has done for one pod, step by step: what, since when, how long, how it ended, when it is
-//! tried again. Bounded. Pure.
+//! The journal of a pod: each step that the agent has taken, with its times, attempts, result and next try. Bounded.
+//! Pure.
 
 use std::collections::VecDeque;
 
@@ -8,36 +8,36 @@ use serde::{Deserialize, Serialize};
 
 use super::lifecycle::{Input, State};
 
-/// How many steps are kept.
+/// Maximum number of steps kept.
 const STEPS: usize = 64;
-/// How many decisions are kept.
+/// Maximum number of decisions kept.
 const DECISIONS: usize = 32;
 
-/// One kind of work.
+/// A kind of step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
-    /// Whether the node takes the pod.
+    /// Admission by the node.
     Admission,
-    /// What the runtime has of the pod.
+    /// Reading the pod's state from the runtime.
     Observe,
-    /// Waiting for the runtime's network.
+    /// Waiting until the runtime's network is ready.
     Network,
-    /// The pod's cgroup.
+    /// Creating the pod's cgroup.
     Cgroup,
-    /// A static pod's mirror.
+    /// Creating a static pod's mirror.
     Mirror,
-    /// The pod's directories.
+    /// Creating the pod's directories.
     Directories,
-    /// A volume; its subject.
+    /// Setting up the volume that the subject names.
     Volume,
-    /// The objects that the pod refers to.
+    /// Reading the objects that the pod references.
     Objects,
-    /// The resource claims, which drivers prepare.
+    /// Preparing the resource claims by their drivers.
     Claims,
-    /// The sandbox.
+    /// Creating the sandbox.
     Sandbox,
-    /// The image of the subject.
+    /// Pulling the image of the container that the subject names.
     Image,
     /// Creating the container.
     Create,
@@ -45,7 +45,7 @@ pub enum Step {
     Start,
     /// The container's postStart hook.
     PostStart,
-    /// The container waits until it may be started again.
+    /// Back-off before the container is restarted.
     BackOff,
     /// The container's startup probe.
     Startup,
@@ -53,7 +53,7 @@ pub enum Step {
     Readiness,
     /// The container's liveness probe.
     Liveness,
-    /// Bringing running containers to another size.
+    /// Resizing running containers.
     Resize,
     /// The container's preStop hook.
     PreStop,
@@ -61,16 +61,16 @@ pub enum Step {
     Stop,
     /// Stopping the sandboxes.
     StopSandbox,
-    /// Giving back the resource claims.
+    /// Unpreparing the resource claims.
     ReturnClaims,
-    /// Giving back volumes, cgroup and directories.
+    /// Releasing volumes, cgroup and directories.
     Release,
-    /// Letting the API have the object back.
+    /// Removing the pod from the API.
     Finalise,
 }
 
 impl Step {
-    /// Its name, as it is written.
+    /// The step's name in serialised form.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -102,7 +102,7 @@ impl Step {
         }
     }
 
-    /// Whether a pod that ends may wait for it.
+    /// Whether the step can block the termination of a pod.
     fn is_of_end(self) -> bool {
         matches!(
             self,
@@ -116,7 +116,7 @@ impl Step {
         )
     }
 
-    /// Whether it is repeated for as long as the pod lives.
+    /// Whether the step is repeated as long as the pod lives.
     fn is_upkeep(self) -> bool {
         matches!(
             self,
@@ -130,61 +130,61 @@ impl Step {
     }
 }
 
-/// How far a step is.
+/// The progress of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "state", content = "error")]
 pub enum Progress {
-    /// Under way.
+    /// In progress.
     Running,
-    /// It succeeded.
+    /// Succeeded.
     Done,
-    /// It failed, for this reason.
+    /// Failed with this error.
     Failed(String),
-    /// It was given up before it ended: something else became more urgent.
+    /// Abandoned before it finished, because another step became more urgent.
     Dropped,
 }
 
-/// One step.
+/// One step of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// What.
+    /// The kind.
     pub step: Step,
-    /// Of which container or volume; empty for the pod's own.
+    /// The container or volume that the step is about. Empty for steps of the whole pod.
     pub subject: String,
-    /// When it was begun first.
+    /// When the first try began.
     pub since: Timestamp,
-    /// When it was tried last.
+    /// When the last try began.
     pub tried: Timestamp,
-    /// When the last try ended.
+    /// When the last try ended. `None` while it is running.
     pub ended: Option<Timestamp>,
-    /// How many times it was tried.
+    /// Number of tries.
     pub attempts: u32,
-    /// How far it is.
+    /// The progress.
     #[serde(flatten)]
     pub progress: Progress,
-    /// When it is tried again.
+    /// When the next try begins, if it is known.
     pub next: Option<Timestamp>,
 }
 
-/// An input to the pod's state machine and the state it led to.
+/// An input to the pod's state machine, and the resulting state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
-    /// When.
+    /// When the input arrived.
     pub at: Timestamp,
-    /// What happened.
+    /// The input.
     pub input: Input,
-    /// Where the pod stood after it.
+    /// The state after the input.
     pub state: State,
 }
 
-/// A pod's timeline.
+/// The journal of one pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Journal {
-    /// The steps, in the order in which they were begun.
+    /// The steps, in the order in which they began.
     pub steps: VecDeque<Entry>,
-    /// The decisions that led somewhere.
+    /// The decisions that changed the state.
     pub decisions: VecDeque<Decision>,
-    /// What the pod waits for, while no step of it is under way or fails.
+    /// What the pod waits for while no step is running or failing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<String>,
 }
@@ -197,7 +197,7 @@ impl Journal {
             .find(|e| e.step == step && e.subject == subject)
     }
 
-    /// A step is begun. One that failed before goes on where it was: `since` stays.
+    /// Begins a step. If the step has failed or is running, its entry continues and keeps `since`.
     pub fn begin(&mut self, step: Step, subject: &str, now: Timestamp) {
         if let Some(entry) = self
             .find(step, subject)
@@ -205,7 +205,7 @@ impl Journal {
         {
             entry.attempts = entry.attempts.saturating_add(1);
             (entry.tried, entry.ended, entry.next) = (now, None, None);
-            // The last error stays readable until the new try has ended.
+            // The last error stays readable until the new try has finished.
             return;
         }
         if self.steps.len() >= STEPS {
@@ -229,7 +229,7 @@ impl Journal {
         });
     }
 
-    /// The step that was begun has ended; what was never begun is not noted. The answer is how long its last try took.
+    /// Records the result of a step and returns the duration of its last try. A step that was never begun is ignored.
     pub fn end(
         &mut self,
         step: Step,
@@ -246,7 +246,7 @@ impl Journal {
         (entry.ended, entry.next) = (Some(now), None);
         entry.progress = progress;
         let again = step.is_upkeep() && entry.attempts == 1 && entry.progress == Progress::Done;
-        // Doing once more what was done before is no news: the first time tells where the start went.
+        // The repeated success of upkeep is dropped: the first one shows the duration of the start.
         if again
             && self
                 .steps
@@ -259,7 +259,7 @@ impl Journal {
         Some(took)
     }
 
-    /// How long all steps of a kind that have ended took together, failed tries and the pauses between them included.
+    /// The total duration of all finished steps of a kind, including failed tries and the back-off between them.
     #[must_use]
     pub fn took(&self, step: Step) -> SignedDuration {
         let ended = self
@@ -270,7 +270,7 @@ impl Journal {
         ended.sum()
     }
 
-    /// What has failed is tried again at `next`.
+    /// Sets the next try of all failed steps that have none.
     pub fn again(&mut self, next: Timestamp) {
         for entry in self
             .steps
@@ -281,14 +281,14 @@ impl Journal {
         }
     }
 
-    /// A step that waits for a time of its own.
+    /// Sets the next try of one step.
     pub fn again_at(&mut self, step: Step, subject: &str, next: Timestamp) {
         if let Some(entry) = self.find(step, subject) {
             entry.next = Some(next);
         }
     }
 
-    /// What is no longer of interest because the pod moved on: failures of these steps are closed.
+    /// Closes a failed or running step that is no longer relevant for the pod.
     pub fn close(&mut self, step: Step, subject: &str, now: Timestamp) {
         if let Some(entry) = self
             .find(step, subject)
@@ -300,8 +300,8 @@ impl Journal {
         }
     }
 
-    /// What failed is well again without having been begun anew: done, or still waited for if it is not
-    /// good enough yet.
+    /// Records that a failed step has recovered without a new try. If `whole` is false, the step is running again, as
+    /// it is not good enough yet.
     pub fn recover(&mut self, step: Step, subject: &str, whole: bool, now: Timestamp) {
         if let Some(entry) = self
             .find(step, subject)
@@ -316,7 +316,8 @@ impl Journal {
         }
     }
 
-    /// An input was decided on. What changes nothing is not kept: replaying without it gives the same.
+    /// Records a decision. An input that does not change the state is not kept: a replay without it gives the same
+    /// result.
     pub fn decided(&mut self, at: Timestamp, before: State, input: Input, state: State) {
         if before == state {
             return;
@@ -327,8 +328,8 @@ impl Journal {
         self.decisions.push_back(Decision { at, input, state });
     }
 
-    /// The step that holds the pod up: the failure that was tried last, else what is still under way, of which the runtime's
-    /// answer is awaited beside all else. What failed while the pod was started holds up no pod that ends.
+    /// The step that blocks the pod: the failed step with the latest try, else the latest running step. Observing the
+    /// runtime counts only if nothing else is running. While a pod terminates, failures of its start do not count.
     #[must_use]
     pub fn blocking(&self) -> Option<&Entry> {
         let ending = self.decisions.back().is_some_and(|d| d.state.is_ending());
@@ -354,7 +355,7 @@ mod tests {
         Timestamp::from_second(s).expect("a time")
     }
 
-    /// Seed 925: for as long as the runtime was asked, a volume that hung was not named.
+    /// Simulation seed 925: while the runtime was being queried, the journal did not name a volume that hung.
     #[test]
     fn a_look_at_the_runtime_blocks_only_where_nothing_else_is_under_way() {
         let mut journal = Journal::default();

@@ -1,84 +1,86 @@
-//! The life of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`,
-//! never backwards (upstream's `pod_workers.go`). Pure.
+//! The lifecycle of a pod on this node as a state machine: `Syncing → Terminating → Terminated → Finished`
+//! (`pkg/kubelet/pod_workers.go`). Pure.
 //!
-//! Inputs and states are values that can be stored: a recorded run is replayed by feeding its inputs to
-//! [`State::step`] again, and must show the same states.
+//! The state never moves backwards, with one exception: if a finished pod is deleted, it returns to `Terminated` so
+//! that its records are released. Inputs and states can be serialised. A recorded run is replayed by passing its inputs
+//! to [`State::step`], and must result in the same states.
 
 use serde::{Deserialize, Serialize};
 
-/// Why a pod ends.
+/// Why a pod terminates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
-    /// It was deleted in the API.
+    /// The pod was deleted in the API.
     Deleted,
-    /// It left its source: a static pod's manifest, or the runtime has a pod that nobody wants.
+    /// The pod was removed from its source: a static pod's manifest was removed, or the runtime has a pod that no
+    /// source has.
     Removed,
-    /// Its containers have finished, or its phase was final already.
+    /// The pod's containers have finished, or its phase was terminal already.
     Completed,
-    /// It was refused by admission.
+    /// Admission rejected the pod.
     Rejected,
-    /// It made room for a critical pod.
+    /// The pod was preempted by a critical pod.
     Preempted,
-    /// The node evicted it: it used more of a resource than it may.
+    /// The node evicted the pod: it exceeded a limit, or the node was short of a resource.
     Evicted,
-    /// It was active for longer than `activeDeadlineSeconds`.
+    /// The pod was active for longer than `activeDeadlineSeconds`.
     DeadlineExceeded,
-    /// The machine is being shut down.
+    /// The node is shutting down.
     NodeShutdown,
 }
 
-/// Where a pod stands.
+/// The state of a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum State {
-    /// Being brought to, and kept at, what its spec says.
+    /// The agent starts the pod and keeps it as specified.
     Syncing,
-    /// Its containers are being stopped.
+    /// The containers are being stopped.
     Terminating {
-        /// Seconds the containers get; it only ever shrinks.
+        /// The grace period in seconds. It never grows.
         grace: i64,
-        /// Why.
+        /// The reason.
         cause: Cause,
     },
-    /// No container runs any more; what it held is being released.
+    /// All containers have stopped; the pod's resources are being released.
     Terminated {
-        /// Why.
+        /// The reason.
         cause: Cause,
     },
-    /// Nothing is left to do while the object stays as it is.
+    /// Nothing remains to be done unless the object changes.
     Finished {
-        /// Why.
+        /// The reason.
         cause: Cause,
     },
 }
 
-/// What the sources want.
+/// The desired state according to the sources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Intent {
-    /// The pod is marked as deleted in the API.
+    /// The pod has a deletion timestamp in the API.
     pub deleted: bool,
-    /// The pod is in no source any more.
+    /// No source has the pod any more.
     pub removed: bool,
-    /// The API has a final phase for it.
+    /// The pod's phase in the API is terminal.
     pub terminal: bool,
-    /// The grace period that its spec or deletion gives, in seconds.
+    /// The grace period of the deletion or the spec, in seconds.
     pub grace: i64,
 }
 
-/// What happened.
+/// An input of the state machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Input {
-    /// The sources changed, or are looked at first.
+    /// The sources were read for the first time, or have changed.
     Intent(Intent),
-    /// A sync found that the pod has come to its end; what still runs gets this many seconds.
+    /// The pod must terminate, as a sync has found.
     Ended {
-        /// Why.
+        /// The reason.
         cause: Cause,
-        /// Seconds.
+        /// The grace period in seconds for containers that still run.
         grace: i64,
     },
-    /// All containers have been seen stopped.
+    /// All containers have been observed as stopped.
     Stopped,
-    /// Everything has been released.
+    /// All resources of the pod have been released.
     Released,
 }
 
@@ -98,14 +100,14 @@ impl State {
                 grace: grace.max(1),
                 cause,
             },
-            // A stronger end (preemption of a pod that ends anyway) can only shorten.
+            // A stronger cause, such as preemption of a terminating pod, can only shorten the grace period.
             (State::Terminating { grace, cause }, Input::Ended { grace: new, .. }) => {
                 State::Terminating {
                     grace: grace.min(new.max(1)),
                     cause,
                 }
             }
-            // A deletion may shorten the time that is left, and is the stronger reason.
+            // A deletion may shorten the remaining grace period, and replaces the cause.
             (State::Terminating { grace, cause }, Input::Intent(intent)) => State::Terminating {
                 grace: if intent.deleted {
                     grace.min(intent.grace.max(1))
@@ -119,7 +121,7 @@ impl State {
                 cause: cause.with(intent),
             },
             (State::Terminated { cause }, Input::Released) => State::Finished { cause },
-            // A finished pod that is deleted now has its last records released.
+            // If a finished pod is deleted, its remaining records are released.
             (State::Finished { cause }, Input::Intent(intent)) if cause != cause.with(intent) => {
                 State::Terminated {
                     cause: cause.with(intent),
@@ -129,13 +131,13 @@ impl State {
         }
     }
 
-    /// Whether all containers have stopped for good.
+    /// Whether all containers have stopped permanently.
     #[must_use]
     pub fn has_stopped(self) -> bool {
         matches!(self, State::Terminated { .. } | State::Finished { .. })
     }
 
-    /// Whether no container may be started any more.
+    /// Whether containers must not be started any more.
     #[must_use]
     pub fn is_ending(self) -> bool {
         !matches!(self, State::Syncing)
@@ -162,8 +164,8 @@ impl Cause {
         }
     }
 
-    /// Whether dead containers, logs and directories go too. Those of an evicted pod do at once: what the node is short of
-    /// may be in them.
+    /// Whether dead containers, logs and directories are removed too. Those of an evicted pod are removed at once, as
+    /// they may hold the resource that the node lacks.
     #[must_use]
     pub fn removes_content(self) -> bool {
         matches!(self, Cause::Deleted | Cause::Removed | Cause::Evicted)
@@ -213,7 +215,7 @@ mod tests {
             let mut state = State::Syncing;
             for input in inputs {
                 let next = state.step(input);
-                // From Finished only the release of a deleted pod's last records is repeated.
+                // The only way back from Finished is to Terminated, to release the records of a deleted pod.
                 prop_assert!(rank(next) >= rank(state) || (rank(state) == 3 && rank(next) == 2));
                 prop_assert!(!state.is_ending() || next.is_ending(), "nothing starts after the end began");
                 if let (State::Terminating { grace: before, .. }, State::Terminating { grace: after, .. }) = (state, next) {
@@ -221,7 +223,7 @@ mod tests {
                 }
                 state = next;
             }
-            // With observations coming in, every ending pod finishes.
+            // Given observations, every terminating pod finishes.
             if state.is_ending() {
                 let done = state.step(Input::Stopped).step(Input::Released);
                 prop_assert_eq!(rank(done), 3);

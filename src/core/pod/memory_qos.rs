@@ -1,4 +1,4 @@
-//! Memory that the kernel leaves to pods and throttling before a limit, on cgroup v2
+//! Memory protection and throttling on cgroup v2
 //! ([KEP-2570](https://git.k8s.io/enhancements/keps/sig-node/2570-memory-qos), `featureGates.MemoryQoS`). Pure.
 
 use k8s_openapi::api::core::v1::{Container, Pod};
@@ -7,24 +7,25 @@ use super::qos::{self, QosClass};
 use super::resources::{Amounts, Side, of_container, of_pod};
 use crate::core::pod;
 
-/// `memory.high` is kept in whole pages of so many bytes.
+/// The kernel rounds `memory.high` down to pages of this many bytes.
 const PAGE: i64 = 4096;
 
-/// What the configuration says of it.
+/// The configuration of memory QoS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemoryQos {
-    /// How far between its request and its limit a container is throttled (`memoryThrottlingFactor`), above 0 and at most 1.
+    /// The point between request and limit from which a container is throttled (`memoryThrottlingFactor`), above 0 and
+    /// at most 1.
     pub throttling: f64,
-    /// Whether requests are protected (`memoryReservationPolicy: TieredReservation`).
+    /// Whether memory requests are protected (`memoryReservationPolicy: TieredReservation`).
     pub reserves: bool,
 }
 
-/// Memory of a cgroup that the kernel does not reclaim for others, in bytes.
+/// Protection of a cgroup's memory from reclaim, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Protection {
-    /// Never (`memory.min`).
+    /// Memory that is never reclaimed (`memory.min`).
     pub min: u64,
-    /// As long as there is other memory to reclaim (`memory.low`).
+    /// Memory that is reclaimed only if there is no other (`memory.low`).
     pub low: u64,
 }
 
@@ -33,7 +34,7 @@ fn memory(amounts: &Amounts) -> u64 {
     u64::try_from(bytes).unwrap_or(0)
 }
 
-/// What is protected of a request: of a guaranteed pod always, of others while there is other memory.
+/// The protection of a memory request: `memory.min` for Guaranteed pods, `memory.low` for others.
 fn of_request(class: QosClass, request: u64) -> Protection {
     match class {
         QosClass::Guaranteed => Protection {
@@ -47,14 +48,14 @@ fn of_request(class: QosClass, request: u64) -> Protection {
     }
 }
 
-/// What a pod's cgroup is to have.
+/// The protection of a pod's cgroup.
 #[must_use]
 pub fn of_whole_pod(pod: &Pod) -> Protection {
     let request = memory(&of_pod(pod, Side::Requests));
     of_request(qos::of(pod::spec(pod)), request)
 }
 
-/// What pods have together.
+/// The sum of the protection of pods.
 #[must_use]
 pub fn of_pods(pods: &[&Pod]) -> Protection {
     pods.iter()
@@ -65,8 +66,8 @@ pub fn of_pods(pods: &[&Pod]) -> Protection {
         })
 }
 
-/// The files of a container's cgroup. One without a limit of its own is throttled as if `allocatable` (bytes) were it;
-/// one whose request is its limit is not.
+/// The files of a container's cgroup with their values in bytes. A container without a limit is throttled as if its
+/// limit were `allocatable` (bytes). A container whose request equals its limit is not throttled.
 #[must_use]
 pub fn of_one_container(
     pod: &Pod,
@@ -96,7 +97,7 @@ pub fn of_one_container(
     files
 }
 
-/// `request + (most - request) × factor`, in whole pages.
+/// `request + (most - request) × factor`, rounded down to whole pages.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,

@@ -1,4 +1,4 @@
-//! Predicates on pods, and names derived from them. Pure.
+//! Predicates on pods, and names derived from them. Pure. The submodules hold everything that is decided for one pod.
 
 pub mod actions;
 pub mod cgroup;
@@ -42,47 +42,48 @@ use crate::core::time;
 
 pub use container_hash::container_hash;
 
-/// Marks where a pod came from.
+/// Annotation with the source of a pod: `api`, `file` or `http`.
 pub const SOURCE: &str = "kubernetes.io/config.source";
-/// The identity of a static pod's manifest.
+/// Annotation with the hash of a static pod's manifest.
 pub const HASH: &str = "kubernetes.io/config.hash";
-/// When an agent that runs has seen a pod first, as [`seen_at`] writes it. Pods of the API have it in `/pods` alone.
+/// Annotation with the time at which the running agent first saw the pod, formatted by [`seen_at`]. Pods of the API
+/// have this annotation only in the response of `/pods`.
 pub const SEEN: &str = "kubernetes.io/config.seen";
-/// On mirror pods: the hash of the static pod they stand for.
+/// Annotation of a mirror pod: the hash of the static pod that it mirrors.
 pub const MIRROR: &str = "kubernetes.io/config.mirror";
 
-/// `name_namespace`, as in messages and log directories.
+/// `name_namespace`, the form of messages and log directories.
 #[must_use]
 pub fn full_name(pod: &Pod) -> String {
     full_name_of(meta::namespace(pod), meta::name(pod))
 }
 
-/// As [`full_name`], of a namespace and a name.
+/// [`full_name`] of a namespace and a name.
 #[must_use]
 pub fn full_name_of(namespace: &str, name: &str) -> String {
     format!("{name}_{namespace}")
 }
 
-/// A time as [`SEEN`] has it: RFC 3339 with nanoseconds.
+/// Formats a time for [`SEEN`]: RFC 3339 with nanoseconds.
 #[must_use]
 pub fn seen_at(time: Timestamp) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%S.%9fZ").to_string()
 }
 
-/// `name_namespace(uid)`, as in messages.
+/// `name_namespace(uid)`, the form of messages.
 #[must_use]
 pub fn described(pod: &Pod) -> String {
     format!("{}({})", full_name(pod), uid(pod))
 }
 
-/// The spec; an empty one where there is none, which only what the runtime alone knows lacks.
+/// The pod's spec, or an empty one if the pod has none. Only pods that are known from the runtime alone have no spec.
 #[must_use]
 pub fn spec(pod: &Pod) -> &PodSpec {
     static NONE: LazyLock<PodSpec> = LazyLock::new(PodSpec::default);
     pod.spec.as_ref().unwrap_or(&NONE)
 }
 
-/// The uid, empty where the pod has none yet.
+/// The pod's uid, or an empty string if the pod has none yet.
 #[must_use]
 pub fn uid(pod: &Pod) -> &str {
     pod.metadata.uid.as_deref().unwrap_or_default()
@@ -95,13 +96,13 @@ pub fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
     annotations.get(name).map(String::as_str)
 }
 
-/// Whether the pod stands in the API for a static one.
+/// Whether the pod is the mirror of a static pod in the API.
 #[must_use]
 pub fn is_mirror(pod: &Pod) -> bool {
     meta::annotations(pod).contains_key(MIRROR)
 }
 
-/// Whether the pod came from a file or URL.
+/// Whether the pod is static: its manifest came from a file or URL.
 #[must_use]
 pub fn is_static(pod: &Pod) -> bool {
     meta::annotations(pod)
@@ -109,7 +110,7 @@ pub fn is_static(pod: &Pod) -> bool {
         .is_some_and(|s| s != "api")
 }
 
-/// The phase in the API.
+/// The pod's phase in the API.
 #[must_use]
 pub fn phase(pod: &Pod) -> &str {
     pod.status
@@ -118,28 +119,28 @@ pub fn phase(pod: &Pod) -> &str {
         .unwrap_or("Pending")
 }
 
-/// Whether a status says that the pod has reached its end: it never runs again.
+/// Whether the phase is terminal: such a pod never runs again.
 #[must_use]
 pub fn is_final(status: &PodStatus) -> bool {
     matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
 }
 
-/// Whether the pod has reached its end.
+/// Whether the pod's phase in the API is terminal.
 #[must_use]
 pub fn is_terminal(pod: &Pod) -> bool {
     pod.status.as_ref().is_some_and(is_final)
 }
 
-/// What a pod wants of its volumes' ownership.
+/// The ownership of volumes that a pod requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Ownership {
     /// `fsGroup`.
     pub group: Option<u32>,
-    /// `fsGroupChangePolicy: OnRootMismatch`: a volume whose root is the group's already is taken as it is.
+    /// `fsGroupChangePolicy: OnRootMismatch`: if the root of a volume already has the group, the volume is not changed.
     pub on_mismatch: bool,
 }
 
-/// What it wants of its volumes' ownership.
+/// The ownership of volumes that a pod's security context requests.
 #[must_use]
 pub fn ownership(pod: &Pod) -> Ownership {
     let security = spec(pod).security_context.as_ref();
@@ -152,7 +153,7 @@ pub fn ownership(pod: &Pod) -> Ownership {
     }
 }
 
-/// The user that all of a pod's containers run as, if it is one and the pod says which.
+/// The `runAsUser` of all containers. `None` if they differ, or if one has none.
 #[must_use]
 pub fn common_user(pod: &Pod) -> Option<u32> {
     let of_pod = spec(pod)
@@ -172,28 +173,28 @@ pub fn common_user(pod: &Pod) -> Option<u32> {
         .flatten()
 }
 
-/// Whether it uses the node's network.
+/// Whether the pod uses the node's network.
 #[must_use]
 pub fn host_network(pod: &Pod) -> bool {
     spec(pod).host_network.unwrap_or(false)
 }
 
-/// An init container that keeps running.
+/// Whether a container is a sidecar: an init container with `restartPolicy: Always`.
 #[must_use]
 pub fn is_sidecar(container: &Container) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// What a container is in its pod.
+/// The kind of a container in its pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Role {
-    /// Runs once before the regular ones.
+    /// An init container: runs to completion before the regular containers start.
     Init,
-    /// Started in init order, runs on.
+    /// A sidecar: started in the order of the init containers, and keeps running.
     Sidecar,
-    /// The pod's purpose.
+    /// One of `spec.containers`.
     Regular,
-    /// Added later to look around.
+    /// An ephemeral container, added to a running pod for debugging.
     Ephemeral,
 }
 
@@ -206,14 +207,14 @@ impl Role {
         }
     }
 
-    /// The field path of events about a container, for instance `spec.containers{web}`.
+    /// The field path of a container in events, for example `spec.containers{web}`.
     #[must_use]
     pub fn field_path(self, container: &str) -> String {
         format!("spec.{}{{{container}}}", self.field())
     }
 }
 
-/// An ephemeral container as the container it is like: all but the name of its target.
+/// Converts an ephemeral container to a container. Only `targetContainerName` is dropped.
 fn as_container(e: &EphemeralContainer) -> Container {
     Container {
         args: e.args.clone(),
@@ -244,7 +245,7 @@ fn as_container(e: &EphemeralContainer) -> Container {
     }
 }
 
-/// All containers with their roles; ephemeral ones as the containers they are like.
+/// All containers with their roles. Ephemeral containers are converted to containers.
 #[must_use]
 pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
     let spec = spec(pod);
@@ -270,8 +271,9 @@ pub fn containers(pod: &Pod) -> Vec<(Role, Cow<'_, Container>)> {
     init.chain(regular).chain(ephemeral).collect()
 }
 
-/// The names of the volumes that containers have, as files or as devices. One that no container has is not set up (upstream's
-/// `GetPodVolumeNames` and `processPodVolumes`).
+/// The names of the volumes that containers mount or use as block devices. Other volumes are not set up
+/// (`GetPodVolumeNames` in `pkg/volume/util/util.go`, `processPodVolumes` in
+/// `pkg/kubelet/volumemanager/populator/desired_state_of_world_populator.go`).
 #[must_use]
 pub fn used_volumes(pod: &Pod) -> BTreeSet<String> {
     let containers = containers(pod).into_iter();
@@ -285,8 +287,8 @@ pub fn used_volumes(pod: &Pod) -> BTreeSet<String> {
     names.collect()
 }
 
-/// The grace period for ending the pod, in seconds: a deletion's own, else the spec's; at least 1, at most
-/// [`time::MAX_SECONDS`].
+/// The grace period for terminating the pod, in seconds: that of the deletion, else that of the spec. The result is at
+/// least 1 and at most [`time::MAX_SECONDS`].
 #[must_use]
 pub fn grace_seconds(pod: &Pod) -> i64 {
     let spec = spec(pod).termination_grace_period_seconds.unwrap_or(30);
@@ -299,7 +301,7 @@ pub fn grace_seconds(pod: &Pod) -> i64 {
     time::bounded(grace).max(1)
 }
 
-/// Whether the end of one of a pod's containers may make all of them start over (KEP-5532).
+/// Whether the exit of one container may restart all containers of the pod (KEP-5532).
 #[must_use]
 pub fn may_restart_all(pod: &Pod) -> bool {
     let spec = spec(pod);

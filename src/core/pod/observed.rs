@@ -1,4 +1,4 @@
-//! What the runtime says about one pod, in our own types. Newest first everywhere.
+//! The state of one pod as the runtime reports it. All lists are sorted newest first.
 
 use std::collections::BTreeMap;
 
@@ -8,84 +8,84 @@ use serde::{Deserialize, Serialize};
 /// The state of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ContainerState {
-    /// Created, not started.
+    /// Created but not started.
     Created,
-    /// Its process runs.
+    /// The process is running.
     Running,
-    /// Its process has ended.
+    /// The process has exited.
     Exited,
-    /// The runtime does not know.
+    /// The runtime does not know the state.
     Unknown,
 }
 
 /// One instance of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Container {
-    /// By which the runtime knows it.
+    /// The id in the runtime.
     pub id: String,
     /// The name in the pod spec.
     pub name: String,
-    /// The sandbox it lives in.
+    /// The id of the sandbox that the container is in.
     pub sandbox: String,
-    /// How many instances came before it: the restart count.
+    /// The restart count: the number of earlier instances.
     pub attempt: u32,
-    /// What it does, as far as the runtime knows.
+    /// The state according to the runtime.
     pub state: ContainerState,
     /// When it was created.
     pub created_at: Timestamp,
     /// When it was started.
     pub started_at: Option<Timestamp>,
-    /// When it ended.
+    /// When it exited.
     pub finished_at: Option<Timestamp>,
-    /// How it ended.
+    /// The exit code. Meaningful only if the container has exited.
     pub exit_code: i32,
-    /// Why it ended, in the runtime's word, for instance `OOMKilled`.
+    /// The runtime's reason for the exit, for example `OOMKilled`.
     pub reason: String,
-    /// More about the end, the termination message included.
+    /// Details of the exit, including the termination message.
     pub message: String,
-    /// The image in the words of the runtime, a name where it has one.
+    /// The image as the runtime reports it: its name, if it has one.
     pub image: String,
     /// The image's id or digest.
     pub image_ref: String,
-    /// The hash of the definition it was made from.
+    /// The hash of the container's definition at its creation.
     pub hash: Option<String>,
-    /// As whom its first process was started, where the runtime says so.
+    /// The user of the container's first process, if the runtime reports it.
     pub user: Option<User>,
-    /// The signal that asks it to end, where the runtime says so, as the API spells it.
+    /// The stop signal in the API's spelling, if the runtime reports it.
     pub stop_signal: Option<String>,
-    /// Of an ended one: the file of its termination message in the pod's directory of the container, where the runtime
-    /// says so. The kubelet gives these files random names.
+    /// For an exited container, the file of its termination message in the container's directory, if the runtime
+    /// reports it. The kubelet gives these files random names.
     #[serde(default)]
     pub message_file: Option<String>,
 }
 
 impl Container {
-    /// Whether its process runs.
+    /// Whether the container's process is running.
     #[must_use]
     pub fn is_running(&self) -> bool {
         self.state == ContainerState::Running
     }
 }
 
-/// Whom a process runs as.
+/// The identity of a process.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct User {
-    /// User.
+    /// User id.
     pub uid: i64,
-    /// Group.
+    /// Group id.
     pub gid: i64,
-    /// The supplementary groups.
+    /// Ids of supplementary groups.
     pub groups: Vec<i64>,
 }
 
 /// One sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sandbox {
-    /// By which the runtime knows it.
+    /// The id in the runtime.
     pub id: String,
-    /// How many came before it.
+    /// The number of earlier sandboxes.
     pub attempt: u32,
-    /// Whether it can hold containers.
+    /// Whether containers can be started in it.
     pub ready: bool,
     /// When it was created.
     pub created_at: Timestamp,
@@ -93,41 +93,41 @@ pub struct Sandbox {
     pub ips: Vec<String>,
     /// Whether it is on the host network.
     pub host_network: bool,
-    /// The runtime's handler that it was made with; empty for the default one.
+    /// The runtime handler of the sandbox. Empty for the default one.
     #[serde(default)]
     pub handler: String,
 }
 
-/// What happens to a sandbox or a container, in the order in which it does.
+/// The kind of an event about a sandbox or a container. Events of one id arrive in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum EventKind {
-    /// It was made.
+    /// Creation.
     Created,
-    /// It runs.
+    /// Start.
     Started,
-    /// It has ended, or something that this program does not know has happened to it.
+    /// A stop, or an event of unknown type.
     Stopped,
-    /// It was removed.
+    /// Deletion.
     Deleted,
 }
 
-/// What the runtime tells of a sandbox or a container (CRI's `GetContainerEvents`).
+/// An event of the runtime about a sandbox or a container (CRI's `GetContainerEvents`).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RuntimeEvent {
     /// The uid of the pod that it belongs to.
     pub pod: String,
-    /// By which the runtime knows the sandbox or the container.
+    /// The id of the sandbox or the container.
     pub id: String,
-    /// What has happened to it.
+    /// The kind of the event.
     pub kind: EventKind,
 }
 
-/// One pod as the runtime has it.
+/// One pod according to the runtime.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ObservedPod {
-    /// Newest first.
+    /// Sandboxes, newest first.
     pub sandboxes: Vec<Sandbox>,
-    /// Newest first.
+    /// Containers, newest first.
     pub containers: Vec<Container>,
 }
 
@@ -145,8 +145,8 @@ impl ObservedPod {
         newest.is_some_and(Container::is_running)
     }
 
-    /// The newest instance, and the newest before it that has ended. One that was made and never started
-    /// says nothing about how the container went before.
+    /// The newest instance, and the newest exited one before it. Instances that were created but never started are
+    /// skipped, as they have no exit.
     #[must_use]
     pub fn latest_two(&self, name: &str) -> (Option<&Container>, Option<&Container>) {
         let mut of = self.containers.iter().filter(|c| c.name == name);
@@ -160,13 +160,13 @@ impl ObservedPod {
             .filter(|c| matches!(c.state, ContainerState::Running | ContainerState::Unknown))
     }
 
-    /// Whether nothing of the pod is left in the runtime.
+    /// Whether the runtime has nothing of the pod.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.sandboxes.is_empty() && self.containers.is_empty()
     }
 
-    /// Puts everything in order, newest first. Attempts say which is newer: clocks are set back at times.
+    /// Sorts everything newest first. Attempts decide before creation times, as clocks are sometimes set back.
     pub fn sort(&mut self) {
         self.sandboxes
             .sort_by_key(|s| std::cmp::Reverse((s.attempt, s.created_at)));
@@ -175,7 +175,7 @@ impl ObservedPod {
             .iter()
             .map(|s| (s.id.as_str(), s.attempt))
             .collect();
-        // What ran in a sandbox that is gone ran before.
+        // Containers of a removed sandbox are older than those of existing ones.
         let age = |c: &Container| {
             let sandbox = sandboxes.get(c.sandbox.as_str()).copied();
             std::cmp::Reverse((sandbox, c.attempt, c.created_at))
@@ -183,7 +183,7 @@ impl ObservedPod {
         self.containers.sort_by_key(age);
     }
 
-    /// A number that changes whenever a state does: what a listing can see.
+    /// A fingerprint that changes whenever a listing shows another state.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
         let sandboxes = self
@@ -207,8 +207,8 @@ pub fn fingerprint<'a>(entries: impl Iterator<Item = (&'a str, u8)>) -> u64 {
     })
 }
 
-/// Spreads every bit over all (the finaliser of SplitMix64). Hashes of neighbouring states differ by
-/// little multiples of one number otherwise, and two changes at once can cancel out in the sum.
+/// Distributes every input bit over the whole hash (the finaliser of SplitMix64). Without this, hashes of neighbouring
+/// states differ by small multiples of one number, and two changes can cancel out in the sum.
 fn mixed(hash: u64) -> u64 {
     let hash = (hash ^ (hash >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let hash = (hash ^ (hash >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

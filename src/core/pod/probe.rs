@@ -1,5 +1,5 @@
-//! Probes: what they ask, when, what the answers mean, and the health that follows from them (upstream's
-//! `prober/`). Pure.
+//! Probes and lifecycle hooks: resolved requests, timing, results, and the health that follows from them
+//! (`pkg/kubelet/prober`). Pure.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,30 +15,30 @@ use crate::core::serving::query;
 use crate::core::time;
 use crate::core::version::{HOOK_AGENT, PROBE_AGENT};
 
-/// Shorter periods than a probe's whole seconds: this prefix and the container's name, with a value such as
-/// `readiness=100ms,liveness=500ms`. Ours; off unless set.
+/// The prefix of the annotation that sets probe periods shorter than a second. The container's name follows. The value
+/// has the form `readiness=100ms,liveness=500ms`. This is an extension of Holdfast and off by default.
 pub const PERIOD: &str = "probe-period.holdfast.example/";
-/// The shortest period that the annotation may ask for.
+/// The shortest period that the annotation may set.
 pub const SHORTEST: Duration = Duration::from_millis(50);
-/// The most that is kept of what a probe said, in bytes.
+/// Maximum number of bytes kept of a probe's output.
 pub const OUTPUT_LIMIT: usize = 10 << 10;
 
-/// Which of the three.
+/// The kind of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kind {
-    /// Whether the container has come up; the others wait for it.
+    /// Whether the container has started. The other probes wait for it.
     Startup,
-    /// Whether it may be sent work.
+    /// Whether the container may receive traffic.
     Readiness,
-    /// Whether it must be restarted.
+    /// Whether the container is healthy; if not, it is restarted.
     Liveness,
 }
 
 impl Kind {
-    /// All three.
+    /// All kinds.
     pub const ALL: [Kind; 3] = [Kind::Startup, Kind::Readiness, Kind::Liveness];
 
-    /// As events name it.
+    /// The name in events.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -59,19 +59,19 @@ impl Kind {
     }
 }
 
-/// What probes have found about one instance of a container. `None` is nothing yet.
+/// Probe results of one container instance. `None` means that there is no result yet.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
-    /// Its startup probe succeeded, or failed for good.
+    /// The startup probe: it succeeded, or failed permanently.
     pub started: Option<bool>,
-    /// Its readiness probe.
+    /// The readiness probe.
     pub ready: Option<bool>,
-    /// Its liveness probe.
+    /// The liveness probe.
     pub alive: Option<bool>,
 }
 
 impl Health {
-    /// Where a kind's result is kept.
+    /// The result of a kind of probe.
     pub fn of(&mut self, kind: Kind) -> &mut Option<bool> {
         match kind {
             Kind::Startup => &mut self.started,
@@ -80,8 +80,8 @@ impl Health {
         }
     }
 
-    /// What an agent that has just started takes over from the status in the API, so that nothing flaps.
-    /// Only what was said of this very instance counts.
+    /// The health that a restarted agent adopts from the status in the API, so that readiness does not flap. The status
+    /// counts only if it is about the same container id.
     #[must_use]
     pub fn adopted(id: &str, known: Option<&ContainerStatus>) -> Health {
         match known.filter(|s| {
@@ -99,12 +99,12 @@ impl Health {
     }
 }
 
-/// The health of a pod's containers, by the runtime's container id.
+/// The health of a pod's containers, by container id.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probed(pub BTreeMap<String, Health>);
 
 impl Probed {
-    /// What is known of one instance.
+    /// The health of one instance.
     #[must_use]
     pub fn health(&self, id: &str) -> Health {
         self.0.get(id).copied().unwrap_or_default()
@@ -123,7 +123,7 @@ impl Probed {
             && (container.readiness_probe.is_none() || self.health(id).ready == Some(true))
     }
 
-    /// The probe because of which a running container must go.
+    /// The failed probe that requires a running container to be stopped.
     #[must_use]
     pub fn failed(&self, container: &Container, id: &str) -> Option<Kind> {
         let health = self.health(id);
@@ -135,23 +135,24 @@ impl Probed {
     }
 }
 
-/// When a probe runs and how many answers make a result.
+/// When a probe runs, and how many consecutive results count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timing {
-    /// From the container's start to the first probe.
+    /// Time from the container's start to the first probe.
     pub delay: Duration,
-    /// From one probe to the next.
+    /// Time between two probes.
     pub period: Duration,
-    /// How long an answer may take.
+    /// Timeout of one probe.
     pub timeout: Duration,
-    /// Successes in a row that are needed.
+    /// Number of consecutive successes for the result to change.
     pub successes: u32,
-    /// Failures in a row that are needed.
+    /// Number of consecutive failures for the result to change.
     pub failures: u32,
 }
 
 impl Timing {
-    /// The timing of a probe; `period` of the pod's annotation wins. The error names the annotation.
+    /// The timing of a probe. The period in the pod's annotation takes precedence. If the annotation is invalid, the
+    /// error message names it.
     pub fn of(pod: &Pod, container: &str, kind: Kind, probe: &Probe) -> (Timing, Option<String>) {
         let seconds = |value: Option<i32>, default: u64| {
             Duration::from_secs(value.and_then(|v| u64::try_from(v).ok()).unwrap_or(default))
@@ -180,7 +181,7 @@ impl Timing {
     }
 }
 
-/// The period that the pod's annotation gives a probe.
+/// The period of a probe in the pod's annotation.
 fn configured_period(
     pod: &Pod,
     container: &str,
@@ -216,7 +217,7 @@ fn configured_period(
     Ok(None)
 }
 
-/// Counts answers until they make a result.
+/// Counts consecutive results.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counter {
     last: Option<bool>,
@@ -224,7 +225,7 @@ pub struct Counter {
 }
 
 impl Counter {
-    /// The result, once as many equal answers came in a row as the timing asks for.
+    /// Returns the result once the threshold of consecutive equal results is reached.
     pub fn step(&mut self, good: bool, timing: &Timing) -> Option<bool> {
         self.run = if self.last == Some(good) {
             self.run.saturating_add(1)
@@ -242,36 +243,36 @@ impl Counter {
     }
 }
 
-/// One answer.
+/// The result of one probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Yes.
+    /// Success.
     Success,
-    /// Yes, but somebody should look.
+    /// Success, with a warning to report.
     Warning(String),
-    /// No.
+    /// Failure.
     Failure(String),
-    /// It could not be asked; this counts for nothing.
+    /// The probe could not run. This result is ignored.
     Unknown(String),
 }
 
-/// An HTTP request, resolved.
+/// A resolved HTTP request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Http {
-    /// Whether over TLS, which is not verified.
+    /// Whether the request uses TLS. The server's certificate is not verified.
     pub tls: bool,
-    /// Address or name.
+    /// Host address or name.
     pub host: String,
     /// Port.
     pub port: u16,
     /// Path and query.
     pub path: String,
-    /// Headers, `Host` included where it is set.
+    /// Headers, including `Host` if it is set.
     pub headers: Vec<(String, String)>,
 }
 
 impl Http {
-    /// The URL, as errors show it.
+    /// The URL, for error messages.
     #[must_use]
     pub fn url(&self) -> String {
         let host = if self.host.contains(':') {
@@ -288,16 +289,16 @@ impl Http {
     }
 }
 
-/// What is asked, resolved.
+/// A resolved probe action.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Check {
-    /// A command in the container.
+    /// Run a command in the container.
     Exec(Vec<String>),
-    /// An HTTP GET.
+    /// Send an HTTP GET request.
     Http(Http),
-    /// A connection.
+    /// Open a TCP connection to this host and port.
     Tcp(String, u16),
-    /// The health service: host, port, service name.
+    /// Call the gRPC health service: host, port, service name.
     Grpc(String, u16, String),
 }
 
@@ -326,7 +327,7 @@ fn port(port: &IntOrString, container: &Container) -> Result<u16, String> {
     })
 }
 
-/// An `httpGet` as a request. `agent` is the client's name in `User-Agent`.
+/// Converts an `httpGet` action to a request. `agent` is the value of `User-Agent`.
 fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Result<Http, String> {
     let mut headers: Vec<(String, String)> = vec![];
     let custom: &[HTTPHeader] = get.http_headers.as_deref().unwrap_or_default();
@@ -335,7 +336,7 @@ fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Re
             headers.push((name.to_owned(), default.to_owned()));
         }
     }
-    // An empty value of these two asks for the header to be left out.
+    // An empty value of these two headers removes the header.
     let left_out = |h: &HTTPHeader| {
         h.value.is_empty()
             && ["user-agent", "accept"].contains(&h.name.to_ascii_lowercase().as_str())
@@ -360,10 +361,10 @@ fn http(get: &HTTPGetAction, container: &Container, ip: &str, agent: &str) -> Re
     })
 }
 
-/// What a probe asks. The error is an unknown answer.
+/// Resolves a probe's action. An error counts as an unknown result.
 pub fn check(probe: &Probe, container: &Container, ip: &str) -> Result<Check, String> {
     if let Some(exec) = &probe.exec {
-        // Only the literal variables of the container are known here.
+        // Only variables with a literal value are known here.
         let lookup = |name: &str| {
             container
                 .env
@@ -402,18 +403,18 @@ pub fn check(probe: &Probe, container: &Container, ip: &str) -> Result<Check, St
     Err("missing probe handler: set one of exec, httpGet, tcpSocket and grpc".into())
 }
 
-/// What a lifecycle hook does, resolved.
+/// A resolved lifecycle hook.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Hook {
-    /// A command in the container.
+    /// Run a command in the container.
     Exec(Vec<String>),
-    /// An HTTP GET; any answer is a success.
+    /// Send an HTTP GET request. Any response is a success.
     Http(Http),
-    /// Nothing, for this long.
+    /// Sleep for this long.
     Sleep(Duration),
 }
 
-/// What a hook does (upstream's `lifecycle/handlers.go`).
+/// Resolves a lifecycle hook (`pkg/kubelet/lifecycle/handlers.go`).
 pub fn hook(
     handler: &LifecycleHandler,
     container: &Container,
@@ -435,7 +436,7 @@ pub fn hook(
     Err("invalid handler: set one of exec, httpGet and sleep".into())
 }
 
-/// What came back for an HTTP request.
+/// The response to an HTTP request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reply {
     /// The status code.
@@ -444,13 +445,13 @@ pub struct Reply {
     pub body: String,
 }
 
-/// The answer that an HTTP reply, or its failing, is.
+/// The probe result for an HTTP response or its error.
 #[must_use]
 pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
     match reply {
         Err(error) => Answer::Failure(format!("Get {:?}: {error}", request.url())),
         Ok(reply) if (200..300).contains(&reply.status) => Answer::Success,
-        // It leads to another host, where probes do not go, or nowhere.
+        // The redirect leads to another host, which probes do not follow, or has no valid target.
         Ok(reply) if (300..400).contains(&reply.status) => Answer::Warning(format!(
             "Probe terminated redirects, Response body: {}",
             reply.body
@@ -462,7 +463,7 @@ pub fn of_http(request: &Http, reply: Result<Reply, String>) -> Answer {
     }
 }
 
-/// At most [`OUTPUT_LIMIT`] bytes of a text, cut between characters.
+/// At most [`OUTPUT_LIMIT`] bytes of a text, cut at a character boundary.
 #[must_use]
 pub fn limited(text: &str) -> String {
     let mut end = text.len().min(OUTPUT_LIMIT);

@@ -1,4 +1,4 @@
-//! QoS classes (upstream's `pkg/apis/core/v1/helper/qos`).
+//! QoS classes of pods (`pkg/apis/core/v1/helper/qos`).
 
 use k8s_openapi::api::core::v1::{Pod, PodSpec, ResourceRequirements};
 use serde_json::Value;
@@ -7,19 +7,19 @@ use super::resources::{Side, of_pod_level};
 use crate::core::pod;
 use crate::core::quantity::Quantity;
 
-/// How a pod's processes are ranked when memory or CPU runs short.
+/// The QoS class, which ranks pods when memory or CPU is scarce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QosClass {
-    /// CPU and memory limits in every container, requests equal to them.
+    /// All containers have limits of CPU and memory, and requests equal to them.
     Guaranteed,
-    /// Some request or limit.
+    /// Some container has a request or a limit.
     Burstable,
-    /// None at all.
+    /// No container has a request or a limit.
     BestEffort,
 }
 
 impl QosClass {
-    /// As in `status.qosClass`.
+    /// The value of `status.qosClass`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -33,7 +33,7 @@ impl QosClass {
 /// The class of a pod.
 #[must_use]
 pub fn of(spec: &PodSpec) -> QosClass {
-    // What is set for the pod as a whole stands for all its containers (KEP-2837).
+    // Pod-level resources replace those of all containers (KEP-2837).
     let whole = spec
         .resources
         .as_ref()
@@ -83,15 +83,15 @@ pub fn of(spec: &PodSpec) -> QosClass {
     }
 }
 
-/// The class of a pod spec in JSON; a spec that cannot be read counts as `BestEffort`, validation refuses it later.
+/// The class of a pod spec in JSON. A spec that cannot be decoded counts as `BestEffort`; validation rejects it later.
 #[must_use]
 pub fn of_json(spec: &Value) -> &'static str {
     let spec: Option<PodSpec> = serde_json::from_value(spec.clone()).ok();
     spec.map_or(QosClass::BestEffort, |s| of(&s)).name()
 }
 
-/// Whether a pod is Guaranteed by its containers: then they can have processors and memory of their own. Where resources
-/// are set for the pod as a whole, none has its own.
+/// Whether a pod is Guaranteed by the resources of its containers, which may then get exclusive CPUs and memory. A pod
+/// with pod-level resources is not.
 #[must_use]
 pub fn is_guaranteed_by_containers(pod: &Pod) -> bool {
     let for_the_pod = |side| !of_pod_level(pod, side).is_empty();

@@ -1,7 +1,7 @@
-//! Text between double quotes as Go's `strconv.Quote` writes it: who reads a pod's labels and annotations from a file or a
-//! variable expects that. Pure.
+//! Quotes text as Go's `strconv.Quote` does. Programs that read a pod's labels and annotations from a file or a
+//! variable expect this format. Pure.
 
-/// The text between double quotes.
+/// Returns the quoted text.
 pub(in crate::core) fn quoted(text: &str) -> String {
     let mut out = String::from('"');
     for c in text.chars() {
@@ -25,9 +25,9 @@ pub(in crate::core) fn quoted(text: &str) -> String {
     out
 }
 
-/// Whether a character that is not ASCII is shown as it is: letters, marks, numbers, punctuation and symbols are.
+/// Whether a non-ASCII character is printed unescaped: letters, marks, numbers, punctuation and symbols are.
 fn is_printable(c: char) -> bool {
-    // The standard library has the same classes. Marks it leaves as they are behind another character.
+    // `escape_debug` uses the same character classes. It escapes a combining mark only at the beginning of a text.
     let behind: String = ['a', c].into_iter().collect();
     behind.escape_debug().eq(behind.chars())
 }

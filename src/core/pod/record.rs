@@ -1,5 +1,5 @@
-//! The record of a worker: its inputs and decisions, bounded, so that what an agent decided can be
-//! decided again elsewhere and compared. A bug report is such a file. Pure.
+//! The record of a worker: its last inputs and decisions. A recorded worker can be replayed elsewhere, and the
+//! decisions compared. A bug report contains such a file. Pure.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -10,24 +10,24 @@ use serde::{Deserialize, Serialize};
 use super::lifecycle::{Cause, State};
 use super::worker::{Facts, Input, Key, Op, Outcome, Rules, Turn, Worker};
 
-/// How many turns are kept at most, and how many go at once when there are more.
+/// Maximum number of turns kept, and how many turns are dropped at once when there are more.
 const TURNS: usize = 32;
 const SEGMENT: usize = TURNS / 2;
 
-/// What a turn came to, as far as it matters.
+/// The relevant results of a turn.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Decision {
-    /// Where the pod stood after it.
+    /// The pod's state after the turn.
     pub state: State,
-    /// What was begun.
+    /// Operations that began.
     pub begin: Vec<Key>,
-    /// What was cancelled.
+    /// Operations that were cancelled.
     pub cancel: Vec<Key>,
-    /// The phase after it.
+    /// The pod's phase after the turn.
     pub phase: Option<String>,
-    /// What the pod waited for.
+    /// What the pod waited for after the turn.
     pub waiting: Option<String>,
-    /// When the worker wanted to be woken.
+    /// When the worker requested to be woken.
     pub wake_at: Option<Timestamp>,
 }
 
@@ -66,17 +66,17 @@ impl std::fmt::Display for Decision {
     }
 }
 
-/// One input and the decision.
+/// A recorded turn: an input and the decision.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// When.
+    /// When the turn was taken.
     pub at: Timestamp,
-    /// The failing step before the first container, as the journal had it.
+    /// The failing step before the first container, according to the journal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_up: Option<String>,
-    /// What happened.
+    /// The input.
     pub input: Input,
-    /// What was decided.
+    /// The decision.
     pub decision: Decision,
 }
 
@@ -104,7 +104,7 @@ impl std::fmt::Display for Entry {
     }
 }
 
-/// An outcome in some words.
+/// A short description of an outcome.
 fn brief(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Observed { pod, .. } => {
@@ -142,36 +142,36 @@ fn brief(outcome: &Outcome) -> String {
     }
 }
 
-/// A worker as it was, and what happened since.
+/// The state of a worker at some time, and its turns since.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// The configuration that the worker decided by.
+    /// The configuration of the worker.
     pub rules: Rules,
-    /// The addresses of the node when the record was begun.
+    /// The addresses of the node when the record began.
     pub node_ips: Vec<String>,
     /// The worker before the first entry.
     pub base: Box<Worker>,
-    /// What happened, oldest first.
+    /// The turns, oldest first.
     pub entries: VecDeque<Entry>,
-    /// The worker after the first [`SEGMENT`] entries, which becomes the base when these go. No turn is computed twice for
-    /// that.
+    /// The worker after the first [`SEGMENT`] entries. It becomes the base when these entries are dropped, so that no
+    /// turn is computed twice.
     #[serde(skip)]
     middle: Option<Box<Worker>>,
 }
 
-/// A turn that came to something else than the record says.
+/// A turn whose replayed decision differs from the recorded one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
-    /// Which entry, from 0.
+    /// Index of the entry, from 0.
     pub place: usize,
-    /// The entry as it was recorded.
+    /// The recorded entry.
     pub recorded: Entry,
-    /// The decision of this program.
+    /// The replayed decision.
     pub decided: Decision,
 }
 
 impl Record {
-    /// A record that begins with this worker.
+    /// Begins a record with the current state of the worker.
     #[must_use]
     pub fn new(rules: Rules, node_ips: Vec<String>, worker: &Worker) -> Record {
         Record {
@@ -192,9 +192,9 @@ impl Record {
         }
     }
 
-    /// Adds a turn; `worker` is as it was after it. The older half of the turns goes into the base when there are
-    /// too many. A turn that decided nothing is left out: most of those are echoes of the pod's own status, and
-    /// each would keep a copy of the whole pod.
+    /// Adds a turn. `worker` is the worker after the turn. If there are too many turns, the older half is dropped. A
+    /// turn that decided nothing is left out. Most of those are echoes of the pod's own status, and each would store a
+    /// copy of the pod.
     pub fn add(&mut self, facts: &Facts, input: Input, turn: &Turn, worker: &Worker) {
         if turn.unchanged && turn.publish.is_none() {
             return;
@@ -216,7 +216,7 @@ impl Record {
         }
     }
 
-    /// The worker after the last entry.
+    /// Computes the worker after the last entry.
     #[must_use]
     pub fn latest(&self) -> Worker {
         let mut worker = (*self.base).clone();
@@ -226,7 +226,7 @@ impl Record {
         worker
     }
 
-    /// Decides everything again; the answer is where that differs.
+    /// Replays all turns and returns the decisions that differ.
     #[must_use]
     pub fn replay(&self) -> Vec<Difference> {
         let mut worker = (*self.base).clone();
@@ -246,26 +246,26 @@ impl Record {
     }
 }
 
-/// A record with what tells where it comes from: the file of `holdfast agent record`.
+/// A record with its origin: the file format of `holdfast agent record`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// The version of the agent that wrote it.
+    /// The version of the agent that wrote the report.
     pub version: String,
-    /// The node that this agent runs on.
+    /// The name of the agent's node.
     pub node: String,
     /// The namespace of the recorded pod.
     pub namespace: String,
     /// The name of the recorded pod.
     pub name: String,
-    /// When it was written.
+    /// When the report was written.
     pub at: Timestamp,
     /// The worker's last turns.
     pub record: Record,
 }
 
 impl Report {
-    /// Decides every turn again. The first part of the answer shows them as lines for people, marked where this program
-    /// decides otherwise; the second counts those.
+    /// Replays all turns. Returns a text for users, in which turns with a different decision are marked, and the number
+    /// of such turns.
     #[must_use]
     pub fn replayed(&self) -> (String, usize) {
         let Report {

@@ -1,4 +1,4 @@
-//! The objects that a pod refers to. Pure.
+//! The API objects that a pod references. Pure.
 
 use std::collections::BTreeSet;
 
@@ -6,20 +6,21 @@ use k8s_openapi::api::core::v1::{Pod, Volume, VolumeProjection};
 
 use crate::core::{pod, volume::payload};
 
-/// Names of what a pod refers to in its namespace.
+/// Names of the objects in its namespace that a pod references.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct References {
     /// ConfigMaps.
     pub config_maps: BTreeSet<String>,
-    /// Secrets of volumes and variables.
+    /// Secrets of volumes and environment variables.
     pub secrets: BTreeSet<String>,
-    /// Secrets with registries' credentials.
+    /// Secrets with registry credentials (`imagePullSecrets`).
     pub pull_secrets: BTreeSet<String>,
-    /// Secrets with the credentials of a volume's storage, for instance of an iSCSI target. Their keys are no files.
+    /// Secrets with credentials for a volume's storage, for example of an iSCSI target. Their keys do not become files.
     pub storage_secrets: BTreeSet<String>,
 }
 
-/// The names of the Secrets with the credentials of a volume's storage (upstream's `VisitPodSecretNames`).
+/// The names of the Secrets with credentials for a volume's storage (`VisitPodSecretNames` in
+/// `pkg/api/v1/pod/util.go`).
 fn storage_secrets(volume: &Volume) -> impl Iterator<Item = String> + '_ {
     let azure = volume.azure_file.as_ref().map(|s| &s.secret_name);
     let references = [
@@ -49,7 +50,7 @@ fn storage_secrets(volume: &Volume) -> impl Iterator<Item = String> + '_ {
         .cloned()
 }
 
-/// What a pod refers to.
+/// Collects the references of a pod.
 #[must_use]
 pub fn of(pod: &Pod) -> References {
     let mut found = References::default();
@@ -92,17 +93,18 @@ pub fn of(pod: &Pod) -> References {
     found
 }
 
-/// The plural of the first kind of API object that a pod needs, and where, in upstream's words and order
-/// (`HasAPIObjectReference`, `pkg/api/pod/util.go`); none if the pod needs no API. Static pods and their mirrors may need none:
-/// they must run without an API, and must give their node nothing.
+/// The plural of the first kind of API object that a pod references, and the place of the reference. Wording and order
+/// are upstream's (`HasAPIObjectReference` in `pkg/api/pod/util.go`). `None` if the pod references no object. Static
+/// pods and their mirrors must not reference any object: they must run without an apiserver, and must not give their
+/// node access to objects.
 ///
 /// # Errors
 ///
-/// A projected volume has a source of an unknown kind.
+/// A projected volume has a source of unknown kind.
 pub fn kind_of_object(pod: &Pod) -> Result<Option<&'static str>, String> {
     let (spec, found) = (pod::spec(pod), of(pod));
     let any = |names: &BTreeSet<String>| names.iter().any(|n| !n.is_empty());
-    // `serviceAccount` is the older name of the field.
+    // `serviceAccount` is the deprecated name of the field.
     let accounts = [&spec.service_account_name, &spec.service_account];
     if accounts.into_iter().flatten().any(|a| !a.is_empty()) {
         return Ok(Some("serviceaccounts"));
@@ -219,8 +221,7 @@ pub(crate) mod tests {
         );
     }
 
-    /// Every place in a pod from which an object of the API is referred to, with upstream's name for it. The objects are
-    /// called `ref`.
+    /// Every place in a pod that can reference an API object, with upstream's name for it. The objects are named `ref`.
     pub(crate) fn every_reference() -> Vec<(Value, &'static str)> {
         let (reference, key) = (json!({"name": "ref"}), json!({"name": "ref", "key": "k"}));
         let mut all = vec![

@@ -1,8 +1,7 @@
-//! Resizing pods that run (KEP-1287, KEP-5419): what is asked for, what the node
-//! has granted, and what the runtime has. Pure.
+//! In-place resize of pods (KEP-1287, KEP-5419): the sizes that the spec requests, that the node has granted, and that
+//! the runtime has. Pure.
 //!
-//! What was granted and carried out stands in the pod's status, so that an agent that has just started goes
-//! on from there.
+//! The pod's status holds the granted and the actuated sizes, so that a restarted agent continues from there.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -23,26 +22,26 @@ use crate::core::pod::cri_config::may_swap;
 use crate::core::pod::resources::{Amounts, Side, amounts, of_container, of_pod, of_pod_level};
 use crate::core::quantity::Quantity;
 
-/// The reason of a resize that cannot be granted as long as the pod runs.
+/// The reason of a resize that the node cannot grant while the pod runs.
 pub const INFEASIBLE: &str = "Infeasible";
-/// The condition of a pod whose sizes are being brought to what was granted.
+/// The condition type of a pod whose granted sizes are being actuated.
 pub const IN_PROGRESS: &str = "PodResizeInProgress";
 
-/// Why a resize cannot be granted as long as the pod runs.
+/// Why the node cannot grant a resize while the pod runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Infeasible {
-    /// The node has not so much, even if the pod were alone.
+    /// The request exceeds the node's allocatable resources, even without other pods.
     Capacity,
-    /// Processors that containers have for themselves stay theirs.
+    /// The exclusive CPUs of a container cannot change.
     CpuManager,
-    /// So does memory that containers have for themselves.
+    /// The memory that is assigned to a container cannot change.
     MemoryManager,
-    /// A container's share of swap follows from its memory request, and stays as long as it runs.
+    /// The swap limit of a running container follows from its memory request and cannot change.
     Swap,
 }
 
 impl Infeasible {
-    /// As the metric of infeasible resizes has it.
+    /// The label value in the metric of infeasible resizes.
     #[must_use]
     pub fn detail(self) -> &'static str {
         match self {
@@ -54,21 +53,21 @@ impl Infeasible {
     }
 }
 
-/// The resources that can change while a container runs.
+/// The resources that can be resized.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
-/// Whether a resource can change while a container runs.
+/// Whether a resource can be resized.
 #[must_use]
 pub fn is_resizable(resource: &str) -> bool {
     RESIZABLE.contains(&resource)
 }
 
-/// CPU and memory of one container, or of the pod as a whole.
+/// CPU and memory of one container, or of the pod (pod-level resources).
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Size {
-    /// What is set aside.
+    /// Requests by resource.
     pub requests: BTreeMap<String, Text>,
-    /// What may not be exceeded.
+    /// Limits by resource.
     pub limits: BTreeMap<String, Text>,
 }
 
@@ -76,9 +75,9 @@ pub struct Size {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Sizes {
-    /// What is set for the pod as a whole (KEP-2837).
+    /// Pod-level resources (KEP-2837).
     pub pod: Size,
-    /// Those of its containers, by name; ephemeral ones have none.
+    /// Sizes of containers, by name. Ephemeral containers have none.
     pub containers: BTreeMap<String, Size>,
 }
 
@@ -110,7 +109,7 @@ impl Size {
         !RESIZABLE.iter().any(|r| self.differs(other, r))
     }
 
-    /// With the pod's limits where it has none of its own: what the container is given.
+    /// The size with the pod's limits where the container has no limit: what the container gets.
     fn with_limits_of(mut self, pod: &Size) -> Size {
         for (name, limit) in &pod.limits {
             let own = Self::amount(&self.limits, name).filter(|own| !own.is_zero());
@@ -121,13 +120,13 @@ impl Size {
         self
     }
 
-    /// Whether a resource has another size, whatever its spelling.
+    /// Whether the amounts of a resource differ. Spelling does not matter.
     fn differs(&self, other: &Size, name: &str) -> bool {
         Self::amount(&self.requests, name) != Self::amount(&other.requests, name)
             || Self::amount(&self.limits, name) != Self::amount(&other.limits, name)
     }
 
-    /// The larger of both, resource by resource: what must fit while one becomes the other.
+    /// The larger amount of each resource: what must fit while one size changes into the other.
     fn larger(&self, other: &Size) -> Size {
         let larger = |a: &BTreeMap<String, Text>, b: &BTreeMap<String, Text>| {
             let pick = |name: &&str| match (Self::amount(a, name), Self::amount(b, name)) {
@@ -139,7 +138,7 @@ impl Size {
                         b[*name].clone()
                     },
                 )),
-                // Without a limit on one side there is none meanwhile.
+                // If one side has no amount, the result has none: no limit means unlimited.
                 _ => None,
             };
             RESIZABLE.iter().filter_map(pick).collect()
@@ -151,7 +150,7 @@ impl Size {
     }
 }
 
-/// The sizes that the spec asks for.
+/// The sizes that the spec requests.
 #[must_use]
 pub fn desired(pod: &Pod) -> Sizes {
     let containers = pod::containers(pod).into_iter();
@@ -164,7 +163,7 @@ pub fn desired(pod: &Pod) -> Sizes {
     }
 }
 
-/// The sizes that the runtime is to have: a container without a limit of its own has the pod's.
+/// The sizes that the runtime should have: a container without a limit gets the pod's.
 #[must_use]
 pub fn wanted(pod: &Pod) -> Sizes {
     let Sizes { pod, containers } = desired(pod);
@@ -175,14 +174,14 @@ pub fn wanted(pod: &Pod) -> Sizes {
     Sizes { pod, containers }
 }
 
-/// The statuses of the containers whose sizes have been told.
+/// The statuses of the containers whose sizes are reported.
 fn with_sizes(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {
     let statuses = [&status.container_statuses, &status.init_container_statuses];
     let statuses = statuses.into_iter().flatten().flatten();
     statuses.filter(|status| status.resources.is_some())
 }
 
-/// The sizes that the pod's status shows as carried out; what it does not show is as the spec has it.
+/// The sizes that the pod's status reports as actuated. Sizes that the status lacks are those of the spec.
 #[must_use]
 pub fn known(pod: &Pod) -> Sizes {
     let mut sizes = desired(pod);
@@ -198,7 +197,8 @@ pub fn known(pod: &Pod) -> Sizes {
             continue;
         };
         let mut shown = Size::of(status.resources.as_ref());
-        // What it has from the pod is shown as its own.
+        // The status reports limits that come from the pod, and requests that follow from them, as the container's own.
+        // Remove these.
         let own = &size.limits;
         shown
             .limits
@@ -211,13 +211,13 @@ pub fn known(pod: &Pod) -> Sizes {
     sizes
 }
 
-/// The sizes that the runtime has, as the pod's status shows them.
+/// The sizes that the runtime has according to the pod's status.
 #[must_use]
 pub fn actuated(pod: &Pod) -> Sizes {
     wanted(&with(pod, &known(pod)))
 }
 
-/// What is shown of the whole pod has its overhead with it.
+/// The pod-level size in the status. The status includes the overhead, which is subtracted here.
 fn known_of_pod(pod: &Pod, status: &PodStatus, asked: &Size) -> Size {
     let overhead = pod::spec(pod).overhead.as_ref();
     let overhead = overhead.map(amounts).unwrap_or_default();
@@ -239,7 +239,7 @@ fn known_of_pod(pod: &Pod, status: &PodStatus, asked: &Size) -> Size {
     }
 }
 
-/// Whether two sets of sizes are the same in amount.
+/// Whether two sets of sizes have equal amounts.
 #[must_use]
 pub fn same(a: &Sizes, b: &Sizes) -> bool {
     a.pod.is_same(&b.pod)
@@ -249,28 +249,29 @@ pub fn same(a: &Sizes, b: &Sizes) -> bool {
         })
 }
 
-/// How far a pod is with its resize.
+/// The progress of a pod's resize.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Resizing {
-    /// The sizes that the runtime has; a container has the pod's limits where it has none of its own.
+    /// The sizes that the runtime has. A container without a limit has the pod's.
     pub actuated: Sizes,
-    /// Those that the pod's cgroup was made for; none before it is made.
+    /// The sizes that the pod's cgroup was created for or updated to. `None` before it is created.
     pub cgroup: Option<Sizes>,
-    /// Why what the spec asks for is not granted: reason and message.
+    /// Why the requested sizes are not granted: reason and message.
     pub pending: Option<(String, String)>,
-    /// Why what was granted is not carried out.
+    /// Why actuating the granted sizes failed.
     pub error: Option<String>,
-    /// Sizes that containers may have as well as those in `actuated`, by name: an update to them was begun, and did not end
-    /// well. What the runtime has made of it is known when a later update has.
+    /// Sizes that containers may have instead of those in `actuated`, by name: an update to them did not succeed. The
+    /// container's size is unknown until an update succeeds.
     pub unsettled: BTreeMap<String, Size>,
-    /// The same of the pod's cgroup.
+    /// Whether the same applies to the pod's cgroup.
     pub unsettled_cgroup: bool,
 }
 
 impl Resizing {
-    /// That of an agent before this one, as the pod's status tells it. What it was doing then may have been done or not, and
-    /// a container that was started without being told has the size that was asked for at that time.
+    /// The progress that an earlier agent left, according to the pod's status. A resize that it had in progress may
+    /// have been actuated or not. A container that was started but not reported has the size that the spec requested at
+    /// that time.
     #[must_use]
     pub fn adopted(pod: &Pod) -> Resizing {
         let status = pod.status.as_ref();
@@ -290,14 +291,14 @@ impl Resizing {
         }
     }
 
-    /// Whether the pod's cgroup is still for other sizes than these.
+    /// Whether the pod's cgroup has other sizes than these.
     #[must_use]
     pub fn owes_cgroup(&self, wanted: &Sizes) -> bool {
         let is_other = |cgroup: &Sizes| self.unsettled_cgroup || !same(cgroup, wanted);
         self.cgroup.as_ref().is_some_and(is_other)
     }
 
-    /// Whether something that runs, or the pod's cgroup, does not have these sizes yet.
+    /// Whether a running container or the pod's cgroup does not have these sizes yet.
     #[must_use]
     pub fn is_under_way(&self, wanted: &Sizes, runs: impl Fn(&str) -> bool) -> bool {
         let has = |(name, size): (&String, &Size)| {
@@ -310,8 +311,8 @@ impl Resizing {
             || !wanted.containers.iter().all(has)
     }
 
-    /// Containers and the pod's cgroup are about to be brought to these sizes: until that has been done, they may have them
-    /// or not.
+    /// Records that an update of containers and the pod's cgroup to these sizes begins. Until it succeeds, they may
+    /// have the old or the new sizes.
     pub fn begins(&mut self, names: &[String], to: &Sizes) {
         for name in names {
             if let Some(size) = to.containers.get(name) {
@@ -323,7 +324,7 @@ impl Resizing {
         self.unsettled_cgroup = true;
     }
 
-    /// The most that containers may have now.
+    /// The largest sizes that containers may have now.
     #[must_use]
     pub fn at_most(&self) -> Sizes {
         let mut sizes = self.actuated.clone();
@@ -335,7 +336,7 @@ impl Resizing {
         sizes
     }
 
-    /// A container has its part of these sizes.
+    /// Records that a container has its part of these sizes.
     pub fn has_container(&mut self, name: &str, sizes: &Sizes) {
         self.unsettled.remove(name);
         let size = sizes.containers.get_key_value(name);
@@ -343,14 +344,14 @@ impl Resizing {
         self.actuated.containers.extend(size);
     }
 
-    /// The pod's cgroup is made for these sizes.
+    /// Records that the pod's cgroup has these sizes.
     pub fn has_cgroup(&mut self, sizes: Sizes) {
         self.unsettled_cgroup = false;
         self.actuated.pod = sizes.pod.clone();
         self.cgroup = Some(sizes);
     }
 
-    /// Containers have been brought to these sizes, and the pod's cgroup with them.
+    /// Records that containers and the pod's cgroup were updated to these sizes.
     pub fn carried_out(&mut self, names: &[String], to: Sizes) {
         for name in names {
             self.has_container(name, &to);
@@ -360,7 +361,7 @@ impl Resizing {
     }
 }
 
-/// A change of a container's requests or limits that the spec asks for.
+/// A requested change of a container's requests or limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Asked {
     /// `cpu` or `memory`.
@@ -371,7 +372,7 @@ pub struct Asked {
     pub operation: &'static str,
 }
 
-/// What two specs of a pod ask for differently.
+/// The changes of requests and limits between two specs of a pod.
 #[must_use]
 pub fn asked(before: &Pod, now: &Pod) -> Vec<Asked> {
     let (before, now) = (desired(before), desired(now));
@@ -415,13 +416,13 @@ fn put(resources: &mut Option<ResourceRequirements>, size: &Size) {
         let mut map = side.take().unwrap_or_default();
         map.retain(|name, _| !RESIZABLE.contains(&name.as_str()));
         map.extend(new.iter().map(|(n, q)| (n.clone(), q.clone())));
-        // An empty map is not the same as none: a pod whose own is empty would be of another QoS class.
+        // An empty map differs from none: pod-level resources that are empty would change the pod's QoS class.
         *side = (!map.is_empty()).then_some(map);
     }
     resources.take_if(|both| *both == ResourceRequirements::default());
 }
 
-/// The pod with these sizes in place of those its spec asks for.
+/// The pod with these sizes in place of the requested ones.
 #[must_use]
 pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
     let mut pod = pod.clone();
@@ -440,7 +441,7 @@ pub fn with(pod: &Pod, sizes: &Sizes) -> Pod {
     pod
 }
 
-/// The pod with the larger of both sizes: its cgroup while it is resized.
+/// The pod with the larger amounts of both sizes, which its cgroup gets while it is resized.
 #[must_use]
 pub fn with_larger(pod: &Pod, from: &Sizes, to: &Sizes) -> Pod {
     let larger = |name: &String, size: &Size| {
@@ -458,7 +459,7 @@ pub fn with_larger(pod: &Pod, from: &Sizes, to: &Sizes) -> Pod {
     };
     let larger = with(pod, &larger);
     let class = |pod: &Pod| qos::of(pod::spec(pod));
-    // The cgroup of another class would be another one.
+    // A pod of another QoS class has another cgroup.
     if class(&larger) == class(pod) {
         larger
     } else {
@@ -466,25 +467,26 @@ pub fn with_larger(pod: &Pod, from: &Sizes, to: &Sizes) -> Pod {
     }
 }
 
-/// What a container needs so that the runtime has its size.
+/// What a container needs to get its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// Nothing.
     None,
     /// An update while it runs.
     Update,
-    /// A restart: its resize policy says so.
+    /// A restart, which its resize policy demands.
     Restart,
 }
 
-/// Whether a container is restarted to have another size of a resource.
+/// Whether the container must be restarted to resize a resource.
 fn restarts_for(container: &Container, resource: &str) -> bool {
     let mut policies = container.resize_policy.iter().flatten();
     policies.any(|p| p.resource_name == resource && p.restart_policy == "RestartContainer")
 }
 
-/// Whether the memory request changes of a container that swaps, before or after, and is not restarted for it (kubelet's
-/// `disallowResizeForSwappableContainers`). On a node that lets containers swap.
+/// Whether the memory request of a container changes that uses swap before or after, and that is not restarted for the
+/// change (`disallowResizeForSwappableContainers` in `pkg/kubelet/allocation/handlers.go`). Applies to nodes where
+/// containers may use swap.
 #[must_use]
 pub fn moves_swap(now: &Pod, then: &Pod) -> bool {
     let (before, after) = (pod::containers(now), pod::containers(then));
@@ -500,7 +502,7 @@ pub fn moves_swap(now: &Pod, then: &Pod) -> bool {
     })
 }
 
-/// What a running container needs to have what it is to have.
+/// What a running container needs to get its wanted size.
 #[must_use]
 pub fn change(container: &Container, wanted: &Sizes, resizing: &Resizing) -> Change {
     let of = |sizes: &'_ Sizes| sizes.containers.get(&container.name).cloned();
@@ -520,7 +522,7 @@ pub fn change(container: &Container, wanted: &Sizes, resizing: &Resizing) -> Cha
     }
 }
 
-/// Whether a container's memory limit becomes smaller than the most that it may have, and to how many bytes.
+/// The new memory limit of a container in bytes, if it is lower than the largest limit that the container may have now.
 #[must_use]
 pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
     let limit = |sizes: &Sizes| Size::amount(&sizes.containers.get(name)?.limits, "memory");
@@ -529,7 +531,7 @@ pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64>
     lowers.then(|| new.units())
 }
 
-/// Whether the memory limit of the pod's cgroup becomes smaller, and to how many bytes.
+/// The new memory limit of the pod's cgroup in bytes, if it is lower than the current one.
 #[must_use]
 pub fn lowers_memory_of_pod(pod: &Pod, actuated: &Sizes) -> Option<i64> {
     let limit = |pod: &Pod| pod_bounds(pod).get("memory").map(|q| q.units());
@@ -538,19 +540,19 @@ pub fn lowers_memory_of_pod(pod: &Pod, actuated: &Sizes) -> Option<i64> {
     lowers.then_some(new)
 }
 
-/// A memory limit that is to become smaller.
+/// A memory limit that is to be lowered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowered {
-    /// Whose: `pod`, or `container "…"`.
+    /// The owner of the limit: `pod`, or `container "…"`.
     pub of: String,
-    /// The bytes that it is to be.
+    /// The new limit in bytes.
     pub limit: i64,
-    /// The bytes that are used now; none where that is not known.
+    /// Current usage in bytes. `None` if it is unknown.
     pub used: Option<u64>,
 }
 
-/// Refuses limits that are not above what is used: the kernel would kill for them (kubelet's
-/// `validateMemoryResizeAction`). The error names all of them.
+/// Rejects limits that are not above the current usage, as the kernel would kill processes
+/// (`validateMemoryResizeAction` in `pkg/kubelet/kuberuntime/kuberuntime_manager.go`). The error names all of them.
 pub fn check_lowered(all: &[Lowered]) -> Result<(), String> {
     let objection = |lowered: &Lowered| {
         let Lowered { of, limit, used } = lowered;
@@ -569,8 +571,8 @@ pub fn check_lowered(all: &[Lowered]) -> Result<(), String> {
     }
 }
 
-/// A container's resources as its status tells them. The pod's limits stand beside those of its own; where it has none
-/// of its own none is told, as by the kubelet.
+/// A container's resources in its status. If the container has limits, the pod's limits are added. If it has none, the
+/// status has none, as with the kubelet.
 #[must_use]
 pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
     let mut resources = container.resources.clone();
@@ -587,7 +589,8 @@ pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
     resources
 }
 
-/// What the status tells of the pod as a whole: what is set aside for it, overhead included, and what its cgroup has.
+/// Pod-level `allocatedResources` and `resources` of the status: the requests that are allocated, with the overhead,
+/// and the amounts of the pod's cgroup.
 #[must_use]
 pub fn told_of_pod(
     pod: &Pod,
@@ -629,7 +632,7 @@ pub fn told_of_pod(
     (allocated, resources)
 }
 
-/// The text that events of a resize end with.
+/// The details at the end of resize events, as JSON.
 #[must_use]
 pub fn described(pod: &Pod, error: Option<&str>) -> String {
     let list = |containers: &[Container]| -> Vec<Value> {

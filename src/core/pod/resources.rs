@@ -1,4 +1,4 @@
-//! What pods ask for: sums of requests and limits, host ports. Pure.
+//! Sums of pods' requests and limits, and host ports. Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::core::quantity::Quantity;
 /// Amounts by resource name.
 pub type Amounts = BTreeMap<String, Quantity>;
 
-/// Reads a map of quantities; what cannot be read counts as nothing.
+/// Parses a map of quantities. A quantity that cannot be parsed counts as zero.
 #[must_use]
 pub fn amounts(map: &BTreeMap<String, Text>) -> Amounts {
     map.iter()
@@ -18,16 +18,16 @@ pub fn amounts(map: &BTreeMap<String, Text>) -> Amounts {
         .collect()
 }
 
-/// Which side of a container's resources.
+/// Requests or limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// What is set aside.
+    /// Amounts that are reserved.
     Requests,
-    /// What may not be exceeded.
+    /// Amounts that cannot be exceeded.
     Limits,
 }
 
-/// One container's amounts.
+/// The amounts of one container.
 #[must_use]
 pub fn of_container(container: &Container, side: Side) -> Amounts {
     let resources = container.resources.as_ref();
@@ -56,14 +56,13 @@ fn raise(into: &mut Amounts, other: &Amounts) {
     }
 }
 
-/// Whether a resource can be set for a pod as a whole.
+/// Whether a resource can be set at pod level.
 #[must_use]
 pub fn is_pod_level(name: &str) -> bool {
     matches!(name, "cpu" | "memory") || name.starts_with("hugepages-")
 }
 
-/// What is set for the pod as a whole (KEP-2837). A request that is not set follows its containers', else the
-/// limit.
+/// Pod-level resources (KEP-2837). A request that is not set defaults to the containers' sum, else to the limit.
 #[must_use]
 pub fn of_pod_level(pod: &Pod, side: Side) -> Amounts {
     let Some(resources) = pod.spec.as_ref().and_then(|s| s.resources.as_ref()) else {
@@ -92,7 +91,7 @@ pub fn of_pod_level(pod: &Pod, side: Side) -> Amounts {
     requests
 }
 
-/// A pod's amounts: those of its containers, what is set for it as a whole instead, and its overhead.
+/// The amounts of a pod: pod-level resources, else the amounts of its containers; plus the overhead.
 #[must_use]
 pub fn of_pod(pod: &Pod, side: Side) -> Amounts {
     let mut total = of_containers(pod, side);
@@ -103,8 +102,8 @@ pub fn of_pod(pod: &Pod, side: Side) -> Amounts {
     total
 }
 
-/// The amounts of a pod's containers: the larger of all containers with the sidecars, and of each init step with the
-/// sidecars started before it.
+/// The amounts of a pod's containers. This is the maximum of the sum of all regular containers and sidecars, and of
+/// each init container plus the sidecars before it.
 #[must_use]
 pub fn of_containers(pod: &Pod, side: Side) -> Amounts {
     let Some(spec) = &pod.spec else {
@@ -131,7 +130,7 @@ pub fn of_containers(pod: &Pod, side: Side) -> Amounts {
     total
 }
 
-/// The bytes of huge pages, by the bytes of one page.
+/// Huge pages by page size; both in bytes.
 pub fn huge_pages(amounts: &Amounts) -> impl Iterator<Item = (u64, u64)> {
     amounts.iter().filter_map(|(name, amount)| {
         let size: Quantity = name.strip_prefix("hugepages-")?.parse().ok()?;
@@ -140,19 +139,19 @@ pub fn huge_pages(amounts: &Amounts) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-/// What the scheduler and admission count.
+/// The requests that the scheduler and admission count.
 #[must_use]
 pub fn requests(pod: &Pod) -> Amounts {
     of_pod(pod, Side::Requests)
 }
 
-/// Whether any of its containers has a port of the node.
+/// Whether a container of the pod has a host port.
 #[must_use]
 pub fn has_host_ports(pod: &Pod) -> bool {
     !host_ports(pod).is_empty()
 }
 
-/// Host ports of a pod: protocol, host address, port.
+/// The host ports of a pod: protocol, host address, port.
 fn host_ports(pod: &Pod) -> Vec<(String, String, i32)> {
     let containers = pod.spec.iter().flat_map(|s| &s.containers);
     containers
@@ -168,7 +167,7 @@ fn host_ports(pod: &Pod) -> Vec<(String, String, i32)> {
         .collect()
 }
 
-/// Whether a pod wants a host port that one of the others has.
+/// Whether a host port of the pod conflicts with one of the other pods.
 pub fn ports_clash<'a>(pod: &Pod, mut others: impl Iterator<Item = &'a Pod>) -> bool {
     let wanted = host_ports(pod);
     let any = |ip: &str| ip.is_empty() || ip == "0.0.0.0" || ip == "::";

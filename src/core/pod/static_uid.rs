@@ -1,9 +1,9 @@
-//! Which uid a static pod has. Pure.
+//! The uid of a static pod. Pure.
 //!
-//! The API gives static pods no uid; each agent makes one of the manifest. The kubelet hashes its internal Go structures
-//! (`applyDefaults` in `pkg/kubelet/config/common.go`), so its uids change from one minor version to the next, and no other
-//! program comes to the same. A pod whose uid changes is started over. So a pod that runs keeps the uid that it runs under,
-//! whichever agent started it, for as long as its manifest stays as it was then.
+//! The API assigns no uid to static pods, so each agent derives one from the manifest. The kubelet hashes its internal
+//! Go structures (`applyDefaults` in `pkg/kubelet/config/common.go`). Its uids therefore change between minor versions,
+//! and other programs cannot compute them. A pod whose uid changes is restarted. To avoid that, a running pod keeps its
+//! uid while its manifest is unchanged, whichever agent started it.
 
 use std::collections::BTreeMap;
 
@@ -12,23 +12,23 @@ use jiff::Timestamp;
 /// A pod that the runtime has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Started {
-    /// Its name and namespace, as [`full_name`](super::full_name) has them.
+    /// The pod's [`full_name`](super::full_name).
     pub full_name: String,
-    /// Its uid.
+    /// The pod's uid.
     pub uid: String,
-    /// When its first sandbox that is still known was created.
+    /// When the oldest of the pod's known sandboxes was created.
     pub since: Timestamp,
-    /// Whether a sandbox of it is ready.
+    /// Whether one of the pod's sandboxes is ready.
     pub ready: bool,
 }
 
-/// Whether a uid is a static pod's: the apiserver's have dashes.
+/// Whether a uid belongs to a static pod. Uids of the apiserver contain dashes.
 #[must_use]
 pub fn is_static(uid: &str) -> bool {
     uid.len() == 32 && uid.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Uids of manifests, by a digest of what a manifest says and where it lies.
+/// Assigns uids to manifests. The key is a digest of a manifest's content and location.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Uids {
     started: Vec<Started>,
@@ -36,20 +36,20 @@ pub struct Uids {
 }
 
 impl Uids {
-    /// Of what the runtime has at an agent's start, and of what was kept before it. Uids under which nothing runs any more
-    /// are forgotten.
+    /// Starts with the pods that the runtime has at the agent's start, and the uids that earlier agents kept. Kept uids
+    /// that no pod of the runtime has are dropped.
     #[must_use]
     pub fn new(mut started: Vec<Started>, kept: BTreeMap<String, String>) -> Uids {
         started.retain(|pod| is_static(&pod.uid));
-        // What runs counts before what has ended, the newest first.
+        // Pods that are ready precede others, and newer pods precede older ones.
         started.sort_by_key(|pod| std::cmp::Reverse((pod.ready, pod.since)));
         let runs = |uid: &String| started.iter().any(|pod| pod.uid == *uid);
         let kept = kept.into_iter().filter(|(_, uid)| runs(uid)).collect();
         Uids { started, kept }
     }
 
-    /// The uid of a manifest's pod: the one that it runs under, if the manifest has not been touched since; else the digest.
-    /// `changed` is when the manifest's file was changed last, if that is known.
+    /// The uid of a manifest's pod. If the pod was started after the last change of its manifest, the pod keeps its
+    /// uid. Otherwise the uid is the digest. `changed` is the modification time of the manifest's file, if it is known.
     pub fn of(&mut self, full_name: &str, digest: &str, changed: Option<Timestamp>) -> String {
         if let Some(uid) = self.kept.get(digest) {
             return uid.clone();
@@ -65,7 +65,7 @@ impl Uids {
         }
     }
 
-    /// What is to be known at the next start: uids by digests.
+    /// The uids to keep for the next start of an agent, by digest.
     #[must_use]
     pub fn kept(&self) -> &BTreeMap<String, String> {
         &self.kept
@@ -130,11 +130,11 @@ mod tests {
         let pods = vec![started("p-n_default", KUBELETS, 100, true)];
         let mut uids = Uids::new(pods.clone(), BTreeMap::new());
         assert_eq!(uids.of("p-n_default", OURS, Some(at(1))), KUBELETS);
-        // The file is touched, then changed, then as it was.
+        // The file is touched, then changed, then changed back.
         assert_eq!(uids.of("p-n_default", OURS, Some(at(500))), KUBELETS);
         assert_eq!(uids.of("p-n_default", OTHER, Some(at(501))), OTHER);
         assert_eq!(uids.of("p-n_default", OURS, Some(at(502))), KUBELETS);
-        // The next agent knows it too, while the pod runs.
+        // The next agent keeps the uid while the pod runs.
         let mut next = Uids::new(pods, uids.kept().clone());
         assert_eq!(next.of("p-n_default", OURS, Some(at(502))), KUBELETS);
         let mut later = Uids::new(vec![], uids.kept().clone());

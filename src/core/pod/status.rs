@@ -1,5 +1,5 @@
-//! The status of a pod: phase, conditions, container statuses, and the patch that brings the API up to
-//! it (upstream's `generateAPIPodStatus`). Pure.
+//! The status of a pod: phase, conditions, container statuses, and the patch for the API (`generateAPIPodStatus` in
+//! `pkg/kubelet/kubelet_pods.go`). Pure.
 
 mod addresses;
 pub mod devices;
@@ -37,65 +37,65 @@ use addresses::{addresses, node_addresses};
 pub use end::{deadline, keep_end, rejected};
 pub use patch::{Target, allowed, patch, substance};
 
-/// Why a container is not running, by container name: reason and message of its waiting state.
+/// Why containers are not running, by name: reason and message of the waiting state.
 pub type Problems = BTreeMap<String, (String, String)>;
 
-/// Why this node ends a pod.
+/// Why this node terminates a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// What this does to the pod's life.
+    /// The cause for the pod's lifecycle.
     pub cause: Cause,
-    /// What the status gives as reason, for instance `Evicted`.
+    /// The reason in the status, for example `Evicted`.
     pub reason: String,
-    /// What the status gives as message, and the event.
+    /// The message in the status and in the event.
     pub message: String,
-    /// The message of the `DisruptionTarget` condition, where the pod could have gone on elsewhere.
+    /// The message of the `DisruptionTarget` condition. `None` if the pod gets no such condition.
     pub disruption: Option<String>,
-    /// Seconds that its containers get instead of its own grace period.
+    /// The grace period of the containers in seconds. `None` means that of the pod.
     pub grace: Option<i64>,
 }
 
-/// Everything a status is made from.
+/// The inputs of a status.
 pub struct Facts<'a> {
-    /// The pod with the sizes that were granted.
+    /// The pod with its granted sizes.
     pub pod: &'a Pod,
-    /// What the runtime has.
+    /// The observed state in the runtime.
     pub observed: &'a ObservedPod,
-    /// The status before this one.
+    /// The previous status.
     pub previous: &'a PodStatus,
     /// Why containers could not be started.
     pub problems: &'a Problems,
-    /// Why nothing of the pod can be started yet, where something fails.
+    /// Which failing step blocks the start of all containers, if any.
     pub held_up: Option<String>,
-    /// What their probes say.
+    /// The results of probes.
     pub probed: &'a Probed,
-    /// The health of the devices that containers have.
+    /// The health of the containers' devices.
     pub devices: &'a devices::OfPod,
-    /// The pod's volumes are set up, or were when a container of its sandbox was made.
+    /// Whether the pod's volumes are set up, or were when a container of its sandbox was created.
     pub has_volumes: bool,
-    /// Containers whose start has not ended: their postStart hook may still run.
+    /// Containers that are being started: their postStart hook may still run.
     pub starting: &'a BTreeSet<&'a str>,
-    /// Ids of containers that were stopped in order to start them again, whatever their exit code.
+    /// Ids of containers that were stopped in order to restart them, whatever their exit code.
     pub stopped_to_restart: &'a BTreeSet<String>,
-    /// The sizes that the runtime is to have: those that were granted, which the pod has, too.
+    /// The sizes that the runtime should have: the granted ones, which `pod` has too.
     pub wanted: &'a Sizes,
-    /// How far it is with them.
+    /// The progress of actuating the sizes.
     pub resize: &'a Resizing,
-    /// The addresses of the node, which `hostIPs` shows.
+    /// The addresses of the node, for `hostIPs`.
     pub node_ips: &'a [String],
-    /// Whether the runtime can make a mount read-only with all that is mounted below it.
+    /// Whether the runtime supports recursive read-only mounts.
     pub recursive_read_only: bool,
-    /// The name of the container runtime; empty while it is not known.
+    /// The name of the container runtime. Empty if it is unknown.
     pub runtime: &'a str,
-    /// All containers have been stopped for good.
+    /// Whether all containers have stopped permanently.
     pub ended: bool,
-    /// Why this node ends the pod, if it does: told once all containers have been stopped.
+    /// Why this node terminates the pod, if it does. Reported once all containers have stopped.
     pub verdict: Option<&'a Verdict>,
-    /// The time of transitions that are seen now.
+    /// The time of transitions that are detected now.
     pub now: Timestamp,
 }
 
-/// The waiting reason of containers that start over together (KEP-5532).
+/// The waiting reason of containers that are restarted together (KEP-5532).
 pub const RESTARTING_ALL: &str = "RestartingAllContainers";
 
 fn waiting(reason: &str, message: &str) -> ApiState {
@@ -109,9 +109,9 @@ fn waiting(reason: &str, message: &str) -> ApiState {
     }
 }
 
-/// The mounts as they are made, or will be. `recursive` says that the runtime can make a mount read-only with all below.
+/// The mounts in a container's status. `recursive` is whether the runtime supports recursive read-only mounts.
 fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMountStatus>> {
-    // What is refused is told by the container's waiting state.
+    // An invalid mount is reported by the container's waiting state.
     let is_recursive =
         |mount: &VolumeMount| cri_config::recursive_read_only(mount, recursive).unwrap_or(false);
     let of = |mount: &VolumeMount| VolumeMountStatus {
@@ -135,7 +135,7 @@ fn volume_mounts(container: &Container, recursive: bool) -> Option<Vec<VolumeMou
         .map(|mounts| mounts.iter().map(of).collect())
 }
 
-/// The status of a container that the runtime has no instance of.
+/// The status of a container without an instance in the runtime.
 fn status_without_instance(
     facts: &Facts<'_>,
     (role, container): (Role, &Container),
@@ -189,7 +189,7 @@ fn status_without_instance(
             waiting(initial, "")
         }
     } else {
-        // The kubelet leaves the message empty here; we say what is in the way.
+        // The kubelet leaves the message empty here. Holdfast reports the failing step.
         let held_up = facts.held_up.as_deref().unwrap_or_default();
         let (reason, message) = facts
             .problems
@@ -218,7 +218,7 @@ fn told_user(user: &observed::User) -> ContainerUser {
     }
 }
 
-/// The status of one container (upstream's `convertToAPIContainerStatuses`).
+/// The status of one container (`convertToAPIContainerStatuses` in `pkg/kubelet/kubelet_pods.go`).
 fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> ContainerStatus {
     let before = [
         &facts.previous.container_statuses,
@@ -254,8 +254,8 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     let Some(newest) = newest else {
         return status_without_instance(facts, (role, container), before, initial, status);
     };
-    // Of a pod that is being removed the newest instance may have gone before older ones. One that has not been
-    // started yet may still be replaced, and is not counted before it has run.
+    // When a pod is being removed, its newest instance may be removed before older ones. An instance that was not
+    // started yet may be replaced, and counts only after it has run.
     let (attempt, counted) = (
         i32::try_from(newest.attempt).unwrap_or(i32::MAX),
         before.map(|b| b.restart_count),
@@ -273,7 +273,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status.image_id.clone_from(&newest.image_ref);
     status.last_state = older.map(|older| ended(facts, older));
     if status.last_state.is_none() && older.is_none() && newest.attempt > 0 {
-        // The instance before has been removed; what was said about it stays.
+        // The earlier instance was removed; its last state is kept.
         status.last_state = before.and_then(|b| b.last_state.clone());
     }
     let running = newest.state == ContainerState::Running;
@@ -281,7 +281,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     if let (Some((reason, message)), false) =
         (facts.problems.get(&container.name), running || facts.ended)
     {
-        // The container is to be started again but cannot be yet: its end becomes the last state.
+        // The container will be restarted but cannot be yet, so its exit becomes the last state.
         if newest.state == ContainerState::Exited {
             status.last_state = Some(ended(facts, newest));
         }
@@ -308,8 +308,8 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     status
 }
 
-/// Whether the container comes back, whatever its policy and exit code: it was removed so that all start over, or was
-/// stopped to be started again.
+/// Whether the container is restarted regardless of its policy and exit code. This applies if it was removed because
+/// all containers restart, or stopped in order to be restarted.
 fn comes_back(facts: &Facts<'_>, status: &ContainerStatus) -> bool {
     let newest = facts.observed.newest(&status.name);
     let is_restarted = newest.is_some_and(|c| facts.stopped_to_restart.contains(&c.id));
@@ -331,7 +331,7 @@ fn is_running(status: &ContainerStatus) -> bool {
     status.state.as_ref().is_some_and(|s| s.running.is_some())
 }
 
-/// The phase (upstream's `getPhase`).
+/// The phase (`getPhase` in `pkg/kubelet/kubelet_pods.go`).
 fn phase(facts: &Facts<'_>, regular: &[ContainerStatus], init: &[ContainerStatus]) -> &'static str {
     let spec = pod::spec(facts.pod);
     let definitions: &[Container] = spec.init_containers.as_deref().unwrap_or_default();
@@ -401,7 +401,7 @@ struct Judged {
     message: Option<String>,
 }
 
-/// What was initialised stays so, also while its init containers run again in a new sandbox.
+/// Whether the pod was initialised before. It stays so even while its init containers run again in a new sandbox.
 fn initialised_before(facts: &Facts<'_>) -> bool {
     facts
         .previous
@@ -411,7 +411,7 @@ fn initialised_before(facts: &Facts<'_>) -> bool {
         .any(|c| c.type_ == "Initialized" && c.status == "True")
 }
 
-/// Why each readiness gate that does not hold keeps the pod from being ready.
+/// The messages of the readiness gates that are not satisfied.
 fn unmet_gates(pod: &Pod) -> Vec<String> {
     pod::spec(pod)
         .readiness_gates
@@ -452,7 +452,7 @@ fn say(
     }
 }
 
-/// Whether all init containers have done their part.
+/// The `Initialized` condition: whether all init containers have completed or, as sidecars, started.
 fn initialized(
     facts: &Facts<'_>,
     phase: &str,
@@ -487,14 +487,14 @@ fn verdicts(
     init: &[ContainerStatus],
 ) -> Vec<Judged> {
     let spec = pod::spec(facts.pod);
-    // The kubelet makes the sandbox after the volumes; here neither waits for the other.
+    // The kubelet creates the sandbox after the volumes; here neither waits for the other.
     let can_start = facts.has_volumes
         && facts
         .observed
         .sandboxes
         .first()
         .is_some_and(|s| s.ready && (s.host_network || !s.ips.is_empty()))
-        // One that has served is stopped next.
+        // The sandbox of a finished pod is stopped next.
         && !(matches!(phase, "Succeeded" | "Failed") && facts.observed.live().next().is_none());
     let sidecars: Vec<&str> = spec
         .init_containers
@@ -540,7 +540,7 @@ fn verdicts(
         say("AllContainersRestarting", holds, final_reason, None)
     });
     let mut all = vec![
-        // The kubelet says nothing here; we say what is in the way.
+        // The kubelet has no message here. Holdfast reports the failing step.
         say(
             "PodReadyToStartContainers",
             can_start,
@@ -556,7 +556,7 @@ fn verdicts(
     all
 }
 
-/// How far a resize is, where there is one.
+/// The conditions of a resize, if there is one.
 fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
     let mut judged = vec![];
     if let Some((reason, message)) = &facts.resize.pending {
@@ -586,7 +586,7 @@ fn resizes(facts: &Facts<'_>) -> Vec<Judged> {
     judged
 }
 
-/// A condition, with the time since when it holds.
+/// A condition with the time of its last transition.
 fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
     let status = if verdict.holds { "True" } else { "False" };
     let before = facts.previous.conditions.iter().flatten();
@@ -605,11 +605,11 @@ fn condition(facts: &Facts<'_>, verdict: Judged) -> PodCondition {
     }
 }
 
-/// How many bytes the termination messages of a pod's containers may have together (upstream's
-/// `MaxPodTerminationMessageLogLength`).
+/// Maximum total length of a pod's termination messages in bytes (`MaxPodTerminationMessageLogLength` in
+/// `pkg/kubelet/container/runtime.go`).
 const MESSAGES: usize = 12 << 10;
 
-/// Cuts a container's termination messages to its share of what the pod's may have together.
+/// Truncates a container's termination messages to its share of the pod's limit.
 fn cut_messages(status: &mut ContainerStatus, most: usize) {
     for state in [&mut status.state, &mut status.last_state] {
         let ended = state.as_mut().and_then(|s| s.terminated.as_mut());
@@ -643,17 +643,18 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let regular = of(|r| r == Role::Regular);
     let init = of(|r| matches!(r, Role::Init | Role::Sidecar));
     let ephemeral = of(|r| r == Role::Ephemeral);
-    // A final phase is final, whatever is seen later.
+    // A terminal phase never changes.
     let known = facts.previous.phase.as_deref().unwrap_or_default();
     let verdict = facts.verdict.filter(|_| facts.ended);
     let phase = match (known, pod::phase(facts.pod)) {
         ("Succeeded", _) | (_, "Succeeded") => "Succeeded",
         ("Failed", _) | (_, "Failed") => "Failed",
-        // The containers decide the phase of a preempted pod (upstream's `generateAPIPodStatus`, critical_pod_test.go).
+        // The containers determine the phase of a preempted pod (upstream's `generateAPIPodStatus`,
+        // critical_pod_test.go).
         _ if verdict.is_some_and(|v| v.cause != Cause::Preempted) => "Failed",
         _ => phase(facts, &regular, &init),
     };
-    // Reason and message belong to the phase: upstream drops them where the containers have succeeded.
+    // Reason and message belong to the phase: upstream drops them if the containers have succeeded.
     let reported = verdict.filter(|_| phase == "Failed");
     let mut judged = verdicts(facts, phase, &regular, &init);
     judged.extend(resizes(facts));
@@ -707,7 +708,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     }
 }
 
-/// Whether a container of any kind has been made for the pod, as its status has it.
+/// Whether a container has been created for the pod according to its status.
 #[must_use]
 pub fn names_containers(status: &PodStatus) -> bool {
     let lists = [

@@ -1,10 +1,10 @@
-//! Which sysctls a pod may set (upstream's `sysctl/allowlist.go`). Pure.
+//! The sysctls that pods may set (`pkg/kubelet/sysctl/allowlist.go`). Pure.
 
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::core::pod;
 
-/// Safe sysctls and the kernel they need: they change nothing outside the pod.
+/// Safe sysctls, which have no effect outside of the pod, and the minimum kernel version.
 const SAFE: &[(&str, (u32, u32))] = &[
     ("kernel.shm_rmid_forced", (0, 0)),
     ("net.ipv4.ip_local_port_range", (0, 0)),
@@ -31,7 +31,7 @@ fn of_network(name: &str) -> bool {
     name.starts_with("net.")
 }
 
-/// Whether a sysctl, or every one that a pattern with `*` at its end stands for, belongs to a pod alone.
+/// Whether a sysctl is namespaced. For a pattern that ends with `*`, whether all matching sysctls are.
 #[must_use]
 pub fn is_namespaced(pattern: &str) -> bool {
     let name = pattern.replace('/', ".");
@@ -45,8 +45,8 @@ fn version(release: &str) -> (u32, u32) {
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
 }
 
-/// Why a pod's sysctls are refused, if they are. `allowed` is the configuration's list, `kernel` the
-/// release of the kernel.
+/// Why a pod's sysctls are rejected. `None` if they are allowed. `allowed` is the configured list of unsafe sysctls,
+/// `kernel` the kernel's release.
 #[must_use]
 pub fn refusal(pod: &Pod, allowed: &[String], kernel: &str) -> Option<String> {
     let spec = pod::spec(pod);

@@ -1,11 +1,11 @@
-//! Ranges of user and group ids for pods with a user namespace of their own (KEP-127). Pure.
+//! Ranges of user and group ids for pods with user namespaces (KEP-127). Pure.
 
 use serde::{Deserialize, Serialize};
 
-/// How many ids a pod gets where the configuration does not say; what it says is a multiple of that.
+/// The default number of ids per pod. Configured numbers must be multiples of it.
 pub const LENGTH: u32 = 65_536;
 
-/// One mapping of ids.
+/// A mapping of a range of ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mapping {
@@ -13,66 +13,66 @@ pub struct Mapping {
     pub host_id: u32,
     /// The first id in the pod.
     pub container_id: u32,
-    /// How many.
+    /// Number of ids.
     pub length: u32,
 }
 
 impl Mapping {
-    /// The first id on the node that is not in it.
+    /// The first id on the node after the range.
     fn end(&self) -> u64 {
         u64::from(self.host_id).saturating_add(self.length.into())
     }
 }
 
-/// A pod's mappings, as they are kept in its directory.
+/// The mappings of a pod, in the format of the file in the pod's directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mappings {
-    /// Users.
+    /// User ids.
     pub uid_mappings: Vec<Mapping>,
-    /// Groups.
+    /// Group ids.
     pub gid_mappings: Vec<Mapping>,
 }
 
-/// Ids of the node, from the first on.
+/// A range of ids on the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ids {
-    /// The first of them.
+    /// The first id.
     pub first: u64,
-    /// How many.
+    /// Number of ids.
     pub count: u64,
 }
 
-/// Why pods cannot have the ids that the machine sets aside for the user `kubelet`.
+/// Why pods cannot use the subordinate ids of the user `kubelet`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PoolError {
-    /// They are not whole ranges.
+    /// The ids are not a whole number of ranges.
     #[error(
         "userNamespaces.idsPerPod is {each}, and the subordinate ids of the user kubelet are {count} from {first}: begin them at a multiple of {each}, not at 0, and give it a multiple of {each} in /etc/subuid and /etc/subgid"
     )]
     Uneven {
-        /// How many ids a pod gets.
+        /// Number of ids per pod.
         each: u32,
         /// The first id.
         first: u64,
-        /// How many there are.
+        /// Number of ids.
         count: u64,
     },
-    /// They are too few.
+    /// There are too few ids.
     #[error(
         "the subordinate ids of the user kubelet are for {has} pods, and maxPods is {pods}: give it {needed} of them in /etc/subuid and /etc/subgid, or lower maxPods"
     )]
     Few {
-        /// For how many pods they are enough.
+        /// Number of pods that the ids suffice for.
         has: u64,
-        /// How many pods there may be.
+        /// Maximum number of pods.
         pods: i64,
-        /// How many ids those need.
+        /// Number of ids that these pods need.
         needed: u64,
     },
 }
 
-/// The ids of the node that its pods get, in ranges of equal length.
+/// The node's ids for pods, in ranges of equal length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
     each: u32,
@@ -80,7 +80,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// All ids but the first range, which has those of the node's own users; each pod gets `each` of them, which is a
+    /// All ids except for the first range, which contains the node's own users. `each` is the number of ids per pod, a
     /// positive multiple of [`LENGTH`].
     #[must_use]
     pub fn all(each: u32) -> Pool {
@@ -92,11 +92,11 @@ impl Pool {
         Pool { each, ids }
     }
 
-    /// Those that are set aside, for so many pods.
+    /// The ids that are reserved for this number of pods.
     ///
     /// # Errors
     ///
-    /// They are not whole ranges, or too few.
+    /// The ids are not a whole number of ranges, or there are too few.
     pub fn of(each: u32, ids: Ids, pods: i64) -> Result<Pool, PoolError> {
         let length = u64::from(each);
         let Ids { first, count } = ids;
@@ -113,7 +113,7 @@ impl Pool {
         Ok(Pool { each, ids })
     }
 
-    /// The lowest range of which nobody has an id; `None` if all are taken.
+    /// The lowest range without an id that is in use. `None` if there is none.
     #[must_use]
     pub fn free(&self, taken: &[Mappings]) -> Option<Mappings> {
         let both = |m: &'_ Mappings| [m.uid_mappings.clone(), m.gid_mappings.clone()].concat();
@@ -139,7 +139,8 @@ impl Pool {
     }
 }
 
-/// What `getsubids` says of a user: one line, `0: kubelet 65536 7208960`; `None` if it says anything else.
+/// Parses the output of `getsubids` for a user: one line such as `0: kubelet 65536 7208960`. `None` if it has another
+/// form.
 #[must_use]
 pub fn subordinate(said: &str) -> Option<Ids> {
     let mut lines = said.lines();
@@ -185,7 +186,7 @@ mod tests {
         for pool in [short, long, short, long, short] {
             taken.extend(pool.free(&taken));
         }
-        // The first long range has the short ones' place only from its second on.
+        // The short ranges occupy the first long range, so the first free one is the second.
         let firsts: Vec<u32> = taken.iter().map(|m| first(m) / LENGTH).collect();
         assert_eq!(firsts, [1, 4, 2, 8, 3]);
         let last = Pool::all(1 << 31);

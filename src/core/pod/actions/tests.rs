@@ -227,7 +227,7 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
         (vec![done("i1")], vec!["side"]),
         (vec![done("i1"), up("side")], vec!["i2"]),
         (vec![done("i1"), up("side"), done("i2")], vec!["a"]),
-        // Somebody has removed what had ended.
+        // The exited instances were removed.
         (vec![up("side"), up("i2")], vec![]),
         (vec![done("i2")], vec!["side"]),
         (vec![done("i1"), up("side"), done("i2"), up("a")], vec![]),
@@ -497,8 +497,8 @@ fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
     );
 }
 
-/// What a plan starts of a pod with one container, where the runtime has had these instances of it: sandbox, state and exit
-/// code. The sandboxes are `old`, which is not ready, and `new`, which is ready where there is one.
+/// The number of times that a plan starts container `a`, given its instances in the runtime: sandbox, state and exit
+/// code. Sandbox `old` is not ready. Sandbox `new` exists if `has_new`, and is ready.
 fn started_of(policy: &str, instances: &[(&str, ContainerState, i32)], has_new: bool) -> usize {
     let mut sandboxes = vec![sandbox("old", 0, false)];
     sandboxes.extend(has_new.then(|| sandbox("new", 1, true)));
@@ -506,7 +506,7 @@ fn started_of(policy: &str, instances: &[(&str, ContainerState, i32)], has_new: 
     let mut all: Vec<_> = instances
         .map(|((sandbox, state, code), attempt)| container("a", sandbox, attempt, *state, *code))
         .collect();
-    // Another container keeps the pod up.
+    // Another container keeps the pod running.
     all.push(container("b", "old", 0, Exited, 137));
     let mut pod = a_pod(policy, json!([]), &["a", "b"]);
     pod.spec.as_mut().expect("spec").containers[1].restart_policy = Some("Always".into());
@@ -542,7 +542,7 @@ fn a_container_in_its_final_state_does_not_run_again_in_another_sandbox() {
     }
 }
 
-/// Upstream decides that a container starts again when it stops it, whatever the exit code will be.
+/// Upstream decides on the restart of a container when it stops the container, whatever the exit code will be.
 #[test]
 fn what_is_stopped_to_start_again_does_whatever_its_exit_code() {
     let mut pod = a_pod("OnFailure", json!([]), &["a"]);
@@ -568,7 +568,7 @@ fn what_is_stopped_to_start_again_does_whatever_its_exit_code() {
         let actions = compute(&pod, &of(Exited, 0), &health, |_| 0);
         assert_eq!(starts(&actions).len(), usize::from(again), "{policy}");
     }
-    // Another definition is carried out whatever the policy.
+    // A changed definition is applied regardless of the restart policy.
     let mut changed = of(Running, 0);
     changed.containers[0].hash = Some("another".into());
     let actions = compute(&pod, &changed, &none(), |_| 0);
@@ -598,7 +598,7 @@ fn what_runs_in_an_older_sandbox_is_stopped() {
     );
 }
 
-/// Upstream's `computePodActions`: `InitContainersToStart` keeps no pod alive.
+/// In upstream's `computePodActions`, `InitContainersToStart` does not keep a pod alive.
 #[test]
 fn no_sidecar_starts_again_for_a_pod_that_has_nothing_left_to_do() {
     let init = json!([{"name": "side", "image": "i", "restartPolicy": "Always"}]);
@@ -619,7 +619,8 @@ fn no_sidecar_starts_again_for_a_pod_that_has_nothing_left_to_do() {
 }
 
 proptest! {
-    /// Whatever the sandboxes: a container in its final state never runs again, and no second instance runs next to the first.
+    /// For all sandboxes: a container in its final state never runs again, and no second instance runs next to the
+    /// first.
     #[test]
     fn no_sandbox_makes_a_final_container_run_again(
         instances in proptest::collection::vec((0u8..4, 0i32..2, 0usize..3), 0..8), ready in proptest::collection::vec(any::<bool>(), 3), policy in 0usize..3,

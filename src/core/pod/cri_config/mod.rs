@@ -1,4 +1,5 @@
-//! Pods as runtime configuration: sandbox and container messages (upstream's `kuberuntime_sandbox.go`). Pure.
+//! CRI messages of pods: sandbox and container configurations (`pkg/kubelet/kuberuntime/kuberuntime_sandbox.go`,
+//! `kuberuntime_container.go`). Pure.
 
 mod mounts;
 mod resources;
@@ -23,7 +24,7 @@ use resources::{overhead, whole_resources};
 pub use security::apparmor_refusal;
 use security::{groups_policy, security, selinux};
 
-/// Labels by which pods are found again in the runtime.
+/// Labels that identify sandboxes and containers of a pod in the runtime.
 pub mod label {
     /// The pod's name.
     pub const POD_NAME: &str = "io.kubernetes.pod.name";
@@ -35,15 +36,15 @@ pub mod label {
     pub const CONTAINER: &str = "io.kubernetes.container.name";
 }
 
-/// Annotations that carry what a restarted agent needs.
+/// Annotations with the state that a restarted agent needs.
 pub mod annotation {
-    /// The definition's hash.
+    /// The hash of the container's definition.
     pub const HASH: &str = "io.kubernetes.container.hash";
     /// The restart count.
     pub const RESTARTS: &str = "io.kubernetes.container.restartCount";
-    /// Where the termination message lies in the container.
+    /// The path of the termination message in the container.
     pub const MESSAGE_PATH: &str = "io.kubernetes.container.terminationMessagePath";
-    /// What to do without one.
+    /// The source of the message if the termination message is empty (`terminationMessagePolicy`).
     pub const MESSAGE_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
     /// The pod's grace period.
     pub const GRACE: &str = "io.kubernetes.pod.terminationGracePeriod";
@@ -55,45 +56,46 @@ pub mod annotation {
     pub const PORTS: &str = "io.kubernetes.container.ports";
 }
 
-/// What a pod's messages need besides the pod.
+/// The node's part of the configuration.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// Name resolution.
+    /// DNS settings.
     pub resolver: Arc<Resolver>,
     /// The pod's cgroup in the driver's spelling.
     pub cgroup_parent: String,
     /// The directory of the pod's logs.
     pub log_directory: String,
-    /// The directory below which localhost seccomp profiles lie.
+    /// The root directory of localhost seccomp profiles.
     pub seccomp_root: String,
-    /// Whether containers without a seccomp profile get the runtime's.
+    /// Whether containers without a seccomp profile get `RuntimeDefault`.
     pub seccomp_default: bool,
     /// The node's memory in bytes.
     pub memory: u64,
-    /// How memory is protected and throttled, and the bytes of it that pods may have (cgroup v2 only).
+    /// The rules for `memory.min`, `memory.low` and `memory.high`, and the node's allocatable memory in bytes (cgroup
+    /// v2 only).
     pub memory_qos: Option<(MemoryQos, u64)>,
-    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    /// The period of CPU quotas in microseconds. `None` if quotas are not enforced.
     pub cpu_period: Option<u64>,
-    /// The sizes of huge pages that the kernel knows, in bytes.
+    /// The huge page sizes that the kernel supports, in bytes.
     pub page_sizes: Vec<u64>,
-    /// Whether one process that runs out of memory takes the whole container with it (cgroup v2 only).
+    /// Whether an OOM kill kills all processes of the container (`memory.oom.group`, cgroup v2 only).
     pub group_oom: bool,
-    /// What containers may have of the machine's swap; none where the kernel does not account for it.
+    /// The swap that containers may use. `None` if the kernel does not account for swap.
     pub swap: Option<Swap>,
-    /// Paths under `/sys` that are masked because this machine has them.
+    /// Paths below `/sys` that exist on this machine and are masked.
     pub masked: Vec<String>,
-    /// The runtime's handler; empty for the default one.
+    /// The runtime handler. Empty for the default one.
     pub handler: String,
-    /// The ids of the pod's user namespace, if it has one.
+    /// The id mappings of the pod's user namespace, if it has one.
     pub users: Option<Mappings>,
-    /// Whether the runtime can make mounts read-only with all that is mounted below them.
+    /// Whether the runtime supports recursive read-only mounts.
     pub recursive_read_only: bool,
-    /// Which processors and memory containers are bound to.
+    /// The CPUs and NUMA nodes that containers are bound to.
     pub pinning: Arc<Pinning>,
 }
 
 impl Node {
-    /// With nothing but name resolution, and the field's defaults.
+    /// A node with this resolver and Kubernetes' defaults.
     #[must_use]
     pub fn new(resolver: Arc<Resolver>) -> Node {
         Node {
@@ -161,7 +163,7 @@ fn privileged(container: &Container) -> bool {
         == Some(true)
 }
 
-/// The sandbox of a pod. The error is a sandbox error.
+/// Builds the sandbox's configuration. The error means that the sandbox cannot be created.
 pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxConfig, Fault> {
     dns::check_words(pod)?;
     let spec = pod::spec(pod);
@@ -226,7 +228,7 @@ pub fn sandbox(pod: &Pod, attempt: u32, node: &Node) -> Result<pb::PodSandboxCon
     })
 }
 
-/// What a pod's containers have together, and its overhead, as a sandbox's message says it.
+/// The total resources of a pod's containers and its overhead, as part of the sandbox's configuration.
 #[must_use]
 pub fn sandbox_sizes(pod: &Pod, node: &Node) -> pb::LinuxPodSandboxConfig {
     pb::LinuxPodSandboxConfig {
@@ -252,7 +254,7 @@ fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
         .flat_map(|c| c.ports.iter().flatten().map(move |p| (c, p)));
     ports
         .filter(|(container, p)| {
-            // Of one container's ports a name, or an address and port, counts once.
+            // Duplicates in a container are dropped: by name, else by protocol, address and ports.
             let family = if p.host_ip.as_deref().is_some_and(|ip| ip.contains(':')) {
                 6
             } else {
@@ -280,17 +282,17 @@ fn port_mappings(spec: &PodSpec) -> Vec<pb::PortMapping> {
         .collect()
 }
 
-/// What a container's message needs besides pod and node.
+/// The prepared part of a container's configuration.
 pub struct Prepared<'a> {
-    /// The restart count, which is in the name of its log, too.
+    /// The restart count, which is part of the log's name too.
     pub attempt: u32,
     /// The image's id in the runtime.
     pub image: &'a str,
     /// The image's user: uid, else name.
     pub image_user: (Option<i64>, String),
-    /// Its environment in order, everything expanded. Values of secrets need not be text.
+    /// The environment in order, with all references expanded. Values from Secrets may be arbitrary bytes.
     pub env: Vec<(String, Vec<u8>)>,
-    /// What is mounted, in this order.
+    /// The mounts in order.
     pub mounts: Vec<pb::Mount>,
     /// Devices of block volumes and of device plugins.
     pub devices: Vec<pb::Device>,
@@ -298,14 +300,14 @@ pub struct Prepared<'a> {
     pub annotations: BTreeMap<String, String>,
     /// The full names of CDI devices.
     pub cdi: Vec<String>,
-    /// The container whose processes an ephemeral one shares.
+    /// The id of the container whose processes an ephemeral container shares.
     pub target: Option<String>,
-    /// Groups that the pod's persistent volumes ask for.
+    /// The supplementary groups that the pod's persistent volumes require.
     pub groups: Vec<i64>,
 }
 
-/// The signal that asks a container to end: its own setting, else the image's (KEP-4960). The runtime's enum
-/// spells out the sign of real-time signals.
+/// The stop signal of a container: its own, else the image's (KEP-4960). CRI's enum spells the sign of real-time
+/// signals as a word.
 fn stop_signal(container: &Container) -> Result<pb::Signal, Fault> {
     let Some(name) = container
         .lifecycle
@@ -320,7 +322,7 @@ fn stop_signal(container: &Container) -> Result<pb::Signal, Fault> {
     known.ok_or_else(|| Fault::invalid(format!("lifecycle.stopSignal {name:?} is not a signal: use a name such as SIGTERM or SIGRTMIN+1")))
 }
 
-/// A signal of the runtime's as the API spells it.
+/// A CRI signal in the API's spelling.
 #[must_use]
 pub fn signal_name(signal: pb::Signal) -> Option<String> {
     (signal != pb::Signal::RuntimeDefault).then(|| {
@@ -331,7 +333,7 @@ pub fn signal_name(signal: pb::Signal) -> Option<String> {
     })
 }
 
-/// A container's annotations: what whoever finds it later must know, and what device plugins add.
+/// The annotations of a container: the state that a later agent needs, and the annotations of device plugins.
 fn annotations(
     pod: &Pod,
     container: &Container,
@@ -370,7 +372,7 @@ fn annotations(
     if let Some(grace) = pod.metadata.deletion_grace_period_seconds {
         annotations.insert(annotation::DELETION_GRACE.into(), grace.to_string());
     }
-    // What whoever stops this container without its pod's spec must know.
+    // An agent that stops the container without the pod's spec needs these.
     let json = |value: Option<serde_json::Value>| value.map(|v| v.to_string());
     let hook = container
         .lifecycle
@@ -387,8 +389,8 @@ fn annotations(
     annotations
 }
 
-/// Mounts as a container of a pod with users of its own sees them: what is root's is its root's, the agent's own files
-/// (`/etc/hosts`, the termination log) and those of device plugins included.
+/// Adds the pod's id mappings to all mounts, so that files of root belong to the root user of the container. This
+/// includes the agent's own files (`/etc/hosts`, the termination log) and mounts of device plugins.
 fn mapped(mut mounts: Vec<pb::Mount>, node: &Node) -> Vec<pb::Mount> {
     if let Some(users) = &node.users {
         for mount in &mut mounts {
@@ -399,7 +401,7 @@ fn mapped(mut mounts: Vec<pb::Mount>, node: &Node) -> Vec<pb::Mount> {
     mounts
 }
 
-/// A container's message. The error is a `CreateContainerConfigError`.
+/// Builds a container's configuration. The error is a `CreateContainerConfigError`.
 pub fn container(
     pod: &Pod,
     container: &Container,

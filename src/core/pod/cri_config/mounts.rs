@@ -1,4 +1,4 @@
-//! The mounts of volumes as far as they can be told without the machine (upstream's `makeMounts`). Pure.
+//! The part of volume mounts that does not depend on the machine (`makeMounts` in `pkg/kubelet/kubelet_pods.go`). Pure.
 
 use holdfast_proto::cri as pb;
 use k8s_openapi::api::core::v1::{Container, VolumeMount};
@@ -8,8 +8,9 @@ use crate::core::fault::Fault;
 use crate::core::pod::env;
 use crate::core::pod::quoted::quoted;
 
-/// Whether a mount is read-only with all that is mounted below it (KEP-3857, upstream's `resolveRecursiveReadOnly`). What only
-/// a read-only mount without propagation can have is an error for `IfPossible` too; the runtime alone makes a difference there.
+/// Whether a mount is recursively read-only (KEP-3857; `resolveRecursiveReadOnly` in `pkg/kubelet/kubelet_pods.go`). A
+/// mount that is writable or has propagation is an error in both modes. Missing support of the runtime is an error only
+/// if the mode is `Enabled`.
 pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bool, Fault> {
     let Some(mode) = mount
         .recursive_read_only
@@ -44,7 +45,8 @@ pub fn recursive_read_only(mount: &VolumeMount, is_supported: bool) -> Result<bo
     }
 }
 
-/// How mounts are passed on between a container and the machine (upstream's `translateMountPropagation`).
+/// The propagation of mounts between a container and the machine (`translateMountPropagation` in
+/// `pkg/kubelet/kubelet_pods.go`).
 fn propagation(mount: &VolumeMount) -> Result<pb::MountPropagation, Fault> {
     match mount.mount_propagation.as_deref() {
         None | Some("None") => Ok(pb::MountPropagation::PropagationPrivate),
@@ -57,8 +59,8 @@ fn propagation(mount: &VolumeMount) -> Result<pb::MountPropagation, Fault> {
     }
 }
 
-/// The path in a volume that is mounted; none for all of it. The error is a `CreateContainerConfigError` with the kubelet's
-/// words: what a name expands to is not known before, so that no validation has seen it.
+/// The path in the volume to mount. `None` means the whole volume. The error is a `CreateContainerConfigError` with the
+/// kubelet's message. Expanded paths must be checked here, as API validation does not know them.
 pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option<String>, Fault> {
     let path = match mount.sub_path_expr.as_deref().filter(|e| !e.is_empty()) {
         Some(expression) => env::expand_all(expression, |name| env::text_of(env, name))?,
@@ -77,7 +79,7 @@ pub fn sub_path(mount: &VolumeMount, env: &[(String, Vec<u8>)]) -> Result<Option
     Ok(Some(path).filter(|path| !path.is_empty()))
 }
 
-/// Where a volume is mounted in the container: the API takes a path that is not absolute as well.
+/// The absolute path of a mount in the container. The API also accepts relative paths.
 fn absolute(path: &str) -> String {
     match path.starts_with('/') {
         true => path.to_owned(),
@@ -85,7 +87,7 @@ fn absolute(path: &str) -> String {
     }
 }
 
-/// A volumeMount of a container as far as it can be told without the machine. The error is a `CreateContainerConfigError`.
+/// Builds the part of a mount that does not depend on the machine. The error is a `CreateContainerConfigError`.
 pub fn volume_mount(
     mount: &VolumeMount,
     container: &Container,
@@ -93,7 +95,7 @@ pub fn volume_mount(
 ) -> Result<pb::Mount, Fault> {
     let propagation = propagation(mount)?;
     if propagation == pb::MountPropagation::PropagationBidirectional && !privileged(container) {
-        // An apiserver says so; of a static pod nobody has said it yet.
+        // An apiserver rejects this; a static pod has not been validated.
         return Err(Fault::invalid(
             "Bidirectional mount propagation is available only to privileged containers",
         ));

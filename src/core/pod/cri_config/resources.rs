@@ -1,4 +1,4 @@
-//! Resources in the runtime's units (upstream's `kuberuntime_container_linux.go`). Pure.
+//! Resources in CRI units (`pkg/kubelet/kuberuntime/kuberuntime_container_linux.go`). Pure.
 
 use std::sync::Arc;
 
@@ -18,16 +18,16 @@ use crate::core::pod::resources::{
 };
 use crate::core::quantity::Quantity;
 
-/// How much of the machine's swap containers may use (KEP-2400).
+/// The swap that containers may use (KEP-2400).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Swap {
-    /// Bytes of it that pods share by their memory requests; 0 keeps containers out of it.
+    /// Bytes of swap that pods share in proportion to their memory requests. 0 disables swap for containers.
     pub bytes: u64,
-    /// Whether limits are in the unified hierarchy's terms.
+    /// Whether the node uses cgroup v2.
     pub unified: bool,
 }
 
-/// What amounts come to in the runtime's units.
+/// Converts requests and limits to CRI units.
 fn linux(requests: &Amounts, limits: &Amounts, node: &Node) -> pb::LinuxContainerResources {
     let share = requests
         .get("cpu")
@@ -49,7 +49,7 @@ fn linux(requests: &Amounts, limits: &Amounts, node: &Node) -> pb::LinuxContaine
     }
 }
 
-/// A container's limits; where it has none of its own, those of the whole pod (KEP-2837).
+/// A container's limits, with the pod's where it has none (KEP-2837).
 fn with_the_pods(pod: &Pod, own: &Amounts) -> Amounts {
     let mut limits = own.clone();
     for (name, limit) in of_pod_level(pod, Side::Limits) {
@@ -61,7 +61,7 @@ fn with_the_pods(pod: &Pod, own: &Amounts) -> Amounts {
     limits
 }
 
-/// A container's resources in the runtime's units.
+/// The CRI resources of a container.
 #[must_use]
 pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxContainerResources {
     let (requests, limits) = (
@@ -78,7 +78,7 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
                 swap_share(pod, &requests, &limits, swap.bytes, node.memory).to_string(),
             );
         }
-        // Version 1 counts memory and swap together.
+        // In cgroup v1, this limit is the sum of memory and swap.
         Some(_) => message.memory_swap_limit_in_bytes = message.memory_limit_in_bytes,
         None => {}
     }
@@ -98,8 +98,8 @@ pub fn resources(pod: &Pod, container: &Container, node: &Node) -> pb::LinuxCont
     message
 }
 
-/// The processors and NUMA nodes that a container is bound to. One that has processors for itself may use all of them
-/// all the time (the kubelet's `DisableCPUQuotaWithExclusiveCPUs`).
+/// Binds a container to its CPUs and NUMA nodes. A container with exclusive CPUs has no CPU quota (the kubelet's
+/// feature gate `DisableCPUQuotaWithExclusiveCPUs`).
 fn bind(message: &mut pb::LinuxContainerResources, uid: &str, name: &str, node: &Node) {
     if let Some(cpus) = node.pinning.cpus(uid, name) {
         message.cpuset_cpus = list(cpus);
@@ -118,7 +118,8 @@ fn lift_quota(message: &mut pb::LinuxContainerResources) {
     }
 }
 
-/// The memory request by which a container has a share of swap: of Burstable pods that are not critical.
+/// The memory request that determines a container's share of swap. Only containers of Burstable pods that are not
+/// critical have one.
 fn swapping_request(pod: &Pod, requests: &Amounts, limits: &Amounts) -> Option<Quantity> {
     let entitled = qos::of(pod::spec(pod)) == QosClass::Burstable
         && !is_critical(pod)
@@ -127,14 +128,15 @@ fn swapping_request(pod: &Pod, requests: &Amounts, limits: &Amounts) -> Option<Q
     request.filter(|q| entitled && !q.is_zero())
 }
 
-/// Whether a container swaps on a node that lets containers do so (kubelet's `GetContainerSwapBehavior`).
+/// Whether a container may use swap if the node allows it (`GetContainerSwapBehavior` in
+/// `pkg/kubelet/kuberuntime/kuberuntime_container_linux.go`).
 #[must_use]
 pub fn may_swap(pod: &Pod, container: &Container) -> bool {
     let of = |side| of_container(container, side);
     swapping_request(pod, &of(Side::Requests), &of(Side::Limits)).is_some()
 }
 
-/// A container's share of `swap` bytes: by its memory request.
+/// A container's share of `swap` bytes, in proportion to its memory request.
 fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory: u64) -> u64 {
     let Some(request) = swapping_request(pod, requests, limits) else {
         return 0;
@@ -145,7 +147,7 @@ fn swap_share(pod: &Pod, requests: &Amounts, limits: &Amounts, swap: u64, memory
     u64::try_from(share).unwrap_or(swap).min(swap)
 }
 
-/// One limit for each size that the kernel knows: what is not asked for is not to be had.
+/// One limit for each huge page size of the kernel. Sizes that the container does not request get a limit of 0.
 fn hugepages(limits: &Amounts, node: &Node) -> Vec<pb::HugepageLimit> {
     let asked = |size| huge_pages(limits).find(|(of, _)| *of == size);
     let limit = |size: &u64| pb::HugepageLimit {
@@ -155,7 +157,7 @@ fn hugepages(limits: &Amounts, node: &Node) -> Vec<pb::HugepageLimit> {
     node.page_sizes.iter().map(limit).collect()
 }
 
-/// The pod's overhead.
+/// The pod's overhead in CRI units.
 pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
     let amounts = pod::spec(pod)
         .overhead
@@ -168,7 +170,8 @@ pub(super) fn overhead(pod: &Pod) -> pb::LinuxContainerResources {
     linux(&amounts, &amounts, &Node::new(Arc::default()))
 }
 
-/// The sum of the pod's containers, for runtimes that size the sandbox by it. The overhead is told beside it.
+/// The total resources of the pod's containers, for runtimes that size the sandbox by them. The overhead is reported
+/// separately.
 pub(super) fn whole_resources(pod: &Pod, node: &Node) -> pb::LinuxContainerResources {
     let of = |side| {
         let mut amounts = of_containers(pod, side);
@@ -282,7 +285,7 @@ mod tests {
         assert_eq!(cpu(json!({})), (100_000, 1024));
         assert_eq!(cpu(json!({"limits": {"cpu": "500m"}})), (50_000, 512));
         assert_eq!(cpu(json!({"limits": {"cpu": "0"}})), (100_000, 1024));
-        // What it asks for is its own.
+        // The container's own request is used.
         assert_eq!(cpu(json!({"requests": {"cpu": "250m"}})), (100_000, 256));
     }
 }

@@ -1,4 +1,5 @@
-//! What containers may do: users, capabilities, profiles, hidden paths (upstream's `security_context.go`). Pure.
+//! Security contexts of containers: users, capabilities, profiles, masked paths
+//! (`pkg/kubelet/kuberuntime/security_context.go`). Pure.
 
 use std::collections::BTreeSet;
 
@@ -56,11 +57,11 @@ pub(super) fn selinux(options: &SELinuxOptions) -> pb::SeLinuxOption {
     }
 }
 
-/// What the names of the old annotations of AppArmor begin with; the container's name follows.
+/// The prefix of the deprecated AppArmor annotations. The container's name follows.
 const OLD_ANNOTATION: &str = "container.apparmor.security.beta.kubernetes.io/";
 
-/// The AppArmor profile of a container (KEP-24; upstream's `pkg/security/apparmor`): its own field, the old annotation, which
-/// static pods may still have, the pod's field. `None` leaves the choice to the runtime.
+/// The AppArmor profile of a container (KEP-24; `pkg/security/apparmor`). Its own field comes first, then the
+/// deprecated annotation, which static pods may have, then the pod's field. `None` leaves the choice to the runtime.
 fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)> {
     let field =
         |profile: &AppArmorProfile| (profile.type_.clone(), profile.localhost_profile.clone());
@@ -78,7 +79,7 @@ fn apparmor(pod: &Pod, container: &Container) -> Option<(String, Option<String>)
     })
 }
 
-/// What an old annotation says; nothing if it is not one of the three forms.
+/// Parses the value of a deprecated annotation. `None` if it has none of the three valid forms.
 fn of_annotation(text: &str) -> Option<(String, Option<String>)> {
     match text {
         "runtime/default" => Some(("RuntimeDefault".into(), None)),
@@ -90,8 +91,8 @@ fn of_annotation(text: &str) -> Option<(String, Option<String>)> {
     }
 }
 
-/// Whether a pod cannot run without AppArmor: the kubelet asks this of each place by itself, also of a pod's profile that
-/// every container overrides.
+/// Whether a pod requires AppArmor. Like the kubelet, this checks each field and annotation separately. A profile of
+/// the pod counts even if every container overrides it.
 fn needs_apparmor(pod: &Pod) -> bool {
     let confines =
         |profile: Option<&AppArmorProfile>| profile.is_some_and(|p| p.type_ != "Unconfined");
@@ -108,8 +109,8 @@ fn needs_apparmor(pod: &Pod) -> bool {
         || old.any(|(_, value)| value != "unconfined")
 }
 
-/// Why a node cannot give a pod the profiles that it asks for, in the kubelet's words; `enabled` says whether its kernel has
-/// AppArmor. Whether a profile of the node's is loaded only the runtime finds out.
+/// Why a node cannot apply a pod's AppArmor profiles, in the kubelet's words. `enabled` is whether the node's kernel
+/// has AppArmor. Whether a localhost profile is loaded is checked by the runtime.
 #[must_use]
 pub fn apparmor_refusal(pod: &Pod, enabled: bool) -> Option<String> {
     if !needs_apparmor(pod) {
@@ -185,7 +186,7 @@ fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::Security
         Some(profile) => match profile.type_.as_str() {
             "RuntimeDefault" => simple(ProfileType::RuntimeDefault),
             "Unconfined" => simple(ProfileType::Unconfined),
-            // An empty name must not come out as unconfined.
+            // An empty name must not result in an unconfined container.
             "Localhost" => {
                 match profile.localhost_profile.as_deref().filter(|p| {
                     !p.is_empty() && !p.starts_with('/') && !p.split('/').any(|s| s == "..")
@@ -210,7 +211,8 @@ fn seccomp(profile: Option<&SeccompProfile>, node: &Node) -> Result<pb::Security
     })
 }
 
-/// Effective user checks (upstream's `verifyRunAsNonRoot`): refuses root where it is not wanted.
+/// Rejects root if `runAsNonRoot` is set (`verifyRunAsNonRoot` in
+/// `pkg/kubelet/kuberuntime/security_context_others.go`).
 fn check_non_root(
     pod: &Pod,
     container: &Container,
@@ -250,8 +252,8 @@ fn check_non_root(
     }
 }
 
-/// The container's security context. The error is a `CreateContainerConfigError`.
-#[allow(deprecated)] // Older runtimes read only the old field of AppArmor.
+/// Builds the container's security context. The error is a `CreateContainerConfigError`.
+#[allow(deprecated)] // Older runtimes read only the deprecated AppArmor field.
 pub(super) fn security(
     pod: &Pod,
     container: &Container,
@@ -333,7 +335,7 @@ pub(super) fn security(
         ..pb::LinuxContainerSecurityContext::default()
     })
 }
-/// The groups of the pod's persistent volumes that its own supplementary groups do not have yet.
+/// The groups of the pod's persistent volumes that its supplementary groups lack.
 fn extra_groups(pod: &Pod, of_volumes: &[i64]) -> BTreeSet<i64> {
     let context = pod::spec(pod).security_context.as_ref();
     let own = context.and_then(|c| c.supplemental_groups.as_ref());
@@ -346,7 +348,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// The field of a profile, written as its type and name.
+    /// The JSON field for a profile given as type and name.
     fn profile(text: &str) -> serde_json::Value {
         match text.split_once(' ') {
             _ if text.is_empty() => json!({}),
@@ -361,11 +363,11 @@ mod tests {
     fn profiles_of_apparmor_are_what_the_kubelet_reads_and_refuses() {
         let missing = "AppArmor is not enabled on the host";
         let empty = "invalid empty AppArmor profile name: \"&AppArmorProfile{Type:Localhost,LocalhostProfile:*,}\"";
-        // The annotation, the pod's and the container's fields; the profile, and whether the pod needs AppArmor.
+        // The annotation, the pod's field, the container's field; the profile, and whether the pod requires AppArmor.
         for (annotation, of_pod, own, expected, needs) in [
             ("", "", "", "", false),
             ("", "RuntimeDefault", "", "RuntimeDefault", true),
-            // The kubelet does not ask whether a container is left that has the pod's.
+            // The kubelet does not check whether any container still uses the pod's profile.
             ("", "RuntimeDefault", "Unconfined", "Unconfined", true),
             ("", "Unconfined", "", "Unconfined", false),
             ("", "Unconfined", "Localhost own", "Localhost own", true),
@@ -381,7 +383,7 @@ mod tests {
             ),
             ("localhost/", "", "", "Localhost ", true),
             ("runtime/default", "", "Unconfined", "Unconfined", true),
-            // Not one of the three forms: it says nothing, but is there.
+            // Not one of the three forms: it is ignored as a profile, but counts as present.
             ("own", "Unconfined", "", "Unconfined", true),
         ] {
             let mut pod = json!({"metadata": {"name": "p"}, "spec": {"securityContext": profile(of_pod),

@@ -112,7 +112,7 @@ fn what_the_status_shows_is_where_a_fresh_agent_goes_on() {
     assert!(same(&known(&asked), &desired(&pod("1", "64Mi", json!([])))));
 }
 
-/// One container without limits, one with a limit of its own; 200m of CPU more than its containers for the whole pod.
+/// Container `a` has no limits; container `b` has a memory limit. The pod requests 200m more CPU than its containers.
 fn shared(resources: &Value) -> Pod {
     serde_json::from_value(json!({"metadata": {"generation": 2}, "spec": {
         "resources": resources, "overhead": {"cpu": "50m"},
@@ -144,7 +144,7 @@ fn containers_without_limits_of_their_own_change_with_the_pod() {
     use Change::{None, Restart, Update};
     let same = shared(&sized("1000m", "65536Ki"));
     assert_eq!(changes(&same), [None, None, None]);
-    // The one with a limit of its own has the pod's CPU limit all the same.
+    // The container with its own memory limit gets the pod's CPU limit.
     assert_eq!(changes(&shared(&sized("2", "64Mi"))), [Update; 3]);
     let smaller = shared(&sized("1", "32Mi"));
     assert_eq!(changes(&smaller), [Update, Restart, None]);
@@ -153,7 +153,7 @@ fn containers_without_limits_of_their_own_change_with_the_pod() {
         Some(32 << 20)
     );
     assert_eq!(lowers_memory("b", &wanted(&smaller), &before), Option::None);
-    // A limit that comes can be too low as well.
+    // A limit that is added can be too low as well.
     let unlimited = shared(&json!({"requests": {"cpu": "1"}}));
     let limited = lowers_memory("a", &before, &wanted(&unlimited));
     assert_eq!(limited, Some(64 << 20));
@@ -174,10 +174,10 @@ fn a_resize_goes_on_until_all_that_runs_and_the_cgroup_have_it() {
     assert!(resizing.is_under_way(&new, |_| true) && resizing.owes_cgroup(&new));
     resizing.carried_out(&["a".into(), "b".into()], new.clone());
     assert!(!resizing.owes_cgroup(&new));
-    // The init container is over; while it ran it had to have it too.
+    // The init container has exited; while it ran, it had to be resized too.
     assert!(!resizing.is_under_way(&new, |name| name != "i"));
     assert!(resizing.is_under_way(&new, |_| true));
-    // A cgroup that is still to be made is made for what is granted by then.
+    // A cgroup that does not exist yet is created with the sizes that are granted by then.
     resizing.cgroup = None;
     assert!(!resizing.owes_cgroup(&old));
 }
@@ -199,7 +199,7 @@ fn the_kubelets_status_of_a_whole_pod_is_understood() {
     let status = pod.status.clone().expect("a status");
     assert_eq!(json!(allocated), json!(status.allocated_resources));
     assert_eq!(json!(resources), json!(status.resources));
-    // What was asked for since is not carried out.
+    // A later request has not been actuated.
     let status = pod.status.take();
     pod = shared(&sized("2", "128Mi"));
     pod.status = status;
@@ -293,7 +293,7 @@ fn a_memory_limit_comes_down_only_above_what_is_used() {
     ] {
         assert_eq!(check_lowered(&all), expected);
     }
-    // The pod's own limit is looked at only where it comes down.
+    // The pod's own limit is checked only if it is lowered.
     let before = wanted(&pod("1", "64Mi", json!([])));
     let of_pod =
         |cpu: &str, memory: &str| lowers_memory_of_pod(&pod(cpu, memory, json!([])), &before);
@@ -323,7 +323,7 @@ fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
             ("48Mi", "64Mi"),
             false,
         ),
-        // A request as large as the limit keeps a container out of swap: before, after, or both.
+        // A request that equals the limit keeps a container out of swap: before, after, or both.
         ("NotRequired", ("64Mi", "64Mi"), ("32Mi", "64Mi"), true),
         ("NotRequired", ("32Mi", "64Mi"), ("64Mi", "64Mi"), true),
         ("NotRequired", ("32Mi", "32Mi"), ("64Mi", "64Mi"), false),
@@ -333,7 +333,7 @@ fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
     }
 }
 
-/// A call that failed may have been carried out: until one has ended well, the container may have the one size or the other.
+/// A failed call may have been carried out. Until a call succeeds, the container may have either size.
 #[test]
 fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
     let of = |cpu: &str, memory: &str| pod(cpu, memory, json!([]));
@@ -350,7 +350,7 @@ fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
         assert!(resizing.is_under_way(&wanted(now), |_| true));
         assert!(resizing.owes_cgroup(&wanted(now)));
     }
-    // One that does not run is started with what it is to have.
+    // A container that does not run is started with its wanted size.
     assert!(resizing.unsettled.contains_key("a"));
     let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
     assert_eq!(lowered(&resizing), Some(64 << 20), "it may use more");
@@ -359,7 +359,8 @@ fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
     assert_eq!(lowered(&resizing), None);
 }
 
-/// An agent was killed after it had started a container and before it could tell so, and the pod asks for another size by then.
+/// An agent was killed after it had started a container and before it published the status. Meanwhile the pod requests
+/// another size.
 #[test]
 fn a_container_that_was_never_told_of_may_have_another_size_than_is_asked_for() {
     let told = |generation: i64, container: Value| -> Pod {

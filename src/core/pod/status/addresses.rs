@@ -1,9 +1,9 @@
-//! The addresses that a pod's status shows. Pure.
+//! The addresses in a pod's status. Pure.
 
 use super::Facts;
 use crate::core::pod;
 
-/// The node's addresses: while none is known, as after a start without a network, those that are reported.
+/// The node's addresses. If none are known, as after a start without network, those of the previous status.
 pub(super) fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
     if !facts.node_ips.is_empty() {
         return facts.node_ips.to_vec();
@@ -12,8 +12,8 @@ pub(super) fn node_addresses(facts: &Facts<'_>) -> Vec<String> {
     before.map(|known| known.ip.clone()).collect()
 }
 
-/// What a pod's status tells of its sandbox's addresses: one of each family, that of the node's own family first. An
-/// apiserver refuses two of a family (`ValidatePodStatusUpdate`).
+/// The sandbox's addresses in a pod's status: one of each family, that of the node's family first. An apiserver rejects
+/// two addresses of one family (`ValidatePodStatusUpdate` in `pkg/apis/core/validation/validation.go`).
 #[must_use]
 pub fn pod_ips(of_sandbox: &[String], node_ips: &[String]) -> Vec<String> {
     let is_v6 = |ip: &String| ip.contains(':');
@@ -22,7 +22,8 @@ pub fn pod_ips(of_sandbox: &[String], node_ips: &[String]) -> Vec<String> {
     of(first).into_iter().chain(of(!first)).cloned().collect()
 }
 
-/// The pod's addresses: the node's, the sandbox's, or while it has none those from before.
+/// The pod's addresses: the node's on the host network, else the sandbox's. If the sandbox has none, those of the
+/// previous status.
 pub(super) fn addresses(facts: &Facts<'_>) -> Vec<String> {
     if pod::host_network(facts.pod) {
         return node_addresses(facts);

@@ -1,30 +1,29 @@
-//! The health of the devices that a container has, as its status tells it (`allocatedResourcesStatus`, KEP-4680).
-//! Pure.
+//! The health of a container's devices in its status (`allocatedResourcesStatus`, KEP-4680). Pure.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{ContainerStatus, ResourceHealth, ResourceStatus};
 use serde::{Deserialize, Serialize};
 
-/// What is known of a device's health.
+/// The health of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Health {
-    /// Its plugin or driver says that it works.
+    /// The plugin or driver reports that the device works.
     Healthy,
-    /// Its plugin or driver says that it does not.
+    /// The plugin or driver reports that the device does not work.
     Unhealthy,
-    /// Its plugin or driver has gone, or does not name it any more.
+    /// The plugin or driver was removed, or no longer lists the device.
     Unknown,
-    /// Its plugin or driver has said nothing since this agent started: what was told before stands.
+    /// The plugin or driver has not reported since this agent started. The last published health is kept.
     Untold,
 }
 
-/// What is known of a device, and what its driver says besides.
+/// The health of a device with the driver's message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceHealth {
-    /// How it is.
+    /// The health.
     pub health: Health,
-    /// In the driver's words, for people.
+    /// The driver's message for users.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
@@ -38,14 +37,14 @@ impl From<Health> for DeviceHealth {
     }
 }
 
-/// The health of each device that a container has, by resource.
+/// The health of a container's devices, by resource and device id.
 pub type OfContainer = BTreeMap<String, BTreeMap<String, DeviceHealth>>;
 
-/// That of a pod's containers, by their names.
+/// The health of the devices of a pod's containers, by container name.
 pub type OfPod = BTreeMap<String, OfContainer>;
 
-/// What the status of a container tells of its devices; `before` is its last status. What a container of a pod that has
-/// ended had stays told, though it has been given back.
+/// The device health in a container's status. `before` is its last status. After the pod has terminated, the last
+/// published health is kept, although the devices were released.
 pub(super) fn told(
     own: Option<&OfContainer>,
     before: Option<&ContainerStatus>,

@@ -1,4 +1,5 @@
-//! Ends that do not follow from a pod's containers: one that the API has already, a refusal, and a deadline. Pure.
+//! Terminal statuses that do not follow from a pod's containers: one that the API already has, a rejection, and a
+//! deadline. Pure.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
@@ -11,8 +12,8 @@ fn has_ended(status: &ContainerStatus) -> bool {
     state.is_some_and(|s| s.terminated.is_some())
 }
 
-/// Keeps what `told` says of the pod's end: the phase with its reason and message, and of containers that had ended there
-/// all that was said. What the runtime has of those began after the pod's end.
+/// Restores a terminal status that was published before: the phase with its reason and message, and the statuses of
+/// containers that had terminated. Instances of these in the runtime began after the pod's termination.
 pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
     status.phase.clone_from(&told.phase);
     status.reason.clone_from(&told.reason);
@@ -38,7 +39,7 @@ pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
     }
 }
 
-/// The status of a pod that admission refused before anything of it was made: nothing is said of its containers.
+/// The status of a pod that admission rejected before it was started. It has no container statuses.
 #[must_use]
 pub fn rejected(
     pod: &Pod,
@@ -55,7 +56,7 @@ pub fn rejected(
         start_time: previous.start_time.clone().or_else(|| Some(seconds(now))),
         qos_class: previous.qos_class.clone().or_else(qos),
         observed_generation: pod.metadata.generation,
-        // They may have been told to be waiting by then.
+        // An earlier status may have reported them as waiting.
         init_container_statuses: None,
         container_statuses: None,
         ephemeral_container_statuses: None,
@@ -63,7 +64,7 @@ pub fn rejected(
     }
 }
 
-/// When the pod has been active for as long as it may be.
+/// When the pod's `activeDeadlineSeconds` have passed.
 #[must_use]
 pub fn deadline(pod: &Pod, status: &PodStatus) -> Option<Timestamp> {
     let most = pod::spec(pod).active_deadline_seconds?;

@@ -1,5 +1,6 @@
-//! Containers of a pod that has ended, of which the runtime has nothing (the kubelet's `TerminatePod`): those whose turn
-//! had come are lost, and fail; those whose turn never came go on waiting.
+//! Containers of a terminated pod that have no instance in the runtime (`TerminatePod` in
+//! `pkg/kubelet/status/status_manager.go`). A container that could have started counts as lost, and as failed. A
+//! container that had to wait for others stays waiting.
 
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod};
 
@@ -23,7 +24,7 @@ fn status_of<'a>(facts: &Facts<'a>, name: &str) -> Option<&'a ContainerStatus> {
     all.find(|s| s.name == name)
 }
 
-/// Whether a container is known to have started once.
+/// Whether a container is known to have been started.
 fn has_started(facts: &Facts<'_>, name: &str) -> bool {
     let seen = facts.observed.newest(name);
     let told = status_of(facts, name);
@@ -44,7 +45,7 @@ fn has_succeeded(facts: &Facts<'_>, name: &str) -> bool {
         || told.is_some_and(|t| t.exit_code == 0)
 }
 
-/// Whether the turn of the regular containers had come.
+/// Whether the pod was initialised, so that regular containers could start.
 fn was_initialised(facts: &Facts<'_>) -> bool {
     let Some(last) = init_containers(facts.pod).last() else {
         return true;
@@ -55,18 +56,19 @@ fn was_initialised(facts: &Facts<'_>) -> bool {
         || (!pod::is_sidecar(last) && has_succeeded(facts, &last.name))
 }
 
-/// Whether a container without an instance is an init container that must have completed, as a regular container was created
-/// after it (upstream's `convertToAPIContainerStatuses`): the status of a static pod does not outlive the agent.
+/// Whether a container without an instance is an init container that must have completed, because a regular container
+/// was created after it (`convertToAPIContainerStatuses` in `pkg/kubelet/kubelet_pods.go`). The status of a static pod
+/// is not kept across restarts of the agent.
 pub(super) fn has_completed(facts: &Facts, role: Role) -> bool {
     let mut regular = pod::spec(facts.pod).containers.iter();
     role == Role::Init && regular.any(|c| facts.observed.newest(&c.name).is_some())
 }
 
-/// Whether a container without an instance has failed with its pod.
+/// Whether a container without an instance is lost.
 pub(super) fn is_lost(facts: &Facts<'_>, role: Role, container: &Container) -> bool {
     match role {
         Role::Regular => was_initialised(facts),
-        // One that comes later has started: so had this one.
+        // If a later container has started, this one had started too.
         Role::Init | Role::Sidecar => {
             let mut rest = init_containers(facts.pod)
                 .iter()

@@ -1,4 +1,4 @@
-//! Bringing the status in the API up to the one that is wanted. Pure.
+//! The patch that updates a pod's status in the API. Pure.
 
 use std::borrow::Cow;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::core::pod;
 
-/// The condition types that are ours; all others belong to somebody else.
+/// The condition types that the agent owns. Other components own all others.
 const OWN: &[&str] = &[
     "PodReadyToStartContainers",
     "Initialized",
@@ -19,23 +19,23 @@ const OWN: &[&str] = &[
     "PodResizePending",
     "PodResizeInProgress",
 ];
-/// Those of them that are there only while they hold.
+/// Condition types that are deleted when they no longer hold.
 const PASSING: &[&str] = &["PodResizePending", "PodResizeInProgress"];
 
-/// The object that a patch is for; another one refuses it.
+/// The object that a patch applies to. The apiserver rejects the patch for another object.
 #[derive(Debug, Clone, Copy)]
 pub struct Target<'a> {
-    /// Its uid.
+    /// The object's uid.
     pub uid: &'a str,
-    /// Its resourceVersion, if known. The patch must not replace a terminal phase that another client has written. A patch that
-    /// is delayed on its way must not replace a newer one either (upstream demands the uid alone).
+    /// The object's resourceVersion, if it is known. With it, the patch cannot overwrite a terminal phase of another
+    /// client. Nor can a delayed patch overwrite a newer one. Upstream requires only the uid.
     pub version: Option<&'a str>,
 }
 
-/// What of `wanted` may be written over a status that the API has. A pod's end stays as it was told first, whoever has told
-/// it: another end is told with that phase, reason and message, and what was wanted before the end was known is not
-/// written at all. The kubelet reads the pod before each write, too (`syncPod` in `status_manager.go`), but writes over an
-/// end that it finds there.
+/// The part of `wanted` that may overwrite the status in the API. If the API has a terminal status, that one is kept,
+/// whichever client wrote it. A different terminal status gets its phase, reason and message; a non-terminal status is
+/// not written at all. The kubelet reads the pod before each write too (`syncPod` in
+/// `pkg/kubelet/status/status_manager.go`), but overwrites a terminal status.
 #[must_use]
 pub fn allowed<'a>(api: &PodStatus, wanted: &'a PodStatus) -> Option<Cow<'a, PodStatus>> {
     let of = |status: &PodStatus| {
@@ -57,7 +57,7 @@ pub fn allowed<'a>(api: &PodStatus, wanted: &'a PodStatus) -> Option<Cow<'a, Pod
     }))
 }
 
-/// The strategic merge patch that turns what the API has into `wanted`; `None` if nothing differs.
+/// The strategic merge patch from the status in the API to `wanted`. `None` if nothing differs.
 #[must_use]
 pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<Value> {
     let (old, new) = (
@@ -98,7 +98,7 @@ pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<
             .find(|c| c.type_ == kind)
             .cloned()
     };
-    // Others tell why a pod is to go, too: what they have told is theirs, and may be newer there.
+    // Other components also set `DisruptionTarget`. Their condition belongs to them, and may be newer in the API.
     let is_own = |c: &PodCondition| {
         c.type_ != "DisruptionTarget" || c.reason.as_deref() == Some("TerminationByKubelet")
     };
@@ -112,7 +112,7 @@ pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<
         .iter()
         .filter_map(|c| serde_json::to_value(c).ok())
         .map(|mut c| {
-            // What is absent now must not survive the merge.
+            // Fields that are absent now must be deleted by the merge.
             for key in ["reason", "message"] {
                 if c.get(key).is_none() {
                     c[key] = Value::Null;
@@ -145,8 +145,8 @@ pub fn patch(target: Target<'_>, api: &PodStatus, wanted: &PodStatus) -> Option<
     (!changes.is_empty()).then(|| json!({"metadata": metadata, "status": changes}))
 }
 
-/// Whether the API says the same: it answers with empty objects where nothing was written (`lastState`), and drops
-/// those that were (`resources.limits`).
+/// Whether two values are equal for the API. It returns empty objects where nothing was written (`lastState`), and
+/// drops empty objects that were written (`resources.limits`).
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {
@@ -156,7 +156,7 @@ fn same(a: &Value, b: &Value) -> bool {
         (Value::Array(a), Value::Array(b)) => {
             a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b))
         }
-        // Nothing, beside something that may be empty.
+        // An absent value equals an empty one.
         (Value::Null, other) | (other, Value::Null) => match other {
             Value::Object(fields) => fields.values().all(|field| same(field, &NULL)),
             Value::Array(items) => items.is_empty(),
@@ -166,11 +166,11 @@ fn same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// A field that is not there.
+/// An absent field.
 static NULL: Value = Value::Null;
 
-/// The changes to a list of addresses, and its order. Lists of addresses are merged by address: one that is not deleted
-/// stays beside those that take its place, and the apiserver refuses two of one family (422).
+/// The patch of a list of addresses, and its order. The merge key is the address, so an address that is not deleted
+/// remains next to its replacement. The apiserver rejects two addresses of one family (422).
 fn addresses(old: Option<&Value>, new: &Value) -> (Value, Value) {
     let of = |list: Option<&Value>| -> Vec<Value> {
         let items = list.and_then(Value::as_array).into_iter().flatten();
@@ -184,7 +184,7 @@ fn addresses(old: Option<&Value>, new: &Value) -> (Value, Value) {
     (list.into(), order.into())
 }
 
-/// A status without the generation that it was observed at: what is worth telling at once.
+/// The status without observed generations. Only a change of the rest is published immediately.
 #[must_use]
 pub fn substance(status: &PodStatus) -> PodStatus {
     let mut status = PodStatus {

@@ -1,4 +1,4 @@
-//! The states of containers as the API has them. Pure.
+//! The container states of the API. Pure.
 
 use k8s_openapi::api::core::v1::{
     ContainerState as ApiState, ContainerStateRunning, ContainerStateTerminated,
@@ -10,8 +10,8 @@ use crate::core::time::seconds;
 
 const LOST: &str = "The container could not be located when the pod was terminated";
 
-/// A container's id as the API has it (upstream's `ContainerID.String`). While the runtime's name is not known, as shortly
-/// after a start of the agent, the name in the ids before counts.
+/// A container's id in the API (upstream's `ContainerID.String`). If the runtime's name is unknown, as shortly after a
+/// start of the agent, the name in earlier ids is used.
 pub(super) fn api_id(facts: &Facts<'_>, id: &str) -> String {
     let name = match facts.runtime {
         "" => {
@@ -57,7 +57,8 @@ pub(super) fn lost() -> ContainerStateTerminated {
     }
 }
 
-/// The end of an init container that the runtime has lost, of a pod whose containers were created since.
+/// The terminated state of an init container that was removed from the runtime, in a pod whose regular containers were
+/// created.
 pub(super) fn completed() -> ContainerStateTerminated {
     ContainerStateTerminated {
         exit_code: 0,
@@ -76,7 +77,7 @@ pub(super) fn removed_to_restart() -> ContainerStateTerminated {
     }
 }
 
-/// The state of an instance that exited.
+/// The state of an exited instance.
 pub(super) fn ended(facts: &Facts<'_>, instance: &observed::Container) -> ApiState {
     ApiState {
         terminated: Some(terminated(facts, instance)),
@@ -84,7 +85,7 @@ pub(super) fn ended(facts: &Facts<'_>, instance: &observed::Container) -> ApiSta
     }
 }
 
-/// The state of an instance, as the runtime has it.
+/// The API's state of an instance.
 pub(super) fn state(facts: &Facts<'_>, instance: &observed::Container) -> ApiState {
     match instance.state {
         ContainerState::Running => ApiState {

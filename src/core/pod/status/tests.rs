@@ -86,7 +86,8 @@ fn status(
 
 use ContainerState::{Exited, Running};
 
-/// A static pod after a restart of the agent: its init containers were removed from the runtime, and no status has them.
+/// A static pod after a restart of the agent: its init containers were removed from the runtime, and no status has
+/// them.
 #[test]
 fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_created_since() {
     let init = json!([{"name": "i", "image": "i"}, {"name": "s", "image": "i", "restartPolicy": "Always"}]);
@@ -408,7 +409,7 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
         None,
         "a foreign condition is not ours to remove"
     );
-    // As a kube-apiserver answers: what is empty is there, or is not, whatever was written.
+    // A kube-apiserver returns or drops empty values, whatever was written.
     for container in api.container_statuses.iter_mut().flatten() {
         container.last_state = Some(k8s_openapi::api::core::v1::ContainerState::default());
         container.resources = Some(k8s_openapi::api::core::v1::ResourceRequirements::default());
@@ -428,7 +429,8 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
     assert_eq!(patch["metadata"], json!({"uid": "u"}));
 }
 
-/// Why a pod is to go is told by its node alone where that ends it; what others have told stays as they told it last.
+/// The agent writes `DisruptionTarget` only if its node terminates the pod. A condition of another component stays as
+/// that component last wrote it.
 #[test]
 fn a_disruption_that_others_have_told_is_theirs() {
     let of = |reason: &str| -> PodStatus {
@@ -445,7 +447,7 @@ fn a_disruption_that_others_have_told_is_theirs() {
     }
 }
 
-/// Others may tell a pod's end: the garbage collector of pods, a kubelet that had the node before.
+/// Other components may write a terminal status: the pod garbage collector, or a kubelet that managed the node before.
 #[test]
 fn an_end_that_the_api_has_is_not_written_over() {
     let of = |phase: &str, reason: Option<&str>, message: Option<&str>| PodStatus {
@@ -558,13 +560,13 @@ fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
     let unknown = shown(&status(None, Health::Untold));
     assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);
     assert_eq!(shown(&status(Some(&ill), Health::Unknown)), unknown);
-    // What a pod that has ended has given back stays told; one that never had anything pays nothing.
+    // The health of a terminated pod's devices is kept. A container without devices has no health.
     assert_eq!(told(None, Some(&ill), true), ill.allocated_resources_status);
     assert_eq!(told(None, Some(&ill), false), None);
     assert_eq!(told(None, None, true), None);
 }
 
-/// The states of a pod that has ended, by container: `waiting`, `lost`, or its exit code.
+/// The states of a terminated pod, by container: `waiting`, `lost`, or its exit code.
 fn end_states(pod: &Pod, seen: Vec<observed::Container>, previous: &PodStatus) -> Vec<String> {
     let told = status(pod, seen, &Problems::new(), true, previous);
     let lists = [&told.init_container_statuses, &told.container_statuses];
@@ -612,12 +614,12 @@ fn containers_whose_turn_never_came_are_not_lost() {
             "Failed"
         ]
     );
-    // A later one has started, so the first had, too.
+    // A later init container has started, so the first one had started too.
     assert_eq!(
         at(vec![container("j", 0, Exited, 1)]),
         ["i lost", "j 1", "a PodInitializing", "False", "Failed"]
     );
-    // The init containers are done: the turn of the others had come.
+    // The init containers have completed, so the regular containers could start.
     assert_eq!(
         at(vec![
             container("i", 0, Exited, 0),
@@ -685,7 +687,7 @@ fn a_pod_has_one_address_of_each_family_its_nodes_first() {
         ("10.0.0.2", "192.0.2.1", "10.0.0.2"),
         ("10.0.0.2 fd00::2", "192.0.2.1 fd01::1", "10.0.0.2 fd00::2"),
         ("10.0.0.2 fd00::2", "fd01::1 192.0.2.1", "fd00::2 10.0.0.2"),
-        // A second interface's address is not told: the apiserver would refuse the whole status.
+        // The address of a second interface is left out: the apiserver would reject the whole status.
         ("10.0.0.2 10.1.0.2 fd00::2", "192.0.2.1", "10.0.0.2 fd00::2"),
         ("fd00::2", "192.0.2.1", "fd00::2"),
         ("", "192.0.2.1", ""),
@@ -746,7 +748,7 @@ fn pods_whose_containers_may_all_start_over_say_whether_they_do() {
     assert_eq!(condition(&pod, &over.into()).as_deref(), Some("True"));
 }
 
-/// Ids carry the name that the runtime reports. While the name is not known, earlier ids supply it.
+/// Ids contain the name that the runtime reports. While the name is unknown, it is taken from earlier ids.
 #[test]
 fn container_ids_carry_the_name_of_the_runtime() {
     let pod =

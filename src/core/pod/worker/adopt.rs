@@ -1,5 +1,5 @@
-//! What a worker takes over from the API: sizes that were granted, the status that an earlier agent has written, an end that
-//! is told already.
+//! What a worker adopts from the API: granted sizes, the status that an earlier agent wrote, and a terminal status of
+//! another client.
 
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use crate::core::pod::probe::Health;
 use crate::core::pod::{self, Role, resize};
 
 impl Worker {
-    /// Takes over what the newest update says: the granted sizes stay, and at the first sight of the
-    /// object so does what the API knows, so that after a restart times and counts go on from there.
+    /// Adopts the latest update. Granted sizes are kept. The first update with the object also supplies the status in
+    /// the API, so that times and counts continue after a restart.
     pub(super) fn adopt_update(&mut self) {
         let desired = resize::desired(&self.update.pod);
         if resize::same(&self.granted, &desired) {
@@ -31,7 +31,7 @@ impl Worker {
         self.adopt_end();
     }
 
-    /// The pod goes on with the sizes that were granted. Its generation is observed when the node has decided about it.
+    /// The pod keeps its granted sizes. Its generation is observed once the node has decided about it.
     pub(super) fn keep_granted(&mut self) {
         let mut pod = resize::with(&self.update.pod, &self.granted);
         pod.metadata.generation = self.decided;
@@ -40,14 +40,14 @@ impl Worker {
 
     fn adopt_status(&mut self) {
         if self.adopted {
-            // Only the first sight counts: later ones may be echoes of what was written since.
+            // Only the first status counts: later ones may be echoes of what was written since.
             return;
         }
         let Some(object) = self.update.status_object() else {
             return;
         };
         self.adopted = true;
-        // One that is refused has a start time before it has conditions.
+        // A rejected pod has a start time, but no conditions yet.
         let written = |s: &PodStatus| s.conditions.is_some() || s.start_time.is_some();
         let Some(told) = object.status.clone().filter(written) else {
             return;
@@ -57,18 +57,20 @@ impl Worker {
         } else {
             self.status = Arc::new(told);
         }
-        // A static pod's mirror may come to be known after its containers.
+        // A static pod's mirror may be known only after its containers.
         if let Some(seen) = self.observed.clone() {
             self.adopt_health(&seen);
         }
     }
 
-    /// What goes on of a mirror's status: what it tells of containers that the runtime still has. Whether the static pod runs
-    /// is decided by its manifest and the runtime alone, as by a kubelet, whose static pods come from their files without a
-    /// status (`generateAPIPodStatus` in `kubelet_pods.go` asks for the API's status of no static pod, and `SyncKnownPods` in
-    /// `pod_workers.go` lets one start over whose manifest came back under its uid). So one that was refused, or of whose end
-    /// the runtime has nothing any more, starts anew with the next agent; one that was taken away and put back counts from
-    /// nought; one whose ended containers are still there has ended.
+    /// Adopts the part of a mirror's status that is about containers which the runtime still has. The manifest and the
+    /// runtime alone decide whether a static pod runs, as with the kubelet. `generateAPIPodStatus` in
+    /// `pkg/kubelet/kubelet_pods.go` does not read a static pod's status from the API. `SyncKnownPods` in
+    /// `pkg/kubelet/pod_workers.go` restarts a static pod whose manifest came back under its uid.
+    ///
+    /// A static pod that was rejected, or that terminated and is unknown to the runtime, therefore starts again with
+    /// the next agent. If its manifest was removed and came back, its restart counts begin at zero. If the runtime
+    /// still has its exited containers, it has terminated.
     fn adopt_mirror(&mut self, told: PodStatus) {
         let has_begun = told.phase.as_deref().is_some_and(|p| p != "Pending");
         let is_own = match &self.observed {
@@ -91,8 +93,8 @@ impl Worker {
         }
     }
 
-    /// At the first sight of what the runtime has of a static pod: what its mirror told of other containers is forgotten, and
-    /// everything where there is nothing of the pod.
+    /// At the first observation of a static pod, drops the mirror's statuses of containers that the runtime does not
+    /// have. If the runtime has nothing of the pod, the whole status is dropped.
     pub(super) fn keep_of_mirror(&mut self, seen: &ObservedPod) {
         if std::mem::take(&mut self.earlier_life) && seen.is_empty() {
             self.status = Arc::default();
@@ -116,12 +118,13 @@ impl Worker {
         }
     }
 
-    /// A final phase that the API has is never taken back, whoever has told it and whatever the runtime has: the pod is not
-    /// started (again), what still runs of it is stopped, and phase, reason, message and the ends of containers stay as they
-    /// were told (upstream's `generateAPIPodStatus`, and `UpdatePod` in `pod_workers.go`). A static pod's mirror binds nobody.
+    /// A terminal phase in the API is never reverted, whichever client wrote it and whatever the runtime has. The pod
+    /// is not started again, and running containers are stopped. Phase, reason, message and the statuses of terminated
+    /// containers are kept (`generateAPIPodStatus` in `pkg/kubelet/kubelet_pods.go`, `UpdatePod` in
+    /// `pkg/kubelet/pod_workers.go`). The mirror of a static pod has no such effect.
     ///
-    /// Where this worker has told an end by then, what it told of the containers is newer than what stood there with the other
-    /// one, and may have been written already (`status::allowed`): that stays.
+    /// If this worker has already published a terminal status, its container statuses are kept. They are newer than
+    /// those of the other client, and may have been written already (`status::allowed`).
     fn adopt_end(&mut self) {
         let pod = &self.update.pod;
         let is_final = |told: &&PodStatus| pod::is_final(told) && !pod::is_static(pod);
@@ -144,7 +147,7 @@ impl Worker {
         self.end = Some(told.clone());
     }
 
-    /// What no probe has judged yet is as the status has it, where that speaks of the same instances.
+    /// Adopts the health in the status for instances that no probe has judged yet.
     pub(super) fn adopt_health(&mut self, seen: &ObservedPod) {
         for (role, container) in &pod::containers(&self.effective) {
             if !matches!(role, Role::Regular | Role::Sidecar) {

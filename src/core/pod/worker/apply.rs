@@ -1,4 +1,4 @@
-//! What an input changes in what is known.
+//! Applies inputs to the state of a worker.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,18 +23,18 @@ use crate::core::pod::status::{self, RESTARTING_ALL, Verdict};
 use crate::core::time;
 use crate::core::varying;
 
-/// How long a failed operation waits, doubling up to the longest.
+/// Back-off of failed operations.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
-/// How long a container that could not be started waits where nothing says how long; what cannot succeed waits twice as long
-/// each time.
-/// The cause may be outside of the pod, for instance an image that is pushed again under its tag: so not for long.
+/// Back-off of a container that could not be started, if the failure gives no time for the next try. Only failures of
+/// class `Final` increase it. The maximum is short because the cause may be outside of the pod, for example an image
+/// that is pushed again under its tag.
 const START_RETRY: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(60));
 
-/// A sandbox that stood this long did not fail because of what it is.
+/// If a sandbox was ready for this long, the back-off of its successor is reset.
 const SANDBOX_STABLE: SignedDuration = SignedDuration::from_secs(60);
 
 impl Worker {
-    /// Takes in an input. False if nothing can follow from it but that the status is written again.
+    /// Applies an input. Returns false if at most the status must be published again.
     pub(super) fn apply(&mut self, facts: &Facts, input: Input, turn: &mut Turn) -> bool {
         match input {
             Input::Update(update) => return self.apply_update(facts, update, turn),
@@ -52,7 +52,7 @@ impl Worker {
                 self.forget_retry(&Key::Volumes);
                 self.has_news(&[Class::WaitForNews]);
             }
-            // What has changed meanwhile is told by the listing.
+            // Changes since the outage are found by the listing.
             Input::RuntimeBack => self.has_news(&[Class::WaitForNews]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
@@ -65,7 +65,7 @@ impl Worker {
             Input::Evicted(verdict) => self.apply_verdict(facts, verdict, turn),
             Input::RoomFreed => match self.growth {
                 Growth::Deferred => self.growth = Growth::Wanted,
-                // The refusal that this overtook is on its way.
+                // The node may have deferred the running request before these resources were freed.
                 Growth::Wanted => self.room_freed = true,
                 Growth::Settled | Growth::Withdrawn => {}
             },
@@ -80,8 +80,8 @@ impl Worker {
         true
     }
 
-    /// The node ends the pod. One that ends already may have been given more time than the machine has, or than the node can
-    /// do without what it holds; where its deletion is all that was said about it, its status says why it got less.
+    /// The node terminates the pod. If the pod is already terminating, a shutdown or an eviction shortens its grace
+    /// period to what the node can wait. If it was only deleted so far, an eviction also sets the reason in its status.
     fn apply_verdict(&mut self, facts: &Facts, verdict: Verdict, turn: &mut Turn) {
         let (cause, grace) = (verdict.cause, verdict.grace);
         let is_deleted = matches!(
@@ -106,7 +106,7 @@ impl Worker {
 
     fn apply_update(&mut self, facts: &Facts, update: Update, turn: &mut Turn) -> bool {
         if self.update.removed && !update.removed {
-            // A pod that left its source does not come back under the same uid until it has ended.
+            // A pod that was removed from its source cannot return under the same uid before it has terminated.
             return true;
         }
         let echo = self.update.differs_in_status_only(&update);
@@ -117,21 +117,21 @@ impl Worker {
         let anew = !same_object(&self.update, &update);
         let changed = !echo && self.update.pod.spec != update.pod.spec;
         if changed {
-            // An image that is there for a start is not the one of a container that has another by now.
+            // A pulled image does not count for a container whose image has changed.
             let before = &self.update.pod;
             self.images
                 .retain(|name| image(before, name) == image(&update.pod, name));
         }
         self.update = update;
         if anew {
-            // Another object has to be told everything.
+            // A new object needs the complete status.
             self.published = None;
         }
         if echo && !anew {
             return false;
         }
         self.adopt_update();
-        // Labels and annotations are referred to as well.
+        // Paths and variables may reference labels and annotations.
         self.has_news(&[Class::WaitForNews, Class::Final]);
         if changed {
             self.retries.clear();
@@ -156,7 +156,7 @@ impl Worker {
                 class,
             } => return self.apply_waiting(facts, &op, (reason, message), (class, until)),
             Outcome::Outdated(_) => self.failed(facts.now, key, Class::RetryLater),
-            // Making sandboxes is paced by how long they stand, not by whether one was made.
+            // A created sandbox does not reset the back-off: it depends on how long sandboxes last.
             _ if *key != Key::Sandbox => self.forget_retry(key),
             _ => {}
         }
@@ -178,7 +178,7 @@ impl Worker {
             }
             (Op::Upkeep, _) => self.kept_at = Some(facts.now),
             (Op::Volumes { .. }, outcome) => {
-                // Containers start with what there is.
+                // Even if the refresh failed, containers start with the existing volumes.
                 self.volumes = VolumeState {
                     at: Some(facts.now),
                     fresh: true,
@@ -193,12 +193,12 @@ impl Worker {
             (Op::Sandbox { attempt }, Outcome::Sandbox { id, ips }) => {
                 self.note_sandbox(facts.now, id, attempt, ips);
             }
-            // There is nothing to see that was not seen before.
+            // Nothing was changed, so no observation is needed.
             (Op::Sandbox { .. }, Outcome::NotBegun) => {}
             (Op::Pull(start), _) => _ = self.images.insert(start.container.name),
             (Op::Start { start, sandbox, .. }, Outcome::Started { id, seen }) => match seen {
                 Some(seen) if seen.is_running() => self.note_seen(&start, *seen, turn),
-                // One that has ended already is looked at: its end has more to say.
+                // A container that has exited already is observed, as its exit has more details.
                 _ => self.note_started(facts.now, start, sandbox, id),
             },
             (Op::Start { start, sandbox, .. }, Outcome::HookFailed { id, message }) => {
@@ -212,13 +212,13 @@ impl Worker {
             (Op::Collect { .. }, _) => {
                 self.acted = self.acted.saturating_add(1);
                 self.look = true;
-                // What could not be removed is not tried again at once.
+                // Containers and sandboxes that could not be removed are not retried at once.
                 self.failed(facts.now, key, Class::RetryLater);
             }
             (Op::StopSandbox(id), _) => self.note_stopped_sandbox(id),
             (Op::Resize { names, to }, _) => self.resizing.carried_out(&names, to),
             (Op::Release { content }, _) => {
-                // A pod that was deleted meanwhile has more to give back: that is planned then.
+                // If the pod was deleted meanwhile, its content must be released too, which the next plan does.
                 if let State::Finished { .. } = self.state {
                     self.leftover = false;
                 } else if content || !self.gives_back_content() {
@@ -228,7 +228,7 @@ impl Worker {
             (Op::PreStop { .. }, _) => {}
             (Op::ReturnClaims, _) => self.claims_returned = true,
             (Op::Finalise, _) => self.finalised = true,
-            // No other outcome belongs to these operations.
+            // These operations have no other outcomes.
             (Op::Observe { .. } | Op::Sandbox { .. } | Op::Start { .. }, _) => self.look = true,
             (Op::Withdraw, _) => {}
         }
@@ -237,7 +237,7 @@ impl Worker {
     fn apply_failure(&mut self, facts: &Facts, op: &Op, fault: Fault) {
         self.failed(facts.now, &op.key(), fault.class);
         if op.changes_runtime() {
-            // Timeout or refusal.
+            // The call timed out or was rejected, so its effect is unknown.
             self.look_before_more();
         }
         match op {
@@ -248,13 +248,13 @@ impl Worker {
                 }
             }
             Op::Observe { .. } => self.look = true,
-            // What has changed before has not come to them: that does not wait for the next refresh.
+            // The failed refresh has not applied earlier changes. They do not wait for the next regular refresh.
             Op::Volumes { .. } => self.volumes.stale = true,
             _ => {}
         }
     }
 
-    /// What came of something that was done is seen before anything else is done.
+    /// Requires an observation before the runtime is changed again.
     fn look_before_more(&mut self) {
         self.acted = self.acted.saturating_add(1);
         (self.look, self.unsure) = (true, true);
@@ -281,13 +281,13 @@ impl Worker {
             Class::WaitForNews | Class::RetryLater => START_RETRY.after(1),
             Class::Final => START_RETRY.after(failures),
         };
-        // One of both holds the container back, whichever failed.
+        // Pulling the image and starting the container share one back-off.
         let key = Key::Start(name.clone());
         self.hold(facts.now, &key, class, |failures| {
             until.unwrap_or(time::later(facts.now, pause(failures)))
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
-            // What is missing may be among what has changed meanwhile.
+            // The missing object may be among the changes since.
             self.has_news(&[Class::WaitForNews]);
         }
         if matches!(op, Op::Start { .. }) {
@@ -339,7 +339,7 @@ impl Worker {
         turn: &mut Turn,
     ) {
         if self.observing != self.acted {
-            // Something was done meanwhile that this may not show.
+            // The runtime was changed since the observation began, so the observation may be outdated.
             self.look = true;
             return;
         }
@@ -386,14 +386,14 @@ impl Worker {
         self.acted = self.acted.saturating_add(1);
     }
 
-    /// The node does not take the pod. One that may have run here before the agent started comes to its end first: no
-    /// final phase stands beside a running container.
+    /// Admission rejected the pod. If it may have run before the agent started, its containers are stopped first: a
+    /// terminal phase must not be published while a container runs.
     fn refused(&mut self, reason: String, message: String, facts: &Facts, turn: &mut Turn) {
         turn.events.push(warning(&reason, message.clone()));
         let has_run = status::names_containers(&self.status)
             || match &self.observed {
                 Some(observed) => !observed.containers.is_empty(),
-                // An agent has had it before; what that one started is not known yet.
+                // An earlier agent had the pod. The containers that it started are not known yet.
                 None => self.status.start_time.is_some(),
             };
         if has_run {
@@ -418,7 +418,7 @@ impl Worker {
 
     fn note_sandbox(&mut self, now: Timestamp, id: String, attempt: u32, ips: Vec<String>) {
         let host_network = pod::host_network(&self.effective);
-        // A sandbox that is lost again and again is made anew with growing pauses.
+        // A sandbox that is lost repeatedly is recreated with increasing back-off.
         let stable = self
             .sandbox_at
             .replace(now)
@@ -428,7 +428,7 @@ impl Worker {
         }
         self.failed(now, &Key::Sandbox, Class::RetryLater);
         self.note(|observed| {
-            // It may have been seen while it was being made, and have ended since.
+            // An observation may have found the sandbox while it was being created, and it may have stopped since.
             if observed.sandboxes.iter().any(|s| s.id == id) {
                 return;
             }
@@ -439,7 +439,7 @@ impl Worker {
                 created_at: now,
                 ips,
                 host_network,
-                // The next look shows it; what the sandbox was made with is known until then.
+                // The next observation supplies the handler.
                 handler: String::new(),
             });
         });
@@ -461,14 +461,14 @@ impl Worker {
         self.stopped_sandboxes.insert(id);
     }
 
-    /// A container was started, and the runtime says that it runs. There is nothing more to ask: its end comes as an event,
-    /// or is found in a listing.
+    /// A container was started, and the runtime reports it as running. No further observation is needed: its exit
+    /// arrives as an event, or a listing finds it.
     fn note_seen(&mut self, start: &Start, seen: Container, turn: &mut Turn) {
         let name = &start.container.name;
         self.note(|observed| {
             let known = observed.containers.iter_mut().find(|c| c.id == seen.id);
             match known {
-                // A look has seen its end since.
+                // An observation has found its exit since.
                 Some(known) if known.state == ContainerState::Exited => {}
                 Some(known) => *known = seen,
                 None => observed.containers.push(seen),
@@ -510,7 +510,7 @@ impl Worker {
         self.note(|observed| {
             let seen = observed.containers.iter_mut().find(|c| c.id == instance.id);
             match seen {
-                // It was seen before it was started, or has ended already.
+                // An observation has found it before it was started, or after it has exited.
                 Some(seen) if seen.state == ContainerState::Created => {
                     (seen.state, seen.started_at) = (ContainerState::Running, Some(now));
                 }
@@ -527,7 +527,8 @@ impl Worker {
         self.problems.remove(&name);
     }
 
-    /// A container runs, and its postStart hook has failed: it ends as any other, with its preStop hook and its grace.
+    /// A container runs, and its postStart hook has failed. It is stopped like any other, with its preStop hook and its
+    /// grace period.
     fn note_failed_hook(
         &mut self,
         now: Timestamp,
@@ -545,8 +546,8 @@ impl Worker {
         self.note_problem(name, ("PostStartHookError".to_owned(), message));
     }
 
-    /// Notes why a container waits. An error that differs from the last one only in parts that differ with each try does not
-    /// change the status: each change is a request to the API.
+    /// Records why a container waits. Each change of the status costs an API request. If an error differs from the last
+    /// one only in parts that vary with each try, the status therefore stays the same.
     fn note_problem(&mut self, name: String, (reason, message): (String, String)) {
         let known = self.problems.get(&name);
         let is_known = known.is_some_and(|(r, m)| *r == reason && varying::is_same(m, &message));
@@ -555,7 +556,7 @@ impl Worker {
         }
     }
 
-    /// An operation is begun: what follows from that alone.
+    /// Records that an operation begins.
     pub(super) fn begun(&mut self, facts: &Facts, op: &Op) {
         match op {
             Op::Observe { .. } => {
@@ -569,7 +570,7 @@ impl Worker {
                 if self.volumes.at.is_some() && self.volumes.changed_since(&self.effective) {
                     self.volumes.changed_at = Some(facts.now);
                 }
-                // What changes from now on makes another turn.
+                // Later changes require another refresh.
                 (self.volumes.stale, self.volumes.changed) = (false, false);
                 self.volumes.again = None;
                 self.volumes.shape = super::plan::shape(&self.effective);
@@ -577,18 +578,19 @@ impl Worker {
             Op::Grow => self.room_freed = false,
             Op::RestartAll(kills) => self.restart_over(kills),
             Op::Resize { names, to } => self.resizing.begins(names, to),
-            // One that there is keeps its size until it is resized: what runs may use more than it is to have.
+            // An existing cgroup keeps its sizes until it is resized, as running containers may use more than the new
+            // sizes.
             Op::Prepare | Op::Upkeep if self.resizing.cgroup.is_none() => {
                 self.resizing.has_cgroup(self.wanted.clone());
             }
             Op::Start { start, .. } => {
-                // It is started with what was granted by now.
+                // The container is started with the sizes that are granted by now.
                 let name = &start.container.name;
                 self.resizing.has_container(name, &self.wanted);
                 let finished = self.last_end(&start.container.name);
                 if let Some(finished) = finished {
                     let key = backoff_key(start);
-                    // Whether it may start was asked before; this counts it.
+                    // Whether the container may start was checked before. This call counts the restart.
                     let _ = self
                         .backoff
                         .start(&key, finished, facts.now, facts.rules.max_backoff);
@@ -598,7 +600,7 @@ impl Worker {
         }
     }
 
-    /// All containers start over: their counts go on, and they come back whatever their policy.
+    /// All containers restart: their restart counts continue, and they restart whatever their policy.
     fn restart_over(&mut self, kills: &[Kill]) {
         let observed = self.observed.clone().unwrap_or_default();
         for kill in kills {
@@ -614,7 +616,7 @@ impl Worker {
         }
     }
 
-    /// When the newest instance of a container ended, if it has.
+    /// When the newest instance of a container exited. `None` if it has not exited.
     pub(super) fn last_end(&self, name: &str) -> Option<Timestamp> {
         let newest = self.observed.as_ref()?.newest(name)?;
         (newest.state == ContainerState::Exited)
@@ -631,7 +633,7 @@ impl Worker {
         });
     }
 
-    /// What has failed is not tried again before `until`, which gets the number of its failures.
+    /// Blocks a failed operation. `until` computes the time of the next try from the number of failures.
     fn hold(
         &mut self,
         now: Timestamp,
@@ -651,14 +653,14 @@ impl Worker {
         });
     }
 
-    /// What has failed with one of these classes may succeed by now: it is tried again, though not without any pause, as there
-    /// may be news again and again.
+    /// Retries operations that failed with one of these classes. A minimum pause remains, as changes may arrive
+    /// continually.
     fn has_news(&mut self, of: &[Class]) {
         let waiting = self.retries.iter_mut();
         for retry in waiting.filter(|retry| of.contains(&retry.class)) {
             retry.until = retry.until.min(time::later(retry.since, RETRY.after(1)));
             if let Key::Start(_) = retry.key {
-                // A start takes what the refresh before it has found.
+                // The start needs the result of another volume refresh.
                 self.volumes.fresh = false;
             }
         }
@@ -672,7 +674,7 @@ impl Worker {
         let at = self.in_flight.iter().position(|op| op.key() == *key)?;
         let op = self.in_flight.remove(at);
         if self.in_flight.is_empty() {
-            // A pod at rest is not to keep the room of all that its start needed at once.
+            // An idle pod does not keep the memory that its start needed.
             self.in_flight = vec![];
         }
         Some(op)
@@ -684,14 +686,14 @@ impl Worker {
     }
 }
 
-/// The image that a pod's spec gives a container.
+/// The image of a container in a pod's spec.
 fn image(pod: &Pod, name: &str) -> Option<String> {
     let all = pod::containers(pod);
     let (_, container) = all.iter().find(|(_, c)| c.name == name)?;
     container.image.clone()
 }
 
-/// The key of a container's crash-loop back-off: another image or size starts it over.
+/// The key of a container's crash-loop back-off. Another image or other resources reset the back-off.
 pub(super) fn backoff_key(start: &Start) -> String {
     let container = &start.container;
     format!(

@@ -1,4 +1,4 @@
-//! The slow audit of pods that end: none stays for good because of a change that was missed.
+//! The periodic audit of terminating pods, so that no pod stays Terminating because of a missed change.
 
 use std::sync::Arc;
 
@@ -7,11 +7,11 @@ use k8s_openapi::api::core::v1::Pod;
 
 use super::{Cause, Facts, State, Turn, Worker};
 
-/// How long a pod that ends may have nothing under way and nothing to wait for before the worker reads again how it stands.
+/// How long a terminating pod may be idle before the worker checks its state again.
 const ENDING_AUDIT: SignedDuration = SignedDuration::from_secs(60);
 
 impl Worker {
-    /// Whether the API should no longer have the pod: it has everything back, and no finalizer keeps the object.
+    /// Whether the API should have removed the object: everything is released, and the object has no finalizers.
     fn awaits_removal(&self) -> bool {
         let is_held = |object: &Arc<Pod>| {
             let finalizers = object.metadata.finalizers.as_ref();
@@ -27,8 +27,8 @@ impl Worker {
         is_deleted && self.finalised && object.is_some_and(|object| !is_held(object))
     }
 
-    /// A pod that ends wakes up now and then where nothing else would wake it, so that none stays for good because of a
-    /// change that was missed. A finished pod that stays in the API changes only with its object.
+    /// Schedules the audit of a terminating pod if nothing else would wake its worker. A finished pod that stays in the
+    /// API changes only with its object.
     pub(super) fn plan_audit(&mut self, facts: &Facts, turn: &mut Turn) {
         let is_ending = matches!(self.state, State::Terminating { .. });
         let sleeps = turn.wake_at.is_none() && self.is_idle();
@@ -37,7 +37,8 @@ impl Worker {
         turn.wake_at = turn.wake_at.or(self.audit_at);
     }
 
-    /// Carries out a due audit: the worker observes the runtime again, or requests the object's removal again.
+    /// Carries out an audit if it is due: the worker observes the runtime again, or requests the object's removal
+    /// again.
     pub(super) fn audit(&mut self, now: Timestamp) {
         if self.audit_at.take_if(|at| *at <= now).is_none() {
             return;

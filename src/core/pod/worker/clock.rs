@@ -1,12 +1,12 @@
-//! When the clock is set, or the machine has slept, what a worker waits for takes as long as it would have.
+//! Keeps the worker's timeouts constant when the clock is set or the machine was suspended.
 
 use jiff::{SignedDuration, Timestamp};
 
 use super::{Op, Worker};
 
 impl Worker {
-    /// Moves every time that the worker keeps to act at. Times that others have given (when a container ended, when the
-    /// pod started) stay.
+    /// Moves all timers of the worker. Times from elsewhere, such as the exit of a container or the start of the pod,
+    /// stay.
     pub(super) fn move_timers(&mut self, by: SignedDuration) {
         let moved = |at: &mut Timestamp| *at = at.checked_add(by).unwrap_or(*at);
         let optional = [

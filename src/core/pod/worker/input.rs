@@ -1,5 +1,5 @@
-//! What can happen to a pod, what its worker does about it, and what comes of that. All are values
-//! that can be stored: a recorded run is replayed by giving a worker its inputs again.
+//! The inputs, operations and outcomes of a pod's worker. All can be serialised: a recorded run is replayed by passing
+//! its inputs to a worker again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,27 +18,28 @@ use crate::core::pod::resize::Sizes;
 use crate::core::pod::status::Verdict;
 use crate::core::pod::status::devices::OfPod as DeviceHealth;
 
-/// The desired state of a pod, as its source has it.
+/// The desired state of a pod according to its source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Update {
-    /// The pod as it is to run.
+    /// The pod as it should run.
     #[serde(with = "super::stored::shared")]
     pub pod: Arc<Pod>,
-    /// The object in the API under the pod's name: the pod itself, or a static pod's mirror, which may
-    /// still be that of an older manifest.
+    /// The API object with the pod's name: the pod itself, or a static pod's mirror. The mirror may still be that of an
+    /// older manifest.
     #[serde(with = "super::stored::optional")]
     pub object: Option<Arc<Pod>>,
-    /// The pod is in no source any more.
+    /// Whether no source has the pod any more.
     pub removed: bool,
-    /// A removed pod starts again under its uid once it has stopped: its manifest was written again. Its logs stay, by which
-    /// restarts are counted on (upstream's `calcRestartCountByLogDir`).
+    /// Whether a removed pod starts again under its uid once it has stopped, because its manifest was written again.
+    /// Its logs are kept, as they determine the restart counts (`calcRestartCountByLogDir` in
+    /// `pkg/kubelet/kuberuntime/kuberuntime_container.go`).
     #[serde(default)]
     pub again: bool,
 }
 
 impl Update {
-    /// The object that the pod's status belongs to: a mirror only if it mirrors this manifest, and none of a pod that the
-    /// API no longer has.
+    /// The API object for the pod's status. A mirror qualifies only if it mirrors this manifest. A pod that was removed
+    /// from the API has no such object.
     #[must_use]
     pub fn status_object(&self) -> Option<&Arc<Pod>> {
         let is_there = |object: &&Arc<Pod>| match pod::is_static(&self.pod) {
@@ -48,7 +49,8 @@ impl Update {
         self.object.as_ref().filter(is_there)
     }
 
-    /// The pod with what the API's status says of it: what others have written there stands in no other place.
+    /// The pod with its status in the API, which may contain fields that other components wrote. For a static pod, the
+    /// pod itself.
     #[must_use]
     pub fn with_status(&self) -> &Arc<Pod> {
         let object = self.object.as_ref();
@@ -56,8 +58,8 @@ impl Update {
         own.unwrap_or(&self.pod)
     }
 
-    /// By what pods that come together are admitted: those that have run before, as they were started, so that after a
-    /// restart of the agent none loses its place to a newer one; then the others, as they were created.
+    /// The order in which pods that arrive together are admitted. Pods that have run come first, by start time. After a
+    /// restart of the agent, no pod therefore loses its resources to a newer one. The others follow by creation time.
     #[must_use]
     pub fn admission_order(&self) -> impl Ord + use<> {
         let status = self.status_object().and_then(|o| o.status.as_ref());
@@ -67,7 +69,7 @@ impl Update {
         (started.is_none(), started, created.map(|t| t.0), uid)
     }
 
-    /// What tells the API's object from another one, whatever its status.
+    /// Distinguishes the API object from other objects, regardless of its status.
     #[must_use]
     pub fn identity(&self) -> Option<Identity> {
         self.object.as_ref().map(|object| Identity {
@@ -77,14 +79,14 @@ impl Update {
         })
     }
 
-    /// Whether a mirror is that of this very manifest, and stays.
+    /// Whether a mirror mirrors exactly this manifest and is not being deleted.
     #[must_use]
     pub fn is_mirrored_by(&self, mirror: &Pod) -> bool {
         pod::annotation(mirror, pod::MIRROR) == pod::annotation(&self.pod, pod::HASH)
             && mirror.metadata.deletion_timestamp.is_none()
     }
 
-    /// What the lifecycle makes of it.
+    /// The lifecycle's view of the update.
     #[must_use]
     pub fn intent(&self) -> Intent {
         let is_static = pod::is_static(&self.pod);
@@ -96,8 +98,8 @@ impl Update {
         }
     }
 
-    /// Whether nothing but the reported status differs. Readiness gates read conditions that others
-    /// write, so with them every change counts.
+    /// Whether only the status differs. Readiness gates depend on conditions that other components write, so a pod with
+    /// readiness gates always differs.
     #[must_use]
     pub fn differs_in_status_only(&self, other: &Update) -> bool {
         let (a, b) = (&self.pod, &other.pod);
@@ -112,76 +114,76 @@ impl Update {
     }
 }
 
-/// An object of the API, and what it stands for.
+/// The identity of an API object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     uid: Option<String>,
-    /// Its deletion was asked for.
+    /// Whether it has a deletion timestamp.
     deleted: bool,
-    /// The hash of the manifest that it mirrors.
+    /// For a mirror, the hash of the mirrored manifest.
     mirrors: Option<String>,
 }
 
-/// Whether the runtime can give sandboxes a network.
+/// Whether the runtime's network is ready for sandboxes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Network {
-    /// The runtime has not been asked yet: the agent has just started.
+    /// Unknown, as the agent has just started and the runtime's status was not read yet.
     #[default]
     Unknown,
-    /// Sandboxes can be given an address.
+    /// Sandboxes can get addresses.
     Ready,
-    /// They cannot, for this reason.
+    /// Sandboxes cannot get addresses, for this reason.
     NotReady(String),
 }
 
-/// Everything that can happen to a pod. A worker has one inbox, and these are what lies in it.
+/// Everything that can happen to a pod. A worker receives all inputs through one queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Input {
-    /// The source has another desired state, or the API another object.
+    /// The source has another desired state, or the API has another object.
     Update(Update),
-    /// The runtime may have something new: a listing differs from what was seen.
+    /// The runtime may have changes: a listing differs from the last observation.
     Hint,
-    /// The runtime tells what has happened to a sandbox or a container of the pod.
+    /// The runtime reports an event of one of the pod's sandboxes or containers.
     Happened(RuntimeEvent),
-    /// A probe has another result than before.
+    /// The result of a probe has changed.
     Probed {
-        /// The runtime's container id.
+        /// The container's id in the runtime.
         id: String,
-        /// Which probe.
+        /// The kind of probe.
         kind: Kind,
-        /// Whether it succeeded.
+        /// Whether the probe succeeded.
         result: bool,
     },
-    /// Something that volumes or environments are made from has changed.
+    /// An object that the pod's volumes or environments depend on has changed.
     VolumesChanged,
-    /// A driver has come or gone, or a volume that one pod alone may have is free: failed volumes and resource claims are
-    /// worth another try now.
+    /// A driver was registered or unregistered, or a volume that only one pod may use became free. Failed volumes and
+    /// resource claims are retried.
     DriversChanged,
-    /// The health of the devices that the pod's containers have, as it is when this is taken in.
+    /// The current health of the containers' devices.
     Devices(DeviceHealth),
-    /// The node ends the pod.
+    /// The node terminates the pod.
     Evicted(Verdict),
-    /// There is room now for a resize that was deferred: it is asked for again.
+    /// Resources were freed, so that a deferred resize is requested again.
     RoomFreed,
-    /// Whether the runtime can give sandboxes a network has changed.
+    /// The readiness of the runtime's network has changed.
     Network(Network),
-    /// The runtime answers again, after it had not.
+    /// The runtime responds again after an outage.
     RuntimeBack,
-    /// An operation of the plan has ended.
+    /// An operation has completed.
     Done {
-        /// Which.
+        /// The operation's key.
         key: Key,
-        /// What came of it.
+        /// The operation's outcome.
         outcome: Outcome,
     },
-    /// The clock was set, or the machine has slept: by how much the time of day has moved.
+    /// The time of day has moved by this much, because the clock was set or the machine was suspended.
     ClockMoved(SignedDuration),
-    /// The time that the worker asked to be woken at, or an audit.
+    /// The requested wake-up time or an audit is due.
     Tick,
 }
 
 impl Input {
-    /// A name for logs and records.
+    /// The input's name in logs and records.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -206,99 +208,100 @@ impl Input {
 /// An operation that an executor carries out for the worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Op {
-    /// Ask the runtime about the pod; at first also the logs, for restart counts.
+    /// Observe the pod in the runtime. The first observation also reads the logs, for restart counts.
     Observe {
-        /// Whether the logs are asked too.
+        /// Whether the logs are read too.
         logs: bool,
     },
-    /// Ask the node whether it takes the pod. Ends when the node has decided.
+    /// Request admission by the node. Completes when the node has decided.
     Admit,
-    /// Ask the node whether the pod may have the sizes that its spec has now.
+    /// Request the sizes of the pod's current spec from the node.
     Grow,
-    /// Report to the node that the pod asks for no other sizes than it has.
+    /// Report to the node that the pod requests no other sizes than it has.
     Withdraw,
-    /// Bring a static pod's mirror in line.
+    /// Create or update a static pod's mirror.
     Mirror,
-    /// Before a sandbox is made: find the runtime handler and the user namespace, make the cgroup and the directories.
+    /// Prepare for a sandbox: determine the runtime handler and the user namespace, and create the cgroup and the
+    /// directories.
     Prepare,
-    /// Keep the cgroup and the directories of a pod that has a sandbox in order. No other operation waits for it.
+    /// Check and repair the cgroup and the directories of a pod that has a sandbox. No other operation waits for this.
     Upkeep,
-    /// Set up the volumes, or refresh them.
+    /// Set up or refresh the volumes.
     Volumes {
-        /// They were set up before, by whoever started the containers that run.
+        /// Whether the volumes were set up before, by the agent that started the running containers.
         known: bool,
     },
-    /// Make a sandbox.
+    /// Create a sandbox.
     Sandbox {
-        /// How many came before it.
+        /// The number of earlier sandboxes.
         attempt: u32,
     },
-    /// Make sure of a container's image.
+    /// Ensure that a container's image is present.
     Pull(Start),
     /// Create and start a container, and run its postStart hook.
     Start {
-        /// What is started, as what, and which attempt it is.
+        /// The container with its role and attempt.
         start: Start,
-        /// The sandbox that it joins, by its id in the runtime.
+        /// The id of the container's sandbox.
         sandbox: String,
-        /// The sandbox's attempt: its message is made anew where it is not at hand.
+        /// The sandbox's attempt, to rebuild the sandbox's configuration if it is not cached.
         attempt: u32,
-        /// The addresses that environment and hosts file show; empty on the host network.
+        /// The sandbox's addresses, for the environment and the hosts file. Empty on the host network.
         ips: Vec<String>,
     },
-    /// Tell a sidecar that the pod ends, before it is its turn to stop: the event is sent and its preStop hook runs.
+    /// Run a sidecar's preStop hook and emit the event for its stop, before it is the sidecar's turn to stop.
     PreStop {
-        /// What is stopped, and what its event says.
+        /// The container, and the event's message.
         kill: Kill,
-        /// When its grace period is over.
+        /// When its grace period expires.
         until: Timestamp,
     },
-    /// Stop a container: its preStop hook, the signal, and at the deadline SIGKILL.
+    /// Stop a container: preStop hook, stop signal, and SIGKILL at the deadline.
     Stop {
-        /// What is stopped, and what its event says.
+        /// The container, and the event's message.
         kill: Kill,
-        /// It is the first try: the event is sent and the hook runs.
+        /// Whether this is the first try, which emits the event and runs the hook.
         first: bool,
-        /// When its grace period is over.
+        /// When its grace period expires.
         until: Timestamp,
     },
-    /// Stop a sandbox and give its addresses back.
+    /// Stop a sandbox and release its addresses.
     StopSandbox(String),
-    /// Give back the resource claims of a pod of which nothing runs any more, before its end is told.
+    /// Unprepare the resource claims of a pod that has stopped, before its terminal status is published.
     ReturnClaims,
-    /// Stop containers at once and remove them, in this order, so that all start over (KEP-5532).
+    /// Kill containers and remove them, in this order, so that all of them restart (KEP-5532).
     RestartAll(Vec<Kill>),
-    /// Bring running containers and the pod's cgroup to the sizes that were granted.
+    /// Resize running containers and the pod's cgroup to the granted sizes.
     Resize {
-        /// The containers that have another size than they are to have, by name.
+        /// The names of the containers whose size differs from the granted one.
         names: Vec<String>,
-        /// What all of them, and the cgroup, have afterwards.
+        /// The sizes of all containers and the cgroup afterwards.
         to: Sizes,
     },
-    /// Remove ended containers and sandboxes that nobody needs any more.
+    /// Remove exited containers and stopped sandboxes that are no longer needed.
     Collect {
         /// Containers: id, name and attempt.
         containers: Vec<(String, String, u32)>,
         /// Ids of sandboxes.
         sandboxes: Vec<String>,
     },
-    /// Give back what the pod held; what is in the runtime and on disk only if its content goes.
+    /// Release the pod's resources.
     Release {
-        /// Whether the content goes.
+        /// Whether containers, logs and directories are removed too.
         content: bool,
     },
-    /// Tell the API the last status and let it have the object back.
+    /// Write the last status and remove the object from the API.
     Finalise,
 }
 
-/// What an operation is about. A worker has at most one under way for each.
+/// The subject of an operation. A worker runs at most one operation per key.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Key {
     /// See [`Op::Observe`].
     Observe,
     /// See [`Op::Admit`].
     Admit,
-    /// See [`Op::Grow`] and [`Op::Withdraw`]: the node gets them one after the other.
+    /// See [`Op::Grow`] and [`Op::Withdraw`], which must reach the node in order.
     Grow,
     /// See [`Op::Mirror`].
     Mirror,
@@ -335,7 +338,7 @@ pub enum Key {
 }
 
 impl Op {
-    /// Whether it changes what the runtime has.
+    /// Whether the operation changes the runtime.
     #[must_use]
     pub fn changes_runtime(&self) -> bool {
         matches!(
@@ -351,7 +354,7 @@ impl Op {
         )
     }
 
-    /// What it is about.
+    /// The operation's key.
     #[must_use]
     pub fn key(&self) -> Key {
         match self {
@@ -378,79 +381,78 @@ impl Op {
     }
 }
 
-/// What came of an operation.
+/// The outcome of an operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// What the runtime has, and for containers without an instance the attempt that follows their
-    /// logs, by name.
+    /// The observed state.
     Observed {
-        /// What the runtime has.
+        /// The pod in the runtime.
         #[serde(with = "super::stored::shared")]
         pod: Arc<ObservedPod>,
-        /// Attempts by container name.
+        /// For containers without instances, the restart count that follows from their logs, by name.
         logged: BTreeMap<String, u32>,
     },
-    /// The node takes the pod.
+    /// The node admitted the pod.
     Admitted,
-    /// The node does not take it.
+    /// The node rejected the pod.
     Refused {
         /// The reason in the status and the event.
         reason: String,
-        /// The same in words, for people.
+        /// The message for users.
         message: String,
     },
-    /// The pod has the sizes that its spec has.
+    /// The node granted the sizes of the spec.
     Granted,
-    /// It does not have them yet.
+    /// The node deferred or rejected the sizes.
     Deferred {
-        /// The reason, for instance `OutOfmemory`.
+        /// The reason, for example `OutOfmemory`.
         reason: String,
-        /// The same in words, for people.
+        /// The message for users.
         message: String,
     },
-    /// A sandbox was made.
+    /// A sandbox was created.
     Sandbox {
-        /// The runtime's id of it.
+        /// The sandbox's id.
         id: String,
-        /// Its addresses; empty on the host network.
+        /// The sandbox's addresses. Empty on the host network.
         ips: Vec<String>,
     },
-    /// It was given up while it waited for its turn, as the pod ends: nothing was done.
+    /// The operation was abandoned while it was queued, because the pod terminates. Nothing was done.
     NotBegun,
-    /// A container was started, and its postStart hook has succeeded.
+    /// A container was started, and its postStart hook, if any, has succeeded.
     Started {
-        /// The runtime's id of it.
+        /// The container's id.
         id: String,
-        /// What the runtime said of it afterwards, where it could be asked.
+        /// The container as the runtime reported it afterwards. `None` if the query failed.
         #[serde(default)]
         seen: Option<Box<Container>>,
     },
-    /// A container was started, and its postStart hook has failed: it runs, and is to be stopped.
+    /// A container was started, but its postStart hook has failed. The container runs and must be stopped.
     HookFailed {
-        /// The runtime's id of it.
+        /// The container's id.
         id: String,
-        /// What went wrong.
+        /// The error message.
         message: String,
     },
-    /// It is done.
+    /// The operation succeeded.
     Done,
     /// A container cannot be started yet: the reason and message of its waiting state.
     Waiting {
-        /// In one word, for instance `ErrImagePull`.
+        /// The reason, for example `ErrImagePull`.
         reason: String,
-        /// The same in words, for people.
+        /// The message for users.
         message: String,
-        /// When another try makes sense, if that is known.
+        /// When to retry, if it is known.
         until: Option<Timestamp>,
-        /// What it waits for where that is not known.
+        /// The class of the failure, which determines the next try if `until` is `None`.
         #[serde(default)]
         class: Class,
     },
-    /// It is done, and something of it is to be tried again then.
+    /// The operation succeeded, except for a part to retry at this time.
     Again(Timestamp),
-    /// What was there before still is, and could not be brought up to date.
+    /// Volumes could not be brought up to date. Their earlier state is intact.
     Outdated(String),
-    /// It failed or its outcome is unknown.
+    /// The operation failed, or its effect is unknown.
     Failed(Fault),
 }
 
@@ -460,15 +462,15 @@ impl From<Fault> for Outcome {
     }
 }
 
-/// An event about the pod.
+/// An event about the pod, for the API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodEvent {
-    /// The field path of the container, if it is about one.
+    /// The field path of the container, if the event is about one.
     pub field_path: Option<String>,
-    /// Whether it is a warning.
+    /// Whether the event is a warning.
     pub warning: bool,
-    /// In one word, for instance `BackOff`.
+    /// The reason, for example `BackOff`.
     pub reason: String,
-    /// A sentence for people.
+    /// The message for users.
     pub message: String,
 }

@@ -1,13 +1,13 @@
-//! One pod's worker: what happened goes in, what is to be done comes out. Pure.
+//! The worker of one pod: inputs go in, operations come out. Pure.
 //!
-//! [`Worker::turn`] takes one [`Input`], brings the lifecycle forward, computes the status and plans
-//! anew from what is known. The plan is a set of operations; those that are under way already go on,
-//! those that have become pointless are cancelled. So after every input, and in particular after every
-//! observation, everything that can be done is being done, and what waits has either an operation under
-//! way, a time to wake at, or a reason that only news can change.
+//! [`Worker::turn`] takes one [`Input`], advances the lifecycle, computes the status and replans from scratch. The plan
+//! is a set of operations. Those that are already running continue; those that have become pointless are cancelled.
+//! After every input, therefore, everything that can be done is being done. Whatever waits has a running operation, a
+//! wake-up time, or a cause that only another input can change.
 //!
-//! The rules: `apply` says what an input changes, `news` which events change anything, `plan` what is to be done (upstream's `pod_workers.go`
-//! and `SyncPod`), `stop` in which order containers end.
+//! The submodule `apply` applies an input to the worker's state. `plan` computes the operations
+//! (`pkg/kubelet/pod_workers.go` and `SyncPod` upstream), `stop` the order in which containers stop. `adopt` takes over
+//! the status in the API, and `audit` checks terminating pods periodically.
 
 mod adopt;
 mod apply;
@@ -43,229 +43,232 @@ use crate::core::fault::Class;
 use crate::core::pod;
 use crate::core::time;
 
-/// How long a status waits while more is about to change: that of a pending pod while it is being started, that of a pod
-/// whose containers have all ended while its sandbox is stopped.
+/// Maximum delay of a status while further changes are imminent. It applies to a pending pod during its start, and to a
+/// pod whose containers have all exited while its sandbox is being stopped.
 const STATUS_DELAY: SignedDuration = SignedDuration::from_secs(1);
 
-/// What the configuration says that decisions depend on.
+/// The configuration that decisions depend on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Rules {
-    /// How often volumes are refreshed without a cause.
+    /// Interval of volume refreshes.
     pub sync_frequency: SignedDuration,
-    /// The longest crash-loop back-off.
+    /// Maximum crash-loop back-off.
     pub max_backoff: SignedDuration,
-    /// Whether static pods have mirrors: there is an API.
+    /// Whether static pods have mirrors, which requires an API.
     pub mirrors: bool,
-    /// Whether the pod's runtime can make a mount read-only with all that is mounted below it.
+    /// Whether the runtime supports recursive read-only mounts for the pod.
     pub recursive_read_only: bool,
-    /// The name of the container runtime, which is part of container ids; empty until it is known.
+    /// The name of the container runtime, which is part of container ids. Empty if it is unknown.
     #[serde(default)]
     pub runtime: String,
 }
 
-/// What is true when an input is looked at.
+/// The circumstances of a turn.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
-    /// The time of day, by which everything is decided that waits for a time.
+    /// The current time, which all timers are compared with.
     pub now: Timestamp,
-    /// The addresses of the node, which pods of the host network have, the main one first.
+    /// The node's addresses, which pods on the host network have. The primary one comes first.
     pub node_ips: Vec<String>,
-    /// The step before the first container that fails, as a sentence.
+    /// The failing step before the first container, as a sentence.
     pub held_up: Option<String>,
-    /// What the configuration says.
+    /// The configuration.
     pub rules: Rules,
 }
 
-/// What a turn leads to.
+/// The result of a turn.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Turn {
-    /// Operations to cancel: they have become pointless, or are begun anew.
+    /// Operations to cancel, because they are pointless or will begin again.
     pub cancel: Vec<Key>,
     /// Operations to begin.
     pub begin: Vec<Op>,
-    /// A status to hand to the writer.
+    /// The status to pass to the status writer.
     pub publish: Option<Arc<PodStatus>>,
     /// Events about the pod.
     pub events: Vec<PodEvent>,
-    /// Steps of the lifecycle: the state before, the cause, the state after.
+    /// Transitions of the lifecycle: the state before, the input, the state after.
     pub decisions: Vec<(State, lifecycle::Input, State)>,
-    /// When to come back with [`Input::Tick`] if nothing else happens before.
+    /// When to send [`Input::Tick`] unless another input arrives before.
     pub wake_at: Option<Timestamp>,
-    /// Another observation was accepted: probes follow it.
+    /// Whether an observation was accepted, so that probes must be updated.
     pub observed: bool,
-    /// The pod has left this node, and its worker ends.
+    /// Whether the pod has left this node, so that its worker exits.
     pub gone: bool,
-    /// The input changed nothing that decisions are made from, and nothing was due.
+    /// Whether the input changed nothing that decisions depend on, and no timer had expired.
     pub unchanged: bool,
 }
 
-/// A failed operation that is tried again.
+/// An operation that has failed, and its next try.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Retry {
     key: Key,
     failures: u32,
-    /// When it failed last.
+    /// When the last failure happened.
     since: Timestamp,
     until: Timestamp,
     class: Class,
 }
 
-/// How far the pod's volumes are.
+/// The state of the pod's volumes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct VolumeState {
-    /// When they were set up or refreshed last.
+    /// When the volumes were last set up or refreshed.
     at: Option<Timestamp>,
-    /// What they are made from has changed since.
+    /// Whether the volumes need a refresh before the regular interval: their sources have changed, or the last refresh
+    /// failed.
     stale: bool,
-    /// A watched object has changed since the last refresh was begun.
+    /// Whether a watched object has changed since the last refresh began.
     #[serde(default)]
     changed: bool,
-    /// When the last refresh for a change was begun; `None` if there was none yet.
+    /// When the last refresh for a change began. `None` if there was none yet.
     #[serde(default)]
     changed_at: Option<Timestamp>,
-    /// What the files that show the pod itself were made from.
+    /// A hash of the pod's fields that its files expose.
     shape: u64,
-    /// They were set up or refreshed for the starts that are planned.
+    /// Whether the volumes are up to date for the planned starts.
     fresh: bool,
-    /// When something of them is to be tried again that holds nothing up.
+    /// When to retry a part of the volumes that blocks nothing.
     #[serde(default)]
     again: Option<Timestamp>,
 }
 
-/// Whether the pod asks for other sizes than it has.
+/// The state of a request for other sizes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Growth {
-    /// It has what its spec says.
+    /// The pod has the sizes of its spec.
     #[default]
     Settled,
-    /// It has what its spec says again: the node may still book other sizes, or keep them waiting for room.
+    /// The pod has the sizes of its spec again, but the node may still have other sizes allocated or queued.
     Withdrawn,
-    /// The node is to be asked.
+    /// The sizes must be requested from the node.
     Wanted,
-    /// The node has said no; when another pod goes it is asked again.
+    /// The node has deferred or rejected the request. It is repeated when resources are freed.
     Deferred,
 }
 
-/// One pod's worker. Everything that it knows can be had again from the runtime and the API; nothing in
-/// it refers to the world, so that it can be stored.
+/// The worker of one pod. All of its state can be rebuilt from the runtime and the API. It has no references to the
+/// outside, so that it can be serialised.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Worker {
-    /// Where the pod stands in its life.
+    /// The state of the pod's lifecycle.
     pub state: State,
-    /// The status as it is now; the API may not have it yet.
+    /// The current status. It may not have been published yet.
     #[serde(with = "stored::shared")]
     pub status: Arc<PodStatus>,
-    /// What the runtime has, with what was done since.
+    /// The pod in the runtime: the last observation, updated with the results of later operations.
     #[serde(with = "stored::optional")]
     pub observed: Option<Arc<ObservedPod>>,
-    /// What the pod waits for, if it is not as its spec says and nothing is under way or failing.
+    /// What the pod waits for, if it is not as specified and no step is running or failing.
     pub waiting: Option<String>,
     update: Update,
-    /// The pod with the sizes that were granted.
+    /// The pod with its granted sizes.
     #[serde(with = "stored::shared")]
     effective: Arc<Pod>,
     granted: Sizes,
-    /// The newest generation whose sizes were granted or not.
+    /// The newest generation that the node has granted or rejected.
     #[serde(default)]
     decided: Option<i64>,
-    /// What the runtime is to have of that.
+    /// The sizes that the runtime should have: the granted ones.
     #[serde(default)]
     wanted: Sizes,
     growth: Growth,
-    /// Room was made while the node was asked for it.
+    /// Whether resources were freed while a request for other sizes was running. If the request is deferred, it is
+    /// repeated at once.
     #[serde(default)]
     room_freed: bool,
     resizing: Resizing,
     #[serde(default, with = "stored::optional")]
     published: Option<Arc<PodStatus>>,
     publish_at: Option<Timestamp>,
-    /// The status goes on from what the API had.
+    /// Whether the status in the API was adopted.
     adopted: bool,
-    /// The status is that of a static pod's mirror, and says that the pod has begun. Where the runtime has nothing of it, that was an earlier
-    /// life.
+    /// Whether the status came from a static pod's mirror and is past Pending. If the runtime has nothing of the pod,
+    /// the status belongs to an earlier run.
     #[serde(default)]
     earlier_life: bool,
-    /// The end that the API told before this worker had: it stays as it is.
+    /// The terminal status that the API had before this worker published one. It is kept.
     #[serde(default)]
     end: Option<PodStatus>,
     admitted: bool,
-    /// Something new may be in the runtime.
+    /// Whether the pod must be observed, as the runtime may have changes.
     look: bool,
-    /// Events that may be about what an operation under way does: they are judged when it has ended.
+    /// Events that a running operation may have caused. They are evaluated when it completes.
     #[serde(default)]
     events: Vec<RuntimeEvent>,
-    /// Something was done whose outcome is not known: nothing more is done before it is.
+    /// Whether the outcome of an operation is unknown. The runtime is not changed before the next observation.
     unsure: bool,
-    /// Counts what was done; an observation that was begun before something was done is void.
+    /// Counts changes to the runtime. An observation that began before the last change is discarded.
     acted: u64,
     observing: u64,
-    /// What the runtime has was noted from what was done, and not seen yet.
+    /// Whether `observed` has results of operations that no observation has confirmed.
     provisional: bool,
     logged: BTreeMap<String, u32>,
     counts: BTreeMap<String, u32>,
     probed: Probed,
-    /// The health of the devices that containers have.
+    /// The health of the containers' devices.
     #[serde(default)]
     devices: DeviceHealth,
     problems: Problems,
     backoff: Backoff,
-    /// Attempts whose back-off was announced, by container.
+    /// Attempts whose back-off event was emitted, by container.
     announced: BTreeMap<String, u32>,
     retries: Vec<Retry>,
     in_flight: Vec<Op>,
-    /// Containers that were told to stop, and when their grace is over, by id.
+    /// When the grace period of stopping containers expires, by id.
     stops: BTreeMap<String, Timestamp>,
-    /// When the grace period of the whole pod is over.
+    /// When the grace period of the whole pod expires.
     stop_by: Option<Timestamp>,
     stopped_sandboxes: BTreeSet<String>,
     /// When the pod was last prepared for a sandbox.
     prepared_at: Option<Timestamp>,
-    /// When its cgroup and directories were last brought in order.
+    /// When its cgroup and directories were last checked.
     #[serde(default)]
     kept_at: Option<Timestamp>,
     volumes: VolumeState,
-    /// Containers whose image is there for the start that is planned.
+    /// Containers whose image is present for the planned start.
     images: BTreeSet<String>,
     network: Network,
-    /// That the network is not ready was said.
+    /// Whether the event about the node's network was emitted.
     network_told: bool,
-    /// Containers that a stop has ended, as the runtime said; what still runs then is told once more.
+    /// Containers that the runtime reported as stopped. Those that still run are stopped again.
     stop_done: BTreeSet<String>,
-    /// Ids of containers that this worker stops in order to start them again, whatever their exit code: with `OnFailure` one
-    /// that exits with 0 on SIGTERM has not done its work. Not stored anywhere else, as with upstream: the next agent
-    /// decides by the exit code alone.
+    /// Ids of containers that this worker stops in order to restart them, whatever their exit code. With `OnFailure`, a
+    /// container that exits with 0 on SIGTERM has not finished its work. As upstream, this is stored nowhere else:
+    /// after a restart, the agent decides by the exit code alone.
     #[serde(default)]
     stopped_to_restart: BTreeSet<String>,
-    /// Containers whose postStart hook failed, by id, with their names: they are stopped, and nothing after them is started
-    /// before they have ended.
+    /// Containers whose postStart hook failed: names by id. They are stopped, and later containers start only after
+    /// they have exited.
     #[serde(default)]
     failed_hooks: BTreeMap<String, String>,
-    /// When the last sandbox was made.
+    /// When the last sandbox was created.
     sandbox_at: Option<Timestamp>,
-    /// The mirror was brought in line, as far as the API has shown it: this object was seen then.
+    /// When the mirror was last written, and the identity of the API object at that time.
     mirrored: Option<(Option<Identity>, Timestamp)>,
     verdict: Option<Verdict>,
-    /// When the plan has more to do.
+    /// When the plan must be computed again.
     wake_at: Option<Timestamp>,
-    /// When a pod that ends is audited, if nothing happens to it before.
+    /// When a terminating pod is audited if nothing happens before.
     #[serde(default)]
     audit_at: Option<Timestamp>,
-    /// The containers that the pod is for have come to their end; sidecars may still run.
+    /// Whether the pod has completed: its regular containers have finished, but sidecars may still run.
     completed: bool,
-    /// Its resource claims are given back.
+    /// Whether its resource claims were unprepared.
     #[serde(default)]
     claims_returned: bool,
-    /// After the pod's end: the runtime may have something of it again. A call that was cut off may be carried out late.
+    /// For a finished pod: whether the runtime may have something of it again, as it may carry out a cancelled call
+    /// late.
     #[serde(default)]
     recheck: bool,
-    /// After the pod's end: that was found, and its content is to be released again.
+    /// For a finished pod: whether the runtime has something of it, so that its content must be released again.
     #[serde(default)]
     leftover: bool,
     finalised: bool,
 }
 
 impl Worker {
-    /// The worker of a pod that has come to this agent at `now`.
+    /// Creates the worker of a pod that the agent received at `now`.
     #[must_use]
     pub fn new(update: Update, network: Network, now: Timestamp) -> Worker {
         let granted = resize::known(&update.pod);
@@ -337,11 +340,11 @@ impl Worker {
         worker
     }
 
-    /// Takes in what happened, and says what follows.
+    /// Applies an input and returns the consequences.
     pub fn turn(&mut self, facts: &Facts, input: Input) -> Turn {
         let mut turn = Turn::default();
         let resizing = self.is_resizing();
-        // An input that changes nothing may come when something else is due.
+        // Even if the input changes nothing, a timer may have expired.
         let due = self.wake_at.is_some_and(|at| at <= facts.now);
         turn.unchanged = !self.apply(facts, input, &mut turn) && !due;
         if !turn.unchanged {
@@ -367,8 +370,8 @@ impl Worker {
         turn
     }
 
-    /// Whether something is planned that is neither under way nor waits for a time: then nothing would
-    /// ever wake the worker to do it.
+    /// Whether the plan has an operation that is neither running nor waits for a time. Nothing would ever wake the
+    /// worker for it.
     fn has_overlooked_something(&self, facts: &Facts) -> bool {
         let mut probe = self.clone();
         let mut turn = Turn::default();
@@ -376,37 +379,37 @@ impl Worker {
         !turn.begin.is_empty() || !turn.cancel.is_empty()
     }
 
-    /// The pod with the sizes that the node has granted.
+    /// The pod with its granted sizes.
     #[must_use]
     pub fn pod(&self) -> &Arc<Pod> {
         &self.effective
     }
 
-    /// The newest desired state.
+    /// The latest desired state.
     #[must_use]
     pub fn update(&self) -> &Update {
         &self.update
     }
 
-    /// What probes have found.
+    /// The results of probes.
     #[must_use]
     pub fn probed(&self) -> &Probed {
         &self.probed
     }
 
-    /// The status that was handed to the writer last.
+    /// The status that was last passed to the status writer.
     #[must_use]
     pub fn published(&self) -> Option<&Arc<PodStatus>> {
         self.published.as_ref()
     }
 
-    /// How far a resize is.
+    /// The progress of a resize.
     #[must_use]
     pub fn resizing(&self) -> &Resizing {
         &self.resizing
     }
 
-    /// Containers that are being started: their postStart hook may still run, or has failed.
+    /// Containers that are being started. Their postStart hook may still run, or has failed.
     #[must_use]
     pub fn starting(&self) -> BTreeSet<&str> {
         let starting = self.in_flight.iter().filter_map(|op| match op {
@@ -417,7 +420,7 @@ impl Worker {
         starting.chain(failed).collect()
     }
 
-    /// Whether nothing is under way.
+    /// Whether no operation is running.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.in_flight.is_empty()
@@ -433,8 +436,8 @@ impl Worker {
         self.resizing.is_under_way(&self.wanted, runs)
     }
 
-    /// Whether the worker is not needed any more: its content is released, and the API has no object of
-    /// it, or keeps one only for others (a finalizer), of which the source will tell.
+    /// Whether the worker is no longer needed: its content is released, and the API has no object, or keeps it only
+    /// because of finalizers. In that case the source reports the removal.
     fn is_gone(&self) -> bool {
         let State::Finished { cause } = self.state else {
             return false;
@@ -452,12 +455,12 @@ impl Worker {
         turn.decisions.push((before, input, self.state));
         self.limit_grace(facts.now);
         if before != self.state {
-            // What failed in one state says nothing about the next.
+            // Failures in one state do not apply to the next.
             self.retries.clear();
         }
     }
 
-    /// A pod that ends has its grace from now on, unless it has less already.
+    /// The grace period of a terminating pod begins now. An earlier deadline stays.
     fn limit_grace(&mut self, now: Timestamp) {
         if let State::Terminating { grace, .. } = self.state {
             let until = time::in_seconds(now, grace);
@@ -465,7 +468,7 @@ impl Worker {
         }
     }
 
-    /// Brings the lifecycle as far as what is known allows.
+    /// Advances the lifecycle as far as possible.
     fn advance(&mut self, facts: &Facts, turn: &mut Turn) {
         loop {
             self.compute_status(facts);
@@ -480,7 +483,7 @@ impl Worker {
         }
     }
 
-    /// The next step of the lifecycle that what is known makes due.
+    /// The next input of the lifecycle, if one is due.
     fn next_step(&mut self, facts: &Facts, turn: &mut Turn) -> Option<lifecycle::Input> {
         let ended = |cause, grace| Some(lifecycle::Input::Ended { cause, grace });
         let own_grace = pod::grace_seconds(&self.effective);
@@ -517,7 +520,7 @@ impl Worker {
         }
     }
 
-    /// What the runtime is to be brought to.
+    /// The actions that bring the runtime to the desired state.
     fn plan_actions(&self) -> actions::PodActions {
         let Some(observed) = &self.observed else {
             return actions::PodActions::default();
@@ -537,8 +540,9 @@ impl Worker {
         actions
     }
 
-    /// The restart count that a container without an instance starts from: what the status says, what
-    /// was removed on purpose, what the logs tell (upstream's `calcRestartCountByLogDir`).
+    /// The restart count of a container without instances. This is the maximum of the count in the status, of the count
+    /// after a restart of all containers, and of the count in the logs (`calcRestartCountByLogDir` in
+    /// `pkg/kubelet/kuberuntime/kuberuntime_container.go`).
     fn restart_count(&self, name: &str) -> u32 {
         let status = &self.status;
         let known = [&status.container_statuses, &status.init_container_statuses]
@@ -553,9 +557,8 @@ impl Worker {
             .max(self.counts.get(name).copied().unwrap_or(0))
     }
 
-    /// Whether nothing that is observed can change the status any more: what the runtime had has been removed, or
-    /// admission refused the pod before anything of it was made. Its containers are not lost then, also for the next agent:
-    /// there were none.
+    /// Whether observations can no longer change the status: the containers have been removed, or admission rejected
+    /// the pod before it was started. The containers of such a pod must not be reported as lost, even by a later agent.
     fn status_stands(&self, observed: &ObservedPod) -> bool {
         if let State::Finished { cause } = self.state
             && cause.removes_content()
@@ -580,7 +583,7 @@ impl Worker {
             return;
         }
         if let Some(told) = self.end.as_ref().filter(|_| !ended) {
-            // What still runs of it is told when it has been stopped.
+            // Containers that still run are reported once they have stopped.
             self.has_status(told.clone());
             self.completed = true;
             return;
@@ -619,40 +622,39 @@ impl Worker {
             && !pod::is_final(&self.status)
             && (observed.live().next().is_some() || self.may_begin())
         {
-            // A final phase says that nothing runs any more, sidecars included.
+            // A terminal phase means that no container runs any more, including sidecars.
             status.phase = Some("Running".into());
         } else if pod::is_final(&status) && !pod::is_final(&self.status) && self.owes_claims() {
-            // Nor that its devices are still its own.
+            // A terminal phase also means that the pod's devices are released.
             let before = self.status.phase.clone();
             status.phase = before.or_else(|| Some("Pending".into()));
         }
         self.has_status(status);
     }
 
-    /// Whether the volumes are set up, by this agent or by the one that has made a container in the pod's sandbox.
+    /// Whether the volumes are set up, by this agent or by the one that created a container in the pod's sandbox.
     fn has_volumes(&self, observed: &ObservedPod) -> bool {
         let sandbox = observed.sandboxes.first();
         let mut containers = observed.containers.iter();
         self.volumes.at.is_some() || containers.any(|c| sandbox.is_some_and(|s| s.id == c.sandbox))
     }
 
-    /// The same status stays one copy, with the writer and whoever else has it.
+    /// Sets the status. An equal status keeps its shared copy.
     fn has_status(&mut self, status: PodStatus) {
         if *self.status != status {
             self.status = Arc::new(status);
         }
     }
 
-    /// Hands on the status if it is another one, at once or when the start that is under way has had its
-    /// moment.
+    /// Publishes the status if it has changed: at once, or after a delay while further changes are imminent.
     fn publish(&mut self, facts: &Facts, turn: &mut Turn) {
         if self.status.phase.is_none() {
-            // What a mirror told is not believed before the runtime has been looked at.
+            // A status that came from a mirror is not published before the runtime was observed.
             return;
         }
         let differs = match (&self.published, self.state) {
             (None, _) => true,
-            // That the deletion was seen is told together with the end, which is near.
+            // The observed generation of a deletion is published with the terminal status, which follows soon.
             (Some(published), state)
                 if matches!(state, State::Terminating { .. }) || self.update.intent().deleted =>
             {
@@ -664,16 +666,16 @@ impl Worker {
             self.publish_at = None;
             return;
         }
-        // Of a pod that runs, a change may be what others wait for: that a container is ready no more.
+        // Changes of a running pod are published at once: others may depend on them, for example on a lost readiness.
         let is_pending = self
             .published
             .as_ref()
             .is_some_and(|published| published.phase.as_deref() == Some("Pending"));
         let changing = |op: &Op| match (self.state, op) {
             (State::Syncing, Op::Sandbox { .. } | Op::Pull(_) | Op::Start { .. }) => is_pending,
-            // It will say what the start that was noted looks like in full.
+            // The observation will complete the status of the container that was started.
             (State::Syncing, Op::Observe { .. }) => self.provisional,
-            // Nobody waits for the sandbox of a pod that has completed, and it may wait for others.
+            // The status of a completed pod does not wait for its sandbox, whose stop may be queued behind others.
             (
                 State::Terminating {
                     cause: Cause::Completed,
@@ -687,7 +689,7 @@ impl Worker {
             }
             _ => false,
         };
-        // The first one does not: by it another agent knows that the pod was admitted and may have containers.
+        // The first status never waits: it shows later agents that the pod was admitted and may have containers.
         let waits = self.published.is_some() && self.in_flight.iter().any(changing);
         let due = match (waits, self.publish_at) {
             (false, _) => true,
@@ -707,8 +709,9 @@ impl Worker {
     }
 }
 
-/// Whether a container runs, or is an init container that has done its work: then whatever kept it from
-/// being started is over, also where the answer to its start was lost. One that starts over is still to be removed.
+/// Whether a container is running, or is an init container that has succeeded. Then the cause that blocked its start is
+/// over, even if the response to its start was lost. A container that restarts together with all others is still to be
+/// removed.
 fn is_settled(pod: &Pod, observed: &ObservedPod, name: &str, reason: &str) -> bool {
     if reason == status::RESTARTING_ALL {
         return false;

@@ -1,22 +1,22 @@
-//! Which events of the runtime are news. Most are echoes: what the worker has made and started itself comes back as
-//! events, often before the call that did it has returned.
+//! Decides which runtime events need an observation. Most events are echoes: the worker's own operations come back as
+//! events, often before the call returns.
 
 use super::{Op, State, Worker};
 use crate::core::pod::observed::{ContainerState, EventKind, ObservedPod, RuntimeEvent};
 
-/// What follows from an event.
+/// The effect of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum News {
-    /// Nothing: the worker knows it already.
+    /// None: the worker already knows the change.
     None,
-    /// Whether it is news is known when the operation under way has ended that may have caused it.
+    /// Undecided until the running operation completes that may have caused the event.
     Later,
-    /// The runtime is asked about the pod.
+    /// The pod must be observed.
     Look,
 }
 
-/// Whether an operation ends as soon as the runtime has done it, so that the id of what was made is known then. A
-/// container whose postStart hook runs is to be seen meanwhile.
+/// Whether an operation completes as soon as the runtime has carried it out, which supplies the id of the sandbox or
+/// container. A start with a postStart hook completes later, so the container must be observed meanwhile.
 fn tells_soon(op: &Op) -> bool {
     match op {
         Op::Sandbox { .. } => true,
@@ -28,8 +28,8 @@ fn tells_soon(op: &Op) -> bool {
     }
 }
 
-/// Judges an event by what the worker knows and what it is doing. Of an end or a removal the runtime always has more to
-/// say.
+/// Determines the effect of an event from the worker's state and its running operations. Exits and removals always need
+/// an observation, as the runtime has more details.
 pub(super) fn news(observed: Option<&ObservedPod>, in_flight: &[Op], event: &RuntimeEvent) -> News {
     let Some(observed) = observed else {
         return News::Look;
@@ -52,7 +52,7 @@ pub(super) fn news(observed: Option<&ObservedPod>, in_flight: &[Op], event: &Run
 }
 
 impl Worker {
-    /// Takes in an event. False if nothing follows from it, now or later.
+    /// Applies an event. Returns false if it has no effect, now or later.
     pub(super) fn apply_event(&mut self, event: RuntimeEvent) -> bool {
         if matches!(self.state, State::Finished { .. }) {
             return self.apply_late_event(&event);
@@ -66,7 +66,7 @@ impl Worker {
         true
     }
 
-    /// After the pod's end only what was not there before is of interest: its ended containers are removed in time.
+    /// For a finished pod, only new sandboxes and containers matter. Its exited containers are removed later.
     fn apply_late_event(&mut self, event: &RuntimeEvent) -> bool {
         let known = self.observed.iter().flat_map(|observed| {
             let containers = observed.containers.iter().map(|c| &c.id);
@@ -78,7 +78,7 @@ impl Worker {
         is_new
     }
 
-    /// Judges the events anew that had to wait; an operation has ended.
+    /// An operation has completed: evaluates the deferred events again.
     pub(super) fn settle_events(&mut self) {
         for event in std::mem::take(&mut self.events) {
             self.apply_event(event);

@@ -1,5 +1,5 @@
-//! What is to be done for a pod now, from what is known (upstream's `SyncPod`). Computed anew
-//! after every input; nothing here remembers what was planned before.
+//! Computes the operations that a pod needs now (`SyncPod` in `pkg/kubelet/kubelet.go`). The plan is computed from
+//! scratch after every input; no earlier plan is stored.
 
 use std::collections::BTreeMap;
 use std::hash::{Hash as _, Hasher as _};
@@ -18,42 +18,42 @@ use crate::core::pod::observed::ObservedPod;
 use crate::core::pod::{self, Role, status};
 use crate::core::time;
 
-/// A mirror that the API does not show in line is looked after this often.
+/// Interval at which a mirror is written again while the API does not have the right one.
 const MIRROR_AUDIT: SignedDuration = SignedDuration::from_secs(10);
 
-/// What a pod waits for whose volumes could not be refreshed; the journal has why.
+/// What a pod waits for if refreshing its volumes failed. The journal has the error.
 const OUTDATED: &str =
     "its volumes are not up to date: they could not be refreshed, and it is tried again";
 
-/// The shortest interval between two refreshes of a pod's volumes for changes of what they are made from. Upstream refreshes
-/// with the pod's next sync.
+/// Minimum interval between two volume refreshes that are caused by changes. Upstream refreshes with the pod's next
+/// sync.
 const REFRESH_INTERVAL: SignedDuration = SignedDuration::from_secs(2);
 
-/// A plan in the making.
+/// A plan under construction.
 #[derive(Default)]
 struct Plan {
     ops: Vec<Op>,
-    /// Times at which something more is to be done.
+    /// When the plan must be computed again.
     wake: Vec<Timestamp>,
     /// What the whole pod waits for.
     waits: Vec<String>,
-    /// What single containers wait for; often that is what the whole pod waits for.
+    /// What single containers wait for. Often this is what the whole pod waits for.
     container_waits: Vec<String>,
-    /// The sandbox that there is, if any, is left: what is being started in it is not wanted any more.
+    /// Whether the existing sandbox is abandoned, so that starts in it are cancelled.
     leaves_sandbox: bool,
-    /// Containers that are stopped to be started again, by id.
+    /// Ids of containers that are stopped in order to be restarted.
     again: Vec<String>,
 }
 
 impl Worker {
-    /// Computes the plan, cancels what is pointless, and begins what is new.
+    /// Computes the plan, cancels pointless operations, and begins new ones.
     pub(super) fn replan(&mut self, facts: &Facts, turn: &mut Turn) {
         let mut plan = self.plan(facts, turn);
         if self.cancel(&plan, turn) {
-            // What was cancelled may have to be looked at, or begun otherwise.
+            // Cancelled operations may need an observation, or begin differently.
             plan = self.plan(facts, turn);
         }
-        // What the whole pod waits for explains what its first container does.
+        // What the whole pod waits for explains what its first container waits for.
         let waiting: Vec<String> = [plan.waits, plan.container_waits]
             .into_iter()
             .filter_map(|waits| waits.into_iter().next())
@@ -77,7 +77,7 @@ impl Worker {
             turn.begin.push(op);
         }
         self.waiting = (!waiting.is_empty()).then(|| waiting.join("; "));
-        // What was due before now is in the plan already.
+        // Times up to now are covered by this plan.
         turn.wake_at = plan.wake.into_iter().filter(|at| *at > facts.now).min();
     }
 
@@ -107,21 +107,20 @@ impl Worker {
         }
     }
 
-    /// Until when an operation that failed has to wait.
+    /// When a failed operation may be retried. `None` if it need not wait.
     fn held_until(&self, key: &Key, now: Timestamp) -> Option<Timestamp> {
         let retry = self.retries.iter().find(|retry| retry.key == *key)?;
         (retry.until > now).then_some(retry.until)
     }
 
-    /// Cancels what is under way and has become pointless, or is planned otherwise now. True if there
-    /// was something.
+    /// Cancels running operations that are pointless or planned differently now. Returns true if there are any.
     fn cancel(&mut self, plan: &Plan, turn: &mut Turn) -> bool {
         let ops = &plan.ops;
         let ending = self.state.is_ending();
-        // A container that is just being started is one of those that start over: it is seen first.
+        // If all containers restart, a container that is being started must restart too. It is observed first.
         let starts_over = ops.iter().any(|op| matches!(op, Op::RestartAll(_)));
         let pointless = |op: &Op| match op {
-            // What these have begun cannot be taken back: their end is waited for.
+            // The effects of these cannot be undone, so their completion is awaited.
             Op::Observe { .. }
             | Op::Sandbox { .. }
             | Op::StopSandbox(_)
@@ -131,9 +130,9 @@ impl Worker {
             Op::Stop { .. } => ops
                 .iter()
                 .any(|planned| planned.key() == op.key() && stops_earlier(planned, op)),
-            // The hook runs until its container exits, also past the grace period.
+            // The hook runs until its container exits, even beyond the grace period.
             Op::PreStop { kill, .. } => !self.may_run(&kill.id),
-            // An ephemeral container is for looking at a pod that ends, too.
+            // An ephemeral container may also debug a terminating pod.
             Op::Start { start, .. } => {
                 plan.leaves_sandbox || (ending || starts_over) && start.role != Role::Ephemeral
             }
@@ -156,7 +155,7 @@ impl Worker {
                 key,
                 Key::Start(_) | Key::RestartAll | Key::Resize | Key::Collect
             ) {
-                // What it did so far is seen first.
+                // The partial effects of the operation are observed first.
                 self.acted = self.acted.saturating_add(1);
                 (self.look, self.unsure) = (true, true);
             }
@@ -188,7 +187,7 @@ impl Worker {
         self.plan_preparation(facts, &actions, plan);
         self.plan_pulls_and_starts(facts, &actions, &observed, turn, plan);
         if self.unsure {
-            // What was done last is seen first.
+            // The effects of the last operation are observed first.
             plan.ops.retain(|op| !op.changes_runtime());
             return;
         }
@@ -198,7 +197,7 @@ impl Worker {
             return;
         }
         if !actions.kill_pod {
-            // Where it need not be stopped any more, the time that it got for that is not what the next stop has.
+            // If the pod need not be stopped any more, the next stop gets a full grace period.
             self.stop_by = None;
         } else if self.plan_pod_kill(facts, &actions, &observed, turn, plan) {
             return;
@@ -210,10 +209,10 @@ impl Worker {
             plan.ops
                 .push(self.stop_within(kill.clone(), grace, facts.now));
         }
-        // Where nothing but the cgroup is left to do, what is to be stopped for its new size is gone first.
+        // If only the cgroup remains to be resized, containers that restart for their new size stop first.
         let rest = actions.sandbox.is_some() && actions.kill.is_empty();
         let owes = !actions.resize.is_empty() || (rest && self.resizing.owes_cgroup(&self.wanted));
-        // Where the upkeep fails it does not keep the containers from their size.
+        // A failing upkeep does not block the resize.
         let is_kept = self.kept_at.is_some() || self.retries.iter().any(|r| r.key == Key::Upkeep);
         if owes && is_kept {
             plan.ops.push(Op::Resize {
@@ -225,7 +224,7 @@ impl Worker {
         self.plan_collection(&observed, plan);
     }
 
-    /// A static pod's mirror, until the API shows the right one.
+    /// Plans writing a static pod's mirror until the API has the right one.
     fn plan_mirror(&self, facts: &Facts, plan: &mut Plan) {
         if !facts.rules.mirrors || !pod::is_static(&self.effective) {
             return;
@@ -244,12 +243,12 @@ impl Worker {
         }
     }
 
-    /// Steps 5, 7 and 8: cgroup, directories, volumes.
+    /// Plans cgroup, directories and volumes (steps 5, 7 and 8 in ARCHITECTURE.md).
     fn plan_preparation(&mut self, facts: &Facts, actions: &PodActions, plan: &mut Plan) {
         let every = facts.rules.sync_frequency;
         let starts = !actions.start.is_empty() || actions.create_sandbox.is_some();
         let is_held = self.held_until(&Key::Volumes, facts.now).is_some();
-        // While a refresh that failed waits for its next try, containers start with what there is.
+        // While a failed refresh waits for its retry, containers start with the existing volumes.
         if !starts && !is_held {
             self.volumes.fresh = false;
         }
@@ -278,7 +277,7 @@ impl Worker {
                     .push("its cgroup and directories are being made".into());
                 return;
             }
-            // What fails there must not keep a running pod from its tokens, nor its containers from starting again.
+            // A failure here must not block the token refresh of a running pod, nor the restart of its containers.
             plan.ops.push(Op::Upkeep);
             if self.adopts_empty_sandbox(actions) {
                 return;
@@ -297,7 +296,7 @@ impl Worker {
         }
     }
 
-    /// Stops the whole pod so that it can start over. True while that is not done.
+    /// Stops the whole pod so that it can start again. Returns true until that is done.
     fn plan_pod_kill(
         &mut self,
         facts: &Facts,
@@ -364,8 +363,8 @@ impl Worker {
         plan.waits.push("its sandbox is being made".into());
     }
 
-    /// Whether the pod's sandbox has no container yet and this worker has not prepared the pod: the call that created the sandbox
-    /// was cut off, and the directories may have been released since.
+    /// Whether the pod's sandbox has no container yet and this worker has not prepared the pod. In this case the call
+    /// that created the sandbox was cancelled, and the directories may have been released since.
     fn adopts_empty_sandbox(&self, actions: &PodActions) -> bool {
         let (Some(sandbox), Some(observed)) = (&actions.sandbox, &self.observed) else {
             return false;
@@ -380,8 +379,8 @@ impl Worker {
             .is_none_or(|at| time::later(at, facts.rules.sync_frequency) <= facts.now)
     }
 
-    /// Step 10's containers: images side by side, starts in the order of the spec. A container waits
-    /// for those before it that are being started now, not for those that are held back.
+    /// Plans image pulls in parallel and starts in the order of the spec (step 10 in ARCHITECTURE.md). A container
+    /// waits for earlier ones that are being started, but not for those in back-off.
     fn plan_pulls_and_starts(
         &mut self,
         facts: &Facts,
@@ -451,13 +450,13 @@ impl Worker {
         self.note_init_waits(observed, actions, plan);
     }
 
-    /// Whether the worker stops the pod's sandbox, or has stopped it and has not observed the runtime since.
+    /// Whether the worker is stopping the pod's sandbox, or has stopped it and has not observed the runtime since.
     fn is_left(&self, sandbox: &str) -> bool {
         let stops = |op: &Op| matches!(op, Op::StopSandbox(id) if id == sandbox);
         self.stopped_sandboxes.contains(sandbox) || self.in_flight.iter().any(stops)
     }
 
-    /// Containers that no action starts yet because an init container or a sidecar comes first.
+    /// Reports containers that wait for an init container or a sidecar.
     fn note_init_waits(&self, observed: &ObservedPod, actions: &PodActions, plan: &mut Plan) {
         let Some(sandbox) = actions
             .sandbox
@@ -466,7 +465,7 @@ impl Worker {
         else {
             return;
         };
-        // Those of an older sandbox are history: all init containers run again in a new one.
+        // Instances in an older sandbox do not count: all init containers run again in a new one.
         let here = |name: &str| observed.newest(name).is_some_and(|c| c.sandbox == *sandbox);
         let spec = pod::spec(&self.effective);
         let starts = |c: &Container| {
@@ -484,7 +483,7 @@ impl Worker {
         }
     }
 
-    /// Until when a container may not be started: a crash-loop back-off, or a start that failed.
+    /// When a container may be started after a crash-loop back-off or a failed start. `None` if it need not wait.
     fn hold_back(
         &mut self,
         facts: &Facts,
@@ -517,14 +516,14 @@ impl Worker {
         Some(held.until)
     }
 
-    /// Ended containers and sandboxes that nobody needs any more.
+    /// Plans the removal of exited containers and stopped sandboxes that are no longer needed.
     fn plan_collection(&self, observed: &ObservedPod, plan: &mut Plan) {
         let starting = self
             .in_flight
             .iter()
             .chain(&plan.ops)
             .any(|op| matches!(op, Op::Start { .. } | Op::Sandbox { .. }));
-        // What is there is about to be seen: nothing is removed on older news.
+        // An observation is due or running. Nothing is removed on the basis of an older one.
         if starting || self.look || self.is_in_flight(&Key::Observe) {
             return;
         }
@@ -555,7 +554,7 @@ impl Worker {
         let until = self.stop_by.unwrap_or(facts.now);
         plan.wake.extend((until > facts.now).then_some(until));
         let stops = self.plan_stop(observed, until, facts.now);
-        // A sandbox that is being made is stopped when it is there.
+        // A sandbox that is being created is stopped once it exists.
         plan.ops.extend(stops.into_iter().filter(|_| !making));
         if self.has_stopped() && self.owes_claims() {
             plan.ops.push(Op::ReturnClaims);
@@ -564,7 +563,7 @@ impl Worker {
         }
     }
 
-    /// Stops and removes what the runtime has of a finished pod: a call that was cut off was carried out late.
+    /// Stops and removes what the runtime has of a finished pod, because it carried out a cancelled call late.
     fn plan_leftovers(&self, facts: &Facts, plan: &mut Plan) {
         let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
             return;
@@ -579,7 +578,7 @@ impl Worker {
     fn plan_end(&self, facts: &Facts, cause: Cause, plan: &mut Plan) {
         self.plan_leftovers(facts, plan);
         if self.admitted && !matches!(cause, Cause::Deleted | Cause::Removed) {
-            // A static pod may have come to its end before its mirror was there to tell it, or lose that now.
+            // A static pod may have finished before its mirror existed, or its mirror may be deleted now.
             self.plan_mirror(facts, plan);
         }
         let has_object = self
@@ -594,13 +593,13 @@ impl Worker {
 }
 
 impl VolumeState {
-    /// Whether what the volumes are made from has changed since the last refresh was begun: a watched object, or what the
-    /// pod's files show of the pod itself.
+    /// Whether the sources of the volumes have changed since the last refresh began: a watched object, or fields of the
+    /// pod that its files expose.
     pub(super) fn changed_since(&self, pod: &Pod) -> bool {
         self.changed || self.shape != shape(pod)
     }
 
-    /// When the next refresh for a change may begin, if a change has to wait for that.
+    /// When the next refresh for a change may begin. `None` if no change has to wait.
     fn next_for_change(&self, pod: &Pod, now: Timestamp) -> Option<Timestamp> {
         let next = self.changed_at?.checked_add(REFRESH_INTERVAL).ok()?;
         (next > now && self.changed_since(pod)).then_some(next)
@@ -614,7 +613,7 @@ fn stops_earlier(planned: &Op, under_way: &Op) -> bool {
     }
 }
 
-/// What a pod's own files show of it: other labels, annotations or resources make other files.
+/// A hash of the pod's fields that its files expose: labels, annotations and resources.
 pub(super) fn shape(pod: &Pod) -> u64 {
     let mut hasher = Fnv64::default();
     let text = |map: &Option<BTreeMap<String, String>>, hasher: &mut Fnv64| {

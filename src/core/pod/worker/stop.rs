@@ -1,6 +1,6 @@
-//! In which order a pod's containers end (KEP-753): the regular ones at once, each
-//! sidecar when all regular containers and the sidecars after it have ended or the grace period is over,
-//! then the sandboxes. The preStop hooks of all of them begin at once.
+//! The order in which a pod's containers stop (KEP-753). Regular containers stop at once. A sidecar stops when all
+//! regular containers and all later sidecars have exited, or when the grace period has expired. The sandboxes stop
+//! last. The preStop hooks of all containers begin at once.
 
 use jiff::Timestamp;
 
@@ -14,7 +14,7 @@ use crate::core::pod::resources;
 use crate::core::time;
 
 impl Worker {
-    /// What is to be stopped now, so that at `until` nothing of the pod runs.
+    /// The containers and sandboxes to stop now, so that at `until` nothing of the pod runs.
     pub(super) fn plan_stop(
         &self,
         observed: &ObservedPod,
@@ -22,7 +22,7 @@ impl Worker {
         now: Timestamp,
     ) -> Vec<Op> {
         let all = pod::containers(&self.effective);
-        // Sidecars by their place; regular containers count as the last of all.
+        // Sidecars are ordered by their position. Regular containers rank after all sidecars.
         let place = |c: &observed::Container| {
             all.iter()
                 .position(|(role, def)| *role == Role::Sidecar && def.name == c.name)
@@ -50,13 +50,13 @@ impl Worker {
         stops.collect()
     }
 
-    /// Whether a container's preStop hook runs before it is its turn to stop.
+    /// Whether the preStop hook of a sidecar is running before its turn to stop.
     fn runs_hook(&self, id: &str) -> bool {
         let hook = |op: &Op| matches!(op, Op::PreStop { kill, .. } if kill.id == id);
         self.in_flight.iter().any(hook)
     }
 
-    /// Adds the containers whose postStart hook failed to those that are to be stopped.
+    /// Adds the containers whose postStart hook has failed to those that must be stopped.
     pub(super) fn stop_failed_hooks(&self, kills: &mut Vec<Kill>) {
         for (id, name) in &self.failed_hooks {
             if !kills.iter().any(|kill| kill.id == *id) {
@@ -76,7 +76,7 @@ impl Worker {
         observed.is_none_or(|observed| self.alive(observed).any(|c| c.id == id))
     }
 
-    /// Stopping one container by `until`, or earlier if it was told so before.
+    /// Stops one container by `until`, or by an earlier deadline that it already has.
     pub(super) fn stop_of(&self, kill: Kill, until: Timestamp) -> Op {
         let before = self.stops.get(&kill.id).copied();
         Op::Stop {
@@ -86,7 +86,7 @@ impl Worker {
         }
     }
 
-    /// Stopping one container that has `grace` seconds from the time that it is told so.
+    /// Stops one container within `grace` seconds. If it is already being stopped, its deadline stays.
     pub(super) fn stop_within(&self, kill: Kill, grace: i64, now: Timestamp) -> Op {
         let until = self
             .stops
@@ -96,8 +96,8 @@ impl Worker {
         self.stop_of(kill, until)
     }
 
-    /// Containers that may have a process. Of one whose state the runtime does not know, that it could be
-    /// stopped has to be enough.
+    /// Containers that may have a process. If the runtime does not know a container's state, a successful stop
+    /// suffices.
     fn alive<'a>(
         &'a self,
         observed: &'a ObservedPod,
@@ -112,21 +112,22 @@ impl Worker {
         ids.filter(|id| !self.stopped_sandboxes.contains(*id))
     }
 
-    /// Whether the drivers of the pod's resource claims are still to be told that it has ended. Only then is its end told:
-    /// whoever sees it may give the devices to another pod (KEP-4381).
+    /// Whether the pod's resource claims must still be unprepared. The terminal status is published only afterwards, as
+    /// the devices may then be assigned to another pod (KEP-4381).
     pub(super) fn owes_claims(&self) -> bool {
         has_claims(self.update.with_status()) && !self.claims_returned
     }
 
-    /// Whether a container may begin to run that was not seen to do so: its start is under way, or was cancelled, and the
-    /// runtime, which may have begun with it, has not been looked at since.
+    /// Whether a container may be starting that was not observed as running. Its start is in progress, or was cancelled
+    /// without an observation of the runtime since.
     pub(super) fn may_begin(&self) -> bool {
         let starts = |op: &Op| matches!(op, Op::Start { .. });
         self.unsure || self.in_flight.iter().any(starts)
     }
 
-    /// Whether the pod's end was told and nothing of it runs any more. Of an end that somebody else has told the containers
-    /// may still run: as long as they do, they have what they were given (upstream's `filterOutInactivePods`).
+    /// Whether a terminal status was published and no container runs any more. If another client wrote the terminal
+    /// status, containers may still run, and keep their resources until they stop (`filterOutInactivePods` in
+    /// `pkg/kubelet/kubelet_pods.go`).
     #[must_use]
     pub fn has_told_its_end(&self) -> bool {
         let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
@@ -134,8 +135,8 @@ impl Worker {
         is_told && !self.observed.as_deref().is_none_or(runs)
     }
 
-    /// Whether the pod has completed and its end was told: nobody waits for its sandbox, but for the host ports of one, which
-    /// the next pod may have.
+    /// Whether the pod has completed, its terminal status was published, and no other pod waits for its sandbox. The
+    /// next pod may wait for the host ports of a sandbox.
     #[must_use]
     pub fn has_completed_unawaited(&self) -> bool {
         matches!(
@@ -148,7 +149,7 @@ impl Worker {
             && !resources::has_host_ports(&self.effective)
     }
 
-    /// Whether nothing of the pod runs any more, as far as was seen after the last thing that was done.
+    /// Whether nothing of the pod runs any more, according to an observation after the last operation.
     pub(super) fn has_stopped(&self) -> bool {
         let Some(observed) = self.observed.as_ref().filter(|_| !self.unsure) else {
             return false;

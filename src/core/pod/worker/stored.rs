@@ -1,12 +1,12 @@
-//! How shared values are stored: as what they share.
+//! Serialisation of shared values, which are stored without the `Arc`.
 
-/// A shared value.
+/// A value in an `Arc`.
 pub mod shared {
     use std::sync::Arc;
 
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// Writes the value.
+    /// Serialises the value.
     pub fn serialize<T: Serialize, S: Serializer>(
         value: &Arc<T>,
         to: S,
@@ -14,7 +14,7 @@ pub mod shared {
         T::serialize(value, to)
     }
 
-    /// Reads it.
+    /// Deserialises the value.
     pub fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
         from: D,
     ) -> Result<Arc<T>, D::Error> {
@@ -22,13 +22,13 @@ pub mod shared {
     }
 }
 
-/// A shared value that may be missing.
+/// An optional value in an `Arc`.
 pub mod optional {
     use std::sync::Arc;
 
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// Writes the value.
+    /// Serialises the value.
     pub fn serialize<T: Serialize, S: Serializer>(
         value: &Option<Arc<T>>,
         to: S,
@@ -36,7 +36,7 @@ pub mod optional {
         value.as_deref().serialize(to)
     }
 
-    /// Reads it.
+    /// Deserialises the value.
     pub fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
         from: D,
     ) -> Result<Option<Arc<T>>, D::Error> {

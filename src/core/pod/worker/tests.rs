@@ -49,13 +49,13 @@ fn a_pod(spec: Value, metadata: Value) -> Update {
     }
 }
 
-/// A worker, the time, and a runtime that does what it is told at once.
+/// A worker, the time, and a runtime that carries out operations immediately.
 struct Run {
     worker: Worker,
     now: i64,
     record: Record,
     runtime: ObservedPod,
-    /// Everything that was begun, in order.
+    /// The keys of all operations that began, in order.
     begun: Vec<Key>,
     published: Vec<PodStatus>,
     waiting: Vec<Op>,
@@ -67,7 +67,7 @@ impl Run {
         Run::over(ObservedPod::default(), update)
     }
 
-    /// The worker of another agent over the same runtime and API.
+    /// The worker of another agent with the same runtime and API.
     fn restarted(self) -> Run {
         let mut update = self.worker.update().clone();
         let mut pod = Pod::clone(&update.pod);
@@ -118,7 +118,7 @@ impl Run {
         })
     }
 
-    /// What the runtime would answer.
+    /// The runtime's response.
     fn outcome(&mut self, op: &Op) -> Outcome {
         match op {
             Op::Observe { .. } => Outcome::Observed {
@@ -138,7 +138,7 @@ impl Run {
             Op::Start { start, sandbox, .. } => {
                 let made = container(&start.container.name, start.attempt, sandbox, self.now);
                 let id = made.id.clone();
-                // At odd times the runtime can be asked about it at once.
+                // At odd times the query after the start succeeds.
                 let seen = (self.now % 2 == 1).then(|| Box::new(made.clone()));
                 self.runtime.containers.insert(0, made);
                 Outcome::Started { id, seen }
@@ -166,7 +166,7 @@ impl Run {
         }
     }
 
-    /// The machine started again, or a shim died: the sandbox and all in it have ended.
+    /// A reboot, or an exited shim: the sandbox and all its containers have stopped.
     fn lose_sandbox(&mut self) {
         let all: Vec<String> = self.runtime.live().map(|c| c.id.clone()).collect();
         all.iter().for_each(|id| self.exit(id, 137));
@@ -176,7 +176,7 @@ impl Run {
             .for_each(|s| s.ready = false);
     }
 
-    /// Whether all is well as far as it says, though a container has no instance in the sandbox that there is.
+    /// Whether the worker waits for nothing although a container has no instance in the current sandbox.
     fn is_overconfident(&self) -> bool {
         let Some(seen) = self.worker.observed.as_ref() else {
             return self.worker.waiting.is_none();
@@ -186,7 +186,7 @@ impl Run {
             seen.newest(name)
                 .is_some_and(|c| Some(&c.sandbox) == sandbox)
         };
-        // What has succeeded in an older sandbox stays as it is.
+        // A container that succeeded in an older sandbox is not restarted.
         let succeeded = |name: &str| {
             let newest = seen.newest(name);
             newest.is_some_and(|c| c.state == ContainerState::Exited && c.exit_code == 0)
@@ -195,7 +195,7 @@ impl Run {
         self.worker.waiting.is_none() && containers.any(|c| !here(&c.name) && !succeeded(&c.name))
     }
 
-    /// Lets operations end, all but those that `held` names, until none is left. Time stands still.
+    /// Completes operations until none is left, except for those that `held` selects. The time does not change.
     fn settle_but(&mut self, held: impl Fn(&Op) -> bool) {
         for _ in 0..200 {
             let Some(op) = self.waiting.iter().find(|op| !held(op)).cloned() else {
@@ -286,7 +286,7 @@ fn a_container_starts_as_soon_as_its_sidecar_has() {
     );
 }
 
-/// A pod with a sidecar, an init container and a container.
+/// A pod with a sidecar, an init container and a regular container.
 fn with_init(policy: &str) -> Value {
     json!({"restartPolicy": policy, "initContainers": [{"name": "s", "image": "i", "restartPolicy": "Always"}, {"name": "t", "image": "i"}],
         "containers": [{"name": "c", "image": "i"}]})
@@ -311,14 +311,14 @@ fn an_init_container_that_runs_again_is_waited_for_again() {
         );
         run.lose_sandbox();
         run.input(Input::Hint);
-        // Making another sandbox is paced.
+        // Creating another sandbox is subject to back-off.
         run.settle();
         run.now += 60_000;
         run.input(Input::Tick);
     }
 }
 
-/// Simulation, seed 1: an event told of the sandbox before the call that made it had returned.
+/// Simulation seed 1: an event about the sandbox arrived before the call that created it returned.
 #[test]
 fn a_sandbox_that_is_seen_while_it_is_made_is_the_same_one() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -334,7 +334,7 @@ fn a_sandbox_that_is_seen_while_it_is_made_is_the_same_one() {
     assert_eq!((run.count(&Key::Sandbox), run.count(&start("c"))), (1, 1));
 }
 
-/// The machine slept, or its clock was set: what waits, waits on for as long as it would have.
+/// The machine was suspended, or its clock was set: the duration of each wait stays the same.
 #[test]
 fn deadlines_move_with_the_clock() {
     for by in [-3_600, 3_600] {
@@ -358,7 +358,8 @@ fn deadlines_move_with_the_clock() {
     }
 }
 
-/// Found by tests/recovery.rs: something else happened while a sidecar was being started, and then all was well.
+/// Found by tests/recovery.rs: another input arrived while a sidecar was being started, and the pod then reported no
+/// wait.
 #[test]
 fn a_pod_whose_container_is_being_started_is_never_well() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
@@ -405,7 +406,7 @@ fn a_container_that_is_being_started_starts_over_with_the_others() {
     let outcome = run.outcome(&Op::Observe { logs: false });
     let turn = run.done(&Key::Observe, outcome);
     assert_eq!(turn.cancel, [start("b")]);
-    // The runtime was making it.
+    // The runtime was creating it.
     let b = container("b", 0, "box0", run.now);
     run.runtime.containers.insert(0, b);
     run.settle_but(held);
@@ -500,7 +501,7 @@ fn a_static_pod_that_has_ended_has_a_mirror_that_says_so() {
     run.settle();
     assert_eq!(run.phase(), "Succeeded");
     let before = run.count(&Key::Mirror);
-    // Somebody deletes it: who looks later must see how the pod has ended.
+    // The mirror is deleted. A new mirror must show the terminal status.
     update.object = None;
     run.input(Input::Update(update));
     run.settle();
@@ -536,7 +537,7 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
     let mut object = Pod::clone(&mirror.pod);
     object.status = Some(Arc::unwrap_or_clone(before.clone()));
     mirror.pod = Arc::new(object);
-    // Another agent reads the manifests before it has listed what the API has.
+    // Another agent reads the manifests before it has listed the API's objects.
     let mut update = a_pod(spec, json!({"annotations": annotations}));
     update.object = None;
     let mut again = Run::over(run.runtime, update.clone());
@@ -554,7 +555,8 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
     );
 }
 
-/// Seed 2300: the status of a mirror that is being deleted changed, and the worker slept with the mirror to do again.
+/// Simulation seed 2300: the status of a mirror that was being deleted changed. The worker then went to sleep although
+/// the mirror had to be written again.
 #[test]
 fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
     let annotations =
@@ -582,7 +584,7 @@ fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
     );
 }
 
-/// A pod's life costs the API three statuses, and none waits for a sandbox that does not stop.
+/// The life of a pod needs three status updates, and none of them waits for a sandbox that does not stop.
 #[test]
 fn a_life_is_told_in_three_statuses() {
     let spec = || json!({"containers": [{"name": "a", "image": "i"}]});
@@ -617,7 +619,8 @@ fn a_life_is_told_in_three_statuses() {
     );
 }
 
-/// Whoever waits for its end has it without its sandbox's, which may take its time then.
+/// The terminal status of a completed pod does not wait for its sandbox, which may take time to stop. It does wait if
+/// the sandbox has host ports.
 #[test]
 fn the_end_of_a_pod_that_completes_is_told_before_its_sandbox_is_stopped() {
     let spec = |container: Value| json!({"restartPolicy": "Never", "containers": [container]});
@@ -716,8 +719,9 @@ fn a_record_is_decided_again_and_shows_what_differs() {
 }
 
 proptest! {
-    /// Whatever happens in whatever order: no two operations about the same, none begun for a pod that ends but
-    /// those that end it, and (a debug assertion in `turn`) nothing planned that nobody would ever wake up for.
+    /// For any order of inputs: no two operations with the same key run at once, and a terminating pod begins only
+    /// operations for its termination. A debug assertion in `turn` checks that every planned operation has a wake-up
+    /// time.
     #[test]
     fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..21, 1..120), init in any::<bool>()) {
         let spec = || if init { with_init("OnFailure") } else { with_sidecar("OnFailure") };

@@ -1,5 +1,5 @@
-//! Every number and quantity of a pod, of a Node, of a claim and of the node's configuration at its limits: an apiserver that
-//! accepts them must not stop the agent.
+//! Extreme values for every number and quantity of a pod, a Node, a claim and the node's configuration. If an apiserver
+//! accepts them, they must not crash the agent.
 
 use super::*;
 use crate::core::node::admit::{self, Here};
@@ -19,7 +19,7 @@ use crate::core::volume::{claims, local_storage, payload};
 use k8s_openapi::api::core::v1::{LifecycleHandler, Node, PersistentVolume, PersistentVolumeClaim};
 use std::time::Duration;
 
-/// Numbers of 64 bits.
+/// 64-bit numbers.
 const LONG: [i64; 12] = [
     i64::MIN,
     i64::MIN + 1,
@@ -34,7 +34,7 @@ const LONG: [i64; 12] = [
     i64::MAX - 1,
     i64::MAX,
 ];
-/// Numbers of 32 bits.
+/// 32-bit numbers.
 const SHORT: [i32; 7] = [i32::MIN, -1, 0, 1, 30, i32::MAX - 1, i32::MAX];
 const QUANTITIES: [&str; 13] = [
     "0",
@@ -112,7 +112,7 @@ impl Draw<'_> {
     }
 }
 
-/// The life of a pod: it starts, is probed, restarts, completes, is deleted, and is found again by another agent.
+/// The life of a pod: it starts, is probed, restarts, completes, is deleted, and is adopted by another agent.
 fn live(draw: &mut Draw<'_>) {
     let spec = draw.spec();
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
@@ -150,13 +150,13 @@ fn live(draw: &mut Draw<'_>) {
     let mut again = Run::over(run.runtime.clone(), a_pod(spec, deleted));
     for run in [&mut run, &mut again] {
         run.settle();
-        // Whatever its grace, nothing of it runs any more when the runtime has stopped it.
+        // Whatever its grace period: once the runtime has stopped the pod, nothing of it runs.
         assert!(run.runtime.live().next().is_none());
         assert!(run.begun.contains(&Key::Finalise), "{:?}", run.begun);
     }
 }
 
-/// What the runtime, the kernel and the volumes are given.
+/// Computes the configurations for the runtime, the cgroups and the volumes.
 fn configure(pod: &Pod, draw: &mut Draw<'_>) {
     let mut node = cri_config::Node::new(Arc::new(dns::Resolver::default()));
     node.memory = draw.long().unsigned_abs();
@@ -215,7 +215,7 @@ fn configure(pod: &Pod, draw: &mut Draw<'_>) {
     }
 }
 
-/// The managers of two NUMA nodes with four processors each.
+/// The managers of two NUMA nodes with four CPUs each.
 fn managers() -> managers::Managers {
     let cpu = |id: u32| {
         let (node, socket, cache, core) = (id / 4, id / 4, id / 4, id);
@@ -260,7 +260,7 @@ fn managers() -> managers::Managers {
     managers::Managers::new(&rules, &machine, &managers::Checkpoints::default()).expect("managers")
 }
 
-/// What the node decides: admission, preemption, eviction, its shutdown, and the sums.
+/// Computes the decisions of the node: admission, preemption, eviction, shutdown, and the sums.
 fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let node = json!({"status": {"allocatable": {"example.com/thing": draw.quantity()}}});
     let node: Node = serde_json::from_value(node).expect("a node");
@@ -311,7 +311,7 @@ fn admit(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     }
 }
 
-/// The pod's end with the machine.
+/// Computes the phases of a node shutdown for the pod.
 fn shut_down(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     let periods = (0..3).map(|_| Period {
         priority: draw.short(),
@@ -335,7 +335,7 @@ fn shut_down(pod: &Arc<Pod>, draw: &mut Draw<'_>) {
     }
 }
 
-/// A claim and its volume.
+/// Computes the expansion of a claim and its volume.
 fn grow(draw: &mut Draw<'_>) {
     let sizes = |draw: &mut Draw<'_>| json!({"storage": draw.quantity()});
     let claim = json!({"metadata": {"name": "c", "namespace": "n"},
@@ -363,7 +363,8 @@ proptest! {
     }
 }
 
-/// `{terminationGracePeriodSeconds: 1000000000000, restartPolicy: Never, command: ["true"]}` panicked at its completion.
+/// With `{terminationGracePeriodSeconds: 1000000000000, restartPolicy: Never, command: ["true"]}` the agent once
+/// panicked at the pod's completion.
 #[test]
 fn a_pod_with_an_endless_grace_period_completes_and_is_deleted() {
     for grace in LONG {

@@ -1,4 +1,4 @@
-//! The end of a pod with resource claims is told when they are given back.
+//! The terminal status of a pod with resource claims is published after the claims were unprepared.
 
 use super::*;
 
@@ -26,7 +26,7 @@ fn a_pod_ends_when_its_claims_are_given_back() {
     );
     assert_eq!(run.phase(), "Running");
     assert!(matches!(run.worker.state, State::Terminating { .. }));
-    // It is tried again by itself, and at once when a driver comes.
+    // The operation is retried with back-off, and at once when a driver is registered.
     assert_eq!(turn.wake_at, Some(at(run.now + 500)));
     run.input(Input::DriversChanged);
     assert_eq!(run.waiting, [Op::ReturnClaims]);

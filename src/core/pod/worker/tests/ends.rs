@@ -1,4 +1,4 @@
-//! Pods whose end the API tells before their worker has seen it.
+//! Pods with a terminal status in the API that their worker has not published.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn spec() -> Value {
     json!({"restartPolicy": "Always", "terminationGracePeriodSeconds": 1, "containers": [{"name": "c", "image": "i"}]})
 }
 
-/// A pod as the API has it, with this status.
+/// A pod with this status in the API.
 fn with_status(version: u32, status: Value) -> Update {
     of_api(spec(), version, status)
 }
@@ -27,7 +27,7 @@ fn ended(phase: &str) -> Value {
             "containerID": "containerd://old", "state": state}]})
 }
 
-/// Something of the pod runs that was started after its end.
+/// A container of the pod runs that was started after the pod's terminal status.
 fn running() -> ObservedPod {
     ObservedPod {
         sandboxes: vec![sandbox(1, 0)],
@@ -49,7 +49,7 @@ fn is_told_as_ended(run: &Run, phase: &str) {
     assert!(told.clone().all(|p| p == Some(phase)), "{told:?}");
 }
 
-/// A power cut in a virtual node: the runtime may have nothing of it, or have started it again.
+/// A virtual node lost power: the runtime may have nothing of the pod, or may have started it again.
 #[test]
 fn a_pod_that_has_ended_in_the_api_is_not_started_by_the_next_agent() {
     for phase in ["Failed", "Succeeded"] {
@@ -66,7 +66,7 @@ fn a_pod_that_has_ended_in_the_api_is_not_started_by_the_next_agent() {
     }
 }
 
-/// The agent began with an older view, and has started the pod.
+/// The agent started the pod with an outdated view of the API.
 #[test]
 fn an_end_that_the_api_tells_later_is_not_taken_back() {
     for phase in ["Failed", "Succeeded"] {
@@ -82,14 +82,14 @@ fn an_end_that_the_api_tells_later_is_not_taken_back() {
         assert!(run.worker.has_told_its_end());
         is_told_as_ended(&run, phase);
         assert_eq!((run.runtime.live().count(), run.count(&start("c"))), (0, 1));
-        // Whoever writes over it is not believed.
+        // If another client overwrites the terminal status, the worker ignores that.
         run.input(Input::Update(with_status(3, json!({"phase": "Running"}))));
         run.settle();
         is_told_as_ended(&run, phase);
     }
 }
 
-/// The garbage collector of pods and `kubectl` set no more than the phase: how the containers end is told.
+/// The pod garbage collector and `kubectl` set only the phase. The agent then reports how the containers exited.
 #[test]
 fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
     let mut run = Run::new(with_status(1, json!({"phase": "Pending"})));
@@ -106,8 +106,9 @@ fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
     assert!(told.all(|p| p == Some("Failed")));
 }
 
-/// Simulation, seed 1898: while the watch brought nothing, others have told an end beside what the API knew of containers that
-/// had not been started, and the worker has told its own, which the writer has merged by then.
+/// Simulation seed 1898: while the watch was delayed, another client wrote a terminal status. That status has container
+/// statuses from before the containers started. Meanwhile the worker published its own terminal status, which the
+/// status writer merged.
 #[test]
 fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_containers() {
     let with = |version, status| {
@@ -120,7 +121,7 @@ fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_conta
     run.exit("c0", 1);
     run.input(Input::Hint);
     run.settle();
-    // Its back-off.
+    // After its back-off.
     run.now = 10_000;
     run.input(Input::Tick);
     run.settle();
@@ -128,7 +129,7 @@ fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_conta
     run.input(Input::Hint);
     let is_held = |op: &Op| matches!(op, Op::StopSandbox(_));
     run.settle_but(is_held);
-    // A status waits for the sandbox's end no longer than this.
+    // A status waits for the stop of the sandbox no longer than this.
     let later = |run: &mut Run| {
         run.now += 2000;
         run.input(Input::Tick);
@@ -157,8 +158,8 @@ fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_conta
     }
 }
 
-/// Upstream computes the phase again when the containers have stopped; what it has set for a preempted pod before survives
-/// only where they have failed (`SyncTerminatingPod`, critical_pod_test.go).
+/// Upstream computes the phase again when the containers have stopped. The status that it set before for a preempted
+/// pod survives only if they have failed (`SyncTerminatingPod` in `pkg/kubelet/kubelet.go`, critical_pod_test.go).
 #[test]
 fn a_preempted_pod_ends_as_its_containers_do() {
     for (cause, code, phase, reason) in [

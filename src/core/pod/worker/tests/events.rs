@@ -1,4 +1,4 @@
-//! Events of the runtime: what the worker did itself is no news, and nothing else is overlooked.
+//! Events of the runtime: echoes of the worker's own operations cause no observation, and all other events do.
 
 use super::super::news::{News, news};
 use super::*;
@@ -36,7 +36,7 @@ fn starting(post_start: bool) -> Op {
     }
 }
 
-/// What is known of a container `c0`, what is under way, what is told of what, and what follows.
+/// The known state of container `c0`, the running operations, the event's id and kind, and the event's effect.
 type Case = (
     Option<ContainerState>,
     Vec<Op>,
@@ -51,14 +51,14 @@ fn cases() -> Vec<Case> {
     let looking = || vec![Op::Observe { logs: false }];
     let (start, hooked) = (|| vec![starting(false)], || vec![starting(true)]);
     vec![
-        // What is known already, or was before.
+        // The change is already known, or is older than the known state.
         (Some(Running), vec![], "c0", EventKind::Created, News::None),
         (Some(Running), vec![], "c0", EventKind::Started, News::None),
         (Some(Exited), vec![], "c0", EventKind::Started, News::None),
         (Some(Created), start(), "c0", EventKind::Created, News::None),
         (None, vec![], "box0", EventKind::Created, News::None),
         (None, making(), "box0", EventKind::Started, News::None),
-        // What an operation under way may have caused.
+        // A running operation may have caused the event.
         (None, making(), "box1", EventKind::Created, News::Later),
         (None, start(), "c0", EventKind::Created, News::Later),
         (
@@ -68,13 +68,13 @@ fn cases() -> Vec<Case> {
             EventKind::Started,
             News::Later,
         ),
-        // What nobody here has done, or is to be seen at once.
+        // No operation explains the event, or the container must be observed at once.
         (None, vec![], "c0", EventKind::Created, News::Look),
         (None, looking(), "c0", EventKind::Started, News::Look),
         (None, hooked(), "c0", EventKind::Started, News::Look),
         (Some(Created), vec![], "c0", EventKind::Started, News::Look),
         (Some(Unknown), vec![], "c0", EventKind::Started, News::Look),
-        // Ends, whatever is known and under way.
+        // Exits and removals, whatever the worker knows.
         (Some(Running), start(), "c0", EventKind::Stopped, News::Look),
         (Some(Exited), vec![], "c0", EventKind::Stopped, News::Look),
         (None, making(), "box0", EventKind::Deleted, News::Look),
@@ -100,7 +100,7 @@ fn an_event_is_news_if_it_tells_what_is_not_known() {
     assert_eq!(told, News::Look, "nothing has been seen yet");
 }
 
-/// A start whose events come before its calls return costs as many looks as one without events.
+/// A start whose events arrive before its calls return needs no more observations than a start without events.
 #[test]
 fn what_the_worker_does_comes_back_without_a_look() {
     let spec = || json!({"containers": [{"name": "c", "image": "i"}]});
@@ -127,7 +127,8 @@ fn what_the_worker_does_comes_back_without_a_look() {
     assert_eq!(run.record.replay(), vec![]);
 }
 
-/// What was told while an operation was under way, and was about something else, is looked at when that ends.
+/// An event during an operation that turns out to be about something else causes an observation when the operation
+/// completes.
 #[test]
 fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -150,7 +151,7 @@ fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
     );
 }
 
-/// What the runtime says of a container right after its start is all that there is to see, unless that has ended.
+/// If the runtime reports a container right after its start, no observation is needed unless the container has exited.
 #[test]
 fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
     for state in [ContainerState::Running, ContainerState::Exited] {
@@ -175,7 +176,7 @@ fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
     }
 }
 
-/// The end came as an event and was seen before the start had ended.
+/// The exit arrived as an event and was observed before the start completed.
 #[test]
 fn an_end_that_was_seen_is_not_undone_by_an_older_answer() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});

@@ -1,4 +1,4 @@
-//! When what has failed is tried again, by its class.
+//! When failed operations are retried, by the class of the failure.
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn starting() -> Run {
     run
 }
 
-/// Fails what is under way, and how many milliseconds pass until it is tried again.
+/// Completes an operation with this outcome. Returns the milliseconds until it begins again.
 fn pause(run: &mut Run, key: &Key, outcome: Outcome) -> i64 {
     run.done(key, outcome);
     run.settle_but(|op| op.key() == *key);
@@ -45,7 +45,7 @@ fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
     }
 }
 
-/// Lets the pause pass that there is even with news.
+/// Lets the minimum pause between two tries pass.
 fn pass(run: &mut Run) {
     run.settle();
     run.now += 500;
@@ -53,7 +53,7 @@ fn pass(run: &mut Run) {
     run.settle();
 }
 
-/// Whether a start that has failed is tried again as soon as there is news.
+/// Whether a failed start is retried as soon as this change arrives.
 fn is_tried_again(class: Class, news: impl FnOnce(&mut Run)) -> bool {
     let mut run = starting();
     run.done(&start("c"), waits(class));
@@ -66,7 +66,7 @@ fn is_tried_again(class: Class, news: impl FnOnce(&mut Run)) -> bool {
     tries == 1
 }
 
-/// A ConfigMap that comes late: the container is started at once, with what a refresh has found.
+/// A ConfigMap is created late: the container is started as soon as a volume refresh has found it.
 #[test]
 fn what_was_missing_is_tried_again_with_the_news() {
     for (class, again) in [
@@ -85,7 +85,7 @@ fn what_was_missing_is_tried_again_with_the_news() {
     }
 }
 
-/// The news has come while the start was failing, or the refresh that will show it is under way.
+/// The change arrives while the start is failing, or while the refresh that will find it is running.
 #[test]
 fn news_that_comes_before_the_failure_is_not_lost() {
     for refresh_begins in [false, true] {
@@ -106,7 +106,7 @@ fn news_that_comes_before_the_failure_is_not_lost() {
     }
 }
 
-/// An object may change again and again, and the runtime fail as soon as it is back (seed 1317 of the simulation).
+/// An object may change continually, and the runtime may fail as soon as it is back (simulation seed 1317).
 #[test]
 fn there_is_a_pause_also_where_news_comes_all_the_time() {
     let mut run = starting();
@@ -124,11 +124,11 @@ fn there_is_a_pause_also_where_news_comes_all_the_time() {
         run.settle_but(|op| matches!(op, Op::Start { .. }));
     }
     let tries = run.count(&start("c")) - begun;
-    // One with each refresh.
+    // One try with each refresh.
     assert!((25..=31).contains(&tries), "{tries} tries in a minute");
 }
 
-/// Without news a failure of this class is not tried again and again.
+/// Without a change, a failure of this class is not retried.
 #[test]
 fn a_refresh_without_news_is_no_reason_to_try_again() {
     let mut run = starting();
@@ -143,7 +143,7 @@ fn a_refresh_without_news_is_no_reason_to_try_again() {
     assert_eq!(run.count(&start("c")), begun);
 }
 
-/// Labels and annotations are what a path or a variable may be made from.
+/// A path or a variable may depend on labels and annotations.
 #[test]
 fn another_annotation_is_reason_to_try_again() {
     for (class, again) in [
@@ -160,7 +160,7 @@ fn another_annotation_is_reason_to_try_again() {
     }
 }
 
-/// What the runtime could not do while it was away waits for no pause that has grown meanwhile.
+/// Operations that failed while the runtime was unavailable do not wait for their increased back-off.
 #[test]
 fn pods_go_on_as_soon_as_the_runtime_is_back() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});

@@ -1,8 +1,9 @@
-//! Images that containers start with.
+//! The images that containers start with.
 
 use super::*;
 
-/// The image was pulled, and is another one before the sandbox is there: the container does not start with the first.
+/// The image is changed after it was pulled and before the sandbox exists: the container does not start with the old
+/// image.
 #[test]
 fn an_image_that_changes_before_the_start_is_pulled_too() {
     let spec = |image: &str| json!({"containers": [{"name": "c", "image": image}, {"name": "d", "image": "i"}]});

@@ -1,8 +1,8 @@
-//! Pods that the node does not admit.
+//! Pods that the node rejects.
 
 use super::*;
 
-/// Simulation, seed 67: the agent started again, and the Node had other labels.
+/// Simulation seed 67: the agent restarted, and the labels of the Node had changed.
 #[test]
 fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
@@ -30,8 +30,8 @@ fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
     assert_eq!(run.runtime.live().count(), 0);
 }
 
-/// Simulation, seeds 475 and 747: only sidecars had been started. And one of which an earlier agent could not write
-/// what it had started: the runtime is asked first.
+/// Simulation seeds 475 and 747: only sidecars had been started. If an earlier agent could not publish which containers
+/// it had started, the runtime is observed first.
 #[test]
 fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
     for written in [true, false] {
@@ -57,7 +57,7 @@ fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
     }
 }
 
-/// Simulation, seed 38: the runtime was down, so there were no conditions yet, and the agent started again later.
+/// Simulation seed 38: the runtime was down, so the status had no conditions yet, and the agent restarted later.
 #[test]
 fn a_refused_pod_keeps_its_start_time() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
@@ -75,8 +75,8 @@ fn a_refused_pod_keeps_its_start_time() {
     assert_eq!(run.worker.status.start_time, started);
 }
 
-/// `kubectl get` shows the reason of a terminated container rather than the pod's: of a pod that was refused before anything
-/// of it was made no container is told as lost, also by the next agent.
+/// `kubectl get` shows the reason of a terminated container rather than the pod's. If a pod was rejected before it was
+/// started, no container is therefore reported as lost, even by the next agent.
 #[test]
 fn of_a_refused_pod_nothing_is_said_of_containers() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
@@ -101,7 +101,8 @@ fn of_a_refused_pod_nothing_is_said_of_containers() {
     assert!(status.container_statuses.is_none() && status.init_container_statuses.is_none());
 }
 
-/// Its volumes show that the node cannot have it: a pod that has a sandbox by then is refused all the same, and it is let go.
+/// The volumes show that the pod cannot run on the node. The pod is rejected even if it already has a sandbox, which is
+/// released.
 #[test]
 fn a_pod_is_refused_for_its_volumes() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));

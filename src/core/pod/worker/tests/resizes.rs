@@ -1,8 +1,8 @@
-//! Pods that get other sizes while they run (KEP-1287).
+//! Resizes of running pods (KEP-1287).
 
 use super::*;
 
-/// A pod of one generation, whose container has so much CPU; `policy` is that of a change of its CPU.
+/// A pod with this generation and CPU request. `policy` is the restart policy for CPU resizes.
 fn sized(generation: i64, cpu: &str, policy: &str) -> Update {
     let container = json!({"name": "c", "image": "i", "resources": {"requests": {"cpu": cpu}},
         "resizePolicy": [{"resourceName": "cpu", "restartPolicy": policy}]});
@@ -17,7 +17,7 @@ fn running(policy: &str) -> Run {
     run
 }
 
-/// The observed generation, and what the status says of a resize: type, reason and message.
+/// The observed generation, and the status's conditions about the resize: type, reason and message.
 fn told(run: &Run) -> (i64, Vec<(String, String, String)>) {
     let status = &run.worker.status;
     let conditions = status.conditions.iter().flatten();
@@ -60,7 +60,7 @@ fn a_new_size_is_observed_when_the_node_has_decided() {
     run.done(&Key::Resize, Outcome::Failed(Fault::later("too small")));
     let error = one("PodResizeInProgress", "Error", "too small");
     assert_eq!(told(&run), (2, error));
-    // Another agent takes over in the middle of it.
+    // Another agent takes over during the resize.
     let mut run = run.restarted();
     run.settle();
     assert_eq!(told(&run), (2, vec![]));
@@ -78,13 +78,13 @@ fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
     let pending = one("PodResizePending", "Deferred", "no room");
     assert_eq!(told(&run), (2, pending));
     assert_eq!(run.count(&Key::Resize), 0);
-    // It is taken back.
+    // The request is withdrawn.
     updated(&mut run, sized(3, "1", "NotRequired"));
     run.settle();
     assert_eq!((told(&run), run.count(&Key::Resize)), ((3, vec![]), 0));
 }
 
-/// The node's ledger is an actor: it may keep a size waiting, or book it, that the pod asks for no more.
+/// The node's ledger is an actor: it may queue or allocate a size that the pod no longer requests.
 #[test]
 fn the_node_learns_that_a_size_is_taken_back() {
     let withdrawals = |run: &Run| run.waiting.iter().filter(|op| **op == Op::Withdraw).count();
@@ -99,12 +99,12 @@ fn the_node_learns_that_a_size_is_taken_back() {
         updated(&mut run, sized(3, "1", "NotRequired"));
         assert_eq!(withdrawals(&run), 1, "deferred: {deferred}");
         assert!(!run.waiting.contains(&Op::Grow));
-        // The room that it was given meanwhile is not asked for.
+        // Resources that were freed meanwhile are not requested.
         run.input(Input::RoomFreed);
         let asked = run.count(&Key::Grow);
         run.settle();
         assert_eq!((told(&run), run.count(&Key::Grow)), ((3, vec![]), asked));
-        // Another size is asked for after that, not beside it.
+        // Another size is requested after the withdrawal, not at the same time.
         updated(&mut run, sized(4, "64", "NotRequired"));
         updated(&mut run, sized(5, "1", "NotRequired"));
         updated(&mut run, sized(6, "2", "NotRequired"));
@@ -159,7 +159,8 @@ fn the_cgroup_follows_a_container_that_starts_anew_for_its_size() {
     assert_eq!(status.map(|all| all[0].restart_count), Some(1));
 }
 
-/// The failed call may have been carried out: a size that is taken back then is set all the same, with the same back-off.
+/// The failed call may have been carried out. If the request is withdrawn, the old size is therefore set again, with
+/// the same back-off.
 #[test]
 fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
     for taken_back in [false, true] {
@@ -187,7 +188,7 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
         if taken_back {
             updated(&mut run, sized(3, "1", "NotRequired"));
             run.settle_but(|op| matches!(op, Op::Resize { .. }));
-            // The try that the update has begun, before the node had decided.
+            // The try that the update began before the node had decided.
             run.done(&Key::Resize, Outcome::Failed(Fault::later("refused")));
             run.settle();
             assert_eq!(
@@ -209,7 +210,7 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
     }
 }
 
-/// The agent was killed in the middle of a resize, and the size was taken back before the next one saw it.
+/// The agent was killed during a resize, and the request was withdrawn before the next agent started.
 #[test]
 fn a_resize_that_an_earlier_agent_had_begun_is_settled() {
     let mut run = running("NotRequired");

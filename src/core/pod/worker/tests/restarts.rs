@@ -1,4 +1,4 @@
-//! Which containers start again, and where.
+//! Which containers restart, and in which sandbox.
 
 use super::*;
 use crate::core::pod::probe::Kind;
@@ -9,7 +9,7 @@ fn probed_pod(policy: &str) -> Value {
         "containers": [{"name": "c", "image": "i", "livenessProbe": probe, "startupProbe": probe}]})
 }
 
-/// A container of which a probe has failed, which is being stopped, and exits with 0 at SIGTERM.
+/// A container that is being stopped because of a failed probe, and that exits with 0 on SIGTERM.
 fn stopped_by(kind: Kind, policy: &str) -> Run {
     let mut run = Run::new(a_pod(probed_pod(policy), json!({})));
     run.settle();
@@ -25,7 +25,8 @@ fn stopped_by(kind: Kind, policy: &str) -> Run {
     run
 }
 
-/// Upstream starts it in the pass of `SyncPod` that stops it; its exit code says nothing about the work that was cut off.
+/// Upstream restarts the container in the `SyncPod` call that stops it. Its exit code does not show whether its work
+/// was finished.
 #[test]
 fn a_container_that_is_stopped_for_a_failed_probe_starts_again_whatever_its_exit_code() {
     for (kind, policy, again) in [
@@ -36,7 +37,7 @@ fn a_container_that_is_stopped_for_a_failed_probe_starts_again_whatever_its_exit
         (Kind::Startup, "Never", false),
     ] {
         let mut run = stopped_by(kind, policy);
-        // Its exit may be seen before the call that stops it returns.
+        // The exit may be observed before the call that stops the container returns.
         run.input(Input::Hint);
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
         run.done(&Key::Stop("c0".into()), Outcome::Done);
@@ -53,7 +54,7 @@ fn a_container_that_is_stopped_for_a_failed_probe_starts_again_whatever_its_exit
     }
 }
 
-/// The decision lives as long as the agent, as upstream's does: the next one has the exit code alone.
+/// As upstream, the agent does not store the decision: the next agent has only the exit code.
 #[test]
 fn another_agent_decides_by_the_exit_code() {
     let mut run = stopped_by(Kind::Liveness, "OnFailure").restarted();
@@ -61,7 +62,7 @@ fn another_agent_decides_by_the_exit_code() {
     assert_eq!((run.phase(), run.count(&start("c"))), ("Succeeded", 0));
 }
 
-/// `crictl stopp`: the containers end before their sandbox does, and one of them is about to be started again by then.
+/// `crictl stopp`: the containers exit before their sandbox stops, while one of them is about to be restarted.
 #[test]
 fn nothing_is_started_in_a_sandbox_that_is_being_stopped() {
     let spec = json!({"restartPolicy": "OnFailure", "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}]});

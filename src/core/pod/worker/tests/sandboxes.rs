@@ -1,8 +1,8 @@
-//! Sandboxes that wait for their turn.
+//! Sandboxes that are queued, cancelled, or created late.
 
 use super::*;
 
-/// The pod is deleted before its turn has come: nothing was made, so nothing is looked for or waited for.
+/// The pod is deleted while its sandbox is queued. Nothing was created, so no observation and no stop is needed.
 #[test]
 fn a_sandbox_that_was_not_begun_holds_up_no_end() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -29,7 +29,8 @@ fn deleted_pod(finalizers: Value) -> (Update, Update) {
     )
 }
 
-/// The call that makes the sandbox was cancelled: what it has made by then is seen and stopped before the pod's end.
+/// The call that creates the sandbox was cancelled: if the runtime has created it by then, it is observed and stopped
+/// before the pod terminates.
 #[test]
 fn a_sandbox_whose_making_was_cancelled_is_looked_for_and_stopped() {
     for has_made in [false, true] {
@@ -52,7 +53,8 @@ fn a_sandbox_whose_making_was_cancelled_is_looked_for_and_stopped() {
     }
 }
 
-/// The runtime carries out the call after the pod's end, while a finalizer keeps the object: an event or a listing shows it.
+/// The runtime carries out the call after the pod has terminated, while a finalizer keeps the object. An event or a
+/// listing reports the sandbox.
 #[test]
 fn what_appears_of_a_pod_after_its_end_is_stopped_and_released() {
     use crate::core::pod::observed::{EventKind, RuntimeEvent};
@@ -78,7 +80,7 @@ fn what_appears_of_a_pod_after_its_end_is_stopped_and_released() {
         assert_eq!(run.count(&Key::StopSandbox("box0".into())), 1);
         assert_eq!(run.count(&Key::Release), released + 1, "{by_event}");
         assert!(matches!(run.worker.state, State::Finished { .. }));
-        // Another listing shows nothing, and nothing follows.
+        // Another listing is empty and has no effect.
         run.runtime = ObservedPod::default();
         run.input(Input::Hint);
         run.settle();

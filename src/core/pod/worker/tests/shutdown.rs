@@ -1,4 +1,4 @@
-//! What a shutdown of the machine makes of a pod, and the boot after it.
+//! The effect of a node shutdown on a pod, and of the boot after it.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::core::node::ledger::Eviction;
 use crate::core::node::shutdown::Phase;
 
-/// What a worker is told when the machine is shut down.
+/// The verdict that workers receive when the node is shut down.
 pub(super) fn verdict(seconds: u64) -> Verdict {
     let phase = Phase {
         priority: 0,
@@ -43,7 +43,7 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
         }
     ));
     let stopped = run.count(&Key::Stop("c0".into()));
-    // After the boot it stays ended; its logs are there.
+    // After the boot the pod stays terminated, and keeps its logs.
     let mut after = run.restarted();
     after.settle();
     assert_eq!((after.phase(), stopped), ("Failed", 1));
@@ -66,7 +66,8 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
     ));
 }
 
-/// What the kubelet does with a pod that ends already when the node runs short: it has less time, and its status says why.
+/// As with the kubelet, an eviction shortens the grace period of a terminating pod, and the pod's status has the
+/// reason.
 #[test]
 fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
     let evicted = |grace| {
@@ -90,7 +91,7 @@ fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
         run.now = 1000;
         let turn = run.input(evicted(1));
         assert_eq!(turn.wake_at, Some(at(2000)), "it has less time now");
-        // The first one says it.
+        // The first eviction emits the event.
         assert_eq!(turn.events.len(), usize::from(is_deleted));
         assert_eq!(run.input(evicted(60)).wake_at, Some(at(2000)));
         run.settle();

@@ -1,8 +1,8 @@
-//! Static pods: what their mirrors tell of before.
+//! Static pods: what their mirrors report of earlier runs.
 
 use super::*;
 
-/// A static pod whose mirror has this status; without one it has no mirror yet.
+/// A static pod whose mirror has this status. Without a status the pod has no mirror yet.
 fn with_mirror(policy: &str, version: u32, status: Option<Value>) -> Update {
     let annotations =
         json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
@@ -22,7 +22,7 @@ fn told(phase: &str, reason: Option<&str>, containers: &Value) -> Value {
         "containerStatuses": containers})
 }
 
-/// The fourth instance, as the mirror tells it.
+/// The statuses of a container with restart count 4 in the mirror.
 fn the_fourth(state: &Value) -> Value {
     let before =
         json!({"terminated": {"exitCode": 9, "containerID": "containerd://c3", "reason": "Error"}});
@@ -48,7 +48,8 @@ fn runtime(state: ContainerState, exit_code: i32) -> ObservedPod {
     }
 }
 
-/// What a new agent makes of a static pod: its phase, how often its container is started, and its restart count.
+/// Checks what a new agent makes of a static pod: the phase, the number of starts of its container, and the restart
+/// count.
 fn comes_to(
     case: &str,
     (policy, mirror): (&str, Value),
@@ -58,7 +59,7 @@ fn comes_to(
     let goes_on = !runtime.is_empty() && !mirror["containerStatuses"].is_null();
     let mut run = Run::over(runtime, with_mirror(policy, 1, Some(mirror)));
     run.settle();
-    // A sandbox that was lost is made anew after a pause.
+    // A lost sandbox is recreated after its back-off.
     run.now = 60_000;
     run.input(Input::Tick);
     run.settle();
@@ -74,7 +75,8 @@ fn comes_to(
     }
 }
 
-/// As a kubelet does it after its start: the file says what is to run, the runtime what has run, the mirror nothing.
+/// As with the kubelet after its start, the manifest determines what should run, and the runtime what has run. The
+/// mirror determines nothing.
 #[test]
 fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
@@ -119,7 +121,7 @@ fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
     );
 }
 
-/// The API is there after the containers.
+/// The API becomes available after the containers.
 #[test]
 fn a_mirror_that_is_seen_late_takes_nothing_back() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});

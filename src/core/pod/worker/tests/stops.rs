@@ -1,9 +1,9 @@
-//! In which order containers end, and when their preStop hooks run.
+//! The order in which containers stop, and when their preStop hooks run.
 
 use super::*;
 use crate::core::pod::actions::Kill;
 
-/// A pod with two sidecars that has run and is deleted with so many seconds of grace, and the turn that follows.
+/// A pod with two sidecars that has run and is deleted with this grace period in seconds, and the turn that follows.
 fn deleted(grace: i64) -> (Run, Turn) {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
@@ -37,7 +37,7 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
     assert_eq!(early.count(), 0);
 }
 
-/// Simulation, seed 1533: the runtime may begin with a start that was given up.
+/// Simulation seed 1533: the runtime may carry out a start that was cancelled.
 #[test]
 fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
@@ -47,7 +47,7 @@ fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
     run.exit("t0", 0);
     run.input(Input::Hint);
     run.settle_but(is_start);
-    // Its back-off.
+    // After its back-off.
     run.now = 10_000;
     run.input(Input::Tick);
     run.settle_but(is_start);
@@ -76,7 +76,7 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
         [stop("c0"), hook("t0"), hook("s0")],
         "all at once"
     );
-    // The last sidecar's hook still runs when it is its turn: its signal waits for the hook.
+    // The last sidecar's hook still runs when it is the sidecar's turn: its signal waits for the hook.
     run.settle_but(|op| op.key() == hook("t0"));
     assert_eq!(keys(&run.waiting), [hook("t0")]);
     run.now = 10_000;
@@ -128,7 +128,8 @@ fn past_the_grace_period_all_are_stopped() {
     assert_eq!(begun, [Key::Stop("t0".into()), Key::Stop("s0".into())]);
 }
 
-/// The runtime said for a moment that the sandbox was not ready. When it is lost much later, its containers get their time.
+/// The runtime briefly reported the sandbox as not ready. When the sandbox is lost much later, its containers get their
+/// full grace period.
 #[test]
 fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() {
     let spec =
@@ -157,7 +158,7 @@ fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() 
     assert_eq!(run.count(&Key::Sandbox), 1);
 }
 
-/// A pod of two containers, of which the first has a postStart hook that has just failed.
+/// A pod with two containers. The first one has a postStart hook that has just failed.
 fn with_failed_hook() -> Run {
     let spec = json!({"restartPolicy": "Always", "terminationGracePeriodSeconds": 7,
         "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}]});
@@ -242,7 +243,7 @@ fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
         let begun: Vec<_> = turn.begin.iter().filter_map(until).collect();
         assert_eq!(begun, [(at(6_000), !is_deleted_before)]);
         assert!(run.waiting.len() >= stops);
-        // With the grace period the sidecars are stopped too, also those whose hook has not ended.
+        // When the grace period expires, the sidecars are stopped too, including those whose hook is still running.
         run.now += 1_000;
         run.input(Input::Tick);
         let left: Vec<Key> = run.waiting.iter().map(Op::key).collect();
@@ -256,7 +257,7 @@ fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
     }
 }
 
-/// A relist that lacks the pod says nothing of a grace period: that of the spec holds, as with a kubelet.
+/// A relist that lacks the pod does not contain a grace period. As with the kubelet, that of the spec applies.
 #[test]
 fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
     let spec =

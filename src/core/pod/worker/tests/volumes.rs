@@ -1,4 +1,4 @@
-//! Volumes and directories: set up for starts, refreshed, and what comes of it when that fails.
+//! Volumes and directories: setup for starts, refreshes, and the consequences of their failures.
 
 use super::*;
 
@@ -20,7 +20,7 @@ fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
         run.input(Input::Tick);
     }
     assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000]);
-    // A container that ends meanwhile starts anew with what there is.
+    // A container that exits meanwhile restarts with the existing volumes.
     run.exit("c0", 1);
     run.input(Input::Hint);
     let starts = run.begun.len();
@@ -38,7 +38,8 @@ fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
     assert!(!why.contains("volumes are not up to date"), "{why}");
 }
 
-/// The API could not say what the volumes are made from by now: it is asked again soon, not with the next refresh.
+/// The API could not be read for the volumes' sources: the refresh is retried soon, without waiting for the next
+/// regular one.
 #[test]
 fn a_refresh_of_volumes_that_fails_is_tried_again() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
@@ -56,7 +57,7 @@ fn a_refresh_of_volumes_that_fails_is_tried_again() {
     assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
 }
 
-/// A driver that could not make a volume larger is asked again after a pause, and not with the next refresh.
+/// A driver could not expand a volume: the call is retried after a pause, without waiting for the next regular refresh.
 #[test]
 fn what_holds_nothing_up_is_tried_again_when_it_is_to_be() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
@@ -76,7 +77,8 @@ fn what_holds_nothing_up_is_tried_again_when_it_is_to_be() {
     assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
 }
 
-/// Seed 4383: the directories became due while a refresh of the volumes waited for its next try, and nothing woke for them.
+/// Simulation seed 4383: the directories became due while a volume refresh waited for its retry, and nothing woke the
+/// worker for them.
 #[test]
 fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -101,7 +103,8 @@ fn is_ready_to_start(run: &Run) -> bool {
     conditions.any(|c| c.type_ == "PodReadyToStartContainers" && c.status == "True")
 }
 
-/// The kubelet makes a sandbox when the volumes are set up. Here both are made at once, and both have to be there.
+/// The kubelet creates a sandbox once the volumes are set up. Here both happen in parallel, and the condition requires
+/// both.
 #[test]
 fn a_pod_is_not_ready_to_start_containers_before_its_volumes_are_set_up() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -122,7 +125,7 @@ fn a_pod_is_not_ready_to_start_containers_before_its_volumes_are_set_up() {
     run.input(Input::Tick);
     run.settle();
     assert!(is_ready_to_start(&run) && run.phase() == "Running");
-    // A refresh that fails takes nothing back, and the next agent knows it from the containers.
+    // A failed refresh does not revert the condition, and the next agent derives it from the containers.
     run.input(Input::VolumesChanged);
     run.done(&Key::Volumes, Outcome::Failed(Fault::later("no")));
     assert!(is_ready_to_start(&run));
@@ -131,8 +134,8 @@ fn a_pod_is_not_ready_to_start_containers_before_its_volumes_are_set_up() {
     assert!(is_ready_to_start(&run));
 }
 
-/// What is looked up and made for a sandbox is not needed by a pod that has one. While its upkeep fails, or is not answered,
-/// its tokens are refreshed and its containers start again; also with an agent that has not made the sandbox.
+/// A pod that has a sandbox does not need the preparation for a sandbox. While its upkeep fails or hangs, its tokens
+/// are refreshed and its containers restart. This also applies to an agent that has not created the sandbox.
 #[test]
 fn failing_upkeep_blocks_nothing() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
@@ -164,7 +167,7 @@ fn failing_upkeep_blocks_nothing() {
                 "{hangs} {restarted}"
             );
             assert_eq!(run.runtime.newest("c").map(|c| c.attempt), Some(1));
-            // Where the sandbox is lost, the next one is prepared for.
+            // If the sandbox is lost, the pod is prepared for the next one.
             run.lose_sandbox();
             run.input(Input::Hint);
             for _ in 0..100 {
@@ -178,8 +181,8 @@ fn failing_upkeep_blocks_nothing() {
     }
 }
 
-/// Changes come 20 times a second: the first one is refreshed at once, the others at most every two seconds, and the last
-/// one is not lost.
+/// Changes arrive 20 times per second. The first one is refreshed at once, the others at most every two seconds, and
+/// the last one is not lost.
 #[test]
 fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
     let annotate = |run: &mut Run, number: i64| {
@@ -238,8 +241,8 @@ fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
     }
 }
 
-/// A sandbox without containers may come from a call that was cut off, after which the directories were released (seed 83 of
-/// the simulation): the pod is prepared before its volumes, as for a new sandbox.
+/// A sandbox without containers may come from a cancelled call, after which the directories were released (simulation
+/// seed 83). The pod is prepared before its volumes, as for a new sandbox.
 #[test]
 fn an_empty_sandbox_of_an_earlier_worker_is_prepared_before_volumes() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
