@@ -187,7 +187,7 @@ pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<()
     Ok(())
 }
 
-/// Decides about a request (see [`asked`]) to one of the node signers.
+/// Decides about a parsed request to one of the node signers.
 #[must_use]
 pub fn judge(
     signer: &str,
