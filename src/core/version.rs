@@ -17,8 +17,8 @@ macro_rules! patch {
 pub const MAJOR: &str = "1";
 /// The minor version.
 pub const MINOR: &str = "36";
-/// The Kubernetes version that the agent and the bundled API implement; `kubelet --version` prints it. kubeadm reads it with
-/// the regular expression of `cmd/kubeadm/app/preflight/utils.go`.
+/// The Kubernetes version that the agent and the bundled API implement; `kubelet --version` prints it. kubeadm reads it
+/// with the regular expression of `cmd/kubeadm/app/preflight/utils.go`.
 pub const KUBERNETES: &str = concat!("v", release!(), patch!());
 /// The version in a Node's `kubeletVersion` and in the API's `/version`. The build metadata names the implementation;
 /// semantic versions ignore build metadata when they are compared.

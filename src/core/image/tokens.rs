@@ -53,8 +53,8 @@ pub struct Key {
     token: Option<String>,
 }
 
-/// Whether a text is a valid annotation key, in upper or lower case: a name of up to 63 characters (letters and digits;
-/// inside also `-_.`), optionally after a domain and a slash.
+/// Whether a text is a valid annotation key: a name, optionally after a domain and a slash. The name has up to 63
+/// letters, digits and inner `-_.`; case does not matter.
 fn is_annotation_key(key: &str) -> bool {
     let is_part = |part: &str, most: usize, within: &[u8]| {
         let bytes = part.as_bytes();

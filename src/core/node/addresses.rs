@@ -64,9 +64,9 @@ impl Machine {
         self.by_default_route(false).or_else(any)
     }
 
-    /// The address of a node without `--node-ip`. Candidates in order: the node name, if it is an IP address; an
-    /// address that the name resolves to and this machine has; the address by default route. Without a default route,
-    /// addresses of container bridges are never chosen.
+    /// The address of a node without `--node-ip`. The first candidate is the node name, if it is an IP address. The
+    /// next one is an address that the name resolves to and this machine has. The last one is the address by default
+    /// route. Addresses of other interfaces, such as container bridges, are not candidates.
     #[must_use]
     pub fn of_node(&self, name: &str, resolved: &[IpAddr], ipv6: bool) -> Option<IpAddr> {
         let is_own = |ip: &IpAddr| is_global(*ip) && self.has(*ip);

@@ -71,8 +71,8 @@ impl<'a> Here<'a> {
 }
 
 impl Room<'_> {
-    /// The allocatable amount of a resource. `None` for an extended resource that the Node does not list: the resource
-    /// belongs to the cluster or to a claim (DRA) and is not checked here. Other unknown resources count as zero.
+    /// The allocatable amount of a resource. `None` for an extended resource that the Node does not list: the cluster
+    /// or a claim (DRA) provides the resource, and admission does not check it. Other unknown resources count as zero.
     fn allocatable_of(&self, name: &str) -> Option<Quantity> {
         let own = self.allocatable.get(name).copied();
         if own.is_some() || !is_extended(name) {

@@ -135,8 +135,9 @@ pub trait Provider {
     ) -> Result<(), Refusal>;
 }
 
-/// The maximum of each resource that a pod's containers use at the same time, given each container's amounts (KEP-753):
-/// either all regular containers and sidecars, or an init container with the sidecars before it.
+/// The maximum of each resource that a pod's containers use at the same time (KEP-753). `wanted` returns the amounts of
+/// a container. The maximum is that of all regular containers and sidecars, or of an init container with the sidecars
+/// before it.
 pub(super) fn most_at_a_time(
     pod: &Pod,
     wanted: impl Fn(&Container) -> BTreeMap<String, u64>,

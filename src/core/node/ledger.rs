@@ -263,8 +263,8 @@ impl Ledger {
         asks_for_more(pod, &before)
     }
 
-    /// The queued resizes in the order in which they are granted (KEP-1287): those that request no more than they have,
-    /// then by priority, Guaranteed pods first, then the longest wait.
+    /// The queued resizes in the order in which they are granted (KEP-1287). Resizes that request no more than the pod
+    /// has come first. Then priority, QoS class (Guaranteed first) and the longest wait decide.
     #[must_use]
     pub fn waiting_to_grow(&self) -> Vec<Arc<Pod>> {
         let waiting = self

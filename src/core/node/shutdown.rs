@@ -57,7 +57,7 @@ pub struct Statements {
 pub struct Invalid {
     /// The configuration field.
     pub field: &'static str,
-    /// Its value.
+    /// The value of the field.
     pub value: String,
     /// How to correct it.
     pub remedy: &'static str,

@@ -25,7 +25,7 @@ pub const SERVING: &str = "kubernetes.io/kubelet-serving";
 pub struct Requester<'a> {
     /// The user's name.
     pub name: &'a str,
-    /// Its groups.
+    /// The user's groups.
     pub groups: &'a [String],
 }
 

@@ -1,7 +1,7 @@
 //! The status at the end of an exec session, as runtimes write it to the error stream (`v4.channel.k8s.io`).
 //!
-//! Format: `k8s.io/kubelet/pkg/cri/streaming/remotecommand/exec.go`; message with the exit code: containerd's
-//! `internal/cri/server/streaming.go`.
+//! Format: `staging/src/k8s.io/cri-streaming/pkg/streaming/remotecommand/exec.go`. Message with the exit code:
+//! containerd's `internal/cri/server/streaming.go`.
 
 use serde::Serialize;
 

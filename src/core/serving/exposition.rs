@@ -185,7 +185,7 @@ impl Histogram {
 /// A metric family that is updated by events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Family {
-    /// Its name.
+    /// The family's name.
     pub name: &'static str,
     /// The help text.
     pub help: &'static str,

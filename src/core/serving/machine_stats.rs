@@ -5,7 +5,7 @@ use super::cgroup_stats::TICK;
 /// Counters of a network interface.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Interface {
-    /// Its name.
+    /// The interface's name.
     pub name: String,
     /// Received: bytes, packets, errors, dropped.
     pub received: [u64; 4],

@@ -110,8 +110,8 @@ pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, Fa
     Ok(labels.into_iter().next().flatten())
 }
 
-/// The label with which a volume is mounted: only if the volume is exclusive to one pod and all containers that use it
-/// request the same label. `files` is the policy's label of container files.
+/// The label with which a volume is mounted. Only a volume that is exclusive to one pod has one, and only if all
+/// containers that use it request the same label. `files` is the policy's label of container files.
 #[must_use]
 pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Option<String> {
     if modes != ["ReadWriteOncePod"] {

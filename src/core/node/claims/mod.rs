@@ -47,11 +47,11 @@ pub enum ClaimError {
     NotReserved {
         /// The pod's name.
         pod: String,
-        /// Its uid.
+        /// The pod's uid.
         uid: String,
         /// The claim's name.
         claim: String,
-        /// Its uid.
+        /// The claim's uid.
         claim_uid: String,
     },
     /// The claim has no allocation yet.
@@ -62,9 +62,9 @@ pub enum ClaimError {
         "old ResourceClaim with same name {name} and different UID {uid} still exists (previous pod force-deleted?!)"
     )]
     Replaced {
-        /// The name.
+        /// The name of both claims.
         name: String,
-        /// The uid of the old one.
+        /// The uid of the old claim.
         uid: String,
     },
     /// A driver returned a result for a claim that was not in the request.
@@ -100,7 +100,7 @@ pub enum ClaimError {
     NotPrepared {
         /// The claim's namespace.
         namespace: String,
-        /// Its name.
+        /// The claim's name.
         name: String,
     },
 }
@@ -108,11 +108,11 @@ pub enum ClaimError {
 /// Identity of a claim, as in requests to drivers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Named {
-    /// Its namespace.
+    /// The claim's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The claim's name.
     pub name: String,
-    /// Its uid.
+    /// The claim's uid.
     pub uid: String,
 }
 

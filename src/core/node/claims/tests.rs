@@ -443,8 +443,8 @@ impl World {
 }
 
 proptest! {
-    /// For every sequence of events: no claim is prepared and unprepared concurrently, a claim stays prepared at its
-    /// driver until the last of its pods releases it, and drivers have nothing left when all pods have terminated.
+    /// For every sequence of events: no claim is prepared and unprepared concurrently. A claim stays prepared at its
+    /// driver until the last of its pods releases it. When all pods have terminated, drivers have nothing left.
     #[test]
     fn drivers_hold_what_pods_use_and_nothing_else(events in prop::collection::vec(event(), 0..60)) {
         let mut world = World::default();

@@ -1,5 +1,5 @@
-//! Chooses CPUs for a container out of the free ones: whole NUMA nodes, sockets and cores first, and among these the
-//! ones with the fewest free CPUs, so that large free groups stay whole. Follows
+//! Chooses CPUs for a container out of the free ones: whole NUMA nodes, sockets and cores first. Among these, groups
+//! with the fewest free CPUs come first, so that large free groups stay whole. Follows
 //! `pkg/kubelet/cm/cpumanager/cpu_assignment.go`, and KEP-2902 for distribution over NUMA nodes. Pure.
 
 use std::collections::BTreeMap;

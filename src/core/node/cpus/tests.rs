@@ -1,6 +1,8 @@
-//! `takes.txt` has the output of the kubelet's own accumulator on various machines. Its lines: `machine NAME`; `cores
-//! NODE SOCKET CACHE` with the threads of each core, for the machine above; and cases: the way of choosing, the number
-//! and the free CPUs, and the CPUs taken.
+//! `takes.txt` has the output of the kubelet's own accumulator on various machines. Kinds of lines:
+//!
+//! - `machine NAME`
+//! - `cores NODE SOCKET CACHE` with the threads of each core, for the machine above
+//! - a case: how to choose, the number and the free CPUs, and the CPUs taken
 
 mod tables;
 

@@ -1,8 +1,10 @@
 //! Node-pressure eviction (`pkg/kubelet/eviction`): signals, conditions, and the pods that a node under pressure
 //! rejects. Pure.
 //!
-//! `thresholds` parses the configuration, `watch` tracks which thresholds are met and for how long, `ranking` chooses
-//! the pod to evict and words the message, and `ending` limits the wait for evicted pods.
+//! - `thresholds` parses the configuration.
+//! - `watch` tracks which thresholds are met and for how long.
+//! - `ranking` chooses the pod to evict and words the message.
+//! - `ending` limits the wait for evicted pods.
 
 mod ending;
 mod ranking;

@@ -21,7 +21,7 @@ const RANKING: &str = "ranking";
 /// Usage of a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ContainerFigures {
-    /// Its name.
+    /// The container's name.
     pub name: String,
     /// Working set in bytes.
     pub memory: u64,

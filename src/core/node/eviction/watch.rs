@@ -258,8 +258,8 @@ mod tests {
     }
 
     proptest! {
-        /// For all measurements: evictions require a threshold that is met or not yet cleared, a hard threshold takes
-        /// effect immediately, and every threshold that requires evictions has its condition active.
+        /// For all measurements: evictions require a threshold that is met or not yet cleared. A hard threshold takes
+        /// effect immediately. Every threshold that requires evictions has its condition active.
         #[test]
         fn what_drives_is_met_and_shown(levels in proptest::collection::vec((0_u64..4 * GIB, 1_u64..60), 1..40)) {
             let (settings, mut watch, mut now) = (settings(), Watch::default(), Duration::ZERO);

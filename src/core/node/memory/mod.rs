@@ -267,8 +267,8 @@ impl Memory {
         }
     }
 
-    /// Shrinks the blocks of init containers by what a later container takes over, so that the sum of all blocks equals
-    /// what is taken from the nodes.
+    /// Shrinks the blocks of init containers by what a later container takes over. So the sum of all blocks equals what
+    /// is taken from the nodes.
     fn shrink_init(&mut self, pod: &Pod, container: &Container, blocks: &[Block]) {
         let Some(given) = self.state.given.get_mut(pod::uid(pod)) else {
             return;
