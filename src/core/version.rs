@@ -64,8 +64,8 @@ impl std::str::FromStr for Wanted {
 }
 
 impl Wanted {
-    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built from,
-    /// `machine` its architecture.
+    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built
+    /// from, and `machine` its architecture.
     #[must_use]
     pub fn text(self, commit: &str, machine: &str) -> Option<String> {
         match self {

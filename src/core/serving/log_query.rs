@@ -11,7 +11,7 @@ const LINES: i64 = 100_000;
 /// Maximum length of a service name.
 const NAME: usize = 256;
 
-/// What is queried.
+/// The logs that a query reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Searched {
     /// A file below the log directory.
@@ -23,7 +23,7 @@ pub enum Searched {
 /// A log query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogQuery {
-    /// What is queried.
+    /// The logs to read.
     pub of: Searched,
     /// Start of the time range.
     since: Option<Timestamp>,

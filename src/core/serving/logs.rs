@@ -599,7 +599,7 @@ mod tests {
             // Compression is in progress, or was interrupted.
             ("1.tmp 1 2", "", "1.tmp", "1"),
             ("1.gz 2.gz 2 3", "1.gz", "2", ""),
-            // The newest file is no longer rotated.
+            // The newest file was moved back to be the current log, because its rotation failed.
             ("1 2.gz", "", "", "1"),
         ] {
             let rotated = names(rotated);

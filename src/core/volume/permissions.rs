@@ -23,13 +23,13 @@ pub struct Giving {
     pub progress: String,
 }
 
-/// Time from the start to the next event, after `told` events.
+/// Time from the start to the next event, after the given number of events.
 #[must_use]
 pub fn due(told: u32) -> Duration {
     FIRST.saturating_add(EVERY.saturating_mul(told))
 }
 
-/// Message of the next event, after `told` events and `files` processed files.
+/// Message of the next event, after the given number of events and `files` processed files.
 #[must_use]
 pub fn message(shown: &str, told: u32, files: u64) -> String {
     match told {
