@@ -75,7 +75,7 @@ impl NodeMask {
 pub struct Hint {
     /// The nodes; `None` means any node.
     pub nodes: Option<NodeMask>,
-    /// Whether the resource needs at least this many nodes.
+    /// Whether no smaller set of nodes could provide the resource.
     pub preferred: bool,
 }
 
