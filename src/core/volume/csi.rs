@@ -60,7 +60,8 @@ pub struct Volume {
     pub grown: Option<Grown>,
 }
 
-/// Unique volume name in the status of nodes and in the attach-detach controller.
+/// Unique volume name in the status of nodes and in the attach-detach controller (`GetUniqueVolumeName` in
+/// `pkg/volume/util/util.go`).
 #[must_use]
 pub fn unique_name(driver: &str, handle: &str) -> String {
     format!("kubernetes.io/csi/{driver}^{handle}")
@@ -179,7 +180,8 @@ pub struct NodeCapabilities {
     pub stats: bool,
 }
 
-/// The CSI access mode; only the first of the volume's modes counts, as in the kubelet.
+/// The CSI access mode; only the first of the volume's modes counts, as in the kubelet
+/// (`pkg/volume/csi/csi_client.go`).
 #[must_use]
 pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
     let many = capabilities.single_node_multi_writer;
