@@ -1,5 +1,6 @@
-//! Back-off: the doubling pause of everything that retries, and those of crash loops and of pulls (kubelet spec, 5.4).
-//! Pure: the clock is an argument.
+//! Back-off: doubling delays for retries, the crash-loop back-off of containers
+//! (`pkg/kubelet/kuberuntime/kuberuntime_manager.go`), and the back-off of image pulls
+//! (`pkg/kubelet/images/image_manager.go`). Pure: the clock is an argument.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::time;
 
-/// A pause that doubles with every failure, up to a bound.
+/// A delay that doubles with every failure, up to a maximum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doubling {
     first: Duration,
@@ -18,7 +19,7 @@ pub struct Doubling {
 }
 
 impl Doubling {
-    /// Pauses from `first` to `most`.
+    /// Delays from `first` to `most`.
     #[must_use]
     pub const fn new(first: Duration, most: Duration) -> Doubling {
         Doubling {
@@ -28,33 +29,33 @@ impl Doubling {
         }
     }
 
-    /// The pause after one more failure.
+    /// The delay after another failure.
     pub fn pause(&mut self) -> Duration {
         let pause = self.next;
         self.next = pause.saturating_mul(2).min(self.most);
         pause
     }
 
-    /// The pause that follows so many failures, for whoever counts them.
+    /// The delay after this many failures, for callers that count them.
     #[must_use]
     pub fn after(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
         self.first.saturating_mul(1 << doublings).min(self.most)
     }
 
-    /// Whether the next pause is the first one.
+    /// Whether the next delay is the initial one.
     #[must_use]
     pub fn is_first(&self) -> bool {
         self.next == self.first
     }
 
-    /// Whether the pauses grow no more.
+    /// Whether the delay has reached the maximum.
     #[must_use]
     pub fn is_longest(&self) -> bool {
         self.next == self.most
     }
 
-    /// A success: the next pause is the first again.
+    /// Resets the delay after a success.
     pub fn reset(&mut self) {
         self.next = self.first;
     }
@@ -66,7 +67,7 @@ fn doubled(delay: SignedDuration, most: SignedDuration) -> SignedDuration {
 
 const INITIAL: SignedDuration = SignedDuration::from_secs(10);
 const EXPIRY: SignedDuration = SignedDuration::from_secs(600);
-/// The default maximum.
+/// Default maximum of the crash-loop back-off.
 pub const MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,32 +76,32 @@ struct Entry {
     updated: Timestamp,
 }
 
-/// The back-offs of one pod's containers, by container name and image.
+/// Crash-loop back-off of one pod's containers, by container name and image.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Backoff(BTreeMap<String, Entry>);
 
-/// A container that may not start yet.
+/// A container that must not start yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Held {
-    /// The whole delay.
+    /// The complete delay.
     pub delay: SignedDuration,
-    /// When it is over.
+    /// When the delay ends.
     pub until: Timestamp,
 }
 
 impl Backoff {
-    /// The clock was moved by so much.
+    /// Adjusts all times after the clock was changed by this amount.
     pub fn move_by(&mut self, by: SignedDuration) {
         for entry in self.0.values_mut() {
             entry.updated = entry.updated.checked_add(by).unwrap_or(entry.updated);
         }
     }
 
-    /// Whether a container that ended at `finished` has to wait at `now`, and until when. Counts nothing.
+    /// Whether a container that exited at `finished` must wait at `now`. Does not count as a start.
     #[must_use]
     pub fn held(&self, key: &str, finished: Timestamp, now: Timestamp) -> Option<Held> {
         if finished > now {
-            // The clock was set back since: when it ended is not known.
+            // The clock was set back since, so the time of the exit is unknown.
             return None;
         }
         let entry = self
@@ -113,8 +114,8 @@ impl Backoff {
         })
     }
 
-    /// Whether a container that ended at `finished` may start at `now`; if so the start is counted. The
-    /// first restart is immediate, then 10 s, doubling; ten minutes of running start it over.
+    /// Whether a container that exited at `finished` may start at `now`; if so, the start is counted. The first restart
+    /// is immediate; then delays start at 10 s and double. If a container runs for ten minutes, the sequence restarts.
     pub fn start(
         &mut self,
         key: &str,
@@ -154,7 +155,7 @@ impl Backoff {
     }
 }
 
-/// The longest back-off of a pull.
+/// Maximum back-off of pulls.
 const PULL_MAXIMUM: SignedDuration = SignedDuration::from_secs(300);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -164,22 +165,22 @@ struct FailedPull {
     error: String,
 }
 
-/// The back-offs of pulls, by pod and image: 10 s, doubling up to five minutes.
+/// Back-off of pulls, by pod and image: 10 s, doubling up to five minutes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PullBackoff(BTreeMap<(String, String), FailedPull>);
 
 impl PullBackoff {
-    /// Until when a pull is held back, and why the last one failed.
+    /// When the back-off of a pull ends, and the error of the last attempt; `None` if the pull may start.
     #[must_use]
     pub fn held(&self, key: &(String, String), now: Timestamp) -> Option<(Timestamp, String)> {
         self.0
             .get(key)
-            // Further away than that it is if the clock was set back since.
+            // A later end means that the clock was set back.
             .filter(|f| f.until > now && f.until <= time::later(now, f.delay))
             .map(|f| (f.until, f.error.clone()))
     }
 
-    /// A pull has failed; the answer is when it may be tried again.
+    /// Records a failed pull; returns when to retry.
     pub fn failed(&mut self, key: (String, String), error: &str, now: Timestamp) -> Timestamp {
         self.0
             .retain(|_, f| now.duration_since(f.until) < PULL_MAXIMUM.saturating_mul(2));
@@ -198,7 +199,7 @@ impl PullBackoff {
         time::later(now, delay)
     }
 
-    /// A pull has succeeded.
+    /// Records a successful pull.
     pub fn succeeded(&mut self, key: &(String, String)) {
         self.0.remove(key);
     }

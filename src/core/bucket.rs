@@ -1,10 +1,10 @@
-//! A bucket of tokens: so much a second, and so much at once. Pure: the clock is an argument.
+//! Token bucket: a rate limit with bursts. Pure: the clock is an argument.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// The bucket; it starts full.
+/// A token bucket, initially full.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bucket {
     rate: f64,
@@ -14,7 +14,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// `rate` tokens a second, at most `burst` at once. A rate of 0 never runs out.
+    /// `rate` tokens per second, at most `burst` at once. A rate of 0 means unlimited.
     #[must_use]
     pub fn new(rate: f64, burst: f64, now: Timestamp) -> Bucket {
         Bucket {
@@ -25,7 +25,7 @@ impl Bucket {
         }
     }
 
-    /// Takes a token, or says how long until there is one.
+    /// Takes a token, or returns the time until one is available.
     pub fn take(&mut self, now: Timestamp) -> Result<(), Duration> {
         if self.rate <= 0.0 {
             return Ok(());
@@ -41,7 +41,7 @@ impl Bucket {
         Ok(())
     }
 
-    /// When it was asked last.
+    /// When a token was last requested.
     #[must_use]
     pub fn last(&self) -> Timestamp {
         self.at

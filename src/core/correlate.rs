@@ -1,5 +1,5 @@
-//! Which events are posted anew, which only counted, and which are too many: the correlation that clients
-//! of the API are expected to do (kubelet spec, chapter 17). Pure: the clock is an argument.
+//! Event correlation: which events are posted, which are aggregated or counted, and which are dropped
+//! (`staging/src/k8s.io/client-go/tools/record/events_cache.go`). Pure: the clock is an argument.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -8,24 +8,24 @@ use jiff::{SignedDuration, Timestamp};
 
 use super::bucket::Bucket;
 
-/// So many different messages of one reason about one object are posted one by one; more are merged.
+/// Number of different messages with the same reason and object above which messages are merged.
 const SIMILAR: usize = 10;
-/// For how long events count as similar.
+/// How long events count as similar.
 const WINDOW: SignedDuration = SignedDuration::from_mins(10);
-/// How many events one object may have at once, and how often it gets one more.
+/// Burst of events per object and type, and the rate per second at which further events are allowed.
 const BURST: f64 = 25.0;
 const RATE: f64 = 1.0 / 300.0;
-/// How much is remembered of each sort.
+/// Maximum number of entries per map.
 const REMEMBERED: usize = 4096;
 
-/// An event before it is posted.
+/// An event to correlate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Said<'a> {
-    /// Identifies the object.
+    /// Identity of the object.
     pub object: &'a str,
-    /// The part of the object, a field path; empty for the whole.
+    /// Field path of the part of the object; empty for the whole object.
     pub part: &'a str,
-    /// The type, `Normal` or `Warning`.
+    /// Event type, `Normal` or `Warning`.
     pub kind: &'a str,
     /// The reason.
     pub reason: &'a str,
@@ -33,8 +33,8 @@ pub struct Said<'a> {
     pub message: &'a str,
 }
 
-/// Identifies what is said. It is a hash: the texts of thousands of events would stay in memory, each in a page of its own,
-/// and by a collision nobody gains more than that an event is counted instead of posted.
+/// Identity of an event. Only a hash is kept, because the texts of thousands of events would occupy much memory. A hash
+/// collision merely counts an event instead of posting it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key(u64);
 
@@ -44,23 +44,23 @@ fn key(parts: &[&str]) -> Key {
     Key(hasher.finish())
 }
 
-/// What is to be done with it.
+/// How to handle an event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// Identifies the event in [`Correlator::posted`].
+    /// Identity of the event for [`Correlator::posted`].
     pub key: Key,
-    /// The message, perhaps merged.
+    /// The message, merged if there are too many similar ones.
     pub message: String,
-    /// When the event was posted that is counted up instead, and to what.
+    /// If an existing event is counted instead: when that event was posted, and its new count.
     pub counted: Option<(Timestamp, i32)>,
 }
 
-/// Which messages a group has had. Most have one, which needs no memory of its own: thousands of small pieces that outlive
-/// their pods would keep a page each.
+/// The messages of a group of similar events. Most groups have one, which needs no separate allocation; thousands of
+/// small allocations would fragment the memory.
 #[derive(Debug)]
 struct Group {
     first: Key,
-    /// With the first at most one more than [`SIMILAR`].
+    /// At most [`SIMILAR`] messages, in addition to the first.
     others: Vec<Key>,
     last: Timestamp,
 }
@@ -74,7 +74,7 @@ impl Group {
         }
     }
 
-    /// Adds a message, unless it is there or there are too many; whether there are too many.
+    /// Adds a message if it is new and there is room; returns whether the group has too many messages.
     fn add(&mut self, message: Key) -> bool {
         let is_known = self.first == message || self.others.contains(&message);
         if self.others.len() < SIMILAR && !is_known {
@@ -86,13 +86,13 @@ impl Group {
 
 #[derive(Debug)]
 struct Known {
-    /// When it was posted, which is in its name.
+    /// When the event was posted. The event's name contains this time.
     posted: Timestamp,
     count: i32,
     last: Timestamp,
 }
 
-/// Remembers what has been posted.
+/// Records posted events.
 #[derive(Debug, Default)]
 pub struct Correlator {
     groups: HashMap<Key, Group>,
@@ -100,7 +100,7 @@ pub struct Correlator {
     known: HashMap<Key, Known>,
 }
 
-/// Evicts old entries when the map is full; all of them if that is not enough.
+/// Removes old entries when the map is full, or all entries if none are old.
 fn bound<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Timestamp) {
     if map.len() >= REMEMBERED {
         map.retain(|_, value| now.duration_since(last(value)) < WINDOW);
@@ -111,9 +111,9 @@ fn bound<V>(map: &mut HashMap<Key, V>, now: Timestamp, last: impl Fn(&V) -> Time
 }
 
 impl Correlator {
-    /// Decides; `None` if the object has had too many.
+    /// Decides how to handle an event; `None` if the object has exceeded its limit.
     pub fn decide(&mut self, said: Said<'_>, now: Timestamp) -> Option<Verdict> {
-        // The parts of an object are merged and limited together (`EventAggregatorByReasonFunc`, `getSpamKey`).
+        // All parts of an object share aggregation and limit (`EventAggregatorByReasonFunc`, `getSpamKey`).
         let group_key = key(&[said.object, said.kind, said.reason]);
         let own_key = key(&[said.object, said.part, said.kind, said.reason, said.message]);
         let message_key = key(&[said.message]);
@@ -148,7 +148,7 @@ impl Correlator {
         })
     }
 
-    /// A new event has been posted with this count.
+    /// Records a new event that was posted with this count.
     pub fn posted(&mut self, key: Key, now: Timestamp, count: i32) {
         bound(&mut self.known, now, |k| k.last);
         self.known.insert(
@@ -161,7 +161,7 @@ impl Correlator {
         );
     }
 
-    /// The event that was to be counted is not there any more.
+    /// Removes an event that no longer exists in the API.
     pub fn forget(&mut self, key: Key) {
         self.known.remove(&key);
     }
@@ -250,7 +250,7 @@ mod tests {
         );
     }
 
-    /// As `getSpamKey`: a pod with ten containers has 25 warnings, and as many normal events.
+    /// As in `getSpamKey`: a pod with ten containers may emit 25 warnings and 25 normal events.
     #[test]
     fn the_parts_of_an_object_have_one_limit_for_each_type() {
         let mut correlator = Correlator::default();

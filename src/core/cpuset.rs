@@ -1,14 +1,14 @@
-//! Sets of processors and NUMA nodes, and the kernel's lists of them.
+//! Sets of CPUs and NUMA nodes, and the kernel's list format.
 
 use std::collections::BTreeSet;
 
-/// A set of logical processors, or of anything else that the kernel numbers.
+/// A set of logical CPUs, or of other things that the kernel numbers.
 pub type CpuSet = BTreeSet<u32>;
 
-/// The highest number that a list may name: what is read from a file is bounded.
+/// Highest number in a list, which bounds the memory for lists read from files.
 const HIGHEST: u32 = 65_535;
 
-/// Reads a list such as `0-3,8`; none where it is not one. An empty text is the empty set.
+/// Parses a list such as `0-3,8`; `None` if it is malformed. An empty text is the empty set.
 #[must_use]
 pub fn parse_list(text: &str) -> Option<CpuSet> {
     let text = text.trim();
@@ -27,7 +27,7 @@ pub fn parse_list(text: &str) -> Option<CpuSet> {
     Some(set)
 }
 
-/// The list of a set, for instance `0-3,8`.
+/// Formats a set as a list such as `0-3,8`.
 #[must_use]
 pub fn list(set: &CpuSet) -> String {
     let mut ranges: Vec<(u32, u32)> = vec![];

@@ -1,8 +1,9 @@
-//! Digests: SHA-256, the CRC of checkpoints, and FNV-1a for names and fingerprints, where nobody gains by a collision.
+//! Digests: SHA-256, the CRC of checkpoints, and FNV-1a for names and fingerprints that need no resistance to
+//! deliberate collisions.
 
 use aws_lc_rs::digest;
 
-/// SHA-256 in 64 lower-case digits.
+/// SHA-256 as 64 lower-case hexadecimal digits.
 #[must_use]
 pub fn sha256(bytes: &[u8]) -> String {
     digest::digest(&digest::SHA256, bytes)
@@ -12,7 +13,7 @@ pub fn sha256(bytes: &[u8]) -> String {
         .collect()
 }
 
-/// CRC-32 as Ethernet and zip have it (IEEE 802.3).
+/// CRC-32 (IEEE 802.3), as in Ethernet and zip.
 #[must_use]
 pub fn crc32(bytes: &[u8]) -> u32 {
     let step = |crc: u32| (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg());
@@ -51,7 +52,7 @@ fnv1a!(
     0x0100_0000_0000_0000_0000_013b
 );
 
-/// FNV-1a as a `Hasher`. The same in every process, unlike the standard library's, so that a stored value stays
+/// FNV-1a as a `Hasher`. Unlike the standard library's, it is equal in every process, so that stored values remain
 /// comparable.
 pub struct Fnv64(u64);
 

@@ -1,45 +1,44 @@
-//! Why something could not be done for a pod, by what the next try waits for.
+//! Errors of operations for a pod, classified by when a retry makes sense.
 
 use serde::{Deserialize, Serialize};
 
-/// What a failure means for the next try, the sooner one before the later. What may be tried again at once is tried by the step
-/// that has failed.
+/// When to retry a failed operation, in ascending order of severity. Errors for which an immediate retry helps are
+/// retried in the failing step itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Class {
-    /// It may succeed by itself: it is tried again after a pause.
+    /// May succeed without any change: retry after a delay.
     #[default]
     RetryLater,
-    /// Something that it needs is missing, an object or the runtime: it is tried again as soon as there is news of that, and after a
-    /// pause.
+    /// A required object or the runtime is missing: retry when it changes, and after a delay.
     WaitForNews,
-    /// It cannot succeed as long as the pod is as it is: it is tried again when that changes, and after pauses that grow.
+    /// Cannot succeed with the present pod: retry when the pod changes, and after increasing delays.
     Final,
 }
 
-/// Why something could not be done for a pod: what its spec asks for cannot be had, or the machine or the runtime did not do it.
+/// Why an operation for a pod failed: its spec cannot be satisfied, or the machine or the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Fault {
-    /// What it means for the next try.
+    /// When to retry.
     pub class: Class,
-    /// A sentence for people.
+    /// The error message.
     pub message: String,
 }
 
 impl Fault {
-    /// The machine or the runtime did not do it this time.
+    /// A failure of the machine or the runtime; retry later.
     #[must_use]
     pub fn later(message: impl Into<String>) -> Fault {
         Fault::new(Class::RetryLater, message)
     }
 
-    /// An object, a key or a file that it refers to is not there.
+    /// A referenced object, key or file does not exist.
     #[must_use]
     pub fn missing(message: impl Into<String>) -> Fault {
         Fault::new(Class::WaitForNews, message)
     }
 
-    /// It contradicts itself, or asks for what this node does not have.
+    /// The spec is contradictory, or requires features that this node lacks.
     #[must_use]
     pub fn invalid(message: impl Into<String>) -> Fault {
         Fault::new(Class::Final, message)
@@ -50,7 +49,7 @@ impl Fault {
         Fault { class, message }
     }
 
-    /// The same with words before its own.
+    /// Prefixes the message.
     #[must_use]
     pub fn within(self, what: &str) -> Fault {
         let message = format!("{what}: {}", self.message);

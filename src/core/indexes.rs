@@ -1,14 +1,14 @@
-//! Sets of completion indexes in the form of Jobs, `0,2-4,7` (KEP-2214; pkg/controller/job/indexed_job_utils.go,
-//! pkg/apis/batch/validation).
+//! Sets of completion indexes in the format of Jobs, `0,2-4,7` (KEP-2214, `pkg/controller/job/indexed_job_utils.go`,
+//! `pkg/apis/batch/validation`).
 
 use std::fmt;
 
-/// A set of indexes, kept as intervals with both ends included, in order and apart from each other.
+/// A set of indexes, as sorted, non-adjacent intervals with inclusive ends.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Indexes(Vec<(i32, i32)>);
 
 impl Indexes {
-    /// Reads a status: what cannot be read, and what is not below `completions`, is left out.
+    /// Parses the indexes in a Job's status. Malformed parts, and indexes of `completions` or above, are omitted.
     #[must_use]
     pub fn read(text: &str, completions: i32) -> Indexes {
         let mut all = Indexes::default();
@@ -25,7 +25,7 @@ impl Indexes {
         all
     }
 
-    /// Reads a set that has to be in order and below `completions`. The error says what is wrong.
+    /// Parses indexes that must be sorted and below `completions`. The error describes the problem.
     pub fn parse(text: &str, completions: i32) -> Result<Indexes, String> {
         let mut all = Indexes::default();
         if text.is_empty() {
@@ -96,7 +96,7 @@ impl Indexes {
         }
     }
 
-    /// How many there are.
+    /// Number of indexes.
     #[must_use]
     pub fn total(&self) -> i32 {
         let counts = self
@@ -106,19 +106,19 @@ impl Indexes {
         counts.fold(0, i32::saturating_add)
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether an index is one of them.
+    /// Whether the set contains an index.
     #[must_use]
     pub fn contains(&self, index: i32) -> bool {
         self.0.iter().any(|(f, l)| (*f..=*l).contains(&index))
     }
 
-    /// The indexes that are in both sets.
+    /// Intersection of two sets.
     #[must_use]
     pub fn common(&self, other: &Indexes) -> Indexes {
         let mut common = Indexes::default();
@@ -133,13 +133,13 @@ impl Indexes {
         common
     }
 
-    /// The lowest index.
+    /// The lowest index; `None` if the set is empty.
     #[must_use]
     pub fn first(&self) -> Option<i32> {
         self.0.first().map(|(first, _)| *first)
     }
 
-    /// The lowest indexes below `completions` that are not in the set, at most `count`.
+    /// The lowest indexes below `completions` that the set lacks, at most `count`.
     #[must_use]
     pub fn missing(&self, completions: i32, count: usize) -> Vec<i32> {
         let mut missing = vec![];

@@ -1,9 +1,9 @@
-//! Reading large types from JSON.
+//! Parsing large types from JSON.
 
 use serde::de::DeserializeOwned;
 
-/// Reads by way of a [`serde_json::Value`], as objects of the API are read: what reads a pod is much program text, and would
-/// be there once more for each form that JSON comes in. Fails where the bytes are no JSON or not of this type.
+/// Parses by way of a [`serde_json::Value`]. The deserialisation code of API types is large, and would be instantiated
+/// again for every input format. Fails if the bytes are not JSON or do not match the type.
 pub fn read<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<T> {
     serde_json::from_value(serde_json::from_slice(bytes)?)
 }

@@ -1,9 +1,9 @@
-//! Mutexes without poison. Who panics while it holds one ends the process, or a request that fails and leaves what it
-//! guards whole: `https::border` says which.
+//! Mutexes that ignore poisoning. A panic while a mutex is locked either aborts the process, or fails a single request
+//! and leaves the guarded data consistent; see `https::border`.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Waits for the mutex.
+/// Locks the mutex.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,6 @@
-//! Reads the metadata of API objects. What the API has not set is empty. Pure.
+//! Access to the metadata of API objects. Unset fields are empty. Pure.
 //!
-//! The core has these instead of a client library's extension traits: it needs the values alone.
+//! The core uses these functions instead of a client library's extension traits, because it only needs the values.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub fn name(object: &impl Metadata<Ty = ObjectMeta>) -> &str {
     object.metadata().name.as_deref().unwrap_or_default()
 }
 
-/// `metadata.namespace`; empty for objects of the whole cluster.
+/// `metadata.namespace`; empty for cluster-scoped objects.
 #[must_use]
 pub fn namespace(object: &impl Metadata<Ty = ObjectMeta>) -> &str {
     object.metadata().namespace.as_deref().unwrap_or_default()

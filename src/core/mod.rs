@@ -1,10 +1,10 @@
-//! Decisions. No files, sockets, clock, environment, randomness or logging: time and seeds are
-//! arguments, and the same input gives the same output.
+//! Decisions without side effects: no files, sockets, clock, environment, randomness or logging. Time and seeds are
+//! arguments, so the same input gives the same output.
 //!
-//! One directory for each domain, with the same names as in `agent` and `host`: `pod`, `volume`,
-//! `image`, `node`, `serving`. What several domains use stands beside them.
+//! There is a directory for each domain, named as in `agent` and `host`: `pod`, `volume`, `image`, `node`, `serving`.
+//! Modules for several domains are next to these directories.
 //!
-//! No arithmetic that can overflow: an operator panics or wraps, and numbers from pods have no bounds.
+//! Arithmetic must not overflow: operators would panic or wrap, and numbers in pods are unbounded.
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 pub mod backoff;

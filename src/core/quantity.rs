@@ -1,26 +1,25 @@
-//! Kubernetes quantities: exact arithmetic on billionths, canonical text.
+//! Kubernetes quantities: exact arithmetic in billionths, and canonical formatting.
 //!
-//! The rules are those of apimachinery's `resource.Quantity`: a decimal number with a binary suffix
-//! (`Ki` to `Ei`), a decimal one (`n`, `u`, `m`, ``, `k` to `E`) or an exponent; what is finer than a
-//! billionth rounds up.
+//! The rules are those of apimachinery's `resource.Quantity`: a decimal number with a binary suffix (`Ki` to `Ei`), a
+//! decimal suffix (`n`, `u`, `m`, ``, `k` to `E`) or an exponent. Fractions of a billionth are rounded up.
 
 use std::fmt;
 use std::str::FromStr;
 
 const NANO: i128 = 1_000_000_000;
-/// The largest magnitude of a quantity, in billionths: 2^63-1 units. Larger numbers are capped (`ParseQuantity` of
-/// `apimachinery/pkg/api/resource/quantity.go`).
+/// Maximum magnitude in billionths: 2^63-1 units. Larger numbers are capped (`ParseQuantity` in
+/// `staging/src/k8s.io/apimachinery/pkg/api/resource/quantity.go`).
 const LARGEST: i128 = i64::MAX as i128 * NANO;
 
-/// An exact amount, in billionths of the unit. Ordered and added by amount; the suffix family of the
-/// text it was read from is kept for printing.
+/// An exact amount in billionths of a unit. Comparison uses only the amount; the suffix family of the parsed text is
+/// kept for formatting.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quantity {
     nanos: i128,
     binary: bool,
 }
 
-/// Why a text is no quantity.
+/// The text is not a quantity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
@@ -28,13 +27,13 @@ pub struct Quantity {
 pub struct BadQuantity;
 
 impl Quantity {
-    /// Nothing.
+    /// Zero.
     pub const ZERO: Quantity = Quantity {
         nanos: 0,
         binary: false,
     };
 
-    /// From thousandths, as CPU is counted.
+    /// From thousandths, such as millicores.
     #[must_use]
     pub fn from_milli(milli: i64) -> Quantity {
         Quantity {
@@ -52,7 +51,7 @@ impl Quantity {
         }
     }
 
-    /// From bytes, printed with binary suffixes.
+    /// From bytes; formatted with binary suffixes.
     #[must_use]
     pub fn from_bytes(bytes: u64) -> Quantity {
         Quantity {
@@ -73,7 +72,7 @@ impl Quantity {
         saturate(div_up(self.nanos, NANO))
     }
 
-    /// Whether it is nothing.
+    /// Whether the amount is zero.
     #[must_use]
     pub fn is_zero(self) -> bool {
         self.nanos == 0
@@ -210,7 +209,7 @@ impl FromStr for Quantity {
     }
 }
 
-/// The value of decimal digits; the largest one where they are too many.
+/// Parses decimal digits; saturates.
 fn integer(digits: &str) -> i128 {
     match digits.is_empty() {
         true => 0,
@@ -218,7 +217,7 @@ fn integer(digits: &str) -> i128 {
     }
 }
 
-/// The digits behind a decimal point as a numerator and a power of ten. Digits beyond the twentieth round up.
+/// The fractional digits as numerator and power of ten. Digits after the twentieth round up.
 fn fraction_of(digits: &str) -> (i128, i128) {
     const DIGITS: usize = 20;
     let (read, rest) = digits.split_at(digits.len().min(DIGITS));

@@ -1,4 +1,4 @@
-//! Which repetitions of a failure are logged. Pure: the time is an argument.
+//! Rate limit for logging repeated failures. Pure: the time is an argument.
 
 use std::collections::BTreeMap;
 use std::hash::{Hash as _, Hasher as _};
@@ -10,21 +10,21 @@ use super::backoff::Doubling;
 use super::digest::Fnv64;
 use super::varying::masked;
 
-/// The pause after a logged failure before its repetition is logged.
+/// Delays after a logged failure before a repetition is logged.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
-/// How many failures are remembered; the one that was logged first is forgotten then.
+/// Maximum number of remembered failures; beyond it, the failure with the oldest log entry is forgotten.
 const MAX_REMEMBERED: usize = 256;
 
 #[derive(Debug, Clone, Copy)]
 struct Logged {
-    /// A hash of the text without its varying parts.
+    /// Hash of the text without its varying parts.
     text: u64,
     at: Timestamp,
     times: u32,
     unlogged: u32,
 }
 
-/// Failures that repeat, by what fails. The first one is logged at once, repetitions after pauses that grow.
+/// Repeated failures by key. The first failure is logged immediately, and repetitions after increasing delays.
 #[derive(Debug, Clone)]
 pub struct RepeatedFailures<K> {
     logged: BTreeMap<K, Logged>,
@@ -39,7 +39,7 @@ impl<K> Default for RepeatedFailures<K> {
 }
 
 impl<K: Ord + Clone> RepeatedFailures<K> {
-    /// Records a failure. If it is to be logged, the answer is how many repetitions were not logged before it.
+    /// Records a failure. If it must be logged, returns the number of repetitions since the last log entry.
     pub fn record(&mut self, key: K, text: &str, now: Timestamp) -> Option<u32> {
         let mut hasher = Fnv64::default();
         masked(text).hash(&mut hasher);
@@ -70,7 +70,7 @@ impl<K: Ord + Clone> RepeatedFailures<K> {
         Some(unlogged)
     }
 
-    /// Records that the operation succeeded: its next failure is logged at once.
+    /// Records a success, so that the next failure is logged immediately.
     pub fn clear(&mut self, key: &K) {
         self.logged.remove(key);
     }
@@ -103,7 +103,7 @@ mod tests {
         }
         assert_eq!(logged[..4], [(0, 0), (60, 5), (180, 11), (420, 23)]);
         assert!(logged.len() < 32, "a day: {}", logged.len());
-        // Another error, another key, and a failure after a success are logged at once.
+        // A different error, a different key, or a failure after a success is logged immediately.
         let now = at(86_400);
         assert_eq!(failures.record("v", "no such device", now), Some(0));
         assert_eq!(failures.record("w", "no such device", now), Some(0));

@@ -1,5 +1,5 @@
-//! Schedules of CronJobs: five fields, or a word (github.com/robfig/cron/v3, which the reference implementation uses).
-//! Pure: which zone its fields are meant in is an argument.
+//! Schedules of CronJobs in cron format, with five fields or a descriptor (github.com/robfig/cron/v3, which upstream
+//! uses). Pure: the time zone is an argument.
 
 use std::time::Duration;
 
@@ -7,17 +7,17 @@ use jiff::civil::Weekday;
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp, ToSpan as _, Unit, Zoned};
 
-/// How many years are looked through for the next time: a schedule may fit no day, as the 31st of February.
+/// How many years to search for the next time. A schedule may match no day, such as 31 February.
 const YEARS: i16 = 5;
 
-/// One field: the values that fit, as bits, and whether it was written as all of them.
+/// A field: the matching values as bits, and whether the field was written as a wildcard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Field {
     bits: u64,
     star: bool,
 }
 
-/// The values that a field may have, and the names of some: the first name is of the first value.
+/// Valid values of a field, and names for them, starting with the lowest value.
 struct Bounds {
     low: u32,
     high: u32,
@@ -40,16 +40,16 @@ const fn bounds(low: u32, high: u32, names: &'static [&'static str]) -> Bounds {
     Bounds { low, high, names }
 }
 
-/// When something is to be done.
+/// A schedule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Schedule {
-    /// At the times that five fields name.
+    /// Times that match five fields.
     Fields(Fields),
-    /// So often, whole seconds apart.
+    /// A fixed interval in whole seconds.
     Every(Duration),
 }
 
-/// Minute, hour, day of the month, month and day of the week.
+/// Minute, hour, day of month, month and day of week.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fields {
     minute: Field,
@@ -60,7 +60,7 @@ pub struct Fields {
 }
 
 impl Schedule {
-    /// Reads a schedule. The error says what is wrong with which part.
+    /// Parses a schedule. The error describes the invalid part.
     pub fn parse(text: &str) -> Result<Schedule, String> {
         if text.is_empty() {
             return Err("empty spec string".into());
@@ -98,8 +98,8 @@ impl Schedule {
         }))
     }
 
-    /// The first time after another one. `None` if there is none in the next years. An hour that a zone leaves out in spring
-    /// has no times, one that it repeats in autumn has them twice.
+    /// The next time after `after`; `None` if there is none within the search limit. An hour skipped by daylight saving
+    /// time has no times, and a repeated hour has them twice.
     #[must_use]
     pub fn next(&self, after: Timestamp, zone: &TimeZone) -> Option<Timestamp> {
         match self {
@@ -215,7 +215,7 @@ impl Fields {
         None
     }
 
-    /// Both days have to fit if one is written as all of them; else one is enough.
+    /// If one of the two day fields is a wildcard, both must match; otherwise one is enough.
     fn fits_day(&self, at: &Zoned) -> bool {
         let day = self.day.has(at.day());
         let weekday = self.weekday.has(at.weekday().since(Weekday::Sunday));
@@ -227,7 +227,7 @@ impl Fields {
     }
 }
 
-/// The beginning of the minute or hour that a time is in.
+/// Start of the minute or hour that contains a time.
 fn begin(at: &Zoned, unit: Unit) -> Option<Zoned> {
     let into = SignedDuration::new(at.second().into(), at.subsec_nanosecond());
     let more = match unit {
@@ -279,7 +279,7 @@ mod tests {
         }
     }
 
-    /// A schedule, a time, and the times that follow it.
+    /// Columns: schedule, start time, following times.
     const TIMES: &str = "\
 * * * * *            2026-01-01T00:00:30 2026-01-01T00:01:00 2026-01-01T00:02:00
 */20 * * * *         2026-01-01T00:40:00 2026-01-01T01:00:00 2026-01-01T01:20:00
@@ -305,7 +305,7 @@ mod tests {
         }
     }
 
-    /// A zone with the rules of central Europe, from its POSIX description, so that no file is read.
+    /// A zone with central European rules, given as a POSIX description so that no file is read.
     #[test]
     fn an_hour_that_is_left_out_has_no_times_and_one_that_is_repeated_has_them_twice() {
         let zone = TimeZone::posix("CET-1CEST,M3.5.0,M10.5.0/3").expect("a zone");

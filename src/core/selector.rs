@@ -1,7 +1,7 @@
-//! Label selectors: the operators of label and node selectors, and whether labels match. Pure.
+//! Label selectors: operators of label and node selectors, and matching. Pure.
 //!
-//! The rules are those of `k8s.io/apimachinery/pkg/labels`: an absent label matches `NotIn` and `DoesNotExist`, and
-//! a selector with an operator that does not exist matches nothing.
+//! The rules are those of `k8s.io/apimachinery/pkg/labels`: an absent label matches `NotIn` and `DoesNotExist`, and a
+//! selector with an unknown operator matches nothing.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -15,17 +15,17 @@ pub enum Operator {
     In,
     /// The label is none of the values, or absent.
     NotIn,
-    /// The label is there.
+    /// The label is present.
     Exists,
     /// The label is absent.
     DoesNotExist,
-    /// The label is an integer above the first value. Node selectors and the text form have it.
+    /// The label is an integer above the first value. Only in node selectors and the text form.
     Gt,
-    /// The label is an integer below the first value. Node selectors and the text form have it.
+    /// The label is an integer below the first value. Only in node selectors and the text form.
     Lt,
 }
 
-/// An operator that does not exist.
+/// The operator is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UnknownOperator;
 
@@ -54,7 +54,7 @@ impl Operator {
         }
     }
 
-    /// Whether a label, `None` where it is absent, meets a requirement with these values.
+    /// Whether a label (`None` if absent) satisfies a requirement with these values.
     #[must_use]
     pub fn matches(self, values: &[String], label: Option<&str>) -> bool {
         let listed = |label: &str| values.iter().any(|v| v == label);
@@ -70,7 +70,8 @@ impl Operator {
     }
 }
 
-/// Whether a `LabelSelector` matches. An empty one matches everything; what an absent one means is the caller's.
+/// Whether a `LabelSelector` matches. An empty selector matches everything; the caller decides what a missing selector
+/// means.
 #[must_use]
 pub fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
     let equal = |(key, value): (&String, &String)| labels.get(key) == Some(value);

@@ -1,46 +1,46 @@
-//! Times and durations as the API and its configuration files write them. Pure.
+//! Times and durations in the formats of the API and of configuration files. Pure.
 
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp, TimestampArithmetic};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-/// A time as the API keeps it: whole seconds.
+/// A time in the precision of the API: whole seconds.
 #[must_use]
 pub fn seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
 
-/// The longest time in seconds that a pod, a probe or a request can set, some 68 years. The apiserver has no upper bound for
-/// a grace period. In nanoseconds the bound fits Go's `time.Duration`, with which runtimes compute.
+/// Maximum number of seconds accepted from pods, probes and requests, about 68 years. The apiserver has no upper limit
+/// for grace periods. In nanoseconds, the maximum fits Go's `time.Duration`, which runtimes use.
 pub const MAX_SECONDS: i64 = i32::MAX as i64;
 
-/// A number of seconds from outside, between 0 and [`MAX_SECONDS`].
+/// Limits an untrusted number of seconds to the range from 0 to [`MAX_SECONDS`].
 #[must_use]
 pub fn bounded(seconds: i64) -> i64 {
     seconds.clamp(0, MAX_SECONDS)
 }
 
-/// A number of seconds from outside as a duration, between 0 and [`MAX_SECONDS`].
+/// An untrusted number of seconds as a duration between 0 and [`MAX_SECONDS`].
 #[must_use]
 pub fn span(seconds: i64) -> Duration {
     Duration::from_secs(bounded(seconds).unsigned_abs())
 }
 
-/// The time `by` after `at`. The ends of the calendar (the years -9999 and 9999) bound it; the operators of jiff panic there.
+/// The time `by` after `at`, limited to the calendar (years -9999 to 9999), because the operators of jiff panic there.
 #[must_use]
 pub fn later(at: Timestamp, by: impl Into<TimestampArithmetic>) -> Timestamp {
-    // Only a span with days or months is an error.
+    // Only spans with days or months are errors.
     at.saturating_add(by).unwrap_or(at)
 }
 
-/// The time some seconds from outside after `at`: at least `at`, and at most [`MAX_SECONDS`] later.
+/// The time an untrusted number of seconds after `at`: at least `at`, and at most [`MAX_SECONDS`] later.
 #[must_use]
 pub fn in_seconds(at: Timestamp, seconds: i64) -> Timestamp {
     later(at, SignedDuration::from_secs(bounded(seconds)))
 }
 
-/// The longest duration that Go has, some 292 years. Texts of longer ones are errors there, too.
+/// Go's maximum duration, about 292 years. Go rejects longer ones too.
 const LONGEST: Duration = Duration::from_nanos(i64::MAX.unsigned_abs());
 
 /// Parses a Go duration such as `1m30s` or `100ms`.
@@ -76,7 +76,7 @@ pub fn duration(text: &str) -> Option<Duration> {
         .filter(|duration| *duration <= LONGEST)
 }
 
-/// A duration in whole seconds as Go writes it: `10s`, `2m40s`, `1h0m0s`.
+/// Formats a duration in whole seconds as Go does: `10s`, `2m40s`, `1h0m0s`.
 #[must_use]
 pub fn shown(duration: Duration) -> String {
     let seconds = duration.as_secs();

@@ -1,6 +1,7 @@
-//! Comparing error texts without the parts that differ with each try. Pure.
+//! Comparison of error messages without their varying parts. Pure.
 
-/// The error text with identifiers, durations, times and ports replaced, which differ each time the same operation fails.
+/// Masks identifiers, durations, times and ports in an error message, because they differ for every failure of the same
+/// operation.
 #[must_use]
 pub fn masked(text: &str) -> String {
     let is_separator = |c: char| !(c.is_alphanumeric() || matches!(c, '-' | '.' | ':' | '_'));
@@ -17,7 +18,7 @@ pub fn masked(text: &str) -> String {
     masked
 }
 
-/// Whether two errors differ at most in such parts.
+/// Whether two messages are equal after masking.
 #[must_use]
 pub fn is_same(a: &str, b: &str) -> bool {
     a == b || masked(a) == masked(b)
@@ -33,14 +34,14 @@ fn mask_word(word: &str, masked: &mut String) {
         if index > 0 {
             masked.push(':');
         }
-        // A digest names the content of an image: another one is another error.
+        // Digests are not masked: a different image digest is a different error.
         let varies = !is_digest && (is_duration(part) || is_identifier(part) || is_number(part));
         masked.push_str(if varies { "#" } else { part });
         is_digest = part.starts_with("sha");
     }
 }
 
-/// `2026-11-28T03:51:20Z`, or its date.
+/// `2026-11-28T03:51:20Z`, or only the date.
 fn is_date(word: &str) -> bool {
     let digits = |range| {
         word.get(range)
@@ -64,7 +65,7 @@ fn is_duration(part: &str) -> bool {
         let number = rest.len().saturating_sub(unit.len());
         let units = ["ns", "µs", "us", "ms", "s", "m", "h"];
         let after = units.iter().find_map(|name| unit.strip_prefix(name));
-        // `ms` is looked for before `m`.
+        // `ms` must be tried before `m`.
         match after {
             Some(after) if number > 0 => rest = after,
             _ => return false,
@@ -83,7 +84,7 @@ fn is_identifier(part: &str) -> bool {
     is_uuid || (has_digit && part.len() >= 8 && is_hex(part))
 }
 
-/// A port, a process or a time: a number of at least 5 digits.
+/// A port, process id or timestamp: a number of at least 5 digits.
 fn is_number(part: &str) -> bool {
     let part = part.trim_end_matches(['.', '-']);
     part.len() >= 5 && part.bytes().all(|b| b.is_ascii_digit())

@@ -1,4 +1,4 @@
-//! Versions: which Kubernetes this program implements, and how its commands print that.
+//! Versions: the implemented Kubernetes version, and the output of `--version`.
 
 /// The minor release as Kubernetes writes it, `MAJOR.MINOR`.
 macro_rules! release {
@@ -17,8 +17,8 @@ macro_rules! patch {
 pub const MAJOR: &str = "1";
 /// The minor version.
 pub const MINOR: &str = "36";
-/// The Kubernetes version that the agent and the bundled API implement; `kubelet --version` prints it. kubeadm reads it with
-/// the regular expression of `cmd/kubeadm/app/preflight/utils.go`.
+/// The Kubernetes version that the agent and the bundled API implement; `kubelet --version` prints it. kubeadm reads it
+/// with the regular expression of `cmd/kubeadm/app/preflight/utils.go`.
 pub const KUBERNETES: &str = concat!("v", release!(), patch!());
 /// The version in a Node's `kubeletVersion` and in the API's `/version`. The build metadata names the implementation;
 /// semantic versions ignore build metadata when they are compared.
@@ -38,12 +38,12 @@ pub fn arch(machine: &str) -> &str {
     }
 }
 
-/// What `--version` of the kubelet prints (`staging/src/k8s.io/component-base/version/verflag`).
+/// Output of the kubelet's `--version` (`staging/src/k8s.io/component-base/version/verflag`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
-    /// Nothing: the agent starts.
+    /// No output: the agent starts.
     Nothing,
-    /// One line for people and for kubeadm.
+    /// One line, which kubeadm parses.
     Line,
     /// All fields, as Go prints the structure with `%#v`.
     Raw,
@@ -64,8 +64,8 @@ impl std::str::FromStr for Wanted {
 }
 
 impl Wanted {
-    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built from,
-    /// `machine` its architecture.
+    /// The text for standard output; `None` if the agent starts. `commit` is the commit that the program was built
+    /// from, and `machine` its architecture.
     #[must_use]
     pub fn text(self, commit: &str, machine: &str) -> Option<String> {
         match self {
@@ -85,7 +85,8 @@ impl Wanted {
 /// The length of a shown commit, in hexadecimal digits.
 const COMMIT_LENGTH: usize = 12;
 
-/// The newest commit of a reflog (`.git/logs/HEAD`): the second word of its last line, shortened; zeros if there is none.
+/// The newest commit in a reflog (`.git/logs/HEAD`): the second word of its last line, shortened; zeros if there is
+/// none.
 ///
 /// Evaluated at compile time. The result is a copy, so that the program does not contain the reflog.
 #[must_use]
@@ -122,7 +123,7 @@ pub const fn newest_commit(reflog: &[u8]) -> [u8; COMMIT_LENGTH] {
     commit
 }
 
-/// A commit for people: `unknown` if the program was built without git.
+/// A commit for output: `unknown` if the program was built without git.
 #[must_use]
 pub fn shown_commit(commit: &[u8; COMMIT_LENGTH]) -> &str {
     match std::str::from_utf8(commit) {

@@ -1,4 +1,5 @@
-//! Which images are removed when nothing uses them: for room, and for age (kubelet spec, 8.5). Pure.
+//! Image garbage collection: which unused images are removed, to free disk space or because of age
+//! (`pkg/kubelet/images/image_gc_manager.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +10,13 @@ use crate::core::node::collection::{Fate, Removal, Stay};
 /// When images are removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
-    /// Above this share of the filesystem in use, in percent, room is made; 100 for never.
+    /// Disk usage in percent above which images are removed (`imageGCHighThresholdPercent`); 100 disables it.
     pub high: u8,
-    /// Down to this share.
+    /// Disk usage in percent at which removal stops (`imageGCLowThresholdPercent`).
     pub low: u8,
-    /// An image that was seen first less than this ago stays.
+    /// Images first seen more recently than this are kept (`imageMinimumGCAge`).
     pub minimum_age: SignedDuration,
-    /// An image that was not used for this long goes, however much room there is.
+    /// Images unused for longer than this are removed regardless of disk usage (`imageMaximumGCAge`).
     pub maximum_age: Option<SignedDuration>,
 }
 
@@ -31,24 +32,24 @@ impl Default for Rules {
 }
 
 impl Rules {
-    /// Whether anything can ever be removed.
+    /// Whether any image can be removed.
     #[must_use]
     pub fn enabled(&self) -> bool {
         self.high < 100 || self.maximum_age.is_some()
     }
 }
 
-/// A filesystem's bytes.
+/// Size of a filesystem in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Filesystem {
-    /// All of them.
+    /// Capacity.
     pub capacity: u64,
-    /// Those that can still be written.
+    /// Available bytes.
     pub available: u64,
 }
 
 impl Filesystem {
-    /// How much of it is in use, in percent.
+    /// Usage in percent.
     #[must_use]
     pub fn percent(&self) -> u64 {
         100_u64.saturating_sub(
@@ -61,16 +62,16 @@ impl Filesystem {
     }
 }
 
-/// An image that is there.
+/// An image on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Present {
-    /// The runtime's id.
+    /// The image id of the runtime.
     pub id: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// The runtime keeps it for itself.
+    /// Whether the runtime has pinned the image.
     pub pinned: bool,
-    /// A container or a pod uses it.
+    /// Whether a container or a pod uses the image.
     pub used: bool,
 }
 
@@ -80,28 +81,28 @@ struct Known {
     used: Option<Timestamp>,
 }
 
-/// What is to be removed.
+/// Images to remove.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// These in any case: nobody has used them for too long.
+    /// Images to remove because they were unused for too long.
     pub aged: Vec<Present>,
-    /// These, in this order, until [`Plan::wanted`] bytes are free.
+    /// Images to remove in this order until [`Plan::wanted`] bytes are free.
     pub candidates: Vec<Present>,
-    /// How many bytes are to be freed.
+    /// Bytes to free.
     pub wanted: u64,
 }
 
-/// Since when images are known and when they were used last. It begins anew with the agent, as the kubelet's
-/// does.
+/// When each image was first seen and last used. As in the kubelet, the record starts empty with every start of the
+/// agent.
 #[derive(Debug, Default)]
 pub struct Ledger {
     known: BTreeMap<String, Known>,
-    /// Whether it was looked before.
+    /// Whether images were recorded before.
     begun: bool,
 }
 
 impl Ledger {
-    /// Notes what is there. What is there at the first look has been there before, nobody knows since when.
+    /// Records the present images. Images of the first call existed before, so they count as seen at the epoch.
     pub fn look(&mut self, images: &[Present], now: Timestamp) {
         let detected = if std::mem::replace(&mut self.begun, true) {
             now
@@ -121,8 +122,8 @@ impl Ledger {
         }
     }
 
-    /// What may be removed, in the order in which it goes: what was used least recently first. Images that were first seen
-    /// less than `minimum_age` ago stay: somebody may be about to use them.
+    /// Images that may be removed, least recently used first. Images first seen less than `minimum_age` ago are kept,
+    /// because a pod may be about to use them.
     #[must_use]
     pub fn unused(
         &self,
@@ -148,7 +149,7 @@ impl Ledger {
         })
     }
 
-    /// What is to be removed now. `since` is when the agent started: ages are counted from there.
+    /// The images to remove now. `since` is the start of the agent; ages are counted from there.
     #[must_use]
     pub fn plan(
         &self,
@@ -185,7 +186,8 @@ impl Ledger {
         }
     }
 
-    /// What becomes of each image by a plan, those that go first, in their order. `users` says who uses one.
+    /// The decision about each image under a plan: removed images first, in their order. `users` returns what uses an
+    /// image.
     #[must_use]
     pub fn fates(
         &self,
@@ -235,14 +237,14 @@ impl Ledger {
     }
 }
 
-/// An image and what becomes of it.
+/// An image and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Judged {
     /// The image.
     pub image: Present,
-    /// When it was last seen in use.
+    /// When the image was last seen in use.
     pub last_used: Option<Timestamp>,
-    /// What becomes of it.
+    /// The decision.
     pub fate: Fate,
 }
 
@@ -322,7 +324,7 @@ mod tests {
             ),
             Plan::default()
         );
-        // Seen first a moment ago: somebody may be about to use it.
+        // First seen a moment ago: a pod may be about to use it.
         assert!(
             ledger
                 .plan(&now[3..4], &rules, full, at(0), at(200))
@@ -440,7 +442,7 @@ mod tests {
                 ("used".to_owned(), in_use.clone()),
             ]
         };
-        // Ten bytes are to be freed: one image is enough.
+        // Ten bytes must be freed: one image is enough.
         let high = Rules {
             high: 81,
             low: 80,

@@ -1,14 +1,14 @@
-//! Which credentials belong to which image (kubelet spec, 8.2). Pure.
+//! Registry credentials: which ones apply to an image (`pkg/credentialprovider/keyring.go`). Pure.
 
 use base64::Engine as _;
 use serde_json::Value;
 
 use super::reference::Reference;
 
-/// Credentials for the registries and repositories that a pattern names.
+/// Credentials for the registries and repositories that match a pattern.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Host, port and path without scheme, for instance `*.registry.example:5000/team`.
+    /// Host, port and path without scheme, such as `*.registry.example:5000/team`.
     pub pattern: String,
     /// User name.
     pub username: String,
@@ -22,15 +22,15 @@ impl std::fmt::Debug for Entry {
     }
 }
 
-/// What the repositories of Docker Hub begin with.
+/// Prefix of repositories on Docker Hub.
 const HUB: &str = "docker.io/";
-/// Under which key docker keeps its credentials.
+/// The key of Docker Hub's credentials in docker configurations.
 const HUB_KEY: &str = "index.docker.io";
 
-/// Host, port and path of a key or an image.
+/// Host, port and path of a key or image.
 fn parts(text: &str) -> (&str, Option<&str>, &str) {
     let (authority, path) = text.split_once('/').unwrap_or((text, ""));
-    // An IPv6 address keeps its colons.
+    // The colons of an IPv6 address are not a port separator.
     match authority
         .rsplit_once(':')
         .filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()) && !port.is_empty())
@@ -40,8 +40,8 @@ fn parts(text: &str) -> (&str, Option<&str>, &str) {
     }
 }
 
-/// A key of a docker configuration without what does not count: the scheme, and the API's version before the path. A slash
-/// at a path's end stays: `team/` is not `team2`.
+/// Normalises a key of a docker configuration: removes the scheme, and the API version before the path. A trailing
+/// slash of the path stays, so that `team/` does not match `team2`.
 fn bare(key: &str) -> String {
     let key = key
         .trim_start_matches("https://")
@@ -60,7 +60,7 @@ fn bare(key: &str) -> String {
     }
 }
 
-/// User name and password of an `auth` field, with or without padding.
+/// User name and password of an `auth` field, with or without base64 padding.
 fn decoded(auth: &str) -> Option<(String, String)> {
     let bytes = base64::engine::general_purpose::STANDARD_NO_PAD
         .decode(auth.trim().trim_end_matches('='))
@@ -76,7 +76,7 @@ fn label_matches(pattern: &str, label: &str) -> bool {
         pattern.chars().peekable(),
         label.chars().collect::<Vec<_>>(),
     );
-    // Few stars and short labels: the plain recursion is enough.
+    // Patterns and labels are short, so plain recursion is sufficient.
     fn glob(pattern: &[char], label: &[char]) -> bool {
         match (pattern.first(), label.first()) {
             (None, None) => true,
@@ -93,7 +93,8 @@ fn label_matches(pattern: &str, label: &str) -> bool {
     glob(&pattern, &label)
 }
 
-/// Whether a pattern covers an image: as many host labels, each matching; the same port; a prefix of the path.
+/// Whether a pattern covers an image: the same number of host labels, each matching; the same port; and a prefix of the
+/// path.
 #[must_use]
 pub fn covers(pattern: &str, image: &str) -> bool {
     let (pattern_host, pattern_port, pattern_path) = parts(pattern);
@@ -109,7 +110,7 @@ pub fn covers(pattern: &str, image: &str) -> bool {
             .all(|(pattern, label)| label_matches(pattern, label))
 }
 
-/// The image as credentials name it: with its registry, without tag and digest. What is no name stays as it is.
+/// The image with its registry, without tag and digest. Invalid names are returned unchanged.
 #[must_use]
 pub fn repository(image: &str) -> String {
     Reference::parse(image).map_or_else(
@@ -118,8 +119,8 @@ pub fn repository(image: &str) -> String {
     )
 }
 
-/// The entries that cover an image, the most specific first, each credential once. Docker's own key for its hub covers the
-/// hub's images where nothing else does.
+/// The entries that cover an image, most specific first, without duplicate credentials. For Docker Hub, docker's own
+/// key applies if no other entry matches.
 #[must_use]
 pub fn matching(entries: &[Entry], image: &str) -> Vec<Entry> {
     let repository = repository(image);
@@ -165,7 +166,7 @@ pub fn parse(bytes: &[u8]) -> Vec<Entry> {
         .collect()
 }
 
-/// The entries of a pull secret, in either of its formats.
+/// The entries of a pull secret in either format.
 #[must_use]
 pub fn of_secret(secret: &k8s_openapi::api::core::v1::Secret) -> Vec<Entry> {
     let data = |key: &str| {

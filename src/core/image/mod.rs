@@ -1,4 +1,4 @@
-//! Image names: tags and the pull policy that follows from them. Pure.
+//! Image names: tags, canonical names, and the errors of pulls. Pure.
 
 pub mod gc;
 pub mod keyring;
@@ -8,15 +8,15 @@ pub mod tokens;
 
 use reference::Reference;
 
-/// Whether an image name means "whatever is newest": tag `latest`, or neither tag nor digest. What is no name does not.
+/// Whether an image name means the latest image: tag `latest`, or neither tag nor digest. Invalid names do not.
 #[must_use]
 pub fn tag_is_latest(image: &str) -> bool {
     Reference::parse(image)
         .is_ok_and(|r| r.digest.is_none() && r.tag.is_none_or(|tag| tag == "latest"))
 }
 
-/// The full reference the runtime is asked for: `:latest` is added where tag and digest are missing.
-/// The error says what is wrong with the name (waiting reason `InvalidImageName`).
+/// The full image reference for the runtime: `:latest` is added if there is neither tag nor digest. The error describes
+/// the invalid name (waiting reason `InvalidImageName`).
 pub fn with_default_tag(image: &str) -> Result<String, String> {
     let read = match reference::objection(image) {
         Some(why) => Err(why),
@@ -34,7 +34,7 @@ pub fn with_default_tag(image: &str) -> Result<String, String> {
     })
 }
 
-/// A name as runtimes list it: in full, by digest where there is one, else by tag.
+/// A name as runtimes list it: complete, with the digest if there is one, or else the tag.
 #[must_use]
 pub fn canonical(image: &str) -> Option<String> {
     let reference = Reference::parse(image).ok()?;
@@ -45,7 +45,7 @@ pub fn canonical(image: &str) -> Option<String> {
     })
 }
 
-/// The name as it is written, without tag and digest.
+/// The name as written, without tag and digest.
 #[must_use]
 pub fn untagged(image: &str) -> &str {
     let Ok(reference) = Reference::parse(image) else {
@@ -61,7 +61,7 @@ pub fn untagged(image: &str) -> &str {
     }
 }
 
-/// The reason and the message of a pull that failed: a runtime begins its error with the name of what it can tell apart.
+/// Reason and message of a failed pull. A runtime's error starts with the name of a known reason, if it has one.
 #[must_use]
 pub fn failure(image: &str, error: &str) -> (&'static str, String) {
     let known = [
@@ -182,7 +182,7 @@ mod tests {
             );
             assert_eq!(with_default_tag(image), Err(said));
         }
-        // A first component with capitals is taken for a host; so are tags free to have some.
+        // A first component with capitals is taken as a host. Tags may have capitals too.
         for image in ["Host/one:1", "one:LATEST"] {
             assert_eq!(with_default_tag(image).as_deref(), Ok(image));
         }

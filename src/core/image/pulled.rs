@@ -1,66 +1,66 @@
-//! Who may use an image that is there already: records of how it was pulled, and by whose credentials
-//! (KEP-2535; kubelet spec, 8.4). Pure.
+//! Which pods may use an image that is already present: records of pulls and their credentials (KEP-2535,
+//! `pkg/kubelet/images/pullmanager`). Pure.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// When a pod must show that it could have pulled an image itself.
+/// When a pod must have credentials for an image that is already present (`imagePullCredentialsVerificationPolicy`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Never.
     NeverVerify,
-    /// For images that were pulled here, not for those that were put here by other means.
+    /// For images that were pulled by the agent, not for preloaded ones.
     #[default]
     NeverVerifyPreloaded,
-    /// For all but those listed, however they came here; an entry may end in `/*`.
+    /// For all images except those listed; an entry may end in `/*`.
     NeverVerifyAllowlisted(Vec<String>),
     /// Always.
     AlwaysVerify,
 }
 
-/// A secret by which an image was pulled.
+/// A secret with which an image was pulled.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BySecret {
     /// The secret's uid.
     pub uid: String,
-    /// Its namespace.
+    /// The secret's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The secret's name.
     pub name: String,
-    /// A digest of the credentials.
+    /// Digest of the credentials.
     pub credential_hash: String,
 }
 
-/// A service account whose token a credential provider plugin was given, and by whose answer an image was pulled (KEP-4412).
+/// A service account whose token a credential provider plugin exchanged for the credentials of a pull (KEP-4412).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ByAccount {
-    /// Its namespace.
+    /// The service account's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The service account's name.
     pub name: String,
-    /// Its uid.
+    /// The service account's uid.
     pub uid: String,
 }
 
-/// Whose credentials were good for an image.
+/// Credentials that gave access to an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Access {
-    /// These secrets'.
+    /// Secrets.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kubernetes_secrets: Vec<BySecret>,
-    /// These service accounts'.
+    /// Service accounts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kubernetes_service_accounts: Vec<ByAccount>,
-    /// Everybody's on this node: it needs none, or the node's own.
+    /// Whether all pods of the node have access, because the image needs no credentials or was pulled with the node's.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub node_pods_accessible: bool,
 }
 
-/// What is kept about one image.
+/// Record of the pulls of one image.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Record {
@@ -68,27 +68,27 @@ pub struct Record {
     pub kind: String,
     /// `kubelet.config.k8s.io/v1beta1`.
     pub api_version: String,
-    /// When it was written last, RFC 3339.
+    /// Time of the last change, RFC 3339.
     pub last_updated_time: String,
-    /// The image's id in the runtime.
+    /// The image id of the runtime.
     pub image_ref: String,
-    /// By the image's name as pods write it, without tag and digest.
+    /// Access by image name as in pod specs, without tag and digest.
     pub credential_mapping: BTreeMap<String, Access>,
 }
 
-/// By what a pull succeeded.
+/// Credentials of a successful pull.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum By {
     /// A pod's pull secret.
     Secret(BySecret),
-    /// What a plugin knows for the pod's service account.
+    /// Credentials from a plugin for the pod's service account.
     Account(ByAccount),
-    /// No credentials, or those that all pods of the node may use.
+    /// No credentials, or credentials that all pods of the node may use.
     Anyone,
 }
 
 impl Record {
-    /// Records one more credential with which the image was pulled.
+    /// Adds the credentials of a pull.
     pub fn note(&mut self, image: &str, by: By, now: &str) {
         self.kind = "ImagePulledRecord".into();
         self.api_version = "kubelet.config.k8s.io/v1beta1".into();
@@ -119,24 +119,24 @@ impl Record {
     }
 }
 
-/// By what a pod may use an image.
+/// Credentials of a pod.
 #[derive(Debug, Clone, Copy)]
 pub struct Own<'a> {
-    /// Its secrets.
+    /// The pod's pull secrets.
     pub secrets: &'a [BySecret],
-    /// Its service account, where a plugin has credentials for it.
+    /// The pod's service account, if a plugin has credentials for it.
     pub account: Option<&'a ByAccount>,
 }
 
-/// Whether it matters for the use of an image which service account a pod has: plugins are asked only where it does.
+/// Whether access to an image depends on the pod's service account. Plugins are called only if it does.
 #[must_use]
 pub fn goes_by_account(image: &str, record: Option<&Record>) -> bool {
     let access = record.and_then(|r| r.credential_mapping.get(image));
     access.is_some_and(|access| !access.kubernetes_service_accounts.is_empty())
 }
 
-/// Whether a pod may use an image that is there. `image` is its name as the pod writes it, without tag and digest; `pulling`
-/// says that a pull of it was begun and its end not noted.
+/// Whether a pod may use an image that is present. `image` is the name in the pod spec without tag and digest.
+/// `pulling` is whether a pull was started whose result was not recorded.
 #[must_use]
 pub fn may_use(
     policy: &Policy,
@@ -157,7 +157,7 @@ pub fn may_use(
     };
     let access = record.and_then(|r| r.credential_mapping.get(image));
     free || access.is_some_and(|access| {
-        // The same secret, changed or not; or the same credentials in another secret.
+        // The same secret, even if changed since; or the same credentials in another secret.
         let same = |a: &BySecret, b: &BySecret| {
             (&a.uid, &a.namespace, &a.name) == (&b.uid, &b.namespace, &b.name)
                 || a.credential_hash == b.credential_hash

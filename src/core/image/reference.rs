@@ -1,35 +1,35 @@
-//! References to images, as `distribution/reference` defines them. Pure.
+//! Image references as defined by `distribution/reference`. Pure.
 //!
-//! The library's parser is a regular expression whose compilation takes 20 MiB and a tenth of a second of an agent that
-//! is to be small; here it is what the tests compare with.
+//! The parser of the library is a regular expression whose compilation takes 20 MiB of memory and 100 ms. The agent
+//! must be small, so this module parses by hand; tests compare it with the library.
 
 use std::borrow::Cow;
 
-/// The registry of names that have none.
+/// Default registry.
 const DEFAULT_REGISTRY: &str = "docker.io";
-/// Its former name.
+/// Former name of the default registry.
 const LEGACY_REGISTRY: &str = "index.docker.io";
-/// The longest repository, in bytes.
+/// Maximum length of a repository in bytes.
 const REPOSITORY_LIMIT: usize = 255;
-/// The longest tag, in bytes.
+/// Maximum length of a tag in bytes.
 const TAG_LIMIT: usize = 128;
 const INVALID: &str = "invalid reference format";
 
-/// An image's name, taken apart.
+/// A parsed image reference.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reference<'a> {
-    /// Host and port; `docker.io` where none is written.
+    /// Host and port; `docker.io` if the name has none.
     pub registry: &'a str,
-    /// The path in the registry; `library/` is added for single names on `docker.io`.
+    /// Path in the registry; single names on `docker.io` get the prefix `library/`.
     pub repository: Cow<'a, str>,
-    /// The tag, if one is written.
+    /// The tag, if any.
     pub tag: Option<&'a str>,
-    /// The digest, if one is written.
+    /// The digest, if any.
     pub digest: Option<&'a str>,
 }
 
 impl<'a> Reference<'a> {
-    /// Takes a name apart. The error says what is wrong with it, in the words of `distribution/reference`.
+    /// Parses an image name. The errors are those of `distribution/reference`.
     pub fn parse(text: &'a str) -> Result<Reference<'a>, &'static str> {
         if text.is_empty() {
             return Err("repository name must have at least one component");
@@ -38,7 +38,7 @@ impl<'a> Reference<'a> {
             Some((tagged, digest)) => (tagged, Some(digest)),
             None => (text, None),
         };
-        // A colon before the last slash belongs to a port.
+        // A colon before the last slash separates a port.
         let (name, tag) = match tagged.rsplit_once(':') {
             Some((name, tag)) if !tag.contains('/') => (name, Some(tag)),
             _ => (tagged, None),
@@ -60,8 +60,8 @@ impl<'a> Reference<'a> {
     }
 }
 
-/// What the kubelet's library (`ParseNormalizedNamed`) objects to that the grammar of references does not tell, or tells
-/// in other words.
+/// Errors of the kubelet's library (`ParseNormalizedNamed`) that the grammar of references does not have, or words
+/// differently.
 pub fn objection(text: &str) -> Option<String> {
     let is_hex = |hex: &str| hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     if text.len() == 64 && is_hex(text) {
@@ -69,7 +69,7 @@ pub fn objection(text: &str) -> Option<String> {
             "invalid repository name ({text}), cannot specify 64-byte hexadecimal strings"
         ));
     }
-    // It has put a registry and a slash before nothing.
+    // The library has added a registry and a slash before the empty name.
     if text.is_empty() {
         return Some(INVALID.into());
     }
@@ -79,14 +79,14 @@ pub fn objection(text: &str) -> Option<String> {
             "{INVALID}: repository name ({repository}) must be lowercase"
         ));
     }
-    // The grammar allows capitals in a digest, the digest's own rules do not.
+    // The grammar allows capitals in a digest, but the digest's own rules do not.
     let reference = Reference::parse(text).ok()?;
     let (_, hex) = reference.digest?.split_once(':')?;
     (!is_hex(hex)).then(|| "invalid checksum digest format".into())
 }
 
-/// What of a name has to be in lower case: all between its registry and its first colon. A first component with
-/// capitals is a registry.
+/// The part of a name that must be in lower case: from the registry to the first colon. A first component with capitals
+/// is a registry.
 fn written_repository(text: &str) -> Cow<'_, str> {
     let is_registry = |first: &str| {
         first.contains(['.', ':']) || first == "localhost" || first.to_lowercase() != first
@@ -103,7 +103,7 @@ fn written_repository(text: &str) -> Cow<'_, str> {
     repository.into()
 }
 
-/// The registry and the repository of a name.
+/// Splits a name into registry and repository.
 fn split(name: &str) -> (&str, Cow<'_, str>) {
     let is_host = |first: &str| first.contains(['.', ':']) || first == "localhost";
     let (registry, repository) = match name.split_once('/') {
@@ -121,14 +121,14 @@ fn split(name: &str) -> (&str, Cow<'_, str>) {
     (registry, repository.into())
 }
 
-/// Components of a path, the first of which may be a host instead if others follow.
+/// Path components; the first one may be a host if others follow.
 fn is_name(name: &str) -> bool {
     let is_path = |path: &str| path.split('/').all(is_path_component);
     let on_host = |(first, rest): (&str, &str)| is_host(first) && is_path(rest);
     is_path(name) || name.split_once('/').is_some_and(on_host)
 }
 
-/// Lower-case letters and digits, with `.`, `_`, `__` or dashes between them.
+/// Lower-case letters and digits, separated by `.`, `_`, `__` or dashes.
 fn is_path_component(component: &str) -> bool {
     let is_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let mut separators = component.split(is_word).filter(|part| !part.is_empty());
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What the library makes of it: registry, repository, tag and digest, or its words.
+    /// The library's result: registry, repository, tag and digest, or its error.
     fn library(text: &str) -> Result<[Option<String>; 4], String> {
         let parsed: Result<oci_spec::distribution::Reference, _> = text.parse();
         parsed.map_err(|e| e.to_string()).map(|r| {
@@ -206,7 +206,7 @@ mod tests {
 
     fn ours(text: &str) -> Result<[Option<String>; 4], String> {
         let parsed = Reference::parse(text).map_err(str::to_owned)?;
-        // The library says `latest` where neither is written.
+        // The library adds `latest` if there is neither tag nor digest.
         let latest = (parsed.tag.is_none() && parsed.digest.is_none()).then_some("latest");
         Ok([
             Some(parsed.registry.to_owned()),

@@ -1,5 +1,5 @@
-//! Credential provider plugins that are given a token of the pod's service account (KEP-4412; the kubelet's
-//! `credentialprovider/plugin`). Pure.
+//! Credential provider plugins that get a token of the pod's service account (KEP-4412,
+//! `pkg/credentialprovider/plugin`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::pulled::ByAccount;
 use crate::core::{digest, meta};
 
-/// `tokenAttributes` as it stands in the configuration of plugins.
+/// `tokenAttributes` in the plugin configuration.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub struct Attributes {
@@ -20,41 +20,41 @@ pub struct Attributes {
     optional_service_account_annotation_keys: Vec<String>,
 }
 
-/// What a plugin is given, and for whom what it answers is good.
+/// What a plugin gets, and how its credentials are cached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
-    /// Whom tokens are meant for.
+    /// Audience of the tokens.
     pub audience: String,
-    /// Whether the plugin is not asked for pods without a service account.
+    /// Whether the plugin is skipped for pods without a service account.
     pub requires_account: bool,
-    /// Whether an answer is good for the token alone that it was given for, and not for all pods of the service account.
+    /// Whether credentials are cached per token instead of per service account.
     pub by_token: bool,
     required: Vec<String>,
     optional: Vec<String>,
 }
 
-/// What a plugin is given for one pod. It holds a token, which is never printed.
+/// Data for a plugin about one pod. Contains a token, which is never printed.
 #[derive(Clone)]
 pub struct Grant {
     /// The pod's service account.
     pub account: ByAccount,
-    /// Those of its annotations that the plugin wants.
+    /// The annotations of the service account that the plugin requests.
     pub annotations: BTreeMap<String, String>,
     /// The token.
     pub token: String,
 }
 
-/// Whom an answer is good for.
+/// Cache key of a plugin's credentials.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     account: ByAccount,
     annotations: BTreeMap<String, String>,
-    /// A digest of the token.
+    /// Digest of the token.
     token: Option<String>,
 }
 
-/// Whether a text is a key of annotations: a name of up to 63 letters, digits and `-_.` between letters or digits, if need
-/// be after the domain of whoever defines it and a slash. Upper and lower case are the same.
+/// Whether a text is a valid annotation key: a name, optionally after a domain and a slash. The name has up to 63
+/// letters, digits and inner `-_.`; case does not matter.
 fn is_annotation_key(key: &str) -> bool {
     let is_part = |part: &str, most: usize, within: &[u8]| {
         let bytes = part.as_bytes();
@@ -76,7 +76,7 @@ fn is_annotation_key(key: &str) -> bool {
 }
 
 impl Attributes {
-    /// The rules. The error is the path of the field below `tokenAttributes`, and what is wrong with it.
+    /// Validates the attributes. The error has the field below `tokenAttributes` and the remedy.
     pub fn check(&self) -> Result<Rules, (&'static str, String)> {
         let field = "serviceAccountTokenAudience";
         if self.service_account_token_audience.is_empty() {
@@ -126,7 +126,7 @@ impl Attributes {
 }
 
 impl Rules {
-    /// The annotations that the plugin wants; none where one is missing without which it is not asked.
+    /// The annotations that the plugin requests; `None` if a required one is missing, so that the plugin is skipped.
     #[must_use]
     pub fn annotations(&self, account: &ServiceAccount) -> Option<BTreeMap<String, String>> {
         let all = meta::annotations(account);
@@ -137,7 +137,7 @@ impl Rules {
         Some(wanted)
     }
 
-    /// Whom an answer for this pod is good for.
+    /// Cache key of the credentials for this pod.
     #[must_use]
     pub fn key(&self, grant: &Grant) -> Key {
         Key {

@@ -1,26 +1,26 @@
-//! The addresses of a Node (kubelet spec, 12.3; kubelet's `nodestatus/setters.go`). Pure.
+//! The addresses of a Node, by the rules of `pkg/kubelet/nodestatus/setters.go`. Pure.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::NodeAddress;
 
-/// Tells a cloud controller which addresses the administrator wants.
+/// Annotation of the Node with the addresses that `--node-ip` requests from the cloud controller.
 pub const PROVIDED: &str = "alpha.kubernetes.io/provided-node-ip";
 
 /// The loopback interface's index in every network namespace.
 const LOOPBACK: u32 = 1;
 
-/// The addresses of this machine, as the kernel tells them.
+/// The addresses and default routes of this machine, from the kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// The indexes of interfaces, and the addresses that they have.
+    /// Interface indexes with their addresses.
     pub held: Vec<(u32, IpAddr)>,
-    /// The interfaces of default routes, the preferred first: of IPv4, and of IPv6.
+    /// Interfaces of default routes, most preferred first: IPv4, then IPv6.
     pub default: [Vec<u32>; 2],
 }
 
-/// Whether an address means the same to every machine that can reach it.
+/// Whether an address is valid beyond its own link: not loopback, link-local, multicast or unspecified.
 fn is_global(ip: IpAddr) -> bool {
     let link_local = match ip {
         IpAddr::V4(ip) => ip.is_link_local() || ip.is_broadcast(),
@@ -40,8 +40,9 @@ impl Machine {
         found.map(|(_, ip)| *ip)
     }
 
-    /// The address of an interface with a default route of the same family, of the preferred family first. Routers may
-    /// have none but link-local ones there; their address is then the loopback interface's.
+    /// The address of an interface with a default route of the same family; the preferred family is tried first. If
+    /// that interface has only link-local addresses, as on some routers, a global address of the loopback interface is
+    /// used.
     #[must_use]
     pub fn by_default_route(&self, ipv6: bool) -> Option<IpAddr> {
         [ipv6, !ipv6].into_iter().find_map(|ipv6| {
@@ -51,7 +52,7 @@ impl Machine {
         })
     }
 
-    /// Any address that others may know, for a cluster of this machine alone.
+    /// Any global address, for a cluster that consists of this machine alone.
     #[must_use]
     pub fn any(&self) -> Option<IpAddr> {
         let any = || {
@@ -63,8 +64,9 @@ impl Machine {
         self.by_default_route(false).or_else(any)
     }
 
-    /// The address of a node that `--node-ip` does not name: its name, if that is one; what its name resolves to, if
-    /// this machine has it; else by the default route. Bridges of containers are never chosen for being there.
+    /// The address of a node without `--node-ip`. The first candidate is the node name, if it is an IP address. The
+    /// next one is an address that the name resolves to and this machine has. The last one is the address by default
+    /// route. Addresses of other interfaces, such as container bridges, are not candidates.
     #[must_use]
     pub fn of_node(&self, name: &str, resolved: &[IpAddr], ipv6: bool) -> Option<IpAddr> {
         let is_own = |ip: &IpAddr| is_global(*ip) && self.has(*ip);
@@ -77,32 +79,32 @@ impl Machine {
         literal.or(by_name).or_else(by_route)
     }
 
-    /// The first of some addresses that this machine does not have.
+    /// The first of the given addresses that this machine does not have.
     #[must_use]
     pub fn lacks(&self, ips: &[IpAddr]) -> Option<IpAddr> {
         ips.iter().copied().find(|ip| !self.has(*ip))
     }
 }
 
-/// What the addresses of a Node follow from.
+/// Inputs for the addresses of a Node.
 #[derive(Debug, Clone, Copy)]
 pub struct Sources<'a> {
     /// The node's name.
     pub name: &'a str,
-    /// Addresses of this machine, the preferred one first.
+    /// Addresses of this machine, most preferred first.
     pub ips: &'a [String],
-    /// Whether `--node-ip` named them, or the family by which they were found.
+    /// Whether `--node-ip` specified the addresses or their family.
     pub given: bool,
     /// Whether a cloud controller sets addresses (`--cloud-provider=external`).
     pub external: bool,
-    /// What the Node object says now.
+    /// Addresses currently in the Node's status.
     pub reported: &'a [NodeAddress],
 }
 
-/// The addresses to report; none where those that are reported are not ours to change.
+/// The addresses to report. `None` leaves the reported addresses unchanged.
 #[must_use]
 pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
-    // A network that is not up yet does not take back what is reported.
+    // If the network is not up yet, the reported addresses stay.
     let unknown = sources.ips.is_empty();
     if (sources.external || unknown) && !sources.reported.is_empty() {
         return None;
@@ -111,7 +113,7 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
         type_: kind.into(),
         address: address.into(),
     };
-    // Before the cloud controller has spoken, its own words are not guessed.
+    // Until the cloud controller has set addresses, only the host name is reported, unless `--node-ip` is given.
     let ips = if sources.external && !sources.given {
         &[]
     } else {
@@ -121,8 +123,8 @@ pub fn addresses(sources: Sources<'_>) -> Option<Vec<NodeAddress>> {
     Some(internal.chain([of("Hostname", sources.name)]).collect())
 }
 
-/// The names and addresses that a certificate of the node is for: host names, and addresses, each in order
-/// (pkg/kubelet/certificate/kubelet.go).
+/// The host names and IP addresses of the node's serving certificate, each sorted
+/// (`pkg/kubelet/certificate/kubelet.go`).
 #[must_use]
 pub fn served(reported: &[NodeAddress]) -> (Vec<String>, Vec<String>) {
     let (mut names, mut ips) = (BTreeSet::new(), BTreeSet::new());
@@ -141,19 +143,19 @@ pub fn served(reported: &[NodeAddress]) -> (Vec<String>, Vec<String>) {
     (names.into_iter().collect(), ips.into_iter().collect())
 }
 
-/// Where the addresses of the host of pods come from.
+/// Source of the host IPs in the status of pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// The Node tells them.
+    /// The addresses in the Node's status.
     Node(Vec<String>),
-    /// They are this machine's, as `--node-ip` and the default routes have it.
+    /// The addresses of this machine, by `--node-ip` and the default routes.
     Machine,
-    /// The Node is not known yet, and may tell others than the machine's.
+    /// Unknown until the Node is available, because its addresses may differ from the machine's.
     Later,
 }
 
-/// The same: `node` is what the Node object says, if it is known. Where a cloud controller sets addresses, its are those of
-/// the host, whichever this machine has.
+/// Decides where the host IPs of pods come from. `node` has the addresses in the Node's status, if the Node is known.
+/// With an external cloud provider those win, even if this machine does not have them.
 #[must_use]
 pub fn origin(external: bool, given: bool, node: Option<&[NodeAddress]>) -> Origin {
     match node {
@@ -167,8 +169,8 @@ pub fn origin(external: bool, given: bool, node: Option<&[NodeAddress]>) -> Orig
     }
 }
 
-/// The host's addresses among those of its Node: the first internal one, without such the first external one, and the next
-/// of the other family.
+/// The host IPs from a Node's addresses: the first internal address, or else the first external one, and the next
+/// address of the other family.
 fn of_host(reported: &[NodeAddress]) -> Vec<String> {
     let of = |kind: &'static str| {
         let those = reported.iter().filter(move |a| a.type_ == kind);
@@ -183,15 +185,15 @@ fn of_host(reported: &[NodeAddress]) -> Vec<String> {
     both.map(|ip| ip.to_string()).collect()
 }
 
-/// Whether what was found takes the place of the addresses that are known. None found, as while a network is taken down
-/// and up again, is no change.
+/// Whether the found addresses replace the known ones. An empty result is no change: the network may be restarting.
 #[must_use]
 pub fn changed(known: &[String], found: &[String]) -> bool {
     !found.is_empty() && known != found
 }
 
-/// Why an address cannot be a node's, if it cannot. Whether this machine has it is another matter. The kubelet refuses
-/// loopback addresses too; a cluster of one machine without a network has no other.
+/// Why an address cannot be used for a node; `None` if it can. Whether this machine has the address is checked
+/// elsewhere. Unlike the kubelet, loopback addresses are accepted, because a cluster of one machine without a network
+/// has no other.
 #[must_use]
 pub fn objection(ip: IpAddr) -> Option<&'static str> {
     let link_local = match ip {
@@ -205,7 +207,7 @@ pub fn objection(ip: IpAddr) -> Option<&'static str> {
     }
 }
 
-/// Whether some addresses can be those of one node: one, or two of different families.
+/// Whether these addresses can belong to one node: one address, or two of different families.
 #[must_use]
 pub fn is_one_or_dual_stack(ips: &[IpAddr]) -> bool {
     match ips {
@@ -329,15 +331,15 @@ mod tests {
         }
     }
 
-    /// Interface 1 is loopback, 2 a bridge of containers, 3 and 4 lead to the world.
+    /// Interface 1 is loopback, 2 a container bridge; 3 and 4 have external connectivity.
     const BRIDGE: &str = "1=127.0.0.1 1=::1 2=172.17.0.1 2=fe80::2";
     const UP: &str =
         "1=127.0.0.1 2=172.17.0.1 3=fe80::3 3=192.0.2.3 3=2001:db8::3 4=192.0.2.4 4=2001:db8::4";
     const V6: &str = "1=127.0.0.1 2=172.17.0.1 3=fe80::3 3=2001:db8::3";
     const ROUTER: &str = "1=127.0.0.1 1=198.51.100.1 2=172.17.0.1 3=169.254.0.3";
 
-    /// What the machine has; the default routes of IPv4, and of IPv6; the node's name, what that resolves to, whether
-    /// IPv6 is preferred, and the address.
+    /// Columns: addresses of the machine; default-route interfaces for IPv4 and IPv6; node name; addresses that the
+    /// name resolves to; whether IPv6 is preferred; expected address.
     type Chosen = (
         &'static str,
         [&'static [u32]; 2],

@@ -1,4 +1,5 @@
-//! Admission: whether this node takes a pod, in the kubelet's order and words (kubelet spec, chapter 11). Pure.
+//! Pod admission, with the kubelet's order of checks, reasons and messages (`pkg/kubelet/lifecycle/predicate.go`,
+//! `pkg/kubelet/allocation`). Pure.
 
 use k8s_openapi::api::core::v1::{Node, Pod};
 
@@ -16,50 +17,50 @@ use crate::core::pod::resources::{Amounts, requests};
 use crate::core::pod::sysctl;
 use crate::core::quantity::Quantity;
 
-/// A refusal.
+/// Why the node rejects a pod or a resize.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// The reason in the status and the event.
+    /// The reason in the pod's status and in the event.
     pub reason: String,
     /// The message, without the `Pod was rejected: ` prefix.
     pub message: String,
-    /// What is missing, if resources are all that is.
+    /// The missing amounts, if the pod is rejected only for lack of resources; otherwise empty.
     pub missing: Amounts,
-    /// Of a resize that cannot be granted as long as the pod runs: why.
+    /// For a resize that cannot be granted as long as the pod runs: the cause.
     pub infeasible: Option<Infeasible>,
 }
 
-/// What pods may use of this node.
+/// Resources of this node that pods may use.
 #[derive(Debug, Clone, Copy)]
 pub struct Room<'a> {
-    /// What this agent has for them.
+    /// The allocatable resources that this agent computed.
     pub allocatable: &'a Amounts,
-    /// The Node whose other extended resources count as well. None for a resize, which does not change them.
+    /// The Node with further extended resources. `None` for a resize, which does not change them.
     pub node: Option<&'a Node>,
 }
 
-/// What this node is.
+/// State of this node that admission depends on.
 pub struct Here<'a> {
-    /// What pods may use.
+    /// Resources that pods may use.
     pub allocatable: &'a Amounts,
-    /// Our own object. No pod is admitted without one: its labels, taints and extended resources decide.
+    /// The Node object of this machine. Required: admission depends on its labels, taints and extended resources.
     pub node: &'a Node,
-    /// Sysctls that the configuration allows besides the safe ones.
+    /// Sysctls that `allowedUnsafeSysctls` permits in addition to the safe ones.
     pub unsafe_sysctls: &'a [String],
     /// The kernel's release.
     pub kernel: &'a str,
     /// Whether the kernel enforces AppArmor profiles.
     pub apparmor: bool,
-    /// Whether the runtime honours strict supplemental groups.
+    /// Whether the runtime supports `supplementalGroupsPolicy: Strict`.
     pub strict_groups: bool,
-    /// What the node is short of.
+    /// Pressure conditions of the node.
     pub pressures: &'a Pressures,
     /// Whether the machine is being shut down.
     pub shutting_down: bool,
 }
 
 impl<'a> Here<'a> {
-    /// What pods may use.
+    /// Resources that pods may use.
     #[must_use]
     pub fn room(&self) -> Room<'a> {
         Room {
@@ -70,8 +71,8 @@ impl<'a> Here<'a> {
 }
 
 impl Room<'_> {
-    /// What pods may use of a resource. None for an extended resource that the Node object does not have: it belongs to
-    /// the cluster or to a claim (DRA), and others see to it. What else is not known cannot be had.
+    /// The allocatable amount of a resource. `None` for an extended resource that the Node does not list: the cluster
+    /// or a claim (DRA) provides the resource, and admission does not check it. Other unknown resources count as zero.
     fn allocatable_of(&self, name: &str) -> Option<Quantity> {
         let own = self.allocatable.get(name).copied();
         if own.is_some() || !is_extended(name) {
@@ -84,7 +85,7 @@ impl Room<'_> {
     }
 }
 
-/// The reason of a refusal because of the node's labels.
+/// Reason for a pod whose node affinity or node selector does not match the node.
 pub const NODE_AFFINITY: &str = "NodeAffinity";
 
 pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
@@ -96,7 +97,7 @@ pub(super) fn refuse(reason: &str, message: impl Into<String>) -> Refusal {
     }
 }
 
-/// The refusal of a resize that cannot be granted as long as the pod runs.
+/// Rejects a resize that cannot be granted as long as the pod runs.
 pub(super) fn infeasible(cause: Infeasible, message: impl Into<String>) -> Refusal {
     Refusal {
         infeasible: Some(cause),
@@ -104,7 +105,7 @@ pub(super) fn infeasible(cause: Infeasible, message: impl Into<String>) -> Refus
     }
 }
 
-/// The refusal of a pod that cannot be given what admission so far has found to be there.
+/// Rejects a pod because resources could not be allocated after earlier checks found them available.
 pub(super) fn unexpected(error: impl std::fmt::Display) -> Refusal {
     refuse(
         "UnexpectedAdmissionError",
@@ -112,7 +113,7 @@ pub(super) fn unexpected(error: impl std::fmt::Display) -> Refusal {
     )
 }
 
-/// What the pod itself asks for that this node cannot give.
+/// Checks the operating system and the supplemental groups policy that the pod requires.
 fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     let spec = pod::spec(pod);
     let selected = spec
@@ -144,9 +145,9 @@ fn check_kind(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A profile that cannot be had must not come out as none.
+/// Rejects a pod whose AppArmor profile cannot be enforced, so that the pod does not run unconfined.
 fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
-    // Who runs already is not asked again.
+    // Pods that already run were checked before.
     if pod::phase(pod) != "Pending" {
         return Ok(());
     }
@@ -159,9 +160,10 @@ fn check_apparmor(pod: &Pod, here: &Here<'_>) -> Result<(), Refusal> {
     }
 }
 
-/// Decides. `used` is what the pods already admitted take.
+/// Decides whether the node admits a pod. `used` has the resources of the pods that are already admitted.
 pub fn admit(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
-    // First, where the kubelet asks it last: for a pod that nothing helps nobody is preempted.
+    // The kubelet checks for shutdown last. Here the check comes first, so that no other pod is preempted for a pod
+    // that cannot be admitted anyway.
     if here.shutting_down {
         return Err(refuse(shutdown::REJECTED, shutdown::REJECTED_MESSAGE));
     }
@@ -177,8 +179,8 @@ pub fn admit(pod: &Pod, used: &Used, here: &Here<'_>) -> Result<(), Refusal> {
     check_apparmor(pod, here)
 }
 
-/// What a pod takes of the node, with its own place: its requests without the extended resources that a claim gives it
-/// (KEP-5004), which no device plugin of the same resource is asked for.
+/// The resources that a pod takes from the node, including one of `pods`. Extended resources that a claim provides
+/// (KEP-5004) are excluded: no device plugin allocates them.
 pub(super) fn taken(pod: &Pod) -> Amounts {
     let status = pod.status.as_ref();
     let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
@@ -208,7 +210,7 @@ fn without_claimed(mut pod: Pod) -> Pod {
     pod
 }
 
-/// An amount as refusals tell it: processors in thousandths, everything else in its unit.
+/// An amount as in the messages of the kubelet: CPU in millicores, others in their unit.
 fn shown(resource: &str, amount: Quantity) -> i64 {
     match resource {
         "cpu" => amount.milli(),
@@ -216,7 +218,8 @@ fn shown(resource: &str, amount: Quantity) -> i64 {
     }
 }
 
-/// Whether a pod that runs keeps its containers' shares of swap. `swaps` says that the node lets containers swap.
+/// Checks that a resize does not change the swap limits of running containers. `swaps` is whether the node lets
+/// containers swap.
 pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
     if swaps && resize::moves_swap(now, then) {
         let message = "In-place resize of containers with swap is not supported.";
@@ -225,7 +228,8 @@ pub fn check_swap(now: &Pod, then: &Pod, swaps: bool) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Whether the node would have enough for a pod that runs if it were alone: if not, there is no point in waiting.
+/// Checks that the node could hold the resized pod if no other pod were on it. If not, the resize is infeasible and not
+/// merely deferred.
 pub fn check_capacity(pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
     for (name, amount) in requests(pod) {
         let capacity = room.allocatable_of(&name).filter(|has| amount > *has);
@@ -240,11 +244,11 @@ pub fn check_capacity(pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Whether the node has what a pod asks for; the refusal says what is missing.
+/// Checks that the node has the resources that a pod requests. The error lists the missing amounts.
 pub fn check_resources(pod: &Pod, used: &Used, room: Room<'_>) -> Result<(), Refusal> {
     let mut refusal: Option<Refusal> = None;
     let wanted = taken(pod);
-    // The number of pods first, as the field has it.
+    // The kubelet checks the number of pods first.
     let order = wanted
         .iter()
         .filter(|(n, _)| *n == "pods")
@@ -374,7 +378,7 @@ mod tests {
             ("example.com/gpu", "1", false),
             ("example.com/lane", "2", true),
             ("example.com/lane", "3", false),
-            // The Node does not have it: it is the cluster's, or a claim's.
+            // The Node does not list this resource: the cluster or a claim provides it.
             ("example.com/licence", "1", true),
             ("hugepages-2Mi", "4Mi", true),
             ("hugepages-2Mi", "6Mi", false),
@@ -421,7 +425,7 @@ mod tests {
         for (pod, others, with, without_plugin) in [
             (&plain, vec![], true, false),
             (&claimed, vec![], true, true),
-            // The init container's is the plugin's.
+            // A device plugin provides the init container's resource.
             (&half, vec![], true, false),
             (&plain, vec![&claimed, &claimed], true, false),
             (&plain, vec![&half], false, false),

@@ -1,4 +1,4 @@
-//! What the node has and what pods may use of it (kubelet spec, 12.4; kubelet's `nodestatus/setters.go`). Pure.
+//! The capacity and the allocatable resources of the node (`pkg/kubelet/nodestatus/setters.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -15,24 +15,24 @@ pub struct MachineSize {
     pub cpus: u32,
     /// Bytes of memory.
     pub memory: u64,
-    /// Bytes of the filesystem with the root directory.
+    /// Bytes of the filesystem that holds the root directory.
     pub storage: u64,
-    /// Huge pages: the bytes of one, and how many there are.
+    /// Huge pages: size of a page in bytes, and number of pages.
     pub huge_pages: Vec<(u64, u64)>,
 }
 
-/// What the configuration says of the node's size.
+/// Settings that limit the node's capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Limits<'a> {
     /// `maxPods`.
     pub pods: i64,
-    /// `podsPerCore`; 0 for no such limit.
+    /// `podsPerCore`; 0 means no limit.
     pub pods_per_core: i64,
     /// Whether ephemeral storage is a resource (`localStorageCapacityIsolation`).
     pub ephemeral_storage: bool,
     /// `systemReserved` and `kubeReserved` together.
     pub reserved: &'a Amounts,
-    /// The eviction thresholds: the hard ones keep pods from the last of memory and disk.
+    /// The eviction thresholds; hard thresholds for memory and disk reduce the allocatable amounts.
     pub thresholds: &'a [Threshold],
 }
 
@@ -42,7 +42,7 @@ pub fn huge_page_resource(bytes: u64) -> String {
     format!("hugepages-{}", Quantity::from_bytes(bytes))
 }
 
-/// Whether a resource is an extended one: with a domain that is not Kubernetes' own.
+/// Whether a resource is an extended one: it has a domain, and the domain is not below `kubernetes.io`.
 #[must_use]
 pub fn is_extended(name: &str) -> bool {
     name.split_once('/')
@@ -50,7 +50,7 @@ pub fn is_extended(name: &str) -> bool {
         && !name.starts_with("requests.")
 }
 
-/// How many processors a list such as `0-3,8` names.
+/// Number of processors in a list such as `0-3,8`. `None` if the list is malformed.
 #[must_use]
 pub fn count_cpus(list: &str) -> Option<u32> {
     let range = |part: &str| {
@@ -62,7 +62,7 @@ pub fn count_cpus(list: &str) -> Option<u32> {
     counts.map(|counts| counts.into_iter().fold(0, u32::saturating_add))
 }
 
-/// What the machine has.
+/// The capacity of the machine.
 #[must_use]
 pub fn capacity(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let pods = match limits.pods_per_core {
@@ -92,7 +92,8 @@ pub fn capacity(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     amounts
 }
 
-/// What pods may use: the capacity less what is set aside and what hard eviction thresholds keep free. Huge pages are memory that ordinary requests cannot have.
+/// The allocatable resources: the capacity minus reserved amounts and hard eviction thresholds. Huge pages are also
+/// subtracted from memory, because ordinary requests cannot use them.
 #[must_use]
 pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let mut amounts = capacity(machine, limits);
@@ -117,16 +118,16 @@ pub fn allocatable(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     amounts
 }
 
-/// What becomes of the extended resources that the Node object had before this agent.
+/// How to treat extended resources that the Node object had before this agent started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extended {
-    /// They stay as they are: an administrator advertised them.
+    /// Keep the amounts: an administrator advertised them.
     Kept,
-    /// They are advertised as zero: another agent's device plugins had them, and have not come to this one.
+    /// Advertise zero: device plugins of a previous agent provided them and have not registered with this one.
     Zeroed,
 }
 
-/// Our own amounts as the API writes them, with the extended resources that the Node object has besides.
+/// The agent's own amounts in API form, merged with other extended resources of the Node object.
 #[must_use]
 pub fn reported(
     own: &Amounts,
@@ -207,7 +208,7 @@ mod tests {
             ..limits(&reserved)
         };
         let usable = allocatable(&machine, limits);
-        // A tenth as the kubelet computes it, with 32 bits.
+        // Ten percent as the kubelet computes it, with 32-bit floating point.
         let text = |name: &str| usable[name].to_string();
         assert_eq!(
             (text("memory"), text("ephemeral-storage")),

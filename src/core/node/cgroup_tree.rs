@@ -1,12 +1,12 @@
-//! The cgroups of the node besides those of pods, and what each is to have (kubelet spec, 7.1 to 7.3; kubelet's
-//! `node_container_manager_linux.go` and `qos_container_manager_linux.go`). Pure.
+//! The cgroups of the node above those of pods, and their values (`pkg/kubelet/cm/node_container_manager_linux.go`,
+//! `pkg/kubelet/cm/qos_container_manager_linux.go`). Pure.
 //!
 //! ```text
-//! /systemReservedCgroup, /kubeReservedCgroup   what is set aside, where that is enforced
-//! <cgroupRoot>/kubepods                        all pods: what is not set aside
+//! /systemReservedCgroup, /kubeReservedCgroup   reserved amounts, where they are enforced
+//! <cgroupRoot>/kubepods                        all pods: everything that is not reserved
 //!                       guaranteed pods
-//!                       /burstable             as much CPU as its pods ask for together
-//!                       /besteffort            next to no CPU
+//!                       /burstable             CPU shares: sum of the CPU requests of its pods
+//!                       /besteffort            minimal CPU shares
 //! ```
 
 use std::collections::BTreeMap;
@@ -22,66 +22,66 @@ use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::{Amounts, Side, huge_pages, of_pod};
 use crate::core::quantity::Quantity;
 
-/// The name under which process ids are set aside.
+/// Resource name for reserved process ids in `systemReserved` and `kubeReserved`.
 pub const PIDS: &str = "pid";
 
 /// A cgroup of the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Group {
-    /// All pods'.
+    /// The cgroup of all pods (`kubepods`).
     Pods,
-    /// The one that the configuration names (`cgroupRoot`), where pods have no cgroups.
+    /// The configured `cgroupRoot`, if pods have no cgroups of their own.
     Root,
-    /// That of the burstable ones, in it.
+    /// The cgroup of burstable pods, below [`Group::Pods`].
     Burstable,
-    /// That of the best-effort ones, in it.
+    /// The cgroup of best-effort pods, below [`Group::Pods`].
     BestEffort,
-    /// One that is there already and gets what is set aside for it, by its name in the configuration.
+    /// An existing cgroup that reserved amounts are enforced on, by its configured name.
     Reserved(String),
 }
 
-/// What is set aside for a cgroup, and held.
+/// Reserved amounts that are enforced on a cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reserved {
     /// The cgroup (`systemReservedCgroup`, `kubeReservedCgroup`).
     pub cgroup: String,
-    /// How much (`systemReserved`, `kubeReserved`).
+    /// The amounts (`systemReserved`, `kubeReserved`).
     pub amounts: Amounts,
-    /// Whether only its share of the processors is held, of which the others lose nothing while it is not used.
+    /// Whether only CPU shares are enforced, which cost other cgroups nothing while the reserved CPU is idle.
     pub compressible_only: bool,
 }
 
-/// What the configuration says of the tree (`enforceNodeAllocatable`, `qosReserved`, `featureGates.MemoryQoS`).
+/// Settings of the cgroup tree (`enforceNodeAllocatable`, `qosReserved`, `featureGates.MemoryQoS`).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rules {
-    /// Whether neither pods nor their classes have cgroups (`cgroupsPerQOS: false`): the runtime alone says where their
-    /// containers lie.
+    /// With `cgroupsPerQOS: false`, neither pods nor QoS classes have cgroups; the runtime chooses where containers
+    /// run.
     pub flat: bool,
-    /// Whether all pods together get no more than what is not set aside.
+    /// Whether all pods together are limited to what is not reserved.
     pub limits_pods: bool,
-    /// What is held for the system's own services.
+    /// Enforced `systemReserved` amounts.
     pub system: Option<Reserved>,
-    /// What is held for Kubernetes' own.
+    /// Enforced `kubeReserved` amounts.
     pub kube: Option<Reserved>,
-    /// How much of the memory that pods of higher classes ask for those of lower ones cannot have, in percent.
+    /// Percentage of memory requests of higher QoS classes that lower classes cannot use (`qosReserved`).
     pub qos_memory: Option<u8>,
-    /// How memory is protected and throttled, where that is asked for.
+    /// How memory is protected and throttled; `None` if MemoryQoS is off.
     pub memory: Option<MemoryQos>,
 }
 
-/// What there is.
+/// Resources of the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supply {
-    /// What the machine has, process ids included.
+    /// Capacity of the machine, including process ids.
     pub capacity: Amounts,
-    /// What is set aside for the system and for Kubernetes together.
+    /// Sum of `systemReserved` and `kubeReserved`.
     pub reserved: Amounts,
-    /// What the scheduler may give to pods.
+    /// Allocatable resources, which the scheduler assigns to pods.
     pub allocatable: Amounts,
 }
 
 impl Group {
-    /// Where it is, in the driver's spelling, with the cgroup of all pods below `root`.
+    /// The cgroup's name in the notation of the driver; `root` is the parent of the cgroup of all pods.
     #[must_use]
     pub fn name(&self, root: &str, driver: Driver) -> String {
         let all = all_pods(root, driver);
@@ -100,7 +100,7 @@ impl Group {
             Group::BestEffort => tier("besteffort"),
             Group::Reserved(name) => match driver {
                 Driver::Cgroupfs => format!("/{}", name.trim_matches('/')),
-                // The slices above one are in its own name.
+                // A slice's name includes the names of its parents.
                 Driver::Systemd => {
                     let last = name.trim_end_matches('/').rsplit('/').next();
                     let last = last.unwrap_or_default();
@@ -112,7 +112,7 @@ impl Group {
 }
 
 impl Rules {
-    /// The cgroups for which something is held.
+    /// The cgroups that reserved amounts are enforced on.
     pub fn reserved(&self) -> impl Iterator<Item = &Reserved> {
         self.system.iter().chain(&self.kube)
     }
@@ -127,7 +127,7 @@ fn milli(amounts: &Amounts, name: &str) -> i64 {
     amounts.get(name).map_or(0, |q| q.milli())
 }
 
-/// What pods of a class ask for together.
+/// Sum of an amount over the requests of all pods of a class.
 fn asked(pods: &[&Pod], class: QosClass, of: impl Fn(&Amounts) -> i64) -> i64 {
     let own = pods.iter().filter(|p| qos::of(pod::spec(p)) == class);
     let each = own.map(|p| of(&of_pod(p, Side::Requests)));
@@ -156,8 +156,8 @@ fn of_all_pods(supply: &Supply, rules: &Rules) -> Values {
     }
 }
 
-/// The memory of the burstable and of the best-effort pods: what is left of that which may be given to pods when the
-/// classes above have a part of what they ask for.
+/// Memory limits of the burstable and the best-effort cgroup: allocatable memory minus the configured share of the
+/// requests of higher classes. `None` without `qosReserved`.
 fn memory_of_classes(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Option<(u64, u64)> {
     let percent = i64::from(rules.qos_memory?);
     let all = i64::try_from(units(&supply.allocatable, "memory")?).ok()?;
@@ -190,8 +190,8 @@ fn of_reserved(reserved: &Reserved, rules: &Rules) -> Values {
     }
 }
 
-/// The pods of a node with the sizes that they were granted. What one asks for that waits for room, the others beside it
-/// still have; one that has not been admitted yet has what it asks for, as it is about to be made.
+/// Replaces each admitted pod by its allocated version, so that a pending resize does not count. A pod that is not
+/// admitted yet is returned as is, because its cgroup is about to be created.
 #[must_use]
 pub fn as_granted(wanted: Vec<Arc<Pod>>, admitted: &[Arc<Pod>]) -> Vec<Arc<Pod>> {
     let granted = admitted.iter().map(|pod| (pod::uid(pod), pod));
@@ -203,7 +203,7 @@ pub fn as_granted(wanted: Vec<Arc<Pod>>, admitted: &[Arc<Pod>]) -> Vec<Arc<Pod>>
     wanted.into_iter().map(of).collect()
 }
 
-/// The memory that is protected for pods; none where that is not asked for.
+/// The memory that is protected for pods; `None` if MemoryQoS is off.
 #[must_use]
 pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<Protection> {
     Some(match rules.memory?.reserves {
@@ -212,10 +212,10 @@ pub fn protection(rules: &Rules, pods: &[&Pod]) -> Option<Protection> {
     })
 }
 
-/// The tree for these pods, outermost cgroups first. The share of the burstable ones is what they ask for together: a
-/// guaranteed pod lies beside them with its own request, and no number of best-effort pods outweighs it. Where pods have no
-/// cgroups, the root that the configuration names gets the machine's share of the processors, as a fresh cgroup weighs
-/// little.
+/// The cgroups and their values for these pods, parents first. The CPU shares of the burstable cgroup are the sum of
+/// its pods' requests. Guaranteed pods are siblings of that cgroup with shares by their own requests, and best-effort
+/// pods together have minimal shares. If pods have no cgroups (`cgroupsPerQOS: false`), only `cgroupRoot` gets the
+/// machine's CPU shares, because a new cgroup has few.
 #[must_use]
 pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values)> {
     let limits = memory_of_classes(supply, rules, pods);
@@ -240,7 +240,7 @@ pub fn tree(supply: &Supply, rules: &Rules, pods: &[&Pod]) -> Vec<(Group, Values
         (
             Group::Pods,
             Values {
-                // A cgroup protects no more than those above it.
+                // The kernel limits a cgroup's protection to that of its ancestors.
                 memory_min: protected.map(|all| all.min.saturating_add(all.low)),
                 ..of_all_pods(supply, rules)
             },
@@ -318,7 +318,7 @@ mod tests {
         assert_eq!(shares(Group::Pods), Some(3584));
         assert_eq!(shares(Group::Burstable), Some(1024));
         assert_eq!(shares(Group::BestEffort), Some(2));
-        // However many best-effort pods there are, together they weigh less than the smallest guaranteed one.
+        // All best-effort pods together have fewer shares than the smallest guaranteed pod.
         assert!(shares(Group::BestEffort) < Some(pod_limits(&guaranteed, None, None).shares));
         assert_eq!(
             of(&tree(&supply(), &rules, &[]), &Group::Burstable).shares,
@@ -326,8 +326,8 @@ mod tests {
         );
     }
 
-    /// One with two CPUs asks for 64, which it does not get yet: it weighs as much as before. One that is not admitted yet is
-    /// about to have its cgroup.
+    /// A pod with two CPUs requests 64, which is not granted yet: its shares are unchanged. The shares include a pod
+    /// that is not admitted yet, because its cgroup is about to be created.
     #[test]
     fn a_size_that_was_not_granted_weighs_nothing() {
         let sized = |uid: &str, cpu: &str| {

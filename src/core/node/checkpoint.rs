@@ -1,23 +1,23 @@
-//! What the checkpoints of the kubelet's managers have in common (kubelet's `pkg/kubelet/checkpointmanager`). Pure.
+//! Checks that the checkpoints of all resource managers share (`pkg/kubelet/checkpointmanager`). Pure.
 
-/// A checkpoint's head: what it says of itself, and what it should say.
+/// Checksum and policy of a checkpoint.
 pub(super) struct Head<'a> {
-    /// The configuration's field.
+    /// The configuration field that sets the policy.
     pub field: &'a str,
-    /// The policy that it was written under.
+    /// The policy that was active when the checkpoint was written.
     pub policy: &'a str,
-    /// Its checksum; 0 where it has none.
+    /// The checksum in the file; 0 if there is none.
     pub checksum: u64,
-    /// The checksum of its content.
+    /// The checksum computed from the content.
     pub expected: u64,
 }
 
 impl Head<'_> {
-    /// Whether it is whole, and was written under the `policy` of now.
+    /// Checks that the checkpoint is intact and was written under the current `policy`.
     ///
     /// # Errors
     ///
-    /// It is damaged, or was written under another policy.
+    /// The checksum does not match, or the policy differs.
     pub(super) fn check(&self, policy: &str) -> Result<(), String> {
         if self.checksum != 0 && self.checksum != self.expected {
             return Err(format!(

@@ -1,4 +1,5 @@
-//! Which images and dead containers go, which stay, and why: what `holdfast gc` shows (kubelet spec, 8.5 and 8.6). Pure.
+//! Garbage collection of images and dead containers: what is removed, what stays, and why. `holdfast gc` shows the
+//! result. Follows `pkg/kubelet/images/image_gc_manager.go` and `pkg/kubelet/kuberuntime/kuberuntime_gc.go`. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -8,14 +9,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::time;
 
-/// How many dead containers stay (kubelet's `--maximum-dead-containers` and its like).
+/// How many dead containers are kept (the kubelet's `--maximum-dead-containers` and related flags).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContainerRules {
-    /// Of each container of a pod; below 0 for any number.
+    /// Dead instances to keep per container of a pod; negative means unlimited.
     pub each: i32,
-    /// On the node; below 0 for any number.
+    /// Dead containers to keep on the node; negative means unlimited.
     pub all: i32,
-    /// One that was made less than this ago stays.
+    /// Containers created more recently than this are kept.
     pub minimum_age: SignedDuration,
 }
 
@@ -29,11 +30,11 @@ impl Default for ContainerRules {
     }
 }
 
-/// A container that has ended.
+/// A container that has exited.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeadContainer {
-    /// The runtime's id.
+    /// The container id of the runtime.
     pub id: String,
     /// The pod's namespace.
     pub namespace: String,
@@ -45,62 +46,62 @@ pub struct DeadContainer {
     pub name: String,
     /// The restart count.
     pub attempt: u32,
-    /// When it was made.
+    /// When the container was created.
     pub created_at: Timestamp,
 }
 
-/// What is known of the pod of a dead container.
+/// State of the pod of a dead container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
-    /// It runs, or is to run again.
+    /// The pod runs, or will run again.
     Alive,
-    /// All its containers have ended for good.
+    /// All containers of the pod have terminated and will not restart.
     Finished,
-    /// This agent does not have it.
+    /// This agent does not know the pod.
     Unknown,
 }
 
-/// Why something goes.
+/// Why an image or a container is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Removal {
     /// The disk is fuller than `imageGCHighThresholdPercent`.
     Space,
-    /// It has been unused for longer than `imageMaximumGCAge`.
+    /// The image has been unused for longer than `imageMaximumGCAge`.
     Age,
-    /// There are more dead instances of the container than stay.
+    /// The container has more dead instances than are kept.
     TooManyOfContainer,
-    /// There are more dead containers on the node than stay.
+    /// The node has more dead containers than are kept.
     TooManyOnNode,
-    /// The node is short of disk, and the pod has finished.
+    /// The node is short of disk space, and the pod has finished.
     PodFinished,
 }
 
-/// Why something stays.
+/// Why an image or a container is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stay {
-    /// These use it: pods, or containers that have ended.
+    /// The image is in use by these pods or exited containers.
     InUse(Vec<String>),
-    /// The runtime keeps it for itself.
+    /// The runtime has pinned the image.
     Pinned,
-    /// It came a short while ago.
+    /// The image or container is younger than its minimum age.
     New,
-    /// There is room enough.
+    /// The disk has enough free space.
     NoNeed,
-    /// What goes before it is enough.
+    /// Removing earlier images in the order frees enough space.
     Enough,
-    /// The pod's status and logs are from it.
+    /// The pod's status and logs come from this container.
     LastOfContainer,
-    /// The agent does not have its pod: who has may want it.
+    /// This agent does not know the pod; the container may belong to another client of the runtime.
     UnknownPod,
 }
 
-/// What becomes of something.
+/// Whether an image or a container is removed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Fate {
-    /// It goes.
+    /// Removed, with the reason.
     Goes(Removal),
-    /// It stays.
+    /// Kept, with the reason.
     Stays(Stay),
 }
 
@@ -133,69 +134,70 @@ impl fmt::Display for Fate {
     }
 }
 
-/// An image and what becomes of it.
+/// An image and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ImageFate {
-    /// The runtime's id.
+    /// The image id of the runtime.
     pub id: String,
-    /// Its names.
+    /// Tags and digests of the image.
     pub names: Vec<String>,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// When it was last seen in use; none if that was not since the agent started.
+    /// When the image was last seen in use; `None` if not since the agent started.
     pub last_used: Option<Timestamp>,
-    /// What becomes of it.
+    /// The decision.
     pub fate: Fate,
 }
 
-/// A dead container and what becomes of it.
+/// A dead container and the decision about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContainerFate {
     /// The container.
     #[serde(flatten)]
     pub container: DeadContainer,
-    /// What becomes of it.
+    /// The decision.
     pub fate: Fate,
 }
 
-/// What collection would do now.
+/// What garbage collection would remove now.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// The node.
+    /// The node's name.
     pub node: String,
-    /// When it was looked.
+    /// When the state was read.
     pub at: Timestamp,
-    /// A directory on the filesystem with the images.
+    /// A directory on the image filesystem.
     pub filesystem: String,
-    /// Its bytes.
+    /// Capacity of the filesystem in bytes.
     pub capacity_bytes: u64,
-    /// Those that can still be written.
+    /// Available bytes.
     pub available_bytes: u64,
-    /// Above this share in use, in percent, images go; 100 for never.
+    /// Usage in percent above which images are removed; 100 disables it.
     pub high_percent: u8,
-    /// Down to this share.
+    /// Usage in percent at which removal stops.
     pub low_percent: u8,
-    /// How many bytes are to be freed now.
+    /// Bytes to be freed now.
     pub wanted_bytes: u64,
-    /// How many bytes the images have that go. Layers that other images have, too, stay with those.
+    /// Total size in bytes of the images to be removed. Layers shared with other images are not freed.
     pub frees_bytes: u64,
-    /// The images, in the order in which they go.
+    /// The images, in order of removal.
     pub images: Vec<ImageFate>,
     /// The dead containers, newest first.
     pub containers: Vec<ContainerFate>,
-    /// Why what goes could not be removed, by the ids of images and containers.
+    /// Errors of failed removals, by image or container id.
     #[serde(default, skip_serializing_if = "Failures::is_empty")]
     pub failures: Failures,
 }
 
-/// Why something could not be removed, by its id.
+/// Errors of failed removals, by image or container id.
 pub type Failures = BTreeMap<String, String>;
 
-/// What becomes of each dead container. `short` is whether the node is short of disk: then those of finished pods go as
-/// well. The last instance of each container of a pod that goes on stays whatever the rules say: its status is from there.
+/// Decides about each dead container. If the node is short of disk space (`short`), containers of finished pods are
+/// also removed. The last instance of each container of a live pod is always kept, because the pod's status comes from
+/// it.
 #[must_use]
 pub fn of_containers(
     mut dead: Vec<DeadContainer>,
@@ -251,7 +253,7 @@ fn ago(now: Timestamp, then: Option<Timestamp>) -> String {
 }
 
 impl Report {
-    /// What is said of something, and whether it counts as removed.
+    /// The word for the outcome, and whether it counts as removed.
     fn outcome(&self, id: &str, fate: &Fate, done: bool) -> (&'static str, bool) {
         match fate {
             Fate::Stays(_) => ("stays", false),
@@ -261,7 +263,7 @@ impl Report {
         }
     }
 
-    /// What is said of one that could not be removed, besides why it was to go.
+    /// Suffix with the error, if the removal failed.
     fn failure(&self, id: &str) -> String {
         let why = self.failures.get(id);
         why.map(|why| format!("; it could not be removed: {why}"))
@@ -269,7 +271,7 @@ impl Report {
     }
 }
 
-/// The report for people. `done` is whether what goes has gone.
+/// The report as text. `done` is whether the removals have been carried out.
 #[must_use]
 pub fn text(report: &Report, done: bool) -> String {
     let mut text = String::new();
@@ -394,7 +396,7 @@ mod tests {
         }
     }
 
-    /// What goes of three dead instances of one container in each of three pods.
+    /// The containers that are removed, out of three dead instances of one container in each of three pods.
     fn gone(rules: ContainerRules, short: bool, now: i64) -> Vec<String> {
         let of = |uid| (0..3).map(move |attempt| dead(uid, "c", attempt));
         let all = of("alive").chain(of("done")).chain(of("else")).collect();
@@ -494,8 +496,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the rules: a pod that goes on keeps the last instance of each container, and of one that this agent
-        /// does not have nothing goes.
+        /// With any rules, a live pod keeps the last instance of each container, and no container of an unknown pod is
+        /// removed.
         #[test]
         fn what_a_status_is_from_stays(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
             let containers = ["alive", "else"].into_iter().flat_map(|uid| (0..count).map(move |n| dead(uid, "c", n)));

@@ -1,4 +1,5 @@
-//! The conditions of a Node (kubelet spec, 12.5), and what of a status is worth a patch (12.2). Pure.
+//! The conditions of a Node and the status patches to send (`pkg/kubelet/nodestatus/setters.go`,
+//! `pkg/kubelet/kubelet_node_status.go`). Pure.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use serde_json::{Value, json};
 use super::eviction::{Pressure, Pressures};
 use crate::core::time::seconds;
 
-/// The shortages of a node, each with the reason and message of its condition: while there is none, and while there is.
+/// Pressure conditions, each with reason and message while False and while True.
 const SHORTAGES: [(Pressure, [(&str, &str); 2]); 3] = [
     (
         Pressure::Memory,
@@ -46,8 +47,8 @@ const SHORTAGES: [(Pressure, [(&str, &str); 2]); 3] = [
     ),
 ];
 
-/// The conditions as of now. `not_ready` is why the node is not ready, if it is not; `pressures` is what it is short of;
-/// `old` is what was reported before.
+/// The current conditions. `not_ready` is why the node is not ready (`None` if it is ready), `pressures` are the active
+/// ones, and `old` are the last reported conditions, whose transition times are kept.
 #[must_use]
 pub fn conditions(
     not_ready: Option<&str>,
@@ -87,8 +88,8 @@ pub fn conditions(
     shortages.chain([ready]).collect()
 }
 
-/// Several reasons why a node is not ready as one message: each once, in brackets where there are more (apimachinery's
-/// `Aggregate`). None where there is no reason.
+/// Joins reasons for not being ready into one message: duplicates are removed, and several reasons are put in brackets,
+/// as apimachinery's `Aggregate` does. `None` if there are no reasons.
 #[must_use]
 pub fn joined(problems: &[String]) -> Option<String> {
     let mut told: Vec<&str> = vec![];
@@ -104,7 +105,7 @@ pub fn joined(problems: &[String]) -> Option<String> {
     }
 }
 
-/// What has become of the node's conditions between two statuses, as reasons of events; in the kubelet's words.
+/// Changes of conditions between two statuses, as event reasons of the kubelet.
 #[must_use]
 pub fn transitions(old: &NodeStatus, new: &NodeStatus) -> Vec<String> {
     let find = |status: &NodeStatus, kind: &str| {
@@ -119,7 +120,7 @@ pub fn transitions(old: &NodeStatus, new: &NodeStatus) -> Vec<String> {
             let before = find(old, pressure.condition());
             let changed = match before {
                 Some(before) => before.status != now.status,
-                // Only what is wrong is worth saying of a node that was not known.
+                // For a new Node only active pressures are worth an event.
                 None => now.status == "True",
             };
             let reason = now.reason.filter(|_| changed)?;
@@ -137,7 +138,7 @@ pub fn transitions(old: &NodeStatus, new: &NodeStatus) -> Vec<String> {
     reasons
 }
 
-/// Whether a status says that the node is ready.
+/// Whether a status has the condition Ready=True.
 #[must_use]
 pub fn is_ready(status: &NodeStatus) -> bool {
     let conditions = status.conditions.iter().flatten();
@@ -150,12 +151,12 @@ fn without_heartbeats(status: &NodeStatus) -> Value {
     for condition in status.conditions.iter_mut().flatten() {
         condition.last_heartbeat_time = None;
     }
-    // A NodeStatus is plain data: it has a form as JSON.
+    // A NodeStatus always serialises to JSON.
     serde_json::to_value(status).unwrap_or_default()
 }
 
-/// The strategic merge patch from one status to the next; none where only heartbeats differ. What `new` leaves out
-/// stays, except resources: those that `new` does not have go.
+/// The strategic merge patch from one status to the next; `None` if only heartbeats differ. Fields missing in `new`
+/// stay, except that resources missing in its capacity and allocatable are deleted.
 #[must_use]
 pub fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
     let (before, after) = (without_heartbeats(old), without_heartbeats(new));
@@ -164,7 +165,7 @@ pub fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
         return None;
     }
     let mut status = serde_json::to_value(new).ok()?;
-    // Addresses are merged by type: a changed list must replace the old one.
+    // The API merges addresses by type, so a changed list needs an explicit replace directive.
     if after.get("addresses").is_some()
         && before.get("addresses") != after.get("addresses")
         && let Some(addresses) = status["addresses"].as_array_mut()
@@ -181,8 +182,8 @@ pub fn patch(old: &NodeStatus, new: &NodeStatus) -> Option<Value> {
     Some(json!({"status": status}))
 }
 
-/// When an unchanged status is reported again: `frequency`, and up to half of it more or less, so that nodes that
-/// started together do not report together. `seed` is anything that differs from node to node and turn to turn.
+/// When to report an unchanged status again: `frequency` plus or minus up to half of it, so that nodes that started
+/// together do not report together. `seed` must differ between nodes and between rounds.
 #[must_use]
 pub fn report_after(frequency: Duration, seed: &[u8]) -> Duration {
     // FNV-1a, 32 bits.

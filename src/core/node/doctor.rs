@@ -1,4 +1,4 @@
-//! What `holdfast doctor` makes of a machine: what is wrong, what that leads to, and the remedy. Pure.
+//! Diagnosis of a machine for `holdfast doctor`: each fault with its effect and remedy. Pure.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -15,148 +15,148 @@ mod runtime;
 #[cfg(test)]
 mod tests;
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// As it should be.
+    /// No fault.
     Ok,
-    /// Pods run, and something is not as it should be, or will not be soon.
+    /// Pods run, but something is wrong or soon will be.
     Warning,
-    /// The agent does not start, or pods do not run.
+    /// The agent cannot start, or pods cannot run.
     Error,
 }
 
-/// What was found out about one subject.
+/// Result of the checks of one subject.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What was looked at, in one word.
+    /// The subject in one word.
     pub subject: &'static str,
-    /// How bad it is.
+    /// Severity of the fault.
     pub severity: Severity,
-    /// What was found.
+    /// The observed state.
     pub found: String,
-    /// What that leads to; none where all is well.
+    /// Effect of the fault; `None` if there is no fault.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leads_to: Option<String>,
-    /// What to do about it, a command where one does it.
+    /// The remedy, as a command if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<String>,
 }
 
-/// What the runtime says.
+/// Facts from the container runtime.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RuntimeFacts {
-    /// Its name and version.
+    /// Name and version of the runtime.
     pub version: String,
-    /// Why it is not ready, if it is not.
+    /// Why the runtime is not ready; `None` if it is.
     pub not_ready: Option<String>,
-    /// Why its network is not ready, if it is not.
+    /// Why the network is not ready; `None` if it is.
     pub network_not_ready: Option<String>,
-    /// Whether it makes cgroups through systemd, if it says.
+    /// Whether the runtime uses the systemd cgroup driver; `None` if it does not report that.
     pub systemd_cgroups: Option<bool>,
-    /// Whether its default handler is configured to do so, if it tells its configuration.
+    /// Whether the default handler is configured for systemd; `None` if the runtime does not report its configuration.
     pub handler_systemd: Option<bool>,
-    /// The image of sandboxes, and whether it is here, if it tells its configuration.
+    /// Sandbox image, and whether it is present; `None` if the runtime does not report its configuration.
     pub sandbox_image: Option<(String, bool)>,
-    /// How long its answer took.
+    /// Response time.
     pub took: Duration,
 }
 
-/// What the apiserver says.
+/// Facts from the apiserver.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ApiFacts {
-    /// How long its answer took.
+    /// Response time.
     pub took: Duration,
-    /// Its clock against ours; positive where ours is behind. None where it does not tell the time.
+    /// Apiserver time minus local time; positive if the local clock is behind. `None` if the response has no date.
     pub clock: Option<SignedDuration>,
-    /// Whether the node's object is there, and whether it is ready.
+    /// Whether the node is ready; `None` if the Node object does not exist.
     pub node_ready: Option<bool>,
-    /// Whether the agent registers the node where the object is missing, and how long it waits for that while it runs.
+    /// How long a running agent waits before it registers a missing Node; `None` if `registerNode` is false.
     pub registers_after: Option<Duration>,
 }
 
 /// A port that the agent serves on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Port {
-    /// The field of the configuration.
+    /// The configuration field.
     pub field: &'static str,
-    /// Where.
+    /// The listening address.
     pub address: SocketAddr,
-    /// Who has it: the process's name and pid, as far as they can be found out. None where it is free.
+    /// `None` if the port is free; otherwise the process that uses it, with name and pid if known.
     pub holder: Option<Option<(String, u32)>>,
 }
 
 /// A certificate of the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
-    /// What it is for.
+    /// The certificate's purpose.
     pub purpose: &'static str,
-    /// Its file.
+    /// Path of the certificate.
     pub path: PathBuf,
-    /// From when until when it is good.
+    /// Start and end of its validity.
     pub lifetime: (Timestamp, Timestamp),
 }
 
 /// A filesystem that the node needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
-    /// What lies there.
+    /// What the filesystem stores.
     pub purpose: &'static str,
-    /// Where.
+    /// A path on the filesystem.
     pub path: PathBuf,
-    /// All bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// Bytes that may still be written.
+    /// Available bytes.
     pub available: u64,
-    /// All inodes; 0 where the filesystem does not count them.
+    /// Number of inodes; 0 if the filesystem does not count them.
     pub inodes: u64,
     /// Free inodes.
     pub inodes_free: u64,
 }
 
-/// What was found out. An error is why something could not be asked.
+/// Facts about the machine. An error explains why a fact is not available.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
-    /// When.
+    /// When the facts were collected.
     pub now: Timestamp,
-    /// What makes the agent refuse this machine, as sentences with their remedies.
+    /// Reasons why the agent cannot start on this machine, as sentences with remedies.
     pub refusals: Vec<String>,
-    /// What of the configuration has no effect or would be refused by a strict reading, as sentences.
+    /// Parts of the configuration that have no effect, or that strict parsing would reject, as sentences.
     pub configuration: Vec<String>,
     /// The kernel's release.
     pub kernel: String,
-    /// Whether it has the filesystem on which containerd keeps containers.
+    /// Whether the kernel supports overlayfs, which containerd uses by default.
     pub overlay: bool,
-    /// Whether it forwards IPv4 packets.
+    /// Whether the kernel forwards IPv4 packets.
     pub forwards: bool,
-    /// Whether packets across a bridge pass iptables; none where the kernel cannot have them do so now.
+    /// Whether bridged packets pass iptables; `None` if the kernel module is not loaded.
     pub bridge_filters: Option<bool>,
-    /// Whether cgroup v2 is the machine's hierarchy.
+    /// Whether the machine uses cgroup v2.
     pub cgroup_v2: bool,
-    /// The controllers that are enabled.
+    /// The enabled cgroup controllers.
     pub controllers: Vec<String>,
-    /// Whether the configuration names the systemd driver; it counts where the runtime does not say.
+    /// Whether `cgroupDriver` is systemd; used if the runtime does not report its driver.
     pub wants_systemd: bool,
-    /// Where the runtime is, and what it says.
+    /// The runtime's endpoint and facts.
     pub runtime: Option<(String, Result<RuntimeFacts, String>)>,
-    /// What is there for pods' networks, if the runtime tells where.
+    /// CNI configuration, if the runtime reports its directories.
     pub network: Option<NetworkFacts>,
-    /// Network namespaces of sandboxes that a later mount over their directory hides.
+    /// Network namespaces of sandboxes that are hidden by a later mount over their directory.
     pub hidden_namespaces: Vec<PathBuf>,
-    /// What the apiserver says; none without a kubeconfig.
+    /// Facts from the apiserver; `None` without a kubeconfig.
     pub api: Option<Result<ApiFacts, String>>,
     /// The ports that the agent serves on.
     pub ports: Vec<Port>,
     /// The node's certificates.
     pub certificates: Vec<Certificate>,
-    /// Its filesystems.
+    /// The node's filesystems.
     pub disks: Vec<Disk>,
-    /// The resolver configuration that pods inherit, and its file.
+    /// The resolver configuration that pods inherit, with its path.
     pub resolver: Option<(String, Result<Resolver, String>)>,
 }
 
-/// Judges what was found out; the findings come in the order in which a node comes up.
+/// Evaluates the facts. Findings are in the order in which a node starts up.
 #[must_use]
 pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     let mut findings = judge::configuration(facts);
@@ -187,12 +187,12 @@ pub fn diagnose(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What keeps the agent from starting or pods from running.
+/// Findings that prevent the agent from starting or pods from running.
 pub fn errors(findings: &[Finding]) -> impl Iterator<Item = &Finding> {
     findings.iter().filter(|f| f.severity == Severity::Error)
 }
 
-/// The finding about a configuration that cannot be used; the reason names the field and the remedy.
+/// The finding for an invalid configuration; `why` names the field and the remedy.
 #[must_use]
 pub fn unusable(why: String) -> Finding {
     Finding {
@@ -204,7 +204,7 @@ pub fn unusable(why: String) -> Finding {
     }
 }
 
-/// The findings for people: what is well in one line each, what is not with its effect and its remedy.
+/// The findings as text: one line for each healthy subject, and effect and remedy for each fault.
 #[must_use]
 pub fn text(findings: &[Finding]) -> String {
     let mut text = String::new();
@@ -227,7 +227,7 @@ pub fn text(findings: &[Finding]) -> String {
     text
 }
 
-/// The worst of all.
+/// The highest severity.
 #[must_use]
 pub fn worst(findings: &[Finding]) -> Severity {
     let severities = findings.iter().map(|f| f.severity);

@@ -1,25 +1,26 @@
-//! The kubelet's feature gates that say how a node behaves, and whether this agent behaves so. Pure.
+//! Feature gates of the kubelet, and whether this agent implements each feature. Pure.
 //!
-//! `gates.txt` holds the facts of upstream's `pkg/features/kube_features.go` (name, stage, default, locked). Unit tests compare
-//! this table with the facts; `tests/docs.rs` compares the facts with upstream's files where they are available.
+//! `gates.txt` lists name, stage, default and lock of each gate in upstream's `pkg/features/kube_features.go`. Unit
+//! tests compare this table with the list; `tests/docs.rs` compares the list with upstream's files if they are
+//! available.
 
 use std::collections::BTreeMap;
 
-/// How far a feature is.
+/// Maturity of a feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// It cannot be turned off any more.
+    /// Locked to its default.
     Ga,
-    /// It is on or off by default.
+    /// On or off by default.
     Beta,
-    /// It is off by default.
+    /// Off by default.
     Alpha,
-    /// The gate will be removed; its default stays until then.
+    /// The gate will be removed; the default stays until then.
     Deprecated,
 }
 
 impl Stage {
-    /// As metrics show it.
+    /// The stage in metrics.
     #[must_use]
     pub fn shown(self) -> &'static str {
         match self {
@@ -36,10 +37,9 @@ impl Stage {
 pub struct Feature {
     /// The gate's name.
     pub name: &'static str,
-    /// How far it is.
+    /// Maturity of the feature.
     pub stage: Stage,
-    /// Whether this agent behaves so where the configuration does not say. No gate changes that, but for those that are
-    /// [configurable](is_configurable).
+    /// Whether this agent has the feature by default. Only [configurable](is_configurable) gates can change that.
     pub here: bool,
 }
 
@@ -75,22 +75,22 @@ const fn deprecated(name: &'static str, here: bool) -> Feature {
     }
 }
 
-/// Whether beta options of the CPU manager can be set. This gate and the next are what the configuration says.
+/// Gate for beta options of the CPU manager. Configurable.
 pub const CPU_BETA_OPTIONS: &str = "CPUManagerPolicyBetaOptions";
 
-/// Whether alpha options of the CPU manager can be set.
+/// Gate for alpha options of the CPU manager. Configurable.
 pub const CPU_ALPHA_OPTIONS: &str = "CPUManagerPolicyAlphaOptions";
 
-/// The gate of `qosReserved`.
+/// Gate for `qosReserved`.
 pub const QOS_RESERVED: &str = "QOSReserved";
 
-/// The gate of `memoryThrottlingFactor` and `memoryReservationPolicy`.
+/// Gate for `memoryThrottlingFactor` and `memoryReservationPolicy`.
 pub const MEMORY_QOS: &str = "MemoryQoS";
 
-/// The gate of `tokenAttributes` of credential provider plugins.
+/// Gate for `tokenAttributes` of credential provider plugins.
 pub const PLUGIN_TOKENS: &str = "KubeletServiceAccountTokenForCredentialProviders";
 
-/// All of them.
+/// All gates of the kubelet.
 pub const FEATURES: &[Feature] = &[
     ga("CPUManagerPolicyOptions", true),
     ga("CSIServiceAccountTokenSecrets", true),
@@ -187,7 +187,8 @@ pub const FEATURES: &[Feature] = &[
     deprecated("KubeletRegistrationGetOnExistsOnly", false),
 ];
 
-/// Whether a gate decides: those of the CPU manager's options, of `qosReserved`, of memory QoS and of plugins' tokens.
+/// Whether the gate can change this agent's behaviour: gates for CPU manager options, `qosReserved`, memory QoS, and
+/// tokens of credential provider plugins.
 fn is_configurable(name: &str) -> bool {
     matches!(
         name,
@@ -195,7 +196,7 @@ fn is_configurable(name: &str) -> bool {
     )
 }
 
-/// Whether this agent behaves so, with these gates. What is no feature is off.
+/// Whether the feature is on with these gates. Unknown features are off.
 #[must_use]
 pub fn is_enabled(name: &str, gates: &BTreeMap<String, bool>) -> bool {
     let feature = FEATURES.iter().find(|f| f.name == name);
@@ -203,7 +204,7 @@ pub fn is_enabled(name: &str, gates: &BTreeMap<String, bool>) -> bool {
 }
 
 impl Feature {
-    /// Whether this agent behaves so, with these gates.
+    /// Whether the feature is on with these gates.
     #[must_use]
     pub fn is_enabled(&self, gates: &BTreeMap<String, bool>) -> bool {
         let set = gates.get(self.name).filter(|_| is_configurable(self.name));
@@ -211,19 +212,19 @@ impl Feature {
     }
 }
 
-/// What is wrong with a gate's setting: the remedy, or a remark for the log.
+/// Problem with the setting of a gate: a remedy, or a message for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Objection {
-    /// It cannot be asked for.
+    /// The setting is invalid.
     Refused(String),
-    /// It makes no difference.
+    /// The setting has no effect.
     Ignored(String),
 }
 
-/// What there is to say of a gate's setting; nothing if the agent behaves so.
+/// Checks the setting of a gate; `None` if the agent behaves as configured.
 #[must_use]
 pub fn object(name: &str, enabled: bool) -> Option<Objection> {
-    // These two set others, for all of which it is said here what they do.
+    // These two gates set others, which have no effect here.
     if matches!(name, "AllAlpha" | "AllBeta") {
         return Some(Objection::Ignored(format!(
             "featureGates.{name}: it changes nothing here"

@@ -1,5 +1,5 @@
-//! On which NUMA nodes a container's resources are to lie together: what those who have resources to give can do
-//! (hints), and what is best for all of them (KEP-693; kubelet's `cm/topologymanager`). Pure.
+//! NUMA alignment of a container's resources: hints from resource providers, and the merge that finds the best nodes
+//! for all of them (KEP-693, `pkg/kubelet/cm/topologymanager`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,52 +9,52 @@ use super::admit::{Refusal, refuse};
 use super::topology::{MemoryNode, Topology, combinations};
 use crate::core::pod::{self, Role};
 
-/// A set of NUMA nodes; nodes from 64 on cannot be in one.
+/// A set of NUMA nodes with numbers below 64.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeMask(u64);
 
 impl NodeMask {
-    /// How many nodes there may be.
+    /// Maximum number of nodes in a set.
     pub const NODES: u32 = 64;
 
-    /// Of these nodes.
+    /// The set of these nodes.
     #[must_use]
     pub fn of(nodes: impl IntoIterator<Item = u32>) -> NodeMask {
         let bit = |mask: u64, node: u32| mask | 1_u64.checked_shl(node).unwrap_or(0);
         NodeMask(nodes.into_iter().fold(0, bit))
     }
 
-    /// The nodes, in order.
+    /// The nodes, sorted.
     #[must_use]
     pub fn nodes(self) -> Vec<u32> {
         (0..Self::NODES).filter(|n| self.has(*n)).collect()
     }
 
-    /// Whether a node is one of them.
+    /// Whether the set contains a node.
     #[must_use]
     pub fn has(self, node: u32) -> bool {
         1_u64.checked_shl(node).is_some_and(|bit| self.0 & bit != 0)
     }
 
-    /// How many they are.
+    /// Number of nodes in the set.
     #[must_use]
     pub fn count(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// Those that are in both.
+    /// Intersection of two sets.
     #[must_use]
     pub fn and(self, other: NodeMask) -> NodeMask {
         NodeMask(self.0 & other.0)
     }
 
-    /// Whether all of these are in another set.
+    /// Whether this set is a subset of another.
     #[must_use]
     pub fn is_within(self, other: NodeMask) -> bool {
         self.0 & !other.0 == 0
     }
 
-    /// All sets of some of these nodes, the small ones first.
+    /// All non-empty subsets of these nodes, smallest first.
     #[must_use]
     pub fn all_of(nodes: &[u32]) -> Vec<NodeMask> {
         let sizes = 1..=nodes.len();
@@ -64,67 +64,67 @@ impl NodeMask {
             .collect()
     }
 
-    /// Fewer nodes are better, then those with low numbers.
+    /// Order of preference: fewer nodes first, then lower numbers.
     fn narrowness(self) -> (u32, u64) {
         (self.count(), self.0)
     }
 }
 
-/// Nodes that a resource could come from.
+/// NUMA nodes that can provide a resource.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Hint {
-    /// The nodes; none where any will do.
+    /// The nodes; `None` means any node.
     pub nodes: Option<NodeMask>,
-    /// Whether no fewer nodes would do.
+    /// Whether no smaller set of nodes could provide the resource.
     pub preferred: bool,
 }
 
-/// What somebody can do, by resource. A resource with no hint cannot be given at all; where there is no resource, the
-/// nodes make no difference.
+/// A provider's hints by resource. An empty list means that the resource cannot be allocated; a missing resource has no
+/// NUMA preference.
 pub type Hints = BTreeMap<String, Vec<Hint>>;
 
-/// Whom hints are for.
+/// The subject of hints.
 #[derive(Debug, Clone, Copy)]
 pub enum Asker<'a> {
-    /// One container.
+    /// A single container.
     Container(&'a Pod, &'a Container),
     /// All containers of a pod together.
     Pod(&'a Pod),
 }
 
-/// What is counted of admissions (kubelet's `metrics/metrics.go`).
+/// Events that metrics count (`pkg/kubelet/metrics/metrics.go`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Count {
-    /// The topology manager was asked whether a pod can have what it asks for.
+    /// The topology manager evaluated a pod.
     Alignment,
-    /// It cannot, under a policy.
+    /// The topology manager rejected a pod under its policy.
     AlignmentError,
-    /// What a pod or a container has is on one NUMA node, as the policy guarantees.
+    /// A pod or container was aligned to one NUMA node, as the policy guarantees.
     OneNode(Scope),
-    /// It cannot be on one.
+    /// A pod or container could not be aligned to one NUMA node.
     NoNode(Scope),
-    /// A container is to have processors of its own.
+    /// A container requested exclusive CPUs.
     CpuPinning,
-    /// It gets none.
+    /// Exclusive CPUs could not be allocated.
     CpuPinningError,
-    /// Its processors are whole cores, as an option guarantees.
+    /// A container's exclusive CPUs are whole cores, as an option guarantees.
     WholeCores,
-    /// It gets no processors where they would have been whole cores.
+    /// Exclusive CPUs in whole cores could not be allocated.
     NoWholeCores,
-    /// Its processors share a cache.
+    /// A container's exclusive CPUs share a cache.
     OneCache,
-    /// A container is to have memory from chosen NUMA nodes.
+    /// A container requested memory from specific NUMA nodes.
     MemoryPinning,
-    /// It gets none.
+    /// That memory could not be allocated.
     MemoryPinningError,
 }
 
-/// Somebody who has resources to give that lie near NUMA nodes: the processors, the memory, devices.
+/// A provider of resources with NUMA locality: CPUs, memory, devices.
 pub trait Provider {
-    /// From which nodes it could give what is asked for.
+    /// Hints about the nodes that can provide the requested resources.
     fn hints(&self, asker: Asker<'_>) -> Hints;
-    /// Gives a container what it asks for, from the nodes of `affinity` where that can be. A container that has it
-    /// already keeps it. What is to be counted is added to `counts`.
+    /// Allocates a container's resources, from the nodes of `affinity` if possible. An existing allocation is kept.
+    /// Events for metrics are added to `counts`.
     fn allocate(
         &mut self,
         pod: &Pod,
@@ -135,8 +135,9 @@ pub trait Provider {
     ) -> Result<(), Refusal>;
 }
 
-/// What the containers of a pod have of each resource at the most at a time, where each has what `wanted` says
-/// (KEP-753): the regular ones and the sidecars together, or an init container and the sidecars before it.
+/// The maximum of each resource that a pod's containers use at the same time (KEP-753). `wanted` returns the amounts of
+/// a container. The maximum is that of all regular containers and sidecars, or of an init container with the sidecars
+/// before it.
 pub(super) fn most_at_a_time(
     pod: &Pod,
     wanted: impl Fn(&Container) -> BTreeMap<String, u64>,
@@ -165,41 +166,41 @@ pub(super) fn most_at_a_time(
     lasting
 }
 
-/// Which alignment a pod must have (`topologyManagerPolicy`; `none` is no [`Alignment`] at all).
+/// Required alignment (`topologyManagerPolicy`; without [`Alignment`] the policy is `none`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// The best there is.
+    /// The best available alignment.
     BestEffort,
-    /// On no more nodes than it needs.
+    /// No more nodes than the resources need.
     Restricted,
-    /// On one node.
+    /// A single node.
     SingleNode,
 }
 
-/// For whom resources are aligned (`topologyManagerScope`).
+/// Unit of alignment (`topologyManagerScope`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// For each container by itself.
+    /// Each container separately.
     #[default]
     Container,
-    /// For all containers of a pod.
+    /// All containers of a pod together.
     Pod,
 }
 
-/// What the configuration says of alignment.
+/// Configuration of the topology manager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rules {
     /// `topologyManagerPolicy`.
     pub policy: Policy,
     /// `topologyManagerScope`.
     pub scope: Scope,
-    /// Whether nodes near each other are better than those with low numbers (`prefer-closest-numa-nodes`).
+    /// Whether to prefer nodes close to each other over nodes with low numbers (`prefer-closest-numa-nodes`).
     pub closest: bool,
-    /// On how many nodes this is tried at all (`max-allowable-numa-nodes`).
+    /// Maximum number of NUMA nodes on which alignment is supported (`max-allowable-numa-nodes`).
     pub most_nodes: u32,
 }
 
-/// How resources are aligned on this machine.
+/// The topology manager of this machine.
 #[derive(Debug, Clone)]
 pub struct Alignment {
     rules: Rules,
@@ -207,7 +208,7 @@ pub struct Alignment {
     distances: BTreeMap<(u32, u32), u64>,
 }
 
-/// The refusal of a pod whose resources cannot lie together.
+/// Rejects a pod whose resources cannot be aligned.
 fn not_aligned() -> Refusal {
     refuse(
         "TopologyAffinityError",
@@ -215,11 +216,11 @@ fn not_aligned() -> Refusal {
     )
 }
 
-/// What a choice of one hint for each resource comes to.
+/// Result of choosing one hint per resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Choice {
     nodes: NodeMask,
-    /// The nodes that all hints so far have named, where they agree.
+    /// The nodes that all hints so far name; empty if the hints differ.
     agreed: Option<NodeMask>,
     preferred: bool,
 }
@@ -232,7 +233,7 @@ impl Choice {
         }
         self.preferred &= hint.preferred;
         if !self.preferred {
-            // It makes no difference any more: choices that come to the same are one.
+            // The value no longer matters; a fixed one makes equivalent choices equal.
             self.agreed = Some(NodeMask::default());
         }
         self
@@ -240,11 +241,11 @@ impl Choice {
 }
 
 impl Alignment {
-    /// On this machine.
+    /// The topology manager for this machine.
     ///
     /// # Errors
     ///
-    /// The machine has more NUMA nodes than the rules allow, or nearness matters and is not known.
+    /// The machine has more NUMA nodes than the rules allow, or distances are needed but unknown.
     pub fn new(rules: Rules, topology: &Topology) -> Result<Alignment, String> {
         let (number, most) = (topology.nodes.len(), rules.most_nodes);
         if u32::try_from(number).is_ok_and(|n| n > most) {
@@ -273,19 +274,19 @@ impl Alignment {
         })
     }
 
-    /// For whom resources are aligned.
+    /// The unit of alignment.
     #[must_use]
     pub fn scope(&self) -> Scope {
         self.rules.scope
     }
 
-    /// Whether all that is admitted is on one node.
+    /// Whether the policy guarantees that admitted resources are on one node.
     #[must_use]
     pub fn is_guaranteed(&self) -> bool {
         self.rules.policy == Policy::SingleNode
     }
 
-    /// The best nodes for all resources; a refusal where the policy does not take them.
+    /// The best nodes for all resources; an error if the policy does not accept them.
     pub fn merge(&self, offers: &[Hints]) -> Result<Hint, Refusal> {
         let hint = self.best(offers);
         if hint.preferred || self.rules.policy == Policy::BestEffort {
@@ -307,7 +308,7 @@ impl Alignment {
         let lists: Vec<Vec<Hint>> = resources
             .map(|hints| hints.iter().filter(usable).copied().collect())
             .collect();
-        // As wide as the resource that needs most nodes.
+        // The minimum width of the resource that needs the most nodes.
         let narrowest = |hints: &Vec<Hint>| {
             hints
                 .iter()
@@ -336,8 +337,8 @@ impl Alignment {
         }
     }
 
-    /// The less, the better: preferred ones and the narrowest of them; of the others those that are as wide as they
-    /// need to be, then the widest below that, then the narrowest above.
+    /// Rank of a choice; lower is better. Preferred choices come first, narrow before wide. Other choices rank by
+    /// width: exactly `width`, then narrower ones (widest first), then wider ones (narrowest first).
     fn rank(&self, choice: &Choice, width: u32) -> (u8, u32, u64, (u32, u64)) {
         let count = choice.nodes.count();
         let (class, size) = match choice.preferred {
@@ -354,7 +355,7 @@ impl Alignment {
         (class, size, distance, choice.nodes.narrowness())
     }
 
-    /// The sum of the distances between all of these nodes.
+    /// Sum of the distances between all pairs of nodes.
     fn spread(&self, mask: NodeMask) -> u64 {
         let nodes = mask.nodes();
         let pairs = nodes.iter().flat_map(|a| nodes.iter().map(|b| (*a, *b)));

@@ -1,33 +1,33 @@
-//! Which networks of this node have addresses from host-local, as the runtime reports its own configuration.
+//! The CNI networks whose addresses come from the host-local plugin, as the runtime reports its configuration.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use serde_json::Value;
 
-/// Where host-local keeps leases if the configuration does not say (`plugins/ipam/host-local/backend/disk` of the reference).
+/// Default lease directory of host-local (`plugins/ipam/host-local/backend/disk` in containernetworking/plugins).
 const DEFAULT_DIR: &str = "/var/lib/cni/networks";
 
-/// A network whose addresses host-local leases.
+/// A network with host-local IPAM.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LeaseNetwork {
-    /// Its name.
+    /// The network's name.
     pub name: String,
-    /// The directory of all networks' leases.
+    /// The directory that holds the leases of all networks.
     pub data_dir: PathBuf,
 }
 
-/// What a runtime uses of host-local.
+/// The runtime's use of host-local.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Attachments {
-    /// The networks of its configuration as it is now.
+    /// The networks of its current configuration.
     pub networks: BTreeSet<LeaseNetwork>,
-    /// The ids of all its sandboxes, whatever their state.
+    /// Ids of all sandboxes in any state.
     pub sandboxes: BTreeSet<String>,
 }
 
-/// The networks in the part `cniconfig` of a runtime's verbose status: containerd's `cni.ConfigResult`. Empty if the runtime
-/// reports none.
+/// The networks in field `cniconfig` of a runtime's verbose status, which is containerd's `cni.ConfigResult`. Empty if
+/// the runtime reports none.
 #[must_use]
 pub fn networks(info: &BTreeMap<String, String>) -> BTreeSet<LeaseNetwork> {
     let loaded = info.get("cniconfig").map_or("", String::as_str);

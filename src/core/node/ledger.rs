@@ -1,5 +1,5 @@
-//! The pods that this node has admitted, and what they hold of what pods share: resources, ports,
-//! claims of one pod alone (kubelet spec, chapter 11). Pure; one actor owns it.
+//! The pods that this node has admitted, and their allocated resources, host ports and exclusive claims
+//! (`pkg/kubelet/allocation`, `pkg/kubelet/preemption`). Pure; one actor owns it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,51 +23,53 @@ use crate::core::volume::claims;
 #[derive(Debug, Clone)]
 struct Admitted {
     pod: Arc<Pod>,
-    /// It was told to end.
+    /// Whether the pod was evicted or preempted.
     evicted: bool,
-    /// Until when a critical pod waits for its end; none where none does.
+    /// Deadline until which critical pods wait for this pod to terminate; `None` if none waits.
     awaited_until: Option<Duration>,
-    /// What it asked for may be given to others.
+    /// Whether the pod's resources are available to other pods already.
     uncounted: bool,
-    /// It waits for room to grow.
+    /// Pending resize that waits for resources.
     waits: Option<Waits>,
-    /// Claims that it alone has: namespace and name.
+    /// Claims that the pod uses exclusively, by namespace and name.
     claims: BTreeSet<(String, String)>,
 }
 
-/// A pod that waits for room to grow.
+/// A pending resize.
 #[derive(Debug, Clone)]
 struct Waits {
-    /// It with the sizes that it asks for.
+    /// The pod with the requested resources.
     pod: Arc<Pod>,
-    /// How many began to wait before it.
+    /// Position in the queue of pending resizes.
     place: u64,
 }
 
-/// What becomes of a pod that wants to run here.
+/// Result of an admission.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
-    /// It is admitted.
+    /// The pod is admitted.
     Admitted,
-    /// It is admitted once these pods have ended; they are to be told now, each once.
+    /// The pod is admitted after these pods have terminated. Each victim is returned only once; the caller must evict
+    /// it now.
     AwaitingPreemption(Vec<Eviction>),
-    /// It is not admitted.
+    /// The pod is rejected.
     Refused(Refusal),
 }
 
-/// A pod that is to end.
+/// A pod to evict.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Eviction {
-    /// Its uid.
+    /// The pod's uid.
     pub uid: String,
     /// The resource that is short, for metrics.
     pub signal: String,
-    /// Why, for its status and events.
+    /// Reason and message for the pod's status and events.
     pub verdict: Verdict,
 }
 
 impl Eviction {
-    /// Of a pod that uses more of `signal` than it may. It would do the same elsewhere.
+    /// Evicts a pod that exceeds its own limit of `signal`. The pod gets no condition DisruptionTarget, because it
+    /// would exceed the limit on any node.
     #[must_use]
     pub fn over_limit(uid: &str, signal: &str, message: String) -> Eviction {
         Eviction {
@@ -83,7 +85,7 @@ impl Eviction {
         }
     }
 
-    /// Of a pod that goes because the node is short of something; it gets `grace` seconds to end.
+    /// Evicts a pod because of node pressure, with `grace` seconds to terminate.
     #[must_use]
     pub fn under_pressure(uid: &str, signal: &str, message: String, grace: i64) -> Eviction {
         let mut eviction = Eviction::over_limit(uid, signal, message.clone());
@@ -93,17 +95,17 @@ impl Eviction {
     }
 }
 
-/// All admitted pods, by uid, and the sums of what those take that count.
+/// All admitted pods by uid, and the sums of their resources.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger {
     pods: BTreeMap<String, Admitted>,
     used: Used,
 }
 
-/// The shortest time that a critical pod waits for the end of a pod that makes room for it.
+/// Minimum time that a critical pod waits for a preempted pod.
 const MIN_WAIT: Duration = Duration::from_secs(10);
 
-/// How long a critical pod waits for the end of this one: one and a half grace periods, and no less than ten seconds
+/// Maximum time that a critical pod waits for this victim: one and a half grace periods, but at least ten seconds
 /// (`killPodNow` in `pkg/kubelet/pod_workers.go`).
 fn longest_wait(victim: &Pod) -> Duration {
     let grace = time::span(pod::grace_seconds(victim));
@@ -112,7 +114,7 @@ fn longest_wait(victim: &Pod) -> Duration {
 }
 
 impl Ledger {
-    /// The sums follow what a pod has now.
+    /// Updates the sums after a change of the pod.
     fn recount(&mut self, uid: &str) {
         match self.pods.get(uid).filter(|own| !own.uncounted) {
             Some(own) => self.used.set(uid, &own.pod),
@@ -120,9 +122,9 @@ impl Ledger {
         }
     }
 
-    /// Admits a pod, or says why not. A pod that was admitted stays so until it is released. For a
-    /// critical pod that lacks only resources others are to end, each within a bounded time from `now`, which is counted
-    /// from any fixed moment.
+    /// Admits a pod, or says why not. An admitted pod stays admitted until it is released. If a critical pod lacks only
+    /// resources, other pods are preempted, and each is waited for up to its deadline. `now` is a duration since an
+    /// arbitrary fixed moment.
     pub fn admit(&mut self, pod: &Arc<Pod>, here: &Here<'_>, now: Duration) -> Decision {
         let uid = pod::uid(pod).to_owned();
         if let Some(known) = self.pods.get_mut(&uid) {
@@ -146,7 +148,7 @@ impl Ledger {
         if refusal.missing.is_empty() || !preempt::is_critical(pod) {
             return Decision::Refused(refusal);
         }
-        // Those that were told to end before make room as well.
+        // Pods that were evicted earlier also free resources.
         let told = |evicted: bool| -> Vec<&Pod> {
             let active = self.pods.values().filter(|admitted| !admitted.uncounted);
             let told = active.filter(|admitted| admitted.evicted == evicted);
@@ -178,22 +180,22 @@ impl Ledger {
         Decision::AwaitingPreemption(evictions.collect())
     }
 
-    /// When the next pod has been awaited for as long as critical pods wait; none where they wait for none.
+    /// The earliest deadline of a preempted pod; `None` if critical pods wait for none.
     #[must_use]
     pub fn next_overdue(&self) -> Option<Duration> {
         let counted = self.pods.values().filter(|admitted| !admitted.uncounted);
         counted.filter_map(|admitted| admitted.awaited_until).min()
     }
 
-    /// No critical pod waits any longer.
+    /// Clears all deadlines: no critical pod waits any longer.
     pub fn await_none(&mut self) {
         for admitted in self.pods.values_mut() {
             admitted.awaited_until = None;
         }
     }
 
-    /// Pods that critical pods do not wait for any longer. From now on they count for no admission, as if they had ended:
-    /// the kubelet admits the critical pod then, too.
+    /// Removes pods past their deadline from the accounts, as if they had terminated, and returns them. The kubelet
+    /// also admits the critical pod at that moment.
     pub fn give_up_overdue(&mut self, now: Duration) -> Vec<Arc<Pod>> {
         let is_over = |own: &Admitted| own.awaited_until.is_some_and(|until| until <= now);
         let overdue = self.pods.values();
@@ -207,12 +209,12 @@ impl Ledger {
         overdue
     }
 
-    /// Whether a pod that runs may have the sizes that its spec has; the refusal says what is missing.
-    /// One that may not waits: see [`Ledger::waiting_to_grow`].
+    /// Allocates the resources of a resized pod. On error the pod keeps its allocation; if resources are only missing
+    /// now, the resize is queued, see [`Ledger::waiting_to_grow`].
     pub fn grow(&mut self, pod: &Pod, room: Room<'_>) -> Result<(), Refusal> {
         let uid = pod::uid(pod);
         if let Err(infeasible) = admit::check_capacity(pod, room) {
-            // It goes on with what it has, and waits for nothing.
+            // The pod keeps its allocation, and nothing is queued.
             if let Some(own) = self.pods.get_mut(uid) {
                 own.waits = None;
             }
@@ -240,8 +242,8 @@ impl Ledger {
         result
     }
 
-    /// A pod asks for sizes, and has these: what it was given for others that it asked for before, and does not want any more,
-    /// is not kept for it.
+    /// Sets a pod's allocation to the sizes it has now. Amounts that were allocated for an earlier, abandoned resize
+    /// request are released.
     pub fn book(&mut self, has: &Arc<Pod>) {
         if let Some(own) = self.pods.get_mut(pod::uid(has)) {
             own.pod = Arc::clone(has);
@@ -249,8 +251,8 @@ impl Ledger {
         }
     }
 
-    /// A pod has the sizes that its spec has, and asks for no others any more: it does not wait for them, and does not have
-    /// them. Whether it had more than that.
+    /// Cancels a pod's resize: the pod leaves the queue, and its allocation returns to these sizes. Returns whether
+    /// more was allocated before.
     pub fn withdraw(&mut self, pod: &Arc<Pod>) -> bool {
         let Some(own) = self.pods.get_mut(pod::uid(pod)) else {
             return false;
@@ -261,8 +263,8 @@ impl Ledger {
         asks_for_more(pod, &before)
     }
 
-    /// Who waits for room to grow, as they ask for it, in the order in which they get it: who asks for no more than it has,
-    /// then by priority, guaranteed ones before others, and who has waited longest (KEP-1287).
+    /// The queued resizes in the order in which they are granted (KEP-1287). Resizes that request no more than the pod
+    /// has come first. Then priority, QoS class (Guaranteed first) and the longest wait decide.
     #[must_use]
     pub fn waiting_to_grow(&self) -> Vec<Arc<Pod>> {
         let waiting = self
@@ -285,8 +287,8 @@ impl Ledger {
             .collect()
     }
 
-    /// Whether a pod has a claim that only one may have at a time: nobody got it first, or has run with
-    /// it since before this agent started. It has it until it is released.
+    /// Acquires a claim that only one pod may use at a time (ReadWriteOncePod), until the pod is released. Fails if
+    /// another pod has acquired it, or has been running with it since before this agent started.
     pub fn hold_alone(&mut self, uid: &str, namespace: &str, claim: &str) -> bool {
         let key = (namespace.to_owned(), claim.to_owned());
         let runs = |pod: &Pod| pod::phase(pod) == "Running";
@@ -305,13 +307,13 @@ impl Ledger {
         true
     }
 
-    /// Whether a pod has a claim that only one may have at a time.
+    /// Whether a pod has acquired an exclusive claim.
     #[must_use]
     pub fn holds_alone(&self, uid: &str) -> bool {
         self.pods.get(uid).is_some_and(|own| !own.claims.is_empty())
     }
 
-    /// A pod is to be told to end. Whether it is here and has not been told before.
+    /// Marks a pod as evicted; returns whether it is admitted and was not marked before.
     pub fn evict(&mut self, uid: &str) -> bool {
         match self.pods.get_mut(uid) {
             Some(victim) => !std::mem::replace(&mut victim.evicted, true),
@@ -319,14 +321,15 @@ impl Ledger {
         }
     }
 
-    /// A pod is to be told to end whatever it was told before: it may have less time now. Whether it is here.
+    /// Marks a pod as evicted even if it was before, because its grace period may be shorter now. Returns whether the
+    /// pod is admitted.
     pub fn end(&mut self, uid: &str) -> bool {
         let pod = self.pods.get_mut(uid);
         pod.map(|pod| pod.evicted = true).is_some()
     }
 
-    /// From now on a pod counts for no admission: nothing of it runs any more, or it is in no source any more. The scheduler
-    /// gives away what it had as soon as the API shows that.
+    /// Removes a pod from the accounts: its containers have stopped, or no source lists it. The scheduler reuses its
+    /// resources as soon as the API shows that.
     pub fn uncount(&mut self, uid: &str) {
         if let Some(own) = self.pods.get_mut(uid) {
             own.uncounted = true;
@@ -334,26 +337,26 @@ impl Ledger {
         }
     }
 
-    /// Forgets a pod that holds nothing any more. Whether it was here.
+    /// Removes a pod that holds no resources any more; returns whether it was admitted.
     pub fn release(&mut self, uid: &str) -> bool {
         self.used.remove(uid);
         self.pods.remove(uid).is_some()
     }
 
-    /// An admitted pod, as it was last granted its sizes.
+    /// An admitted pod with its allocated resources.
     #[must_use]
     pub fn pod(&self, uid: &str) -> Option<Arc<Pod>> {
         Some(Arc::clone(&self.pods.get(uid)?.pod))
     }
 
-    /// The admitted pods.
+    /// All admitted pods.
     #[must_use]
     pub fn pods(&self) -> Vec<Arc<Pod>> {
         self.pods.values().map(|a| Arc::clone(&a.pod)).collect()
     }
 }
 
-/// Whether a pod asks for more of anything than it has.
+/// Whether a pod requests more of any resource than it has.
 #[must_use]
 pub fn asks_for_more(has: &Pod, asks: &Pod) -> bool {
     let has = requests(has);

@@ -1,7 +1,7 @@
-//! Those who give pods resources of their own: the CPU and memory managers, and the topology manager that has them and the
-//! device manager give what lies together (kubelet spec, chapter 14). Pure; the ledger's actor owns them.
+//! The resource managers: CPU manager, memory manager and device manager, with the topology manager that aligns their
+//! allocations (`pkg/kubelet/cm`). Pure; the ledger's actor owns them.
 //!
-//! A pod gets all that it asks for or nothing: what a refused pod had been given by some of them is taken back.
+//! Admission is all or nothing: if one manager rejects a pod, the others revert what they allocated for it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,16 +21,16 @@ use crate::core::pod::resize::Infeasible;
 use crate::core::pod::resources::{Amounts, Side, of_container};
 use crate::core::pod::{self, Role};
 
-/// What the configuration says of them.
+/// Configuration of the managers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
     /// `cpuManagerPolicy: static`, and its options.
     pub cpus: Option<cpus::Rules>,
     /// `memoryManagerPolicy: Static`.
     pub memory: Option<memory::Rules>,
-    /// `topologyManagerPolicy`, where it is not `none`.
+    /// `topologyManagerPolicy`, unless it is `none`.
     pub alignment: Option<hints::Rules>,
-    /// How often containers are bound anew to what they should be bound to (`cpuManagerReconcilePeriod`).
+    /// How often the CPU and memory sets of containers are reapplied (`cpuManagerReconcilePeriod`).
     pub reconcile: Duration,
 }
 
@@ -46,14 +46,14 @@ impl Default for Rules {
 }
 
 impl Rules {
-    /// Whether containers are bound to anything.
+    /// Whether containers are pinned to CPUs or memory nodes.
     #[must_use]
     pub fn bind(&self) -> bool {
         self.cpus.is_some() || self.memory.is_some()
     }
 }
 
-/// The checkpoints of an earlier start, as they stand in their files.
+/// Checkpoint files of an earlier run; `None` if a file does not exist.
 #[derive(Debug, Clone, Default)]
 pub struct Checkpoints {
     /// `cpu_manager_state`.
@@ -62,16 +62,16 @@ pub struct Checkpoints {
     pub memory: Option<String>,
 }
 
-/// The machine that they give resources of.
+/// The machine whose resources are managed.
 #[derive(Debug, Clone, Default)]
 pub struct Machine {
-    /// How it is laid out.
+    /// CPUs and NUMA nodes.
     pub topology: Arc<Topology>,
-    /// How much of its memory and huge pages is not for pods ([`memory::set_aside`]).
+    /// Memory and huge pages that are reserved from pods ([`memory::set_aside`]).
     pub set_aside: Amounts,
 }
 
-/// All of them. The default ones give nobody anything.
+/// All managers. By default none is active.
 #[derive(Debug, Clone, Default)]
 pub struct Managers {
     /// The machine's NUMA nodes.
@@ -81,16 +81,16 @@ pub struct Managers {
     memory: Option<Memory>,
 }
 
-/// What came of a pod's admission.
+/// Result of a pod's admission.
 #[derive(Debug)]
 pub struct Admission {
-    /// For what devices plugins are still to be asked, or why the pod gets nothing.
+    /// The device allocations that still need a call to their plugin, or why the pod is rejected.
     pub result: Result<Vec<Slot>, Refusal>,
-    /// What is to be counted of it, whatever came of it.
+    /// Events for metrics, also if the pod is rejected.
     pub counts: Vec<Count>,
 }
 
-/// The error of a state that cannot be gone on with.
+/// The error for a checkpoint that does not fit.
 fn unusable(file: &str, why: &str) -> String {
     format!(
         "{file} cannot be gone on with: {why}; drain this node and remove the file, then start the agent again"
@@ -98,11 +98,11 @@ fn unusable(file: &str, why: &str) -> String {
 }
 
 impl Managers {
-    /// By the rules, on this machine, with what was given before.
+    /// Creates the managers for this machine and restores the checkpoints.
     ///
     /// # Errors
     ///
-    /// The rules do not fit the machine, or a checkpoint fits neither: the text names the field or the file, and the
+    /// The rules do not fit the machine, or a checkpoint fits neither. The message names the field or file and the
     /// remedy.
     pub fn new(
         rules: &Rules,
@@ -125,7 +125,7 @@ impl Managers {
         })
     }
 
-    /// In the kubelet's order, by which the first refusal is that of a device.
+    /// The order is the kubelet's, so device errors are reported first.
     fn providers<'a>(&'a mut self, devices: &'a mut NearNodes<'_>) -> Vec<&'a mut dyn Provider> {
         let cpus = self.cpus.iter_mut().map(|c| c as &mut dyn Provider);
         let memory = self.memory.iter_mut().map(|m| m as &mut dyn Provider);
@@ -138,7 +138,7 @@ impl Managers {
         providers.iter().map(|p| p.hints(asker)).collect()
     }
 
-    /// Gives a pod what it asks for; one that has it already keeps it. Where it cannot have all, everything is as before.
+    /// Allocates a pod's resources; existing allocations are kept. On error all allocations are as before.
     pub fn admit(&mut self, pod: &Pod, devices: &mut Devices) -> Admission {
         let uid = pod::uid(pod);
         let cpus = self.cpus.as_ref().map(|c| c.holding(uid));
@@ -201,22 +201,22 @@ impl Managers {
         Ok(())
     }
 
-    /// Whether a pod has processors or memory of its own.
+    /// Whether a pod has exclusive CPUs or memory.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.cpus.as_ref().is_some_and(|c| c.has(uid))
             || self.memory.as_ref().is_some_and(|m| m.has(uid))
     }
 
-    /// Takes back what a pod has; whether that was anything.
+    /// Releases a pod's allocations; returns whether it had any.
     pub fn release(&mut self, uid: &str) -> bool {
         let cpus = self.cpus.as_mut().is_some_and(|c| c.release(uid));
         let memory = self.memory.as_mut().is_some_and(|m| m.release(uid));
         cpus || memory
     }
 
-    /// Whether a pod that runs may have other sizes, for all that they know. Processors of a container's own are not
-    /// changed while it runs.
+    /// Whether the managers permit a resize of a running pod. Exclusive CPUs and memory cannot change while containers
+    /// run.
     pub fn resize(&self, now: &Pod, then: &Pod) -> Result<(), Refusal> {
         let changes = |resource: &str| {
             let of = |pod: &Pod| -> Vec<_> {
@@ -248,7 +248,7 @@ impl Managers {
         Ok(())
     }
 
-    /// What is bound to what now.
+    /// CPUs and NUMA nodes that containers are pinned to.
     #[must_use]
     pub fn pinning(&self) -> Pinning {
         let cpus = self.cpus.as_ref().map(Cpus::state);
@@ -261,25 +261,25 @@ impl Managers {
         }
     }
 
-    /// Whether there is a topology manager with a policy.
+    /// Whether the topology manager has a policy.
     #[must_use]
     pub fn aligns(&self) -> bool {
         self.alignment.is_some()
     }
 
-    /// The CPU manager, where there is one.
+    /// The CPU manager, if it is active.
     #[must_use]
     pub fn cpus(&self) -> Option<&Cpus> {
         self.cpus.as_ref()
     }
 
-    /// The memory manager, where there is one.
+    /// The memory manager, if it is active.
     #[must_use]
     pub fn memory(&self) -> Option<&Memory> {
         self.memory.as_ref()
     }
 
-    /// The checkpoints as they should stand in their files now.
+    /// The current content of the checkpoint files.
     #[must_use]
     pub fn checkpoints(&self) -> Vec<(&'static str, String)> {
         let cpus = self.cpus.iter().map(|cpus| {
@@ -294,7 +294,7 @@ impl Managers {
     }
 }
 
-/// The best nodes for all resources, counted where they cannot be one.
+/// The best nodes for all resources. Counts pods that cannot be aligned to one node.
 fn merged(
     alignment: &Alignment,
     offers: &[Hints],

@@ -1,5 +1,5 @@
-//! The node: its size and addresses, its conditions, which pods it admits and preempts, how they end with the machine, what
-//! it declares, its devices, and its certificates.
+//! The node: its capacity, addresses, conditions and declared features; admission, preemption and graceful shutdown of
+//! pods; resource managers and devices; certificates.
 
 pub mod addresses;
 pub mod admit;

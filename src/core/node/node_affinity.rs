@@ -1,4 +1,4 @@
-//! Node selector terms: whether a node is one that a pod may go to. Pure.
+//! Node selector terms and node affinity: whether a node is suitable for a pod. Pure.
 
 use k8s_openapi::api::core::v1::{Node, NodeSelectorRequirement, NodeSelectorTerm, Pod};
 

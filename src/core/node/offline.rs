@@ -1,7 +1,7 @@
-//! What an agent that starts while no apiserver answers does with the pods that were bound to its node before.
+//! What an agent does with the pods of its node if no apiserver is reachable when the agent starts.
 //!
-//! A StatefulSet's pod may have been deleted by force and made anew on another node while this one was away, and only the
-//! apiserver knows. So by default such pods wait for it, as with the kubelet.
+//! While this node was offline, a pod of a StatefulSet may have been force-deleted and recreated on another node, and
+//! only the apiserver knows. So by default such pods wait for the apiserver, as with the kubelet.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,27 +12,27 @@ use crate::core::time::{duration, shown};
 /// `--offline-start`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum OfflineStart {
-    /// Static pods are started. Nothing is kept on disk, not even what these need of the API.
+    /// Starts static pods. Nothing is kept on disk, not even the API objects that static pods need.
     Never,
-    /// Static pods are started, with what they need of the API (services for their environment, runtime handlers) as it
-    /// was. Of other pods nothing is kept.
+    /// Starts static pods with the last known API objects that they need (services for their environment, runtime
+    /// classes). Nothing of other pods is kept.
     #[default]
     StaticOnly,
-    /// All pods that were bound here are started once no apiserver has answered for this long since the agent's start.
+    /// Starts all pods of this node if no apiserver has answered for this long since the agent started.
     After(Duration),
 }
 
-/// How long a start waits for an apiserver in any case; [`OfflineStart::After`] is never shorter.
+/// Minimum time that a start waits for an apiserver, also for [`OfflineStart::After`].
 pub const GRACE: Duration = Duration::from_secs(3);
 
 impl OfflineStart {
-    /// Whether what the API has said is kept on disk, in any measure.
+    /// Whether any API objects are kept on disk.
     #[must_use]
     pub fn keeps_any(self) -> bool {
         self != OfflineStart::Never
     }
 
-    /// How long after the agent's start the pods of before are started; `None` where they wait for the apiserver.
+    /// How long after the start of the agent the known pods are started; `None` if they wait for the apiserver.
     #[must_use]
     pub fn pods_after(self) -> Option<Duration> {
         match self {

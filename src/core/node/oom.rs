@@ -1,13 +1,14 @@
-//! What the kernel says about processes that it kills because the machine has no memory left (kubelet spec, 12.9). Pure.
+//! Parses the kernel's messages about processes that it kills because the machine is out of memory
+//! (`pkg/kubelet/oom/oom_watcher_linux.go`). Pure.
 //!
-//! Whom the limit of a cgroup ends is the runtime's to tell: only the machine's own shortage is about the node.
+//! Kills by the memory limit of a cgroup are ignored here, because the runtime reports them.
 
-/// A process that was killed because the machine had no memory left.
+/// A process that was killed because the machine was out of memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kill {
-    /// Its name, as the kernel has it.
+    /// Process name from the kernel log.
     pub process: String,
-    /// Its id.
+    /// Process id.
     pub pid: u32,
 }
 
@@ -19,7 +20,7 @@ impl Kill {
         })
     }
 
-    /// In the words of the kubelet's event.
+    /// Message of the kubelet's event.
     #[must_use]
     pub fn message(&self) -> String {
         let Kill { process, pid } = self;
@@ -27,15 +28,15 @@ impl Kill {
     }
 }
 
-/// Reads the kernel's log, record by record. Kernels before 5.0 tell of one kill in several records.
+/// Parses the kernel log record by record. Kernels before 5.0 report a kill in several records.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reader {
-    /// A kill is being told of; whether it is for want of the machine's memory.
+    /// Set while the records of one kill are being read; whether the kill is system-wide.
     machine: Option<bool>,
 }
 
-/// The text of a record of `/dev/kmsg` that the kernel itself has written: other programs can write there as well, and their
-/// records have other facilities.
+/// The text of a `/dev/kmsg` record, if the kernel wrote it. Other programs can also write there, but their records
+/// have other facilities.
 fn of_kernel(record: &str) -> Option<&str> {
     const FACILITIES: u32 = 8;
     let (prefix, text) = record.split_once(';')?;
@@ -43,7 +44,7 @@ fn of_kernel(record: &str) -> Option<&str> {
     (level < FACILITIES).then_some(text)
 }
 
-/// The process in a line like `Killed process 1234 (name) total-vm:...`. A name may have parentheses.
+/// The process in a line such as `Killed process 1234 (name) total-vm:...`. The name may contain parentheses.
 fn killed(text: &str) -> Option<Kill> {
     let (_, victim) = text.split_once("Killed process ")?;
     let (pid, name) = victim.split_once(" (")?;
@@ -54,7 +55,7 @@ fn killed(text: &str) -> Option<Kill> {
 }
 
 impl Reader {
-    /// Takes in a record; the answer is the process that it says was killed for want of the machine's memory.
+    /// Parses a record; returns the process if the record completes a system-wide kill.
     pub fn read(&mut self, record: &str) -> Option<Kill> {
         let text = of_kernel(record)?;
         if text.contains("invoked oom-killer:") {

@@ -1,4 +1,4 @@
-//! Making room for a critical pod: which pods must go (kubelet spec, chapter 11). Pure.
+//! Preemption for critical pods: chooses the victims (`pkg/kubelet/preemption/preemption.go`). Pure.
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -8,10 +8,10 @@ use crate::core::pod::qos::{self, QosClass};
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
-/// From this priority on a pod is critical.
+/// Minimum priority of a critical pod.
 pub const CRITICAL: i32 = 2_000_000_000;
 
-/// Whether a pod must run whatever happens: static pods, mirrors, and those of the highest priorities.
+/// Whether a pod is critical: static pods, mirror pods, and pods of the highest priorities.
 #[must_use]
 pub fn is_critical(pod: &Pod) -> bool {
     pod::is_static(pod) || pod::is_mirror(pod) || pod::spec(pod).priority.unwrap_or(0) >= CRITICAL
@@ -30,7 +30,7 @@ fn class(pod: &Pod) -> u8 {
     }
 }
 
-/// What is still missing of `missing` when these pods have ended.
+/// The amounts still missing after these pods have terminated.
 #[must_use]
 pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
     let left = ending.iter().fold(missing.clone(), |mut left, pod| {
@@ -45,8 +45,8 @@ pub fn missing_after(missing: &Amounts, ending: &[&Pod]) -> Amounts {
         .collect()
 }
 
-/// The uids of the pods that must go so that `missing` becomes free; `None` if that cannot be. Of lower
-/// classes first; few rather than many; little rather than much; none without which it becomes free as well.
+/// Uids of the pods to preempt so that `missing` becomes available; `None` if that is impossible. Prefers lower QoS
+/// classes, then fewer pods, then smaller ones, and never includes a pod that is not needed.
 #[must_use]
 pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<String>> {
     let wanted = missing;
@@ -59,7 +59,7 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
     let mut missing = missing_after(missing, &[]);
     for limit in 0..=2 {
         while !missing.is_empty() {
-            // What brings the largest part of what is missing, and of those the smallest.
+            // Prefers the pod that frees the largest share of what is missing, then the smallest pod.
             let share = |amounts: &Amounts| -> i64 {
                 missing
                     .iter()
@@ -90,7 +90,7 @@ pub fn victims(for_pod: &Pod, others: &[&Pod], missing: &Amounts) -> Option<Vec<
     if !missing.is_empty() {
         return None;
     }
-    // One of a higher class, which goes because those of lower ones are not enough, may be enough without some of them.
+    // If a pod of a higher class had to be added, some pods of lower classes may no longer be needed.
     for at in (0..chosen.len()).rev() {
         let mut fewer = chosen.clone();
         fewer.remove(at);

@@ -1,15 +1,15 @@
-//! Whether the container runtime is up (kubelet spec, chapter 0 and 12.5): a call that fails now and then says little, a
-//! runtime that has not answered for half a minute is down. Pure.
+//! Whether the container runtime is healthy (`pkg/kubelet/runtime.go`). A single failed call is tolerated; a runtime
+//! that has not answered for 30 seconds is down. Pure.
 
 use std::time::Duration;
 
-/// A runtime that has not answered for this long is down.
+/// Time without a successful call after which the runtime counts as down.
 pub const DOWN_AFTER: Duration = Duration::from_secs(30);
 
-/// A runtime whose pods have not been listed for this long is not followed any more.
+/// Time without a list of pods after which the node is not ready (the kubelet's PLEG threshold).
 const LISTED_WITHIN: Duration = Duration::from_secs(180);
 
-/// What a runtime said of itself: each is why it is not ready, if it is not.
+/// The runtime's status; each field says why the condition is not met, `None` if it is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Answer {
     /// `RuntimeReady`.
@@ -18,36 +18,36 @@ pub struct Answer {
     pub network: Option<String>,
 }
 
-/// The answers of a runtime so far. Times count from any one moment.
+/// History of the runtime's status. Times are durations since an arbitrary fixed moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RuntimeHealth {
-    /// The last answer, and when it came.
+    /// The last status and when it was received.
     last: Option<(Duration, Answer)>,
-    /// Why the last call failed, if it did.
+    /// Why the last call failed; `None` if it succeeded.
     failure: Option<String>,
-    /// How long ago its pods were listed last.
+    /// Time since the last list of pods.
     unlisted: Duration,
 }
 
 impl RuntimeHealth {
-    /// It has answered.
+    /// Records a successful status call.
     pub fn answered(&mut self, at: Duration, answer: Answer) {
         self.last = Some((at, answer));
         self.failure = None;
     }
 
-    /// It was asked and did not answer.
+    /// Records a failed status call.
     pub fn failed(&mut self, why: String) {
         self.failure = Some(why);
     }
 
-    /// Its pods were listed this long ago.
+    /// Records how long ago the pods were last listed.
     pub fn listed(&mut self, ago: Duration) {
         self.unlisted = ago;
     }
 
-    /// Why the changes of its pods may pass unseen, if they may. The text stays the same, as every change of it is one of
-    /// the Node.
+    /// Why changes of pods may go unnoticed; `None` if they do not. The text is constant, because every change of it
+    /// updates the Node.
     fn unfollowed(&self) -> Option<String> {
         (self.unlisted > LISTED_WITHIN).then(|| {
             format!(
@@ -57,14 +57,14 @@ impl RuntimeHealth {
         })
     }
 
-    /// Whether all is well, so that there is no need to ask soon.
+    /// Whether everything is healthy, so that the next check can wait.
     #[must_use]
     pub fn is_settled(&self) -> bool {
         self.failure.is_none()
             && matches!(&self.last, Some((_, answer)) if *answer == Answer::default())
     }
 
-    /// Whether it has been away for so long that it is down, and why.
+    /// Why the runtime is down; `None` if it is not.
     #[must_use]
     pub fn down(&self, at: Duration) -> Option<String> {
         let (answered, _) = self.last.as_ref()?;
@@ -73,7 +73,7 @@ impl RuntimeHealth {
             .then(|| format!("container runtime is down: {failure}"))
     }
 
-    /// Why the node is not ready on the runtime's account, in the kubelet's words; nothing if it is.
+    /// Why the node is not ready because of the runtime, in the kubelet's words; empty if the runtime is healthy.
     #[must_use]
     pub fn problems(&self, at: Duration) -> Vec<String> {
         let Some((_, answer)) = &self.last else {

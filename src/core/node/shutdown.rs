@@ -1,5 +1,5 @@
-//! Graceful shutdown of the node (KEP-2000, KEP-2712; kubelet spec, 12.8; kubelet's `pkg/kubelet/nodeshutdown`): which pods
-//! end when the machine is shut down, how long each may take, and what is said about them. Pure.
+//! Graceful node shutdown (KEP-2000, KEP-2712, `pkg/kubelet/nodeshutdown`): order and grace periods of the pods that
+//! terminate when the machine shuts down, and their status. Pure.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,72 +14,72 @@ use crate::core::pod::lifecycle::Cause;
 use crate::core::pod::status::Verdict;
 use crate::core::time;
 
-/// Why a node that shuts down is not ready: the message of its condition.
+/// Message of the Ready condition during a shutdown.
 pub const NOT_READY: &str = "node is shutting down";
-/// The reason in the status of a pod that came while the node was shutting down.
+/// Status reason of a pod that arrives during a shutdown.
 pub const REJECTED: &str = "NodeShutdown";
-/// The message beside [`REJECTED`].
+/// Status message that belongs to [`REJECTED`].
 pub const REJECTED_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
-/// The reason in the status of a pod that the shutdown has ended.
+/// Status reason of a pod that the shutdown terminated.
 pub const ENDED: &str = "Terminated";
-/// The message beside [`ENDED`], and of the condition `DisruptionTarget`.
+/// Status message that belongs to [`ENDED`], also used for the condition `DisruptionTarget`.
 const ENDED_MESSAGE: &str = "Pod was terminated in response to imminent node shutdown.";
-/// The file below the root directory that says when the last shutdown began and ended, as the kubelet writes it.
+/// File below the root directory with the start and end of the last shutdown, in the kubelet's format.
 pub const STATE_FILE: &str = "graceful_node_shutdown_state";
-/// What Go writes for a time that is not known.
+/// Go's zero time, which stands for an unknown time.
 const NO_TIME: &str = "0001-01-01T00:00:00Z";
 
-/// How long pods of a priority may take to end: those from this one up to the next that has a period of its own.
+/// Grace period for pods with at least this priority, up to the priority of the next period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Period {
     /// The lowest priority.
     #[serde(default)]
     pub priority: i32,
-    /// Seconds.
+    /// The grace period in seconds.
     #[serde(default)]
     pub shutdown_grace_period_seconds: i64,
 }
 
-/// What the configuration says.
+/// Shutdown settings of the configuration.
 #[derive(Debug, Clone, Default)]
 pub struct Statements {
-    /// `shutdownGracePeriod`: how long all pods may take together.
+    /// `shutdownGracePeriod`: total time for all pods.
     pub all: Duration,
-    /// `shutdownGracePeriodCriticalPods`: how much of it is for critical pods, which end last.
+    /// `shutdownGracePeriodCriticalPods`: the part of that time reserved for critical pods, which terminate last.
     pub critical: Duration,
-    /// `shutdownGracePeriodByPodPriority`, which takes the place of both.
+    /// `shutdownGracePeriodByPodPriority`, which replaces both.
     pub by_priority: Vec<Period>,
 }
 
-/// A field that cannot be as it is.
+/// An invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {
-    /// The field.
+    /// The configuration field.
     pub field: &'static str,
-    /// Its value.
+    /// The value of the field.
     pub value: String,
-    /// What to do about it.
+    /// How to correct it.
     pub remedy: &'static str,
 }
 
-/// The periods of a shutdown, lowest priority first. Without any, a shutdown waits for no pod.
+/// The periods of a shutdown, lowest priority first. If there are none, a shutdown waits for no pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Periods(Vec<Period>);
 
-/// Pods that end together.
+/// Pods that terminate together.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Phase {
-    /// The lowest priority that belongs to it.
+    /// The lowest priority of the phase.
     pub priority: i32,
-    /// How long they may take; then the next phase begins, whatever still runs.
+    /// Maximum duration; the next phase starts after it even if pods still run.
     pub period: Duration,
     /// The pods.
     pub pods: Vec<Arc<Pod>>,
 }
 
 impl Periods {
-    /// The periods that the configuration asks for, by the kubelet's rules.
+    /// Validates the configuration by the kubelet's rules.
     pub fn new(statements: &Statements) -> Result<Periods, Invalid> {
         let Statements { all, critical, .. } = *statements;
         let invalid = |field, value: String, remedy| Invalid {
@@ -127,14 +127,14 @@ impl Periods {
         self.0.is_empty()
     }
 
-    /// How long all pods may take together.
+    /// Total duration of all periods.
     #[must_use]
     pub fn total(&self) -> Duration {
         self.0.iter().map(|p| p.length()).sum()
     }
 
-    /// The pods by the phase in which they end, in the order of the phases. A priority below all periods belongs to the
-    /// first. Phases without pods are left out: nobody waits for them.
+    /// Groups pods into phases, in order. A priority below all periods belongs to the first one. Phases without pods
+    /// are omitted and take no time.
     #[must_use]
     pub fn phases(&self, pods: Vec<Arc<Pod>>) -> Vec<Phase> {
         let empty = |period: &Period| Phase {
@@ -161,7 +161,7 @@ impl Period {
     }
 }
 
-/// Critical pods after all others, in whole seconds.
+/// Two periods in whole seconds: critical pods terminate after all others.
 fn simple(all: Duration, critical: Duration) -> Vec<Period> {
     if all.is_zero() {
         return vec![];
@@ -177,11 +177,11 @@ fn simple(all: Duration, critical: Duration) -> Vec<Period> {
 }
 
 impl Phase {
-    /// What becomes of a pod of this phase, `left` before the phase is over: its containers get their own grace period, or
-    /// what is left of the phase's where that is less.
+    /// Termination of a pod in this phase with `left` remaining: the grace period is the pod's own, or the remaining
+    /// time if that is shorter.
     #[must_use]
     pub fn verdict(&self, pod: &Pod, left: Duration) -> Verdict {
-        // What the agent itself has taken is not taken from the pod.
+        // Rounds, so that the agent's own delay does not shorten the grace period.
         let left = i64::try_from(left.saturating_add(Duration::from_millis(500)).as_secs());
         Verdict {
             cause: Cause::NodeShutdown,
@@ -193,12 +193,12 @@ impl Phase {
     }
 }
 
-/// When a shutdown began and ended.
+/// Start and end of a shutdown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Times {
-    /// When it was announced.
+    /// When the shutdown was announced.
     pub start: Option<Timestamp>,
-    /// When nothing had to be waited for any more.
+    /// When all pods had terminated or timed out.
     pub end: Option<Timestamp>,
 }
 
@@ -218,11 +218,11 @@ impl Times {
             start_time: text(self.start),
             end_time: text(self.end),
         };
-        // Two strings have a form as JSON.
+        // Two strings always serialise to JSON.
         serde_json::to_string(&checkpoint).unwrap_or_default()
     }
 
-    /// What a file says; the error says why it cannot be read.
+    /// Parses the content of [`STATE_FILE`].
     pub fn parse(text: &str) -> Result<Times, String> {
         let read: Checkpoint = serde_json::from_str(text).map_err(|e| e.to_string())?;
         let time = |text: &str| -> Result<Option<Timestamp>, String> {
@@ -319,7 +319,7 @@ mod tests {
         let above = &[above[0], (100, 2, &["high", "middle"]), above[1]];
         for (statements, expected, total) in [
             (simple("30s", "10s"), two, 30),
-            // What is no whole second is nobody's.
+            // Fractions of a second are dropped.
             (simple("30.5s", "10.2s"), two, 30),
             (
                 by_priority(&[(100_000, 60), (0, 5), (10_000, 15)]),
@@ -327,7 +327,7 @@ mod tests {
                 80,
             ),
             (by_priority(&[(500, 5)]), one, 5),
-            // A period without pods is waited for by nobody, and counts for the machine all the same.
+            // A period without pods takes no time, but still counts towards the total.
             (
                 by_priority(&[(50, 1), (100, 2), (1_000_000, 9), (CRITICAL, 7)]),
                 above,
@@ -407,7 +407,7 @@ mod tests {
         let text = r#"{"startTime":"2026-11-23T00:00:01.5Z","endTime":"0001-01-01T00:00:00Z"}"#;
         assert_eq!(under_way.checkpoint(), text);
         assert_eq!(Times::parse(text), Ok(under_way));
-        // As Go writes it where the machine is east of Greenwich.
+        // As Go writes it in a time zone east of Greenwich.
         let go = r#"{"startTime":"2026-11-23T01:00:01.5+01:00","endTime":"2026-11-23T01:00:09.123456789+01:00"}"#;
         let ended = Times {
             end: at("2026-11-23T00:00:09.123456789Z"),

@@ -1,5 +1,6 @@
-//! Certificates of nodes: what a node asks for, what a signer allows, and when one is due again (kubelet spec, 15;
-//! control-plane spec, 5.11). Pure.
+//! Certificates of nodes: checks of signing requests, comparison of issued certificates with their requests, and
+//! renewal times (`pkg/apis/certificates/helpers.go`, `pkg/controller/certificates/approver/sarapprove.go`,
+//! `pkg/kubelet/certificate/kubelet.go`). Pure.
 
 use std::net::IpAddr;
 
@@ -14,50 +15,50 @@ use x509_parser::x509::{X509Name, X509Version};
 
 use crate::core::time;
 
-/// Signs certificates by which nodes show who they are.
+/// Signer of client certificates that authenticate nodes to the apiserver.
 pub const CLIENT: &str = "kubernetes.io/kube-apiserver-client-kubelet";
-/// Signs certificates with which nodes serve.
+/// Signer of serving certificates of nodes.
 pub const SERVING: &str = "kubernetes.io/kubelet-serving";
 
-/// Who asks for a certificate.
+/// The user that created a signing request.
 #[derive(Debug, Clone, Copy)]
 pub struct Requester<'a> {
     /// The user's name.
     pub name: &'a str,
-    /// Its groups.
+    /// The user's groups.
     pub groups: &'a [String],
 }
 
-/// What becomes of a request of a node.
+/// Decision about a node's signing request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is not for us to say anything of it.
+    /// The request is for another signer.
     Ignore,
-    /// It keeps the signer's rules, and may be allowed without anybody looking.
+    /// The request satisfies the signer's rules and may be approved automatically.
     Allow,
-    /// It keeps the signer's rules; somebody has to allow it.
+    /// The request satisfies the signer's rules and needs manual approval.
     Wait,
-    /// It breaks them, for this reason.
+    /// The request violates the signer's rules, for this reason.
     Refuse(String),
 }
 
-/// What a request asks for, read once: this is judged, this is signed, and with this the certificate is compared before it
-/// is given out. What a request holds besides is refused, so that nobody downstream can read it differently.
+/// Content of a signing request, parsed once. This value is checked, signed, and compared with the issued certificate.
+/// Requests with any other content are rejected, so that no other parser can interpret them differently.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Asked {
     /// The subject's only common name.
     pub name: String,
     /// The subject's only organization.
     pub organization: String,
-    /// The DNS names it asks for.
+    /// The requested DNS names.
     pub dns: Vec<String>,
-    /// The addresses it asks for.
+    /// The requested IP addresses.
     pub addresses: Vec<IpAddr>,
-    /// The public key: a SubjectPublicKeyInfo, DER.
+    /// The public key as a DER-encoded SubjectPublicKeyInfo.
     pub key: Vec<u8>,
 }
 
-/// The one common name and the one organization of a subject that has nothing else.
+/// The common name and organization of a subject that has exactly one of each and nothing else.
 fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
     let (mut name, mut organization) = (None, None);
     for attribute in subject.iter_attributes() {
@@ -106,7 +107,7 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
     Ok((dns, addresses))
 }
 
-/// Reads a request (DER) for one of the signers of nodes; the error says what in it is not signed.
+/// Parses a DER-encoded request for one of the node signers; the error names the content that is not allowed.
 pub fn asked(request: &[u8]) -> Result<Asked, String> {
     let Ok((rest, csr)) = X509CertificationRequest::from_der(request) else {
         return Err("the request cannot be read".into());
@@ -151,7 +152,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
     })
 }
 
-/// Whether a certificate (DER) says what was asked for and nothing more; the error says what differs.
+/// Checks that a DER-encoded certificate has exactly the requested content; the error names the difference.
 pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
         .map_err(|_| "the certificate cannot be read".to_owned())?;
@@ -186,7 +187,7 @@ pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<()
     Ok(())
 }
 
-/// Judges what is asked for (see [`asked`]) of one of the signers of nodes.
+/// Decides about a parsed request to one of the node signers.
 #[must_use]
 pub fn judge(
     signer: &str,
@@ -228,7 +229,7 @@ pub fn judge(
     if signer == SERVING {
         return match named {
             false => refuse("at least one DNS name or IP address is needed"),
-            // A node asks for itself; nobody else may.
+            // Only the node itself may request its serving certificate.
             true if requester.name != name => {
                 refuse("a serving certificate is asked for by its own node")
             }
@@ -249,8 +250,8 @@ pub fn judge(
     }
 }
 
-/// The user and the groups that a client certificate (DER) names: its common name, of which it must have just one, and
-/// its organizations.
+/// User and groups of a DER-encoded client certificate: its common name, of which there must be exactly one, and its
+/// organizations.
 #[must_use]
 pub fn subject(der: &[u8]) -> Option<(String, Vec<String>)> {
     let (_, certificate) = x509_parser::parse_x509_certificate(der).ok()?;
@@ -267,7 +268,7 @@ pub fn subject(der: &[u8]) -> Option<(String, Vec<String>)> {
     Some((name, groups))
 }
 
-/// The DER of a request in PEM.
+/// The DER content of a PEM-encoded request.
 #[must_use]
 pub fn request_der(pem: &[u8]) -> Option<Vec<u8>> {
     x509_parser::pem::parse_x509_pem(pem)
@@ -276,7 +277,7 @@ pub fn request_der(pem: &[u8]) -> Option<Vec<u8>> {
         .map(|(_, block)| block.contents)
 }
 
-/// A PEM text of one block.
+/// Encodes a single PEM block.
 #[must_use]
 pub fn pem(label: &str, der: &[u8]) -> String {
     use base64::Engine as _;
@@ -292,19 +293,19 @@ pub fn pem(label: &str, der: &[u8]) -> String {
     )
 }
 
-/// When a certificate is due to be renewed: between seven and nine tenths of its life. `share` is between 0 and 1.
+/// When to renew a certificate: after 70 to 90 % of its validity. `share` is between 0 and 1.
 #[must_use]
 pub fn due(begins: Timestamp, ends: Timestamp, share: f64) -> Timestamp {
     let life = ends.duration_since(begins);
     let until_due = life.as_secs_f64() * (0.7 + 0.2 * share.clamp(0.0, 1.0));
-    // A part of a life is no longer than the life.
+    // A fraction of the validity is never longer than the validity.
     time::later(
         begins,
         SignedDuration::try_from_secs_f64(until_due).unwrap_or(life),
     )
 }
 
-/// Reads something of the first certificate of a PEM text.
+/// Reads a value from the first certificate of a PEM text.
 fn read<T>(pem: &[u8], what: impl FnOnce(&X509Certificate<'_>) -> Option<T>) -> Option<T> {
     let block = x509_parser::pem::Pem::iter_from_buffer(pem)
         .flatten()
@@ -313,7 +314,7 @@ fn read<T>(pem: &[u8], what: impl FnOnce(&X509Certificate<'_>) -> Option<T>) -> 
     what(&certificate)
 }
 
-/// From when until when the first certificate of a PEM text is good.
+/// Start and end of validity of the first certificate in a PEM text.
 #[must_use]
 pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
     read(pem, |certificate| {
@@ -325,7 +326,7 @@ pub fn lifetime(pem: &[u8]) -> Option<(Timestamp, Timestamp)> {
     })
 }
 
-/// The public key of the first certificate of a PEM text: a SubjectPublicKeyInfo, DER.
+/// Public key of the first certificate in a PEM text, as a DER-encoded SubjectPublicKeyInfo.
 #[must_use]
 pub fn public_key(pem: &[u8]) -> Option<Vec<u8>> {
     read(pem, |certificate| {
@@ -333,7 +334,7 @@ pub fn public_key(pem: &[u8]) -> Option<Vec<u8>> {
     })
 }
 
-/// Whether the first certificate of a PEM text is of the first version of X.509, without extensions: rustls uses none.
+/// Whether the first certificate in a PEM text is X.509 version 1, without extensions, which rustls rejects.
 #[must_use]
 pub fn is_version_1(pem: &[u8]) -> bool {
     read(pem, |certificate| {
@@ -342,7 +343,7 @@ pub fn is_version_1(pem: &[u8]) -> bool {
     .unwrap_or_default()
 }
 
-/// Whether the first certificate of a PEM text is for all of these names and addresses.
+/// Whether the first certificate in a PEM text is valid for all of these names and addresses.
 #[must_use]
 pub fn is_for(pem: &[u8], names: &[String]) -> bool {
     let held = read(pem, |certificate| {
@@ -395,8 +396,8 @@ mod tests {
         super::judge(signer, &asked(der), usages, requester)
     }
 
-    /// What a request holds besides one common name, one organization and alternative names could be read differently by
-    /// whoever signs it or trusts the certificate.
+    /// Signers or relying parties could interpret content other than one common name, one organization and alternative
+    /// names differently.
     #[test]
     fn requests_that_can_be_read_in_two_ways_are_refused() {
         type Change = fn(&mut rcgen::CertificateParams);

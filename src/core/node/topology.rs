@@ -1,24 +1,24 @@
-//! How a machine is laid out: its processors by socket, NUMA node, core and shared cache, and its memory by NUMA node
-//! (kubelet spec, chapter 14; kubelet's `cm/cpumanager/topology`). Pure.
+//! Topology of a machine: CPUs by socket, NUMA node, core and shared cache, and memory by NUMA node
+//! (`pkg/kubelet/cm/cpumanager/topology`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::core::cpuset::CpuSet;
 
-/// Where a logical processor is.
+/// Position of a logical CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpu {
-    /// Its NUMA node.
+    /// The NUMA node.
     pub node: u32,
-    /// Its socket.
+    /// The socket.
     pub socket: u32,
-    /// Its core, by the lowest of the core's processors.
+    /// The core, identified by its lowest CPU number.
     pub core: u32,
-    /// The last-level cache that only some cores of a node share; the socket where there is no such cache.
+    /// The last-level cache, if only some cores of the node share it; otherwise the socket.
     pub cache: u32,
 }
 
-/// What processors are grouped by.
+/// A level by which CPUs are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// NUMA nodes.
@@ -42,57 +42,57 @@ impl Cpu {
     }
 }
 
-/// Processors, and where they are.
+/// CPUs with their positions, by CPU number.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cpus(pub BTreeMap<u32, Cpu>);
 
 impl Cpus {
-    /// How many there are.
+    /// Number of CPUs.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no CPUs.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Their numbers.
+    /// The CPU numbers.
     #[must_use]
     pub fn all(&self) -> CpuSet {
         self.0.keys().copied().collect()
     }
 
-    /// Those of them that are in a set.
+    /// The CPUs that are also in a set.
     #[must_use]
     pub fn only(&self, set: &CpuSet) -> Cpus {
         let kept = self.0.iter().filter(|(id, _)| set.contains(id));
         Cpus(kept.map(|(id, cpu)| (*id, *cpu)).collect())
     }
 
-    /// The groups of a level that they belong to.
+    /// Ids of the groups of a level.
     #[must_use]
     pub fn groups(&self, level: Level) -> BTreeSet<u32> {
         self.0.values().map(|cpu| cpu.at(level)).collect()
     }
 
-    /// The groups of a level that are in a group of another.
+    /// Ids of the groups of a level that are within one group of another level.
     #[must_use]
     pub fn groups_in(&self, level: Level, outer: Level, id: u32) -> BTreeSet<u32> {
         let inside = self.0.values().filter(|cpu| cpu.at(outer) == id);
         inside.map(|cpu| cpu.at(level)).collect()
     }
 
-    /// The processors of a group.
+    /// The CPUs of a group.
     #[must_use]
     pub fn members(&self, level: Level, id: u32) -> CpuSet {
         let inside = self.0.iter().filter(|(_, cpu)| cpu.at(level) == id);
         inside.map(|(id, _)| *id).collect()
     }
 
-    /// How many processors a group has.
+    /// Number of CPUs in a group.
     #[must_use]
     pub fn count(&self, level: Level, id: u32) -> usize {
         self.0.values().filter(|cpu| cpu.at(level) == id).count()
@@ -102,20 +102,20 @@ impl Cpus {
 /// The memory of a NUMA node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryNode {
-    /// All of it, in bytes.
+    /// Total memory in bytes.
     pub memory: u64,
-    /// Huge pages: the bytes of one, and how many there are.
+    /// Huge pages: number of pages by page size in bytes.
     pub huge_pages: BTreeMap<u64, u64>,
-    /// How far other nodes are, as the firmware says; 10 is the node itself.
+    /// Distances to other nodes, from the firmware; the node itself has 10.
     pub distances: BTreeMap<u32, u64>,
 }
 
-/// How a machine is laid out.
+/// Topology of a machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// The processors that are online.
+    /// The online CPUs.
     pub cpus: Cpus,
-    /// The NUMA nodes, those without processors included.
+    /// All NUMA nodes, including those without CPUs.
     pub nodes: BTreeMap<u32, MemoryNode>,
 }
 
@@ -127,32 +127,32 @@ impl Topology {
             .unwrap_or(0)
     }
 
-    /// The processors of a core, if all have as many.
+    /// CPUs per core, assuming equal cores.
     #[must_use]
     pub fn cpus_per_core(&self) -> usize {
         self.share(Level::Core)
     }
 
-    /// The processors of a socket, if all have as many.
+    /// CPUs per socket, assuming equal sockets.
     #[must_use]
     pub fn cpus_per_socket(&self) -> usize {
         self.share(Level::Socket)
     }
 
-    /// The processors that share a cache, if all caches have as many.
+    /// CPUs per shared cache, assuming equal caches.
     #[must_use]
     pub fn cpus_per_cache(&self) -> usize {
         self.share(Level::Cache)
     }
 
-    /// How many groups a level has.
+    /// Number of groups of a level.
     #[must_use]
     pub fn number_of(&self, level: Level) -> usize {
         self.cpus.groups(level).len()
     }
 }
 
-/// All ways to take `size` of these, in the order of the items.
+/// All combinations of `size` items, in the order of the items.
 #[must_use]
 pub fn combinations(items: &[u32], size: usize) -> Vec<Vec<u32>> {
     fn go(items: &[u32], size: usize, taken: &mut Vec<u32>, all: &mut Vec<Vec<u32>>) {

@@ -1,5 +1,5 @@
-//! What the admitted pods take of the node, as running sums: an admission costs what its own pod costs, however many pods
-//! there are. Pure.
+//! Resources of the admitted pods as running sums, so that the cost of an admission does not depend on the number of
+//! pods. Pure.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::admit::taken;
 use crate::core::pod::resources::{Amounts, has_host_ports, ports_clash};
 use crate::core::quantity::Quantity;
 
-/// What pods take, by uid, and the sum of it.
+/// Resources by pod uid, and their sum.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Used {
     taken: BTreeMap<String, Amounts>,
@@ -19,7 +19,7 @@ pub struct Used {
 }
 
 impl Used {
-    /// A pod takes what it requests now, whatever it took before.
+    /// Sets a pod's resources to its current requests.
     pub fn set(&mut self, uid: &str, pod: &Arc<Pod>) {
         self.remove(uid);
         let amounts = taken(pod);
@@ -33,7 +33,7 @@ impl Used {
         }
     }
 
-    /// A pod takes nothing any more.
+    /// Removes a pod's resources.
     pub fn remove(&mut self, uid: &str) {
         self.with_ports.remove(uid);
         for (name, amount) in self.taken.remove(uid).into_iter().flatten() {
@@ -47,14 +47,14 @@ impl Used {
         }
     }
 
-    /// What all pods but one take of a resource.
+    /// Amount of a resource that all other pods take.
     #[must_use]
     pub fn by_others(&self, uid: &str, resource: &str) -> Quantity {
         let of = |amounts: &Amounts| amounts.get(resource).copied().unwrap_or_default();
         of(&self.total) - self.taken.get(uid).map(of).unwrap_or_default()
     }
 
-    /// Whether a pod requests a host port that another one has.
+    /// Whether a pod requests a host port that another pod uses.
     #[must_use]
     pub fn ports_clash(&self, uid: &str, pod: &Pod) -> bool {
         let others = self.with_ports.iter().filter(|(other, _)| *other != uid);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, changes and goes: the sums are those of the pods that are there.
+        /// After any sequence of changes, the running sums equal the sums over the present pods.
         #[test]
         fn the_running_sums_are_the_sums(steps in proptest::collection::vec((0u8..4, proptest::option::of((0usize..6, 0u16..3))), 0..30)) {
             const SIZES: [&str; 6] = ["0", "1", "250m", "1e30", "9223372036854775807", "0.0000001"];

@@ -1,19 +1,19 @@
-//! What cgroups read from and wrote to disks, and the disks' own counters. Pure.
+//! Disk I/O of cgroups, and the counters of disks. Pure.
 
-/// What went to and from a disk.
+/// I/O of a cgroup on one disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Disk {
-    /// The disk's numbers.
+    /// Major and minor number.
     pub device: (u32, u32),
-    /// Bytes, by kind of request in v1's spelling (`Read`, `Write`, …).
+    /// Bytes by operation, in the spelling of cgroup v1 (`Read`, `Write`, …).
     pub bytes: Vec<(&'static str, u64)>,
-    /// Requests, by kind.
+    /// Number of requests by operation.
     pub requests: Vec<(&'static str, u64)>,
-    /// Microseconds by the kernel's cost model: used, waited, in debt, delayed; none where the disk has no such model.
+    /// Microseconds in the kernel's I/O cost model: usage, wait, indebt, indelay; `None` if the disk has no cost model.
     pub cost: Option<[u64; 4]>,
 }
 
-/// The kinds of requests in v1's files.
+/// Operations in the files of cgroup v1.
 const KINDS: [&str; 6] = ["Read", "Write", "Sync", "Async", "Discard", "Total"];
 
 fn numbers(device: &str) -> Option<(u32, u32)> {
@@ -32,7 +32,7 @@ fn of(disks: &mut Vec<Disk>, device: (u32, u32)) -> Option<&mut Disk> {
     disks.last_mut()
 }
 
-/// A line of v1's files.
+/// Parses a line of a cgroup v1 file.
 fn sample(line: &str) -> Option<((u32, u32), (&'static str, u64))> {
     let mut fields = line.split_whitespace();
     let device = numbers(fields.next()?)?;
@@ -41,8 +41,9 @@ fn sample(line: &str) -> Option<((u32, u32), (&'static str, u64))> {
     Some((device, (*kind, fields.next()?.parse().ok()?)))
 }
 
-/// The files of v1 with bytes and requests, in the order of runc's `cgroups/fs/blkio.go`: of BFQ, of CFQ (until Linux 5.0), of
-/// throttling with the cgroups below, and without them. Where BFQ schedules a disk, the others count nothing.
+/// Files of cgroup v1 with bytes and requests, in the order of runc's `cgroups/fs/blkio.go`: BFQ, CFQ (until Linux
+/// 5.0), throttling including child cgroups, throttling without them. If BFQ schedules a disk, the other files have no
+/// counts.
 pub const V1: [(&str, &str); 4] = [
     (
         "blkio.bfq.io_service_bytes_recursive",
@@ -62,7 +63,8 @@ pub const V1: [(&str, &str); 4] = [
     ),
 ];
 
-/// The disks of the first pair of [`V1`] that has any; `text` is what a file says, empty if there is none.
+/// The disks of the first pair of [`V1`] that has any; `text` returns the content of a file, empty if it does not
+/// exist.
 #[must_use]
 pub fn v1<'a>(text: impl Fn(&str) -> &'a str) -> Vec<Disk> {
     let mut pairs = V1
@@ -71,7 +73,7 @@ pub fn v1<'a>(text: impl Fn(&str) -> &'a str) -> Vec<Disk> {
     pairs.find(|disks| !disks.is_empty()).unwrap_or_default()
 }
 
-/// Reads a pair of v1's files: `8:0 Read 4096`.
+/// Parses a pair of cgroup v1 files with lines such as `8:0 Read 4096`.
 fn v1_pair(bytes: &str, requests: &str) -> Vec<Disk> {
     let mut disks = vec![];
     for (device, sample) in bytes.lines().filter_map(sample) {
@@ -87,8 +89,8 @@ fn v1_pair(bytes: &str, requests: &str) -> Vec<Disk> {
     disks
 }
 
-/// Reads v2's `io.stat`: `8:0 rbytes=4096 wbytes=0 rios=1 wios=0 dbytes=0 dios=0`. A disk that the cgroup never used has no
-/// pairs there.
+/// Parses `io.stat` of cgroup v2: `8:0 rbytes=4096 wbytes=0 rios=1 wios=0 dbytes=0 dios=0`. A line without pairs is a
+/// disk that the cgroup never used.
 #[must_use]
 pub fn v2(text: &str) -> Vec<Disk> {
     let disk = |line: &str| {
@@ -125,21 +127,21 @@ pub fn v2(text: &str) -> Vec<Disk> {
 /// A line of `/proc/diskstats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DiskCounters {
-    /// The numbers of the disk or the partition.
+    /// Major and minor number of the disk or partition.
     pub device: (u32, u32),
-    /// Its name below `/dev`.
+    /// Name below `/dev`.
     pub name: String,
     /// Reads: completed, merged, sectors, milliseconds.
     pub reads: [u64; 4],
     /// Writes: completed, merged, sectors, milliseconds.
     pub writes: [u64; 4],
-    /// Requests under way.
+    /// Requests in progress.
     pub in_flight: u64,
-    /// Milliseconds with a request under way, and the same weighted by their number.
+    /// Milliseconds with requests in progress, and the same weighted by their number.
     pub busy: (u64, u64),
 }
 
-/// Reads `/proc/diskstats`; disks made of files and of memory, and optical ones, are left out.
+/// Parses `/proc/diskstats` without loop devices, RAM disks and optical drives.
 #[must_use]
 pub fn counters(text: &str) -> Vec<DiskCounters> {
     let line = |line: &str| {
@@ -171,7 +173,7 @@ mod tests {
     #[test]
     fn the_first_files_of_v1_with_a_disk_count() {
         for (at, (bytes, _)) in V1.into_iter().enumerate() {
-            // As the kernel has it where another scheduler counts.
+            // As the kernel writes it if another scheduler counts.
             let text =
                 |file: &str| match V1.iter().position(|pair| pair.0 == file || pair.1 == file) {
                     Some(pair) if pair < at => "Total 0\n",
@@ -187,7 +189,7 @@ mod tests {
 
     #[test]
     fn both_versions_say_what_was_read_and_written() {
-        // Recorded of 6.1 (v2) and 6.18 (v1), shortened.
+        // Recorded on Linux 6.1 (v2) and 6.18 (v1), shortened.
         let bytes = "8:0 Read 69632\n8:0 Write 4096\n8:0 Sync 73728\n8:0 Async 0\n8:0 Discard 0\n8:0 Total 73728\nTotal 73728\n";
         let requests = "8:0 Read 17\n8:0 Write 1\n8:16 Read 3\nTotal 21\n";
         let old = v1_pair(bytes, requests);

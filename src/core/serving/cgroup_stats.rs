@@ -1,85 +1,85 @@
-//! What a cgroup used and what it may, from the text of its files, on v1 and v2. Pure.
+//! Usage and limits of a cgroup, parsed from its files, for cgroup v1 and v2. Pure.
 
 use std::collections::BTreeMap;
 
 use super::block_io::{self, Disk};
 use super::pressure::{self, Pressures};
 
-/// How much of a cgroup is read: every file costs a few microseconds, and there are hundreds of cgroups.
+/// How many files of a cgroup are read. Every file costs a few microseconds, and there are hundreds of cgroups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Depth {
-    /// Memory alone.
+    /// Memory only.
     Memory,
-    /// What `/stats/summary` and `/metrics/resource` show.
+    /// For `/stats/summary` and `/metrics/resource`.
     Figures,
-    /// What `/metrics/cadvisor` shows.
+    /// For `/metrics/cadvisor`.
     All,
 }
 
-/// What a cgroup used, and what it may.
+/// Usage and limits of a cgroup.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Usage {
-    /// Processor time in nanoseconds: all of it, and its parts.
+    /// Total CPU time in nanoseconds.
     pub cpu: u64,
-    /// In user mode.
+    /// CPU time in user mode, in nanoseconds.
     pub user: u64,
-    /// In the kernel.
+    /// CPU time in the kernel, in nanoseconds.
     pub system: u64,
-    /// Periods in which a quota counted, those in which it ran out, and the nanoseconds waited.
+    /// CFS periods, throttled periods, and nanoseconds of throttling.
     pub periods: (u64, u64, u64),
-    /// Periods in which more than the quota was used because of earlier ones, and the nanoseconds.
+    /// Periods with bursts above the quota, and nanoseconds of bursts.
     pub bursts: (u64, u64),
-    /// The weight, in v1's shares.
+    /// CPU weight, as shares of cgroup v1.
     pub shares: u64,
-    /// The length of a period, in microseconds.
+    /// CFS period in microseconds.
     pub period: u64,
-    /// The microseconds of a period that may be used; none for all.
+    /// CFS quota in microseconds per period; `None` without a quota.
     pub quota: Option<u64>,
-    /// Memory in bytes, the page cache included.
+    /// Memory usage in bytes, including the page cache.
     pub memory: u64,
-    /// Without what could be dropped at once.
+    /// Working set in bytes: usage minus inactive file pages.
     pub working_set: u64,
-    /// Not backed by files.
+    /// Anonymous memory in bytes.
     pub rss: u64,
-    /// The page cache.
+    /// Page cache in bytes.
     pub cache: u64,
-    /// Mapped files.
+    /// Mapped files in bytes.
     pub mapped: u64,
-    /// The page cache that is in use, and that which is not.
+    /// Active and inactive file pages in bytes.
     pub file: (u64, u64),
-    /// The kernel's own.
+    /// Kernel memory in bytes.
     pub kernel: u64,
-    /// Swapped out.
+    /// Swap usage in bytes.
     pub swap: u64,
-    /// The most there was at once.
+    /// Peak memory usage in bytes.
     pub peak: u64,
-    /// How often the limit was in the way.
+    /// How often usage reached the limit.
     pub failures: u64,
-    /// Page faults, and those that needed a disk.
+    /// Page faults, and major page faults.
     pub faults: (u64, u64),
-    /// The most there may be; none for any amount.
+    /// Memory limit in bytes; `None` if unlimited.
     pub limit: Option<u64>,
-    /// What is kept for it under pressure.
+    /// Memory protected under pressure, in bytes.
     pub reserved: u64,
-    /// The most that may be swapped out; none for any amount.
+    /// Swap limit in bytes; `None` if unlimited.
     pub swap_limit: Option<u64>,
-    /// Processes in it, not below it.
+    /// Processes in this cgroup, without child cgroups.
     pub processes: u64,
-    /// Processes and threads, those below it included.
+    /// Processes and threads, including child cgroups.
     pub threads: u64,
-    /// The most of them that there may be; none for any number.
+    /// Limit of processes and threads; `None` if unlimited.
     pub threads_limit: Option<u64>,
-    /// How often the kernel killed something for want of memory.
+    /// Number of OOM kills.
     pub oom_kills: u64,
-    /// What went to and from disks.
+    /// I/O by disk.
     pub disks: Vec<Disk>,
-    /// How long its tasks waited; v2 alone says so.
+    /// Pressure stall information; only cgroup v2 has it.
     pub pressure: Pressures,
 }
 
 impl Usage {
-    /// What several cgroups used together, as far as the summary tells it: a pod without a cgroup uses what its containers
-    /// use. There is no pressure of several cgroups.
+    /// Sum over several cgroups, for the values in the summary: a pod without a cgroup uses the sum of its containers.
+    /// Pressure cannot be summed.
     #[must_use]
     pub fn total<'a>(parts: impl IntoIterator<Item = &'a Usage>) -> Usage {
         let mut all = Usage::default();
@@ -99,7 +99,7 @@ impl Usage {
             ] {
                 *sum = sum.saturating_add(more);
             }
-            // One without a limit adds nothing to what is left.
+            // A part without a limit adds nothing to the remaining amount.
             let left = part
                 .limit
                 .map(|limit| limit.saturating_sub(part.working_set));
@@ -120,10 +120,10 @@ fn sum(one: Option<u64>, other: Option<u64>) -> Option<u64> {
     }
 }
 
-/// The files of a cgroup that matter, by name.
+/// Contents of a cgroup's files, by name.
 pub type Texts = BTreeMap<&'static str, String>;
 
-/// The files that are read of v1: controller, name, and for what they are needed.
+/// Files of cgroup v1: controller, name, and the depth that needs it.
 pub const V1: [(&str, &str, Depth); 26] = [
     ("memory", "memory.usage_in_bytes", Depth::Memory),
     ("memory", "memory.limit_in_bytes", Depth::Memory),
@@ -153,7 +153,7 @@ pub const V1: [(&str, &str, Depth); 26] = [
     ("blkio", block_io::V1[3].1, Depth::All),
 ];
 
-/// The files that are read of v2, and for what they are needed.
+/// Files of cgroup v2, and the depth that needs each.
 pub const V2: [(&str, Depth); 18] = [
     ("memory.current", Depth::Memory),
     ("memory.max", Depth::Memory),
@@ -175,7 +175,7 @@ pub const V2: [(&str, Depth); 18] = [
     ("io.stat", Depth::All),
 ];
 
-/// The files that say what a cgroup may: they change when somebody sets them, and need not be read each time.
+/// Files with limits. They change only when they are written, so they need not be read every time.
 pub const SETTINGS: [&str; 12] = [
     "memory.limit_in_bytes",
     "memory.memsw.limit_in_bytes",
@@ -191,9 +191,9 @@ pub const SETTINGS: [&str; 12] = [
     "pids.max",
 ];
 
-/// Ticks a second in v1's `cpuacct.stat`; fixed in the kernel's interface.
+/// Nanoseconds per tick in `cpuacct.stat` of cgroup v1; fixed by the kernel's interface.
 pub const TICK: u64 = 10_000_000;
-/// Limits from here on mean none.
+/// Limits at or above this value mean unlimited.
 const UNLIMITED: u64 = 1 << 62;
 
 fn fields(text: Option<&String>) -> BTreeMap<&str, u64> {
@@ -218,14 +218,14 @@ fn lines(text: Option<&String>) -> u64 {
     text.map_or(0, |text| text.lines().count() as u64)
 }
 
-/// v1's shares for v2's weight, as cAdvisor counts them.
+/// Converts a cgroup v2 weight to v1 shares, as cAdvisor does.
 fn shares(weight: u64) -> u64 {
     weight
         .checked_sub(1)
         .map_or(0, |w| (w.saturating_mul(262_142) / 9999).saturating_add(2))
 }
 
-/// Reads v1's files.
+/// Parses the files of cgroup v1.
 #[must_use]
 pub fn v1(texts: &Texts) -> Usage {
     let (cpu, quota, memory) = (
@@ -270,7 +270,7 @@ pub fn v1(texts: &Texts) -> Usage {
         ),
         limit,
         reserved: bounded(texts.get("memory.soft_limit_in_bytes")).unwrap_or(0),
-        // v1 limits memory and swap together.
+        // cgroup v1 limits the sum of memory and swap.
         swap_limit: with_swap
             .zip(limit)
             .map(|(both, memory)| both.saturating_sub(memory)),
@@ -283,7 +283,7 @@ pub fn v1(texts: &Texts) -> Usage {
     }
 }
 
-/// Reads v2's files.
+/// Parses the files of cgroup v2.
 #[must_use]
 pub fn v2(texts: &Texts) -> Usage {
     let (cpu, memory, events) = (
@@ -354,7 +354,7 @@ mod tests {
         let all = Usage::total(&[of(10, Some(30)), of(100, None)]);
         assert_eq!((all.cpu, all.memory, all.threads), (10, 112, 6));
         assert_eq!((all.working_set, all.faults), (110, (4, 2)));
-        // 20 bytes are left of the one limit.
+        // 20 bytes remain below the one limit.
         assert_eq!((all.limit, all.swap_limit), (Some(130), None));
         assert_eq!(Usage::total(&[]), Usage::default());
     }

@@ -1,13 +1,13 @@
-//! The status that ends a command's session, as runtimes write it on the error stream (`v4.channel.k8s.io`).
+//! The status at the end of an exec session, as runtimes write it to the error stream (`v4.channel.k8s.io`).
 //!
-//! `k8s.io/kubelet/pkg/cri/streaming/remotecommand/exec.go`, and containerd's `internal/cri/server/streaming.go` for the
-//! words about the exit code.
+//! Format: `staging/src/k8s.io/cri-streaming/pkg/streaming/remotecommand/exec.go`. Message with the exit code:
+//! containerd's `internal/cri/server/streaming.go`.
 
 use serde::Serialize;
 
 use crate::core::pod::container_hash::escape_as_go;
 
-/// `metav1.Status`; the order of the fields is that of Go.
+/// `metav1.Status`, with the field order of Go.
 #[derive(Default, Serialize)]
 struct Status {
     metadata: Metadata,
@@ -37,7 +37,7 @@ struct Cause {
     message: String,
 }
 
-/// The status of a command that exited with a code, or that the runtime did not run for a reason.
+/// The status of a command that exited with a code, or that the runtime failed to run.
 #[must_use]
 pub fn command_status(command: &[String], ended: &Result<u32, String>) -> String {
     let failure = |message, reason, cause, code| Status {
@@ -79,7 +79,7 @@ pub fn command_status(command: &[String], ended: &Result<u32, String>) -> String
             )
         }
     };
-    // Maps of strings and numbers: nothing in them fails to serialise.
+    // Maps of strings and numbers: serde_json cannot fail on them.
     escape_as_go(&serde_json::to_string(&status).unwrap_or_default())
 }
 

@@ -1,12 +1,12 @@
-//! Figures in Prometheus' text format. Pure.
+//! Metrics in the Prometheus text format. Pure.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// Labels in the order they are given.
+/// Labels in the order of output.
 pub type Labels<'a> = &'a [(&'a str, &'a str)];
 
-/// A page of figures.
+/// The text of a metrics page.
 #[derive(Debug, Default)]
 pub struct Page(String);
 
@@ -19,19 +19,19 @@ fn escaped(value: &str) -> String {
 
 fn number(value: f64) -> String {
     if value.fract() == 0.0 && value.abs() < 1e15 {
-        // Exact below 2^53, and several times as fast as the formatting of a fraction.
+        // Exact below 2^53, and several times faster than formatting a float.
         (value as i64).to_string()
     } else {
         format!("{value}")
     }
 }
 
-/// Labels that many samples have in common, written out once.
+/// Labels shared by many samples, formatted once.
 #[derive(Debug, Clone, Default)]
 pub struct Common(Vec<(&'static str, String)>);
 
 impl Common {
-    /// Those of these names, which rise, and values.
+    /// Formats these labels, which must be sorted by name.
     #[must_use]
     pub fn new(labels: &[(&'static str, &str)]) -> Common {
         let written = |(key, value): &(&'static str, &str)| {
@@ -43,14 +43,14 @@ impl Common {
 }
 
 impl Page {
-    /// Begins a family: all its samples follow.
+    /// Starts a metric family; all its samples must follow.
     pub fn family(&mut self, name: &str, kind: &str, help: &str) -> &mut Page {
         // Writing to a String cannot fail.
         let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
         self
     }
 
-    /// A sample; `at` is its time in milliseconds, where it is not now.
+    /// Writes a sample; `at` is a timestamp in milliseconds, `None` for now.
     pub fn sample(
         &mut self,
         name: &str,
@@ -72,7 +72,7 @@ impl Page {
         self
     }
 
-    /// A sample with labels in common with others and labels of its own, whose names rise too.
+    /// Writes a sample with shared labels and its own labels, both sorted by name.
     pub fn sample_of(
         &mut self,
         name: &str,
@@ -106,7 +106,7 @@ impl Page {
         out.push('\n');
     }
 
-    /// A family of one sample.
+    /// Writes a family with a single sample.
     pub fn single(
         &mut self,
         name: &str,
@@ -119,14 +119,14 @@ impl Page {
             .sample(name, labels, value, None)
     }
 
-    /// The text.
+    /// The complete text.
     #[must_use]
     pub fn into_text(self) -> String {
         self.0
     }
 }
 
-/// Counted observations.
+/// A histogram.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Histogram {
     bounds: &'static [f64],
@@ -136,7 +136,7 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// None yet; `bounds` are the buckets' upper ends, rising.
+    /// An empty histogram; `bounds` are the upper bounds of the buckets, ascending.
     #[must_use]
     pub fn new(bounds: &'static [f64]) -> Histogram {
         Histogram {
@@ -147,7 +147,7 @@ impl Histogram {
         }
     }
 
-    /// One more.
+    /// Adds an observation.
     pub fn observe(&mut self, value: f64) {
         for (count, _) in self
             .counts
@@ -161,7 +161,7 @@ impl Histogram {
         self.count = self.count.saturating_add(1);
     }
 
-    /// Its samples.
+    /// Writes the samples.
     pub fn write(&self, page: &mut Page, name: &str, labels: Labels<'_>) {
         let bucket = format!("{name}_bucket");
         let bounds = self
@@ -182,12 +182,12 @@ impl Histogram {
     }
 }
 
-/// A family that is counted as things happen.
+/// A metric family that is updated by events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Family {
-    /// Its name.
+    /// The family's name.
     pub name: &'static str,
-    /// What it tells.
+    /// The help text.
     pub help: &'static str,
     /// The names of its labels.
     pub labels: &'static [&'static str],
@@ -195,7 +195,7 @@ pub struct Family {
 
 type Values = Vec<String>;
 
-/// All that is counted as things happen.
+/// All metrics that are updated by events.
 #[derive(Debug, Default)]
 pub struct Registry {
     counters: BTreeMap<&'static str, (Family, BTreeMap<Values, u64>)>,
@@ -203,7 +203,7 @@ pub struct Registry {
     histograms: BTreeMap<&'static str, (Family, BTreeMap<Values, Histogram>)>,
 }
 
-/// How many label sets a family has at most: what the outside names must not fill the memory.
+/// Maximum number of label sets per family. Some label values come from clients, which must not exhaust the memory.
 const MOST: usize = 512;
 
 fn values(values: &[&str]) -> Values {
@@ -211,7 +211,7 @@ fn values(values: &[&str]) -> Values {
 }
 
 impl Registry {
-    /// Counts.
+    /// Increments a counter.
     pub fn count(&mut self, family: Family, labels: &[&str], by: u64) {
         let (_, all) = self
             .counters
@@ -223,7 +223,7 @@ impl Registry {
         }
     }
 
-    /// Adds to a gauge, which begins with nothing.
+    /// Adds to a gauge, which starts at zero.
     pub fn add(&mut self, family: Family, labels: &[&str], by: f64) {
         let (_, all) = self
             .gauges
@@ -241,13 +241,13 @@ impl Registry {
         self.gauges.insert(family.name, (family, all));
     }
 
-    /// What a gauge without labels says, if it has been set.
+    /// Value of a gauge without labels, if it was set.
     #[must_use]
     pub fn get(&self, family: Family) -> Option<f64> {
         self.gauges.get(family.name)?.1.get(&Values::new()).copied()
     }
 
-    /// Observes.
+    /// Adds an observation to a histogram.
     pub fn observe(&mut self, family: Family, bounds: &'static [f64], labels: &[&str], value: f64) {
         let (_, all) = self
             .histograms
@@ -260,7 +260,7 @@ impl Registry {
         }
     }
 
-    /// Forgets all label sets of a family with these values.
+    /// Removes all label sets of a family with these label values.
     pub fn forget(&mut self, family: Family, labels: Labels<'_>) {
         let stays = |values: &Values| {
             let has = |(label, value): &(&str, &str)| {
@@ -277,7 +277,7 @@ impl Registry {
         }
     }
 
-    /// Writes everything.
+    /// Writes all metrics.
     pub fn write(&self, page: &mut Page) {
         fn pairs<'a>(family: &Family, of: &'a Values) -> Vec<(&'static str, &'a str)> {
             family

@@ -1,34 +1,35 @@
-//! What `/healthz` and the checks below it answer (kubelet spec, chapter 13; apiserver's `healthz`). Pure.
+//! Responses of `/healthz` and its checks (`pkg/kubelet/server/server.go`,
+//! `staging/src/k8s.io/apiserver/pkg/server/healthz`). Pure.
 
 use std::time::Duration;
 
 use super::query;
 
-/// The names of the checks, in the order in which they are shown.
+/// Names of the checks, in the order of output.
 const CHECKS: [&str; 3] = ["ping", "log", SYNC_LOOP];
-/// The check of the loop that hands on what happens to pods.
+/// The check of the dispatcher, which corresponds to the kubelet's sync loop.
 const SYNC_LOOP: &str = "syncloop";
-/// The least that the loop's last turn may be in the past before it is taken to hang.
+/// Minimum age of the dispatcher's last iteration above which it counts as hanging.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// How the agent is.
+/// Health of the agent.
 #[derive(Debug, Clone, Copy)]
 pub struct Health {
-    /// How long ago the dispatcher began its last turn.
+    /// Time since the dispatcher started its last iteration.
     pub last_turn: Duration,
     /// `syncFrequency`.
     pub resync: Duration,
 }
 
 impl Health {
-    /// Why a check fails, if it does.
+    /// Why a check fails; `None` if it passes.
     fn failure(self, check: &str) -> Option<&'static str> {
         let hangs =
             check == SYNC_LOOP && self.last_turn > PATIENCE.max(self.resync.saturating_mul(2));
         hangs.then_some("sync Loop took longer than expected")
     }
 
-    /// The code and the text of an answer; `check` is the one that the path names, or empty.
+    /// Status code and body of the response. `check` is the check in the path, or empty for all.
     #[must_use]
     pub fn answer(self, check: &str, query: &str) -> (u16, String) {
         if !check.is_empty() {

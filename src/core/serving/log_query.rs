@@ -1,39 +1,39 @@
-//! Searching the logs of a node's services (kubelet spec, 13.2; KEP-2258). Pure.
+//! Queries of the logs of node services (KEP-2258, `pkg/kubelet/kubelet_server_journal.go`). Pure.
 
 use jiff::Timestamp;
 
 use super::query;
 
-/// The most services that are asked for at once.
+/// Maximum number of services in a query.
 const SERVICES: usize = 4;
-/// The most lines from a log's end.
+/// Maximum number of lines from the end.
 const LINES: i64 = 100_000;
-/// The longest name of a service.
+/// Maximum length of a service name.
 const NAME: usize = 256;
 
-/// What is searched.
+/// The logs that a query reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Searched {
-    /// One file below the log directory.
+    /// A file below the log directory.
     File(String),
-    /// Services of the system's manager.
+    /// Services of systemd.
     Services(Vec<String>),
 }
 
-/// A search.
+/// A log query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogQuery {
-    /// What is searched.
+    /// The logs to read.
     pub of: Searched,
-    /// Nothing before this.
+    /// Start of the time range.
     since: Option<Timestamp>,
-    /// Nothing after this.
+    /// End of the time range.
     until: Option<Timestamp>,
-    /// The last lines alone.
+    /// Number of lines from the end.
     tail: Option<i64>,
-    /// Lines with this alone: a regular expression.
+    /// Regular expression that lines must match.
     pattern: Option<String>,
-    /// A boot, counted back from this one.
+    /// The boot, relative to the current one.
     boot: Option<i32>,
 }
 
@@ -43,7 +43,7 @@ fn is_service(name: &str) -> bool {
 }
 
 impl LogQuery {
-    /// From the query of a URL; none if it searches nothing. The errors are all that is wrong, one a line.
+    /// Parses the query of a URL; `None` if it has no log query. The error lists all problems, one per line.
     pub fn parse(text: &str) -> Result<Option<LogQuery>, String> {
         let pairs = query::pairs(text);
         let all = |key: &str| {
@@ -136,7 +136,7 @@ impl LogQuery {
         }))
     }
 
-    /// What `journalctl` is told.
+    /// Arguments for `journalctl`.
     #[must_use]
     pub fn journal(&self, services: &[String]) -> Vec<String> {
         let time = |at: Timestamp| at.strftime("%Y-%m-%d %H:%M:%S").to_string();
@@ -156,7 +156,7 @@ impl LogQuery {
         told
     }
 
-    /// Whether more is asked than a file can tell.
+    /// Whether the query has options that do not apply to files.
     #[must_use]
     pub fn is_narrowed(&self) -> bool {
         self.since.is_some()
@@ -167,7 +167,7 @@ impl LogQuery {
     }
 }
 
-/// The files in which a service may log by itself, below the log directory.
+/// Files below the log directory in which a service may write its own log.
 #[must_use]
 pub fn files_of(service: &str) -> [String; 3] {
     [

@@ -1,21 +1,22 @@
-//! Container logs as the runtime writes them: `<time> <stream> <tags> <data>` lines (kubelet spec, 8.8). Pure.
+//! Container logs in the CRI format, with lines `<time> <stream> <tags> <data>`
+//! (`staging/src/k8s.io/cri-client/pkg/logs`), and log rotation (`pkg/kubelet/logs/container_log_manager.go`). Pure.
 
 use super::LogOptions;
 
-/// One line of a log file.
+/// An entry of a log file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Line<'a> {
-    /// RFC 3339 with nanoseconds.
+    /// RFC 3339 timestamp with nanoseconds.
     pub time: &'a str,
     /// `stdout` or `stderr`.
     pub stream: &'a str,
-    /// The line goes on in the next one.
+    /// Whether the line continues in the next entry.
     pub partial: bool,
-    /// What the container wrote, without the line's end.
+    /// The container's output without the line terminator.
     pub data: &'a str,
 }
 
-/// Reads one line; `None` if it is not one.
+/// Parses an entry; `None` if it is malformed.
 #[must_use]
 pub fn parse(line: &str) -> Option<Line<'_>> {
     let mut fields = line.splitn(4, ' ');
@@ -34,8 +35,8 @@ pub fn parse(line: &str) -> Option<Line<'_>> {
     })
 }
 
-/// The last `lines` lines of what a container wrote, cut at the front to `limit` bytes. `text` is the end
-/// of a log file; its first line may be half of one.
+/// The last `lines` lines of a container's output, truncated at the front to `limit` bytes. `text` is the end of a log
+/// file; its first line may be incomplete.
 #[must_use]
 pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     let mut whole: Vec<String> = vec![];
@@ -51,7 +52,7 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
         .iter()
         .flat_map(|line| [line.as_str(), "\n"])
         .collect();
-    // As the container ended: runtimes mark what it did not end with a line's end as going on.
+    // Runtimes mark output without a final line terminator as partial.
     if goes_on {
         out.pop();
     }
@@ -63,12 +64,12 @@ pub fn tail(text: &str, lines: usize, limit: usize) -> String {
     out
 }
 
-/// Bytes of an entry that hold its time, stream and tags: RFC 3339 with nanoseconds and an offset takes 35.
+/// Bytes of an entry that include time, stream and tags. A timestamp with nanoseconds and offset takes 35.
 pub const ENTRY_HEAD: usize = 64;
-/// Bytes without an entry of an open line after which a search for the beginning of that line ends.
+/// The search for the start of a line stops after this many bytes without an entry of that line.
 const SEARCH_LIMIT: u64 = 1 << 20;
 
-/// The stream of an entry, as an index: runtimes write the lines of both into one file.
+/// Index of an entry's stream. Runtimes write both streams to one file.
 fn stream_index(stream: &[u8]) -> Option<usize> {
     match stream {
         b"stdout" => Some(0),
@@ -77,38 +78,38 @@ fn stream_index(stream: &[u8]) -> Option<usize> {
     }
 }
 
-/// Whether the line of an entry with these tags goes on in the next entry of its stream.
+/// Whether the line of an entry with these tags continues in the next entry of its stream.
 fn is_partial(tags: &[u8]) -> bool {
     tags.split(|b| *b == b':').next() == Some(b"P")
 }
 
-/// Where the last lines of a file begin: the first offset of each stream. The entries of a line need not follow each other.
+/// Start of the last lines of a file: an offset for each stream, because entries of both streams are interleaved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TailStart([u64; 2]);
 
 impl TailStart {
-    /// The offset of the first entry.
+    /// The smaller offset.
     #[must_use]
     pub fn offset(self) -> u64 {
         self.0[0].min(self.0[1])
     }
 }
 
-/// Searches for the last lines of a file, entry by entry from its end. A line is an entry with the tag F and the entries
-/// with the tag P before it: runtimes split a line that is longer than 16 KiB. The kubelet counts entries, and shows the
-/// end of such a line.
+/// Searches for the last lines of a file, entry by entry from the end. A line consists of an entry with tag F and the
+/// preceding entries with tag P, because runtimes split lines longer than 16 KiB. The kubelet counts entries instead
+/// and shows only the end of such a line.
 #[derive(Debug)]
 pub struct TailSearch {
-    /// Lines that are still to be found.
+    /// Number of lines still to find.
     lines: u64,
     starts: [u64; 2],
-    /// The line of the stream that was found last may have more entries.
+    /// Whether the last line found in a stream may have more entries.
     open: [bool; 2],
     seen: [bool; 2],
 }
 
 impl TailSearch {
-    /// For the last `lines` lines of a file of `length` bytes.
+    /// Searches for the last `lines` lines of a file of `length` bytes.
     #[must_use]
     pub fn new(lines: u64, length: u64) -> TailSearch {
         TailSearch {
@@ -119,11 +120,11 @@ impl TailSearch {
         }
     }
 
-    /// Visits the entry at an offset, of which `head` is the beginning. Returns whether the search goes on.
+    /// Processes the entry at an offset; `head` is the start of the entry. Returns whether to continue.
     pub fn visit(&mut self, at: u64, head: &[u8]) -> bool {
         let mut fields = head.splitn(4, |b| *b == b' ').skip(1);
         if let (Some(Some(stream)), Some(tags)) = (fields.next().map(stream_index), fields.next()) {
-            // The last line of a stream may lack its end: the container still writes the line, or exited within it.
+            // The last line of a stream may be incomplete: the container still writes it, or has exited.
             let ends_line = !is_partial(tags) || !self.seen[stream];
             self.seen[stream] = true;
             if ends_line {
@@ -138,38 +139,38 @@ impl TailSearch {
         self.lines > 0 || (near && self.open.contains(&true))
     }
 
-    /// The result.
+    /// Start of the lines found so far.
     #[must_use]
     pub fn start(&self) -> TailStart {
         TailStart(self.starts)
     }
 }
 
-/// Turns what is in a log file into what the reader gets, piece by piece.
+/// Converts the content of a log file, piece by piece, to the output for the client.
 #[derive(Debug, Default)]
 pub struct Decoder {
     since: Option<jiff::Timestamp>,
     timestamps: bool,
-    /// So many bytes are still wanted; none for any number.
+    /// Remaining bytes to output; `None` if unlimited.
     left: Option<u64>,
-    /// So many lines of the file are still wanted; none for any number.
+    /// Remaining lines to output; `None` if unlimited.
     lines: Option<u64>,
-    /// Entries of a stream before its offset are not wanted; the second is the offset of `rest`.
+    /// Start offsets below which entries are skipped, and the file offset of `rest`.
     tail: Option<(TailStart, u64)>,
-    /// The line of the stream that began before `since` goes on.
+    /// Whether a line of the stream that started before `since` continues.
     old: [bool; 2],
-    /// The beginning of a line whose end has not come.
+    /// Incomplete entry at the end of the last piece.
     rest: Vec<u8>,
-    /// The line goes on, and its time has been written.
+    /// Whether a line continues, so that its timestamp was written already.
     within: bool,
-    /// A line has come that is new enough: all after it are.
+    /// Whether an entry at or after `since` was found; all later entries are newer.
     begun: bool,
 }
 
-/// The longest line that is taken whole; runtimes cut theirs far shorter.
+/// Maximum length of an entry; longer ones are dropped. Runtimes split lines far earlier.
 const LINE_LIMIT: usize = 1 << 20;
 
-/// Writes a time with nine digits of its second: what has one width lines up and can be sorted.
+/// Writes a timestamp with nine fractional digits, so that timestamps align and sort.
 fn write_time(time: &[u8], out: &mut Vec<u8>) {
     let (seconds, rest) = time.split_at(time.len().min("2026-11-20T00:00:01".len()));
     let fraction = rest.strip_prefix(b".").unwrap_or_default();
@@ -188,33 +189,33 @@ fn write_time(time: &[u8], out: &mut Vec<u8>) {
 }
 
 impl Decoder {
-    /// For a reader who wants the log so.
+    /// A decoder with these options.
     #[must_use]
     pub fn new(options: &LogOptions) -> Decoder {
         Decoder {
             since: options.since,
             timestamps: options.timestamps,
             left: options.limit,
-            // Who follows wants what is written later too.
+            // A following client also gets lines written later.
             lines: options.tail.filter(|_| !options.follow),
             ..Decoder::default()
         }
     }
 
-    /// Only the last lines of the file that is read first. Its first piece begins at [`TailStart::offset`].
+    /// Restricts the first file to its last lines. The first piece must start at [`TailStart::offset`].
     #[must_use]
     pub fn beginning(mut self, start: TailStart) -> Decoder {
         self.tail = Some((start, start.offset()));
         self
     }
 
-    /// Whether nothing more is wanted.
+    /// Whether the requested output is complete.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.left == Some(0) || self.lines == Some(0)
     }
 
-    /// Takes a piece of a file; the answer is what the reader gets of it.
+    /// Processes a piece of a file; returns the output for the client.
     pub fn push(&mut self, piece: &[u8]) -> Vec<u8> {
         let mut text = std::mem::take(&mut self.rest);
         text.extend_from_slice(piece);
@@ -237,7 +238,7 @@ impl Decoder {
         self.bounded(out)
     }
 
-    /// Moves on in the file.
+    /// Advances the file offset.
     fn advance(&mut self, length: usize) {
         if let Some((start, at)) = &mut self.tail {
             *at = at.saturating_add(length as u64);
@@ -247,7 +248,7 @@ impl Decoder {
         }
     }
 
-    /// Takes the end of the log: a line that has not ended by now is whole, but for its end.
+    /// Processes the end of the log. A final line without terminator is output without one.
     pub fn finish(&mut self) -> Vec<u8> {
         let mut out = vec![];
         let rest = std::mem::take(&mut self.rest);
@@ -258,7 +259,7 @@ impl Decoder {
         self.bounded(out)
     }
 
-    /// What is still wanted of what comes.
+    /// Truncates the output to the remaining bytes.
     fn bounded(&mut self, mut out: Vec<u8>) -> Vec<u8> {
         if let Some(left) = &mut self.left {
             out.truncate(usize::try_from(*left).unwrap_or(usize::MAX));
@@ -287,7 +288,7 @@ impl Decoder {
             }
             *lines = lines.saturating_sub(u64::from(!partial));
         }
-        // A line is as old as its first entry.
+        // The age of a line is that of its first entry.
         if std::mem::take(&mut self.old[stream]) {
             self.old[stream] = partial;
             return;
@@ -314,8 +315,8 @@ impl Decoder {
     }
 }
 
-/// The rotated files of a log that are one too many when it becomes one of them itself, so that with it and the next one
-/// at most `files` stay (kubelet spec, 8.7). Their names sort by age.
+/// The rotated files to delete before the current log is rotated, so that at most `files` files remain afterwards,
+/// including the next current one. File names sort by age.
 #[must_use]
 pub fn surplus(rotated: &[String], files: usize) -> Vec<String> {
     let counts = |name: &&String| !name.ends_with(".tmp") && !is_superseded(name, rotated);
@@ -325,17 +326,17 @@ pub fn surplus(rotated: &[String], files: usize) -> Vec<String> {
     whole
 }
 
-/// What is done with rotated files after a rotation.
+/// What to do with rotated files after a rotation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Compression {
-    /// These are deleted: what a crash has left half made, and what there is compressed already.
+    /// Files to delete: leftovers of a crash, and files that are already compressed.
     pub remove: Vec<String>,
-    /// These are compressed.
+    /// Files to compress.
     pub compress: Vec<String>,
 }
 
-/// Decides over the rotated files of a log. The newest stays as it is: the runtime may still have bytes for it, and
-/// readers may not be at its end.
+/// Decides about the rotated files of a log. The newest stays uncompressed, because the runtime may still write to it,
+/// and clients may not have read it completely.
 #[must_use]
 pub fn compression(rotated: &[String]) -> Compression {
     let goes = |name: &&String| name.ends_with(".tmp") || is_superseded(name, rotated);
@@ -349,13 +350,13 @@ pub fn compression(rotated: &[String]) -> Compression {
     }
 }
 
-/// Whether a rotated file is there compressed, too. That one is whole: it gets its name when it is.
+/// Whether a compressed copy of a rotated file exists. A copy is renamed to its final name only when it is complete.
 fn is_superseded(name: &str, rotated: &[String]) -> bool {
     let is_it = |other: &String| other.strip_suffix(".gz") == Some(name);
     rotated.iter().any(is_it)
 }
 
-/// The name of the link to a container's log in the directory that log collectors read.
+/// Name of the symlink to a container's log in the directory for log collectors.
 #[must_use]
 pub fn link_name(pod: &str, namespace: &str, container: &str, id: &str) -> String {
     let end = format!("-{id}.log");
@@ -423,7 +424,7 @@ mod tests {
             let options = LogOptions::parse(query, jiff::Timestamp::UNIX_EPOCH);
             let mut decoder = Decoder::new(&options.expect("options"));
             let mut out = decoder.push((line(1) + &line(2)).as_bytes());
-            // Written while it was read.
+            // Written during the read.
             out.extend(decoder.push(line(3).as_bytes()));
             assert_eq!(out, expected.as_bytes(), "{query}");
             assert_eq!(decoder.is_full(), full, "{query}");
@@ -443,7 +444,7 @@ mod tests {
         search
     }
 
-    /// What a reader of the last lines gets.
+    /// Output for a client that requests the last lines.
     fn last(text: &str, lines: u64, more: &str) -> String {
         let start = found(text, lines).start();
         let options = LogOptions {
@@ -475,7 +476,7 @@ mod tests {
         ]
         .concat();
         let unended = long.clone() + &out("P", "thr") + &out("P", "ee");
-        // The lines of two streams, entry by entry.
+        // Interleaved entries of both streams.
         let mixed = [
             err("F", "e1"),
             out("P", "o"),
@@ -500,7 +501,7 @@ mod tests {
         ] {
             assert_eq!(last(text, lines, ""), expected, "{lines} of {text}");
         }
-        // The line of stderr began before the last one of stdout; both go on.
+        // The line of stderr started before the last line of stdout; both continue.
         let more = err("F", "3") + &out("F", "2");
         assert_eq!(last(&mixed, 1, &more), "e3\n2\n");
         assert_eq!(last(&mixed, 0, &out("F", "2")), "2\n");
@@ -595,10 +596,10 @@ mod tests {
             ("2 1", "", "", "1"),
             ("1.gz 2 3", "1.gz", "", "2"),
             ("1.gz 2.gz 3 4", "1.gz 2.gz", "", "3"),
-            // It is being compressed, or was when the agent was killed.
+            // Compression is in progress, or was interrupted.
             ("1.tmp 1 2", "", "1.tmp", "1"),
             ("1.gz 2.gz 2 3", "1.gz", "2", ""),
-            // The newest went back.
+            // The newest file was moved back to be the current log, because its rotation failed.
             ("1 2.gz", "", "", "1"),
         ] {
             let rotated = names(rotated);

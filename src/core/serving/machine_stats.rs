@@ -1,11 +1,11 @@
-//! What the whole machine used, and what `/proc` says of processes, from the text of its files. Pure.
+//! Usage of the whole machine, and process information, parsed from `/proc`. Pure.
 
 use super::cgroup_stats::TICK;
 
-/// The counters of a network interface.
+/// Counters of a network interface.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Interface {
-    /// Its name.
+    /// The interface's name.
     pub name: String,
     /// Received: bytes, packets, errors, dropped.
     pub received: [u64; 4],
@@ -13,10 +13,10 @@ pub struct Interface {
     pub sent: [u64; 4],
 }
 
-/// Interfaces that are not counted, by how their names begin: they look back, or pods' traffic would count twice. cAdvisor's.
+/// Name prefixes of ignored interfaces, as in cAdvisor: loopback, and interfaces whose traffic would be counted twice.
 const NOT_COUNTED: [&str; 4] = ["lo", "veth", "docker", "nerdctl"];
 
-/// Reads `/proc/<pid>/net/dev`.
+/// Parses `/proc/<pid>/net/dev`.
 #[must_use]
 pub fn interfaces(text: &str) -> Vec<Interface> {
     let of = |line: &str| {
@@ -36,11 +36,10 @@ pub fn interfaces(text: &str) -> Vec<Interface> {
     text.lines().filter_map(of).filter(counts).collect()
 }
 
-/// Processor time of the whole machine, in nanoseconds: all of it, that in user mode, and that in the kernel; without what
-/// it was idle or waited.
+/// CPU time of the whole machine in nanoseconds: total, user mode, kernel; without idle time and I/O wait.
 #[must_use]
 pub fn machine_cpu(stat: &str) -> (u64, u64, u64) {
-    // user nice system idle iowait irq softirq steal; guests are in user already.
+    // Fields: user nice system idle iowait irq softirq steal. Guest time is already part of user.
     let first = stat.lines().next().unwrap_or_default();
     let numbers = first.split_whitespace().skip(1);
     let numbers: Vec<u64> = numbers.filter_map(|n| n.parse().ok()).collect();
@@ -54,14 +53,14 @@ pub fn machine_cpu(stat: &str) -> (u64, u64, u64) {
     (of(&[0, 1, 2, 5, 6, 7]), of(&[0, 1]), of(&[2, 5, 6]))
 }
 
-/// When the machine was started, in seconds since 1970; from `/proc/stat`.
+/// Boot time in seconds since the epoch, from `/proc/stat`.
 #[must_use]
 pub fn booted(stat: &str) -> u64 {
     let line = stat.lines().find_map(|l| l.strip_prefix("btime "));
     line.and_then(|v| v.trim().parse().ok()).unwrap_or(0)
 }
 
-/// A figure of `/proc/meminfo`, in bytes.
+/// A value of `/proc/meminfo`, in bytes.
 #[must_use]
 pub fn meminfo(text: &str, key: &str) -> u64 {
     let line = text
@@ -72,7 +71,7 @@ pub fn meminfo(text: &str, key: &str) -> u64 {
         .saturating_mul(1024)
 }
 
-/// How many files a process may have open, from `/proc/<pid>/limits`; -1 for any number.
+/// Limit of open files, from `/proc/<pid>/limits`; -1 if unlimited.
 #[must_use]
 pub fn open_files(limits: &str) -> Option<i64> {
     let line = limits
@@ -84,8 +83,8 @@ pub fn open_files(limits: &str) -> Option<i64> {
     }
 }
 
-/// The cgroup of a process, from `/proc/<pid>/cgroup`: that of the unified hierarchy, or on v1 the one that counts memory.
-/// The root is none of its own.
+/// The cgroup of a process, from `/proc/<pid>/cgroup`: in the unified hierarchy, or in the memory hierarchy of v1.
+/// `None` for the root cgroup.
 #[must_use]
 pub fn cgroup_of_process(text: &str, v2: bool) -> Option<&str> {
     let path = text.lines().find_map(|line| {
@@ -100,8 +99,9 @@ pub fn cgroup_of_process(text: &str, v2: bool) -> Option<&str> {
     (path != "/").then_some(path)
 }
 
-/// Whether a mount is one whose room is shown, and as which device: what cAdvisor shows for the machine, less what pods bring
-/// along. `root` is the agent's directory: what is mounted below it is a pod's volume, which may hang, and is counted there.
+/// The device name under which a mount's usage is reported; `None` if it is not reported. Covers what cAdvisor reports
+/// for the machine, without the mounts of pods. `root` is the agent's root directory: mounts below it are pod volumes,
+/// which may hang and are measured separately.
 #[must_use]
 pub fn device_of_mount(kind: &str, source: &str, point: &str, root: &str) -> Option<String> {
     const ON_DISKS: [&str; 16] = [
@@ -117,7 +117,7 @@ pub fn device_of_mount(kind: &str, source: &str, point: &str, root: &str) -> Opt
     }
     match kind {
         _ if ON_DISKS.contains(&kind) => Some(source.to_owned()),
-        // Those of the machine lie near the root, those of containers deep.
+        // The machine's own tmpfs mounts are near the root, those of containers are deep.
         "tmpfs" if point.matches('/').count() <= 2 => Some(point.to_owned()),
         _ if point == "/" => Some(source.to_owned()),
         _ => None,

@@ -1,4 +1,5 @@
-//! What the agent's HTTP API has, who may use it, and how its logs are read (kubelet spec, chapter 13). Pure.
+//! The agent's HTTP API: endpoints, authorization attributes, and log options (`pkg/kubelet/server/server.go`,
+//! `pkg/kubelet/server/auth.go`). Pure.
 
 pub mod block_io;
 pub mod cgroup_stats;
@@ -15,23 +16,23 @@ pub use command_status::command_status;
 
 use jiff::{SignedDuration, Timestamp};
 
-/// A container of a pod.
+/// A pod, or a container of a pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Place {
     /// The pod's namespace.
     pub namespace: String,
     /// The pod's name.
     pub pod: String,
-    /// Its uid, where the path names it.
+    /// The pod's uid, if the path has it.
     pub uid: Option<String>,
-    /// The container; empty where the whole pod is meant.
+    /// The container; empty for the whole pod.
     pub container: String,
 }
 
-/// Something that is served.
+/// An endpoint of the API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// `/healthz`, or the check below it that is named: `ping`, `log`, `syncloop`.
+    /// `/healthz`, or one of its checks: `ping`, `log`, `syncloop`.
     Health(String),
     /// `/pods`.
     Pods,
@@ -51,9 +52,9 @@ pub enum Endpoint {
     Config,
     /// `/stats/summary`.
     Stats,
-    /// `/metrics`, and its parts by name: `cadvisor`, `resource`, `probes`, `slis`.
+    /// `/metrics`, or one of its parts: `cadvisor`, `resource`, `probes`, `slis`.
     Metrics(String),
-    /// `/logs/…`: a path below the node's log directory.
+    /// `/logs/…`, with the path below the node's log directory.
     Files(String),
     /// `/checkpoint/…`.
     Checkpoint(Place),
@@ -65,14 +66,14 @@ pub enum Endpoint {
     Flags,
 }
 
-/// Where a request leads.
+/// Result of routing a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Routed {
-    /// Here.
+    /// An endpoint.
     Found(Endpoint),
-    /// The path is served, with other methods.
+    /// The path exists, but not with this method.
     OtherMethod,
-    /// Nowhere.
+    /// The path does not exist.
     Nothing,
 }
 
@@ -98,13 +99,13 @@ fn whole_pod(parts: &[&str]) -> Option<Place> {
     }
 }
 
-/// The parts of a path, decoded.
+/// The decoded segments of a path.
 fn parts(path: &str) -> impl Iterator<Item = String> + '_ {
     let encoded = path.trim_end_matches('/').split('/').skip(1);
     encoded.map(|part| query::decode(&part.replace('+', "%2B")))
 }
 
-/// Finds what is at a path.
+/// Finds the endpoint of a path.
 #[must_use]
 pub fn route(method: &str, path: &str) -> Routed {
     let decoded: Vec<String> = parts(path).collect();
@@ -152,7 +153,8 @@ pub fn route(method: &str, path: &str) -> Routed {
     }
 }
 
-/// What an endpoint answers where debugging is turned off, and on the port that only reads; none if it is there all the same.
+/// The error of an endpoint if debugging handlers are disabled, and on the read-only port; `None` if the endpoint is
+/// served anyway.
 #[must_use]
 pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
     match endpoint {
@@ -172,16 +174,16 @@ pub fn without_debugging(endpoint: &Endpoint) -> Option<Refused> {
     }
 }
 
-/// What a request needs to be allowed: a verb on one of these subresources of the node.
+/// Permission for a request: a verb on one of these subresources of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Needs {
     /// The verb.
     pub verb: &'static str,
-    /// Tried in this order; any is enough.
+    /// The subresources, in the order in which they are checked; any one is sufficient.
     pub subresources: &'static [&'static str],
 }
 
-/// What a request needs. A path that nobody thought of needs `proxy`, which is everything.
+/// The permission that a request needs. Unknown paths need `proxy`, which covers everything.
 #[must_use]
 pub fn needs(method: &str, path: &str) -> Needs {
     let mut verb = match method {
@@ -192,7 +194,7 @@ pub fn needs(method: &str, path: &str) -> Needs {
         "DELETE" => "delete",
         _ => "",
     };
-    // As `route` finds it: what is judged is what is served.
+    // Decodes the path as `route` does, so that the checked endpoint is the served one.
     let first = parts(path).next().unwrap_or_default();
     let first = first.as_str();
     let subresources: &[&str] = match first {
@@ -206,14 +208,14 @@ pub fn needs(method: &str, path: &str) -> Needs {
         "checkpoint" => &["checkpoint"],
         _ => &["proxy"],
     };
-    // Running something is never reading, whatever the method: WebSockets begin with GET.
+    // Running a command always needs `create`, even though WebSocket requests use GET.
     if matches!(first, "exec" | "attach" | "run" | "portForward") {
         verb = "create";
     }
     Needs { verb, subresources }
 }
 
-/// What a path belongs to, as metrics show it: its first part, and which metrics; of others only that they were asked for.
+/// The path of a request in metrics: its first segment, for metrics the first two, or `other` for unknown paths.
 #[must_use]
 pub fn family(path: &str) -> &'static str {
     const KNOWN: [&str; 19] = [
@@ -249,13 +251,13 @@ pub fn family(path: &str) -> &'static str {
         .unwrap_or("other")
 }
 
-/// Whether what is asked for counts as lasting; forwarded ports and logs do not, as in the kubelet.
+/// Whether requests count as long-running. As in the kubelet, port forwarding and logs do not.
 #[must_use]
 pub fn is_long(family: &str) -> bool {
     matches!(family, "exec" | "attach" | "debug")
 }
 
-/// A method as metrics show it.
+/// The method of a request in metrics.
 #[must_use]
 pub fn known_method(method: &str) -> &'static str {
     ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
@@ -264,28 +266,28 @@ pub fn known_method(method: &str) -> &'static str {
         .unwrap_or("other")
 }
 
-/// How a log is read.
+/// Options for reading a log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LogOptions {
-    /// It goes on while the container does.
+    /// Follows the log until the container exits.
     pub follow: bool,
-    /// That of the instance before.
+    /// Reads the log of the previous instance.
     pub previous: bool,
-    /// Nothing that was written before this.
+    /// Skips lines before this time.
     pub since: Option<Timestamp>,
-    /// Each line begins with its time.
+    /// Prefixes each line with its timestamp.
     pub timestamps: bool,
-    /// So many lines from the end.
+    /// Number of lines from the end.
     pub tail: Option<u64>,
-    /// So many bytes at most.
+    /// Maximum number of bytes.
     pub limit: Option<u64>,
 }
 
-/// Why a query is refused: the HTTP code and a message.
+/// Why a request is rejected: HTTP status code and message.
 pub type Refused = (u16, String);
 
 impl LogOptions {
-    /// From a query, as `PodLogOptions` has it.
+    /// Parses the query parameters of `PodLogOptions`.
     pub fn parse(text: &str, now: Timestamp) -> Result<LogOptions, Refused> {
         let mut options = LogOptions::default();
         let (mut seconds, mut time) = (None, None);
@@ -335,7 +337,7 @@ impl LogOptions {
                         ),
                     ));
                 }
-                // A container in a path, and what concerns others on the way here.
+                // The container name, and parameters for the apiserver.
                 _ => {}
             }
         }
@@ -348,7 +350,7 @@ impl LogOptions {
     }
 }
 
-/// The streams that a command or an attachment has.
+/// The streams of an exec or attach session.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Streams {
     /// Input.
@@ -357,18 +359,18 @@ pub struct Streams {
     pub stdout: bool,
     /// Errors.
     pub stderr: bool,
-    /// A terminal.
+    /// Whether the session has a terminal.
     pub tty: bool,
 }
 
 impl Streams {
-    /// From a query: `input`, `output`, `error` and `tty`, each `1`.
+    /// Parses the query parameters `input`, `output`, `error` and `tty`, each `1`.
     pub fn parse(text: &str) -> Result<Streams, Refused> {
         let tty = query::pairs(text).contains(&("tty".to_owned(), "1".to_owned()));
         Streams::with_tty(text, tty)
     }
 
-    /// From a query, for what has a terminal or not. A terminal has no errors of its own.
+    /// Parses the query parameters for a session with or without a terminal. With a terminal, stderr is part of stdout.
     pub fn with_tty(text: &str, tty: bool) -> Result<Streams, Refused> {
         let pairs = query::pairs(text);
         let has = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
@@ -581,7 +583,7 @@ mod tests {
             assert_eq!(family(path), family(plain), "{path}");
         }
         assert_eq!(needs("GET", "/%65xec/n/p/c").verb, "create");
-        // What is before the first part leads nowhere.
+        // An empty first segment is not routed.
         assert_eq!(route("GET", "//exec/n/p/c"), Routed::Nothing);
     }
 

@@ -1,37 +1,37 @@
 //! Pressure stall information: how long tasks waited for a resource, from the kernel's pressure files. Pure.
 //!
-//! The format is that of `Documentation/accounting/psi.rst`: a line `some` and, where it can be told, a line `full`.
+//! The format is that of `Documentation/accounting/psi.rst`: a line `some` and, for most resources, a line `full`.
 
-/// How long tasks waited.
+/// Waiting time of tasks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Waited {
-    /// The share of the last 10, 60 and 300 seconds, in percent.
+    /// Percentage of the last 10, 60 and 300 seconds.
     pub averages: [f64; 3],
-    /// Microseconds in all.
+    /// Total in microseconds.
     pub total: u64,
 }
 
-/// The pressure on one resource.
+/// Pressure on one resource.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Pressure {
-    /// At least one task waited.
+    /// Time in which at least one task waited.
     pub some: Waited,
-    /// All tasks that were not idle waited at once.
+    /// Time in which all non-idle tasks waited at once.
     pub full: Waited,
 }
 
-/// The pressure on the three resources that the kernel knows; none where it does not say.
+/// Pressure by resource; `None` if the kernel does not report it.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Pressures {
-    /// On processors.
+    /// CPU pressure.
     pub cpu: Option<Pressure>,
-    /// On memory.
+    /// Memory pressure.
     pub memory: Option<Pressure>,
-    /// On disks.
+    /// I/O pressure.
     pub io: Option<Pressure>,
 }
 
-/// Reads a pressure file. Kernels before 5.13 have no line `full` for processors: it is zero then.
+/// Parses a pressure file. Kernels before 5.13 have no line `full` for CPUs; it is zero then.
 #[must_use]
 pub fn read(text: &str) -> Option<Pressure> {
     let line = |name: &str| {

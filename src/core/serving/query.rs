@@ -1,6 +1,6 @@
-//! The query of a URL. Pure.
+//! Query strings of URLs. Pure.
 
-/// Decodes `%41` and `+`; what is not an encoding stays as it is.
+/// Decodes `%41` and `+`; malformed encodings stay as they are.
 #[must_use]
 pub fn decode(text: &str) -> String {
     let mut out = Vec::with_capacity(text.len());
@@ -25,7 +25,7 @@ pub fn decode(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Encodes what is not plain.
+/// Percent-encodes all bytes that are not plain.
 fn encode_unless(text: &str, plain: impl Fn(u8) -> bool) -> String {
     text.bytes()
         .map(|b| {
@@ -38,13 +38,13 @@ fn encode_unless(text: &str, plain: impl Fn(u8) -> bool) -> String {
         .collect()
 }
 
-/// Encodes what cannot stand in a query as it is.
+/// Encodes a text for use in a query string.
 #[must_use]
 pub fn encode(text: &str) -> String {
     encode_unless(text, |b| b.is_ascii_alphanumeric() || b"-_.~".contains(&b))
 }
 
-/// Encodes what cannot stand in a URL at all; what is encoded already stays.
+/// Encodes characters that a URL must not contain; existing encodings stay.
 #[must_use]
 pub fn encode_url(text: &str) -> String {
     encode_unless(text, |b| {
@@ -52,7 +52,7 @@ pub fn encode_url(text: &str) -> String {
     })
 }
 
-/// The pairs of a query in their order, decoded.
+/// The decoded key-value pairs of a query, in order.
 #[must_use]
 pub fn pairs(text: &str) -> Vec<(String, String)> {
     let pair = |pair: &str| {
@@ -65,7 +65,7 @@ pub fn pairs(text: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The pairs of a query, of each key the first.
+/// The first pair of each key.
 #[must_use]
 pub fn firsts(text: &str) -> Vec<(String, String)> {
     let mut seen = std::collections::BTreeSet::new();
@@ -74,13 +74,13 @@ pub fn firsts(text: &str) -> Vec<(String, String)> {
     pairs
 }
 
-/// A boolean as Go parses it; present without a value counts as true.
+/// Parses a boolean as Go does; a key without value is true.
 #[must_use]
 pub fn is_true(value: &str) -> bool {
     matches!(value, "1" | "t" | "T" | "true" | "TRUE" | "True" | "")
 }
 
-/// A boolean of `PodLogOptions`: whatever is not `false` or `0`.
+/// Parses a boolean of `PodLogOptions`: everything except `false` and `0` is true.
 #[must_use]
 pub fn is_not_false(value: &str) -> bool {
     !(value == "0" || value.eq_ignore_ascii_case("false"))

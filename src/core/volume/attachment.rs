@@ -1,5 +1,5 @@
-//! Pods whose volumes cannot be attached as their node has as many as its driver serves there (KEP-4876; upstream's
-//! `pkg/kubelet/volumemanager`, `WaitForAttachAndMount`). Pure.
+//! Rejects pods whose volumes cannot be attached because the node has reached its driver's attachment limit (KEP-4876,
+//! `WaitForAttachAndMount` in `pkg/kubelet/volumemanager/volume_manager.go`). Pure.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,23 +8,24 @@ use k8s_openapi::api::core::v1::Pod;
 
 use crate::core::pod;
 
-/// The reason of a pod that is given up.
+/// Status reason of a rejected pod.
 pub const LIMIT_EXCEEDED: &str = "VolumeAttachmentLimitExceeded";
 
-/// How long a pod waits for its volumes before it is given up: until then its attacher may find room again.
+/// How long a pod waits for its volumes before it is rejected; until then a volume may be detached and make room.
 const PATIENCE: Duration = Duration::from_secs(2 * 60 + 3);
 
 /// A volume that is not attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unattached {
-    /// The pod's name for it.
+    /// Name of the volume in the pod spec.
     pub volume: String,
-    /// Its driver serves no more volumes on this node, and says how often it is to be asked for their number.
+    /// Whether the driver's attachment limit is reached. Only set for drivers whose limit is refreshed periodically
+    /// (`nodeAllocatableUpdatePeriodSeconds`).
     pub is_full: bool,
 }
 
-/// Why a pod is given up, if it is: it has waited for `waited`, `mounted` are the volumes that it has, and `unattached` those
-/// that have been waited for in vain.
+/// Message of the rejection; `None` if the pod is not rejected. `waited` is how long the pod has been waiting,
+/// `mounted` are its mounted volumes, and `unattached` those still not attached.
 #[must_use]
 pub fn limit_exceeded(
     pod: &Pod,

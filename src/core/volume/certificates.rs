@@ -1,4 +1,4 @@
-//! Roots that are trusted and certificates that pods ask for (KEP-3257, KEP-4317; kubelet spec, 9.3). Pure.
+//! Trust bundles and pod certificates of projected volumes (KEP-3257, KEP-4317). Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::core::fault::Fault;
 use crate::core::node::signing;
 use crate::core::{digest, meta, selector, time};
 
-/// The roots that a projected volume asks for: path of the file, and the source.
+/// The trust bundle sources of a projected volume.
 #[must_use]
 pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
     volume
@@ -21,7 +21,7 @@ pub fn bundles(volume: &Volume) -> Vec<&ClusterTrustBundleProjection> {
         .collect()
 }
 
-/// The certificates of a PEM text, without headers; each with its digest.
+/// Adds the certificates of a PEM text without headers, keyed by digest.
 fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
     for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
         let block =
@@ -38,8 +38,8 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
     Ok(())
 }
 
-/// The roots that a source selects, each once, in an order that says nothing. None if there are none and there need
-/// not be any.
+/// The certificates that a source selects, as PEM without duplicates, in arbitrary order. `None` if nothing is selected
+/// and the source is optional.
 pub fn trusted(
     source: &ClusterTrustBundleProjection,
     all: &[impl AsRef<ClusterTrustBundle>],
@@ -82,22 +82,22 @@ pub fn trusted(
     Ok(Some(certificates.into_values().collect()))
 }
 
-/// A certificate that a projected volume asks for.
+/// A pod certificate source of a projected volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateSource {
-    /// The place of its source in the volume.
+    /// Index of the source in the volume.
     pub place: usize,
-    /// Who signs it.
+    /// The signer's name.
     pub signer: String,
     /// The kind of key.
     pub key_type: String,
-    /// The longest lifetime in seconds.
+    /// Maximum lifetime in seconds.
     pub seconds: Option<i32>,
-    /// What the pod's author tells the signer.
+    /// User annotations, which are passed to the signer.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// The certificates that a projected volume asks for.
+/// The pod certificate sources of a projected volume.
 #[must_use]
 pub fn sources(volume: &Volume) -> Vec<CertificateSource> {
     let sources = volume
@@ -118,25 +118,25 @@ pub fn sources(volume: &Volume) -> Vec<CertificateSource> {
     sources.filter_map(of).collect()
 }
 
-/// What has become of a request.
+/// State of a PodCertificateRequest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// Nobody has decided yet.
+    /// Not decided yet.
     Pending,
-    /// It will never be issued, for this reason.
+    /// Denied or failed permanently, for this reason.
     Refused(String),
-    /// Here it is.
+    /// Issued.
     Issued {
-        /// PEM, the leaf first.
+        /// PEM chain, leaf first.
         chain: String,
-        /// When another should be asked for.
+        /// When to request a new certificate.
         refresh: Timestamp,
-        /// When it ends.
+        /// When the certificate expires.
         ends: Timestamp,
     },
 }
 
-/// Reads the status of a request.
+/// Evaluates the status of a request.
 #[must_use]
 pub fn outcome(status: Option<&PodCertificateRequestStatus>, now: Timestamp) -> Outcome {
     let Some(status) = status else {

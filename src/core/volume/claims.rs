@@ -1,5 +1,5 @@
-//! Claims and volumes: which of a pod's volumes are claims, which volume a claim can be bound to, and which
-//! nodes reach it (control-plane spec, chapter 8; kubelet spec, 9.1). Pure.
+//! Claims and persistent volumes: the claims of a pod, the volume to bind to a claim, and node affinity of volumes
+//! (`pkg/controller/volume/persistentvolume`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,18 @@ use crate::core::quantity::Quantity;
 use crate::core::volume::resize;
 use crate::core::{meta, pod, selector};
 
-/// Set on a claim once it is bound.
+/// Annotation of a claim whose binding is complete.
 pub const BIND_COMPLETED: &str = "pv.kubernetes.io/bind-completed";
-/// Set on what the binder brought together, not the user.
+/// Annotation of a claim or volume that the controller bound, not the user.
 pub const BOUND_BY_CONTROLLER: &str = "pv.kubernetes.io/bound-by-controller";
-/// Set on a claim whose first consumer has a node.
+/// Annotation of a claim with the node of its first consumer.
 pub const SELECTED_NODE: &str = "volume.kubernetes.io/selected-node";
-/// Who made a volume.
+/// Annotation of a volume with its provisioner.
 pub const PROVISIONED_BY: &str = "pv.kubernetes.io/provisioned-by";
-/// The provisioner of classes whose volumes are made by hand.
+/// Provisioner of storage classes with manually created volumes.
 pub const NO_PROVISIONER: &str = "kubernetes.io/no-provisioner";
 
-/// The claim behind a volume, if there is one.
+/// The claim name behind a volume; `None` if the volume is not a claim.
 #[must_use]
 pub fn of_volume(pod: &Pod, volume: &Volume) -> Option<String> {
     if let Some(claim) = &volume.persistent_volume_claim {
@@ -33,7 +33,7 @@ pub fn of_volume(pod: &Pod, volume: &Volume) -> Option<String> {
         .map(|_| format!("{}-{}", meta::name(pod), volume.name))
 }
 
-/// The claims of a pod: volume and claim.
+/// The volumes of a pod that are claims, each with its claim name.
 #[must_use]
 pub fn of_pod(pod: &Pod) -> Vec<(&Volume, String)> {
     pod::spec(pod)
@@ -44,7 +44,7 @@ pub fn of_pod(pod: &Pod) -> Vec<(&Volume, String)> {
         .collect()
 }
 
-/// Whether a pod still uses its claims.
+/// Whether a pod uses a claim and is not terminal.
 #[must_use]
 pub fn uses(pod: &Pod, namespace: &str, claim: &str) -> bool {
     meta::namespace(pod) == namespace
@@ -52,7 +52,7 @@ pub fn uses(pod: &Pod, namespace: &str, claim: &str) -> bool {
         && of_pod(pod).iter().any(|(_, name)| name == claim)
 }
 
-/// The volume that a claim is bound to.
+/// The volume that a claim is bound to; `None` until the binding is complete.
 #[must_use]
 pub fn bound(claim: &PersistentVolumeClaim) -> Option<&str> {
     let volume = claim
@@ -74,7 +74,7 @@ fn storage(
         .unwrap_or(Quantity::ZERO)
 }
 
-/// Whether a volume was set aside for a claim: by its name, and by its uid once that is known.
+/// Whether a volume is reserved for a claim: by name, and by uid if the volume has one.
 #[must_use]
 pub fn is_for(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
     let Some(reference) = volume.spec.as_ref().and_then(|s| s.claim_ref.as_ref()) else {
@@ -88,7 +88,7 @@ pub fn is_for(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool 
         .is_none_or(|uid| uid.is_empty() || Some(uid) == claim.metadata.uid.as_ref())
 }
 
-/// Whether a node reaches a volume.
+/// Whether a volume is accessible from a node.
 #[must_use]
 pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
     let required = volume
@@ -103,7 +103,7 @@ pub fn reaches(volume: &PersistentVolume, node: &Node) -> bool {
     })
 }
 
-/// Whether a volume has what a claim asks for.
+/// Whether a volume satisfies a claim.
 #[must_use]
 pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bool {
     let (Some(has), Some(asks)) = (&volume.spec, &claim.spec) else {
@@ -129,8 +129,8 @@ pub fn satisfies(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> bo
         && selected
 }
 
-/// The volume that a claim is bound to best: one that was set aside for it, else the smallest that is free and
-/// has what it asks for. With `node`, one that it reaches.
+/// The best volume for a claim: one reserved for it, or else the smallest free volume that satisfies it. If `node` is
+/// given, the volume must be accessible from it.
 #[must_use]
 pub fn best<'a>(
     volumes: impl Iterator<Item = &'a PersistentVolume> + Clone,
@@ -150,42 +150,43 @@ pub fn best<'a>(
     })
 }
 
-/// A volume that has grown behind its filesystem.
+/// A volume that was expanded and whose filesystem must follow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grown {
-    /// The namespace of its claim.
+    /// Namespace of the claim.
     pub namespace: String,
-    /// Its claim.
+    /// Name of the claim.
     pub claim: String,
     /// The claim's uid.
     pub uid: Option<String>,
-    /// What the claim says that it has, in bytes.
+    /// Size in bytes in the claim's status.
     pub had: i64,
-    /// What it is to have, in bytes.
+    /// New size in bytes.
     pub bytes: i64,
-    /// The same as the API writes it.
+    /// New size as an API quantity.
     pub text: String,
-    /// Whether whoever resizes it follows at the claim what is done here.
+    /// Whether the resizer records the state of the expansion in the claim (KEP-1790).
     pub is_followed: bool,
-    /// Whether the claim says that it has this size: another node has done its part.
+    /// Whether the claim's status already has the new size, because another node has expanded the filesystem.
     pub is_told: bool,
-    /// Whether the claim asks for another size by now.
+    /// Whether the claim requests another size by now.
     pub is_superseded: bool,
 }
 
-/// Set on a claim whose volume needs nothing of the nodes that have it to become larger.
+/// Annotation of a claim whose volume can be expanded without any action on nodes.
 const NOTHING_ON_NODES: &str = "volume.kubernetes.io/node-expansion-not-required";
 
-/// Whether each node that has a claim's volume has to do its part when it grows.
+/// Whether every node that mounts the claim's volume must expand it.
 fn grows_everywhere(claim: &PersistentVolumeClaim) -> bool {
     let modes = claim.spec.as_ref().and_then(|s| s.access_modes.as_ref());
     modes.is_some_and(|modes| modes.iter().any(|m| m == "ReadWriteMany"))
         && !meta::annotations(claim).contains_key(NOTHING_ON_NODES)
 }
 
-/// What a volume has, where its claim says that its filesystem has less: somebody has to grow that. Where the claim says how
-/// far a resize has come (KEP-1790), it is the size that was given then, and nothing is done unless it is the node's turn. A
-/// volume that several nodes have is told of also when the claim has that size: this node may have less.
+/// The expansion that nodes have to do for a claim; `None` if there is none. If the claim records the state of the
+/// expansion (KEP-1790), its allocated size applies, and the result is `None` unless the state is a node's. A
+/// ReadWriteMany volume is also returned if the claim's status already has the new size, because this node may still
+/// have less.
 #[must_use]
 pub fn growth(volume: &PersistentVolume, claim: &PersistentVolumeClaim) -> Option<Grown> {
     let parsed = |text: &str| text.parse::<Quantity>().ok();
@@ -367,7 +368,7 @@ mod tests {
             None,
             "what it has is not known yet"
         );
-        // The size that was given to it counts, and whose turn it is.
+        // The allocated size applies, and the state must be a node's.
         for (state, grows) in [
             (json!({"storage": "NodeResizePending"}), true),
             (json!({"storage": "NodeResizeInProgress"}), true),

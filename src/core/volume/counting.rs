@@ -1,34 +1,35 @@
-//! When it is counted what each pod uses of the disk (kubelet spec, 12.7). Pure: times are since the agent began to count.
+//! Scheduling of disk usage measurements for pods with storage limits. Pure: times are durations since the agent
+//! started to measure.
 //!
-//! Counting walks through a pod's files. Every pod has a pause of its own that grows with its own walk, so that a pod with
-//! millions of files makes neither the node busy nor the limits of other pods late.
+//! A measurement walks through a pod's files. Each pod has its own interval, proportional to the duration of its walk.
+//! So a pod with millions of files neither overloads the node nor delays the limits of other pods.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How often a pod is counted, so that one over its limit is evicted within five seconds. What containers have written is as
-/// new as the runtime's own count (containerd: every 10 s, `stats_collect_period`).
+/// Minimum interval, chosen so that a pod above its limit is evicted within five seconds. Usage of writable layers is
+/// as recent as the runtime's statistics (containerd: every 10 s, `stats_collect_period`).
 pub const PERIOD: Duration = Duration::from_secs(4);
-/// Pods due so soon are counted with those that are due now: then all of them keep the pace of the rounds.
+/// Pods due within this time are measured with those due now, so that all pods stay in step with the rounds.
 const EARLY: Duration = Duration::from_millis(500);
-/// A pod is counted during at most one part in so many of the time.
+/// A pod's walk takes at most this fraction (1/n) of the time.
 const SHARE: u32 = 20;
-/// A walk that takes longer is a long one: it holds up only other long ones.
+/// Duration above which a walk is a long one; long walks delay only other long walks.
 const LONG: Duration = Duration::from_secs(1);
-/// How many short walks are made side by side.
+/// Maximum number of concurrent short walks.
 const SHORT_ONES: usize = 4;
-/// How many walks of pods whose last one was long are made side by side.
+/// Maximum number of concurrent walks of pods whose last walk was long.
 const LONG_ONES: usize = 2;
-/// How many walks there may be in all: pods that are new may turn out to have long ones.
+/// Maximum number of concurrent walks in total. Needed because the walks of new pods may become long.
 const MOST: usize = 16;
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Pod {
-    /// When the walk that is under way began.
+    /// Start of the walk in progress.
     begun: Option<Duration>,
-    /// How long the last one took.
+    /// Duration of the last walk.
     took: Duration,
-    /// When the next one is due.
+    /// When the next walk is due.
     due: Duration,
 }
 
@@ -43,13 +44,13 @@ impl Pod {
     }
 }
 
-/// The pods that are counted, by uid.
+/// The measured pods, by uid.
 #[derive(Debug, Clone, Default)]
 pub struct Counting(BTreeMap<String, Pod>);
 
 impl Counting {
-    /// The pods of `limited` that are to be counted from now on: those that are due, longest overdue first, as far as there
-    /// are places.
+    /// Selects the pods of `limited` whose walks start now: those that are due, longest overdue first, within the
+    /// limits of concurrency.
     pub fn begin<'a>(
         &mut self,
         limited: impl Iterator<Item = &'a str>,
@@ -58,7 +59,7 @@ impl Counting {
         let known = std::mem::take(&mut self.0);
         let of = |uid: &str| known.get(uid).copied().unwrap_or_default();
         self.0 = limited.map(|uid| (uid.to_owned(), of(uid))).collect();
-        // A walk goes on when its pod has gone.
+        // A walk continues after its pod was deleted.
         let under_way = known.into_iter().filter(|(_, pod)| pod.begun.is_some());
         self.0.extend(under_way);
         let count = |counts: &dyn Fn(&Pod) -> bool| self.0.values().filter(|p| counts(p)).count();
@@ -83,7 +84,7 @@ impl Counting {
         begun.map(begin).collect()
     }
 
-    /// A pod has been counted, or could not be.
+    /// Records the end of a walk, successful or not.
     pub fn ended(&mut self, uid: &str, now: Duration) {
         let Some(pod) = self.0.get_mut(uid) else {
             return;
@@ -99,7 +100,7 @@ impl Counting {
 mod tests {
     use super::*;
 
-    /// When each of some pods was counted: `took` says how long a walk of each takes, in milliseconds.
+    /// The start times of walks by pod, in milliseconds; `took` is the duration of each pod's walk in milliseconds.
     fn counted(took: &BTreeMap<String, u64>, until: Duration) -> BTreeMap<String, Vec<u64>> {
         let (mut counting, mut now) = (Counting::default(), Duration::ZERO);
         let mut ends: BTreeMap<(Duration, String), ()> = BTreeMap::new();
@@ -176,7 +177,7 @@ mod tests {
         let second = Duration::from_secs;
         let mut counting = Counting::default();
         let mut under_way = vec![];
-        // All of them are new, and no walk ends.
+        // All pods are new, and no walk completes.
         for now in (0..60).map(|n| second(2 * n)) {
             under_way.extend(counting.begin(all(), now));
         }
@@ -184,7 +185,7 @@ mod tests {
         for (n, uid) in under_way.iter().enumerate() {
             counting.ended(uid, second(200 + n as u64));
         }
-        // Those that have waited come before those that were counted; what goes is forgotten.
+        // Pods that have waited come before measured ones; deleted pods are forgotten.
         let next = counting.begin(all(), second(100_000));
         assert!(next.iter().filter(|uid| under_way.contains(uid)).count() <= LONG_ONES);
         assert_eq!(next.len(), SHORT_ONES + LONG_ONES);

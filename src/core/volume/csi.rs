@@ -1,5 +1,5 @@
-//! What is asked of a CSI driver: the messages for one volume, from the volume, its driver and its pod (CSI 1;
-//! kubelet spec, 9.5). Pure.
+//! Requests to CSI drivers: the messages for a volume, built from the volume, its driver and its pod (CSI spec 1.x,
+//! `pkg/volume/csi`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -21,52 +21,53 @@ use crate::core::fault::Fault;
 use crate::core::pod::quoted::quoted;
 use crate::core::{meta, pod};
 
-/// A volume that a driver serves.
+/// A volume that a CSI driver serves.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Volume {
     /// The driver's name.
     pub driver: String,
-    /// The driver's name for it; empty for an inline volume, whose name is made from its pod's.
+    /// The driver's volume id; empty for an inline volume, whose id is derived from its pod.
     pub handle: String,
-    /// The name of its directory.
+    /// Name of the volume's directory.
     pub name: String,
-    /// What the driver is told of it.
+    /// Volume attributes, passed to the driver.
     pub attributes: BTreeMap<String, String>,
-    /// The filesystem it shall have.
+    /// Filesystem type.
     pub fs_type: String,
-    /// Its access modes, as the API has them.
+    /// Access modes, as in the API.
     pub modes: Vec<String>,
-    /// The options of its mount.
+    /// Mount options.
     pub options: Vec<String>,
-    /// Whether nobody may write to it.
+    /// Whether the volume is mounted read-only.
     pub read_only: bool,
-    /// Whether it is a device.
+    /// Whether the volume is a block device.
     pub block: bool,
-    /// Whether it lives and dies with its pod.
+    /// Whether the volume is inline (ephemeral): its lifetime is that of its pod.
     pub inline: bool,
-    /// Whether it is of a kind that this driver has taken over.
+    /// Whether the volume is of an in-tree kind that migrated to this driver.
     pub migrated: bool,
-    /// The SELinux label that it is mounted with, if its driver can do so.
+    /// SELinux label of the mount, if the driver supports labelled mounts.
     pub label: Option<String>,
-    /// The secret for staging: namespace and name.
+    /// Secret for staging: namespace and name.
     pub stage_secret: Option<(String, String)>,
-    /// The secret for publishing.
+    /// Secret for publishing: namespace and name.
     pub publish_secret: Option<(String, String)>,
-    /// The secret for growing.
+    /// Secret for expansion: namespace and name.
     pub expand_secret: Option<(String, String)>,
-    /// The claim's namespace and name; none for an inline volume.
+    /// Namespace and name of the claim; `None` for an inline volume.
     pub claim: Option<(String, String)>,
-    /// What it has grown to behind its filesystem, where the claim says that the filesystem has less.
+    /// The pending expansion of the filesystem, if any.
     pub grown: Option<Grown>,
 }
 
-/// The name that nodes and attachers know a volume by (kubelet spec, 9.2).
+/// Unique volume name in the status of nodes and in the attach-detach controller (`GetUniqueVolumeName` in
+/// `pkg/volume/util/util.go`).
 #[must_use]
 pub fn unique_name(driver: &str, handle: &str) -> String {
     format!("kubernetes.io/csi/{driver}^{handle}")
 }
 
-/// The name of the VolumeAttachment that ties a volume to a node.
+/// Name of the VolumeAttachment for a volume and a node (`pkg/volume/csi/csi_attacher.go`).
 #[must_use]
 pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
     format!(
@@ -75,7 +76,7 @@ pub fn attachment_name(driver: &str, handle: &str, node: &str) -> String {
     )
 }
 
-/// What the driver calls an inline volume of a pod.
+/// The driver's volume id for an inline volume.
 #[must_use]
 pub fn inline_handle(uid: &str, volume: &str) -> String {
     format!("csi-{}", sha256(format!("{uid}{volume}").as_bytes()))
@@ -86,7 +87,7 @@ fn secret(reference: Option<&SecretReference>) -> Option<(String, String)> {
     Some((reference.namespace.clone()?, reference.name.clone()?))
 }
 
-/// A persistent volume's.
+/// The CSI volume of a persistent volume.
 #[must_use]
 pub fn of_persistent(
     volume: &PersistentVolume,
@@ -104,7 +105,7 @@ pub fn of_persistent(
     }
 }
 
-/// What a driver serves of a pod's own: an inline volume, or one of a kind that it has taken over; else none.
+/// The CSI volume of a volume in a pod spec: inline, or of a migrated kind. `None` for other volumes.
 pub fn of_pod(pod: &Pod, volume: &PodVolume) -> Result<Option<Volume>, Fault> {
     if let Some(inline) = of_inline(pod, volume) {
         return Ok(Some(inline));
@@ -133,7 +134,7 @@ fn of_source(
         fs_type: source.fs_type.clone().unwrap_or_default(),
         modes: spec.access_modes.unwrap_or_default(),
         options: spec.mount_options.unwrap_or_default(),
-        // The source's own is for whoever attaches the volume, and nobody else.
+        // The source's `readOnly` applies only to the attachment.
         read_only,
         block: spec.volume_mode.as_deref() == Some("Block"),
         stage_secret: secret(source.node_stage_secret_ref.as_ref()),
@@ -143,7 +144,7 @@ fn of_source(
     }
 }
 
-/// An inline volume's; none if it is not one.
+/// The CSI volume of an inline volume; `None` for other volumes.
 #[must_use]
 pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
     let source = volume.csi.as_ref()?;
@@ -164,22 +165,23 @@ pub fn of_inline(pod: &Pod, volume: &PodVolume) -> Option<Volume> {
     })
 }
 
-/// What a driver can do on a node.
+/// Capabilities of a driver's node service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NodeCapabilities {
-    /// Volumes are staged once for all pods.
+    /// `STAGE_UNSTAGE_VOLUME`: volumes are staged once for all pods.
     pub stage: bool,
-    /// It sets the group of a volume itself.
+    /// `VOLUME_MOUNT_GROUP`: the driver applies the volume's group.
     pub mount_group: bool,
-    /// It tells several writers of one node from a single one.
+    /// `SINGLE_NODE_MULTI_WRITER`: the driver distinguishes one writer on a node from several.
     pub single_node_multi_writer: bool,
-    /// It makes a filesystem as large as its volume has become.
+    /// `EXPAND_VOLUME`: the driver expands filesystems.
     pub expand: bool,
-    /// It says how full a volume is.
+    /// `GET_VOLUME_STATS`: the driver reports usage.
     pub stats: bool,
 }
 
-/// How a volume is accessed (kubelet spec, 9.5): the first of its modes counts, as the kubelet has it.
+/// The CSI access mode; only the first of the volume's modes counts, as in the kubelet
+/// (`pkg/volume/csi/csi_client.go`).
 #[must_use]
 pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
     let many = capabilities.single_node_multi_writer;
@@ -193,7 +195,7 @@ pub fn mode(modes: &[String], capabilities: NodeCapabilities) -> Mode {
     }
 }
 
-/// The kubelet's names of what is done with a volume: waiting for its attachment, staging and publishing it.
+/// The kubelet's names of the steps of a volume: wait for attachment, stage, publish.
 #[must_use]
 pub fn steps(volume: &Volume) -> [&'static str; 3] {
     match volume.block {
@@ -210,7 +212,7 @@ pub fn steps(volume: &Volume) -> [&'static str; 3] {
     }
 }
 
-/// The message that says so.
+/// The volume capability for staging and publishing.
 #[must_use]
 pub fn capability(
     volume: &Volume,
@@ -237,7 +239,8 @@ pub fn capability(
     }
 }
 
-/// The same for making its filesystem larger: without a group, and without the label of its mount, which is there already.
+/// The volume capability for expansion: without a group, and without the SELinux mount option, because the volume is
+/// mounted already.
 #[must_use]
 pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb::VolumeCapability {
     let label = volume.label.as_deref().map(selinux::option);
@@ -249,7 +252,7 @@ pub fn capability_to_grow(volume: &Volume, capabilities: NodeCapabilities) -> pb
     capability(&plain, capabilities, None)
 }
 
-/// Whether we give a volume to its pod's group ourselves.
+/// Whether the agent, not the driver, applies the pod's group to the volume.
 #[must_use]
 pub fn gives_group(
     volume: &Volume,
@@ -275,13 +278,13 @@ pub fn gives_group(
     }
 }
 
-/// Whether a driver mounts volumes with an SELinux label.
+/// Whether a driver supports mounts with an SELinux label.
 #[must_use]
 pub fn mounts_with_label(driver: Option<&CSIDriver>) -> bool {
     driver.is_some_and(|d| d.spec.se_linux_mount == Some(true))
 }
 
-/// A volume with its SELinux label among the options of its mount; without a label where its driver cannot mount so.
+/// Adds the SELinux label to the mount options, or removes the label if the driver does not support it.
 #[must_use]
 pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
     let label = volume.label.clone().filter(|_| mounts_with_label(driver));
@@ -298,18 +301,18 @@ pub fn labelled(volume: &Volume, driver: Option<&CSIDriver>) -> Volume {
     }
 }
 
-/// The drivers that a node tells of.
+/// The CSI drivers of a node.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Drivers {
-    /// Those that are registered.
+    /// Registered drivers.
     pub present: Vec<CSINodeDriver>,
-    /// The names of those that were, and have gone. Others that are still told of have not come back yet since the agent
-    /// or the machine was started: they stay.
+    /// Names of drivers that were unregistered since the agent started. Other drivers in CSINode that have not
+    /// registered again since the start stay listed.
     pub gone: BTreeSet<String>,
 }
 
 impl Drivers {
-    /// The drivers that CSINode is to tell of, where it tells of `known`.
+    /// The drivers for CSINode, given the `known` ones that it lists now.
     #[must_use]
     pub fn merged(&self, known: &[CSINodeDriver]) -> Vec<CSINodeDriver> {
         let is_present = |name: &str| self.present.iter().any(|driver| driver.name == name);
@@ -321,7 +324,7 @@ impl Drivers {
         all
     }
 
-    /// The node's annotation with their names for it, where it says `known`; none where there is nothing to say.
+    /// The Node annotation with the drivers' node ids, given its `known` value; `None` if it would be empty.
     #[must_use]
     pub fn node_ids(&self, known: Option<&str>) -> Option<String> {
         let known = known.and_then(|text| serde_json::from_str(text).ok());
@@ -329,23 +332,23 @@ impl Drivers {
         ids.retain(|name, _| !self.gone.contains(name));
         let present = self.present.iter();
         ids.extend(present.map(|driver| (driver.name.clone(), driver.node_id.clone())));
-        // A map of texts has a form as JSON.
+        // A map of strings always serialises to JSON.
         (!ids.is_empty()).then(|| serde_json::json!(ids).to_string())
     }
 }
 
-/// Why a pod does not get a volume that another one has.
+/// Why a pod cannot use a volume that another pod uses exclusively.
 pub const TAKEN: &str =
     "volume uses the ReadWriteOncePod access mode and is already in use by another pod";
 
-/// Whether only one pod at a time may have a volume (KEP-2485): with more than one mode, which of them a pod means is not
-/// known.
+/// Whether only one pod at a time may use the volume (KEP-2485). If the volume has further modes, exclusive use is not
+/// enforced.
 #[must_use]
 pub fn is_for_one_pod(volume: &Volume) -> bool {
     volume.modes == ["ReadWriteOncePod"]
 }
 
-/// How often a driver is asked anew how many volumes it serves here (KEP-4876); none for once.
+/// How often to refresh a driver's attachment limit (KEP-4876); `None` means never.
 #[must_use]
 pub fn refresh_period(driver: Option<&CSIDriver>) -> Option<Duration> {
     let seconds = driver?.spec.node_allocatable_update_period_seconds?;
@@ -355,7 +358,7 @@ pub fn refresh_period(driver: Option<&CSIDriver>) -> Option<Duration> {
         .map(Duration::from_secs)
 }
 
-/// Whether a volume lives and dies with its pod, as a CSIDriver names it.
+/// The volume's lifecycle mode in CSIDriver.
 fn lifecycle(volume: &Volume) -> &'static str {
     match volume.inline {
         true => "Ephemeral",
@@ -363,8 +366,8 @@ fn lifecycle(volume: &Volume) -> &'static str {
     }
 }
 
-/// Whether a driver serves volumes that live as long as this one does. The error is the kubelet's: a driver that the cluster
-/// has no CSIDriver of serves persistent ones alone.
+/// Checks that a driver supports the volume's lifecycle mode. Without a CSIDriver object, only persistent volumes are
+/// supported. The error message is the kubelet's.
 pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> {
     let mode = lifecycle(volume);
     let modes = driver.map(|d| d.spec.volume_lifecycle_modes.as_deref().unwrap_or_default());
@@ -387,13 +390,13 @@ pub fn serves(volume: &Volume, driver: Option<&CSIDriver>) -> Result<(), Fault> 
     )))
 }
 
-/// Whether a volume has to be attached before it can be staged.
+/// Whether a volume must be attached before it is staged.
 #[must_use]
 pub fn wants_attachment(volume: &Volume, driver: Option<&CSIDriver>) -> bool {
     !volume.inline && driver.is_none_or(|d| d.spec.attach_required != Some(false))
 }
 
-/// What the driver is told when a volume is published: its attributes, and its pod where the driver asks for that.
+/// The volume context for publishing: the volume's attributes, and pod information if the driver requests it.
 #[must_use]
 pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMap<String, String> {
     let mut context: HashMap<String, String> = volume.attributes.clone().into_iter().collect();
@@ -415,25 +418,26 @@ pub fn context(volume: &Volume, pod: &Pod, driver: Option<&CSIDriver>) -> HashMa
     context
 }
 
-/// What is kept beside a published volume, in the kubelet's layout: by it a fresh agent finds its way back.
+/// Metadata stored with a published volume (`vol_data.json`), in the kubelet's format; a restarted agent restores
+/// volumes from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeData {
-    /// The name of its directory.
+    /// Name of the volume's directory.
     #[serde(rename = "specVolID")]
     pub spec_vol_id: String,
-    /// The driver's name for it.
+    /// The driver's volume id.
     pub volume_handle: String,
     /// The driver.
     pub driver_name: String,
-    /// This node.
+    /// This node's name.
     pub node_name: String,
-    /// Its VolumeAttachment, if it has one.
+    /// Name of the VolumeAttachment, if the volume is attached.
     #[serde(rename = "attachmentID", skip_serializing_if = "String::is_empty")]
     pub attachment_id: String,
     /// `Persistent` or `Ephemeral`.
     pub volume_lifecycle_mode: String,
-    /// The SELinux label that it is mounted with, if it is.
+    /// SELinux label of the mount, if any.
     #[serde(
         rename = "seLinuxMountContext",
         skip_serializing_if = "String::is_empty"
@@ -441,7 +445,7 @@ pub struct VolumeData {
     pub label: String,
 }
 
-/// What is noted of a volume of the pod `uid` on the node `node`; `attaches` says that it has to be attached.
+/// The metadata for a volume of pod `uid` on node `node`; `attaches` is whether the volume must be attached.
 #[must_use]
 pub fn noted(volume: &Volume, uid: &str, node: &str, attaches: bool) -> VolumeData {
     let volume_handle = match volume.inline {

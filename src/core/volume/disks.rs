@@ -1,4 +1,5 @@
-//! Disks that a node reaches over a network: what they are called, and how one logs in to them (kubelet spec, 9.3). Pure.
+//! Network disks (iSCSI and Fibre Channel): names, paths and `iscsiadm` logins (`pkg/volume/iscsi`, `pkg/volume/fc`).
+//! Pure.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use k8s_openapi::api::core::v1::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Names and passwords for a portal. Never printed.
+/// CHAP user names and passwords. `Debug` hides the values.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Chap(pub BTreeMap<String, String>);
 
@@ -17,43 +18,43 @@ impl std::fmt::Debug for Chap {
     }
 }
 
-/// A logical unit behind iSCSI.
+/// An iSCSI logical unit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Iscsi {
-    /// Addresses with ports.
+    /// Portal addresses with ports.
     pub portals: Vec<String>,
-    /// The target's name.
+    /// The target's IQN.
     pub iqn: String,
-    /// The unit.
+    /// The LUN.
     pub lun: i32,
-    /// The interface of `iscsiadm`.
+    /// The `iscsiadm` interface.
     pub interface: String,
-    /// Our own name, if it is not the node's.
+    /// Initiator name, if it is not the node's default.
     pub initiator: Option<String>,
-    /// The interface that a kubelet has made for that name.
+    /// Interface that a kubelet created for that initiator name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<String>,
-    /// Whether discovery and sessions need a password.
+    /// Whether discovery and sessions use CHAP.
     pub chap: (bool, bool),
-    /// The secret with the passwords: namespace and name.
+    /// Secret with the CHAP credentials: namespace and name.
     pub secret: Option<(String, String)>,
-    /// What is in it; never on disk.
+    /// Content of the secret; never written to disk.
     #[serde(skip)]
     pub passwords: Chap,
 }
 
-/// A disk behind a network.
+/// A network disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Disk {
-    /// Behind iSCSI.
+    /// An iSCSI disk.
     Iscsi(Iscsi),
-    /// Behind Fibre Channel: the target's names and the unit, or names of the disk itself.
+    /// A Fibre Channel disk: target WWNs and LUN, or WWIDs.
     Fc {
-        /// The target's world wide names.
+        /// World wide names of the targets.
         wwns: Vec<String>,
-        /// The unit.
+        /// The LUN.
         lun: i32,
-        /// The disk's own names.
+        /// World wide ids of the disk.
         wwids: Vec<String>,
     },
 }
@@ -69,7 +70,7 @@ fn with_port(portal: &str) -> String {
     }
 }
 
-/// An iSCSI volume of a pod in `namespace`.
+/// The iSCSI disk of a volume in a pod spec; `namespace` is the pod's.
 #[must_use]
 pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
     let all = std::iter::once(&source.target_portal).chain(source.portals.iter().flatten());
@@ -96,7 +97,7 @@ pub fn of_iscsi(source: &ISCSIVolumeSource, namespace: &str) -> Disk {
     })
 }
 
-/// The iSCSI volume of a claim in `namespace`: as a pod's own, but its secret may lie elsewhere.
+/// The iSCSI disk of a persistent volume; `namespace` is the claim's. The secret may be in another namespace.
 #[must_use]
 pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str) -> Disk {
     let reference = source.secret_ref.clone();
@@ -122,7 +123,7 @@ pub fn of_persistent_iscsi(source: &ISCSIPersistentVolumeSource, namespace: &str
     of_iscsi(&own, &place)
 }
 
-/// A Fibre Channel volume.
+/// The Fibre Channel disk of a volume.
 #[must_use]
 pub fn of_fc(source: &FCVolumeSource) -> Disk {
     Disk::Fc {
@@ -132,14 +133,14 @@ pub fn of_fc(source: &FCVolumeSource) -> Disk {
     }
 }
 
-/// The name that a node and the attach-detach controller have for an iSCSI disk (upstream's `GetVolumeName`); its portal is as the
-/// volume has it.
+/// Unique name of an iSCSI disk for nodes and the attach-detach controller (`GetVolumeName` in `pkg/volume/iscsi`);
+/// `portal` is as the volume spells it.
 #[must_use]
 pub fn iscsi_name(portal: &str, iqn: &str, lun: i32) -> String {
     format!("kubernetes.io/iscsi/{portal}:{iqn}:{lun}")
 }
 
-/// The same of a Fibre Channel disk.
+/// Unique name of a Fibre Channel disk for nodes and the attach-detach controller.
 #[must_use]
 pub fn fc_name(source: &FCVolumeSource) -> String {
     let targets = source.target_wwns.as_deref().unwrap_or_default();
@@ -154,7 +155,7 @@ pub fn fc_name(source: &FCVolumeSource) -> String {
     }
 }
 
-/// The names that the disk of a place below a plugin's directory may have: the place does not tell all of it.
+/// Possible unique names of the disk with this directory below the plugin's directory. The directory name is ambiguous.
 #[must_use]
 pub fn names_of_place(place: &str) -> Vec<String> {
     let unit = place
@@ -171,14 +172,14 @@ pub fn names_of_place(place: &str) -> Vec<String> {
         let targets = disk.replace('-', " ");
         return vec![format!("kubernetes.io/fc/[{targets}]:{lun}")];
     };
-    // The port need not be a part of the volume's portal.
+    // The volume may omit the default port.
     let portals = [Some(portal), portal.strip_suffix(":3260")];
     let portals = portals.into_iter().flatten();
     portals.map(|portal| iscsi_name(portal, iqn, lun)).collect()
 }
 
 impl Disk {
-    /// The directory of its plugin.
+    /// Name of the plugin's directory.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
         match self {
@@ -187,7 +188,7 @@ impl Disk {
         }
     }
 
-    /// Where it is mounted for all pods, below `plugins`: segments of a path.
+    /// Path of the global mount below the `plugins` directory, as segments.
     #[must_use]
     pub fn place(&self) -> Vec<String> {
         match self {
@@ -211,7 +212,7 @@ impl Disk {
         }
     }
 
-    /// Where it is noted which pods have it as a device, likewise.
+    /// Path of the directory that records the pods with this block device, as segments below `plugins`.
     #[must_use]
     pub fn device_place(&self) -> Vec<String> {
         let mut place = self.place();
@@ -219,7 +220,7 @@ impl Disk {
         place
     }
 
-    /// Whether a link below `/dev/disk` is to this disk: the directory's name and the link's.
+    /// Whether a link below `/dev/disk` refers to this disk, by the names of its directory and the link.
     #[must_use]
     pub fn is_named(&self, dir: &str, link: &str) -> bool {
         let ends = |name: &str| {
@@ -246,7 +247,7 @@ impl Disk {
     }
 }
 
-/// What a kubelet notes of a session (its `pkg/volume/iscsi`). Go reads field names in any case, and writes these.
+/// Session file of a kubelet (`pkg/volume/iscsi`). Go accepts field names in any case, and writes these.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct KubeletSession {
@@ -259,7 +260,7 @@ struct KubeletSession {
     initiator_name: String,
 }
 
-/// The note of a session: ours or a kubelet's.
+/// A session file of this agent or of a kubelet.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Session {
@@ -287,7 +288,7 @@ impl From<KubeletSession> for Iscsi {
 }
 
 impl Iscsi {
-    /// Reads the note of a session that this agent or a kubelet has begun.
+    /// Parses a session file of this agent or of a kubelet.
     pub fn noted(text: &[u8]) -> Result<Iscsi, String> {
         match serde_json::from_slice(text) {
             Ok(Session::Own(own)) => Ok(own),
@@ -296,7 +297,7 @@ impl Iscsi {
         }
     }
 
-    /// The interface that is used: one of our own where we have a name of our own.
+    /// The interface to use; a separate one if the volume has an initiator name.
     fn iface(&self, portal: &str) -> String {
         if let Some(made) = &self.made {
             made.clone()
@@ -307,7 +308,7 @@ impl Iscsi {
         }
     }
 
-    /// What udev calls the disk below `/dev/disk/by-path`.
+    /// Name of the disk's link below `/dev/disk/by-path`, which udev creates.
     #[must_use]
     pub fn link(&self, portal: &str) -> String {
         format!("ip-{portal}-iscsi-{}-lun-{}", self.iqn, self.lun)
@@ -317,7 +318,7 @@ impl Iscsi {
         words.iter().map(|w| (*w).to_owned()).collect()
     }
 
-    /// What `iscsiadm` is told to log in at a portal, call by call.
+    /// Arguments of the `iscsiadm` calls that log in to a portal.
     #[must_use]
     pub fn login(&self, portal: &str) -> Vec<Vec<String>> {
         let iface = self.iface(portal);
@@ -376,12 +377,12 @@ impl Iscsi {
             calls.extend(own.map(|(key, value)| set(&node, key, value)));
         }
         calls.push(Self::with(&[&node[..], &["--login"]].concat()));
-        // After a boot the node decides itself what it logs in to.
+        // Disables automatic login at boot; the agent logs in when a pod needs the disk.
         calls.push(set(&node, "node.startup", "manual"));
         calls
     }
 
-    /// What it is told to log out.
+    /// Arguments of the `iscsiadm` calls that log out of a portal.
     #[must_use]
     pub fn logout(&self, portal: &str) -> Vec<Vec<String>> {
         let iface = self.iface(portal);
@@ -390,7 +391,7 @@ impl Iscsi {
             Self::with(&[&node[..], &["--logout"]].concat()),
             Self::with(&[&node[..], &["-o", "delete"]].concat()),
         ];
-        // A kubelet's interface serves all portals: it goes after the last one.
+        // A kubelet's interface serves all portals, so it is deleted after the last one.
         let is_last = self.made.is_none() || self.portals.last().is_some_and(|last| last == portal);
         if self.initiator.is_some() && is_last {
             calls.push(Self::with(&["-m", "iface", "-I", &iface, "-o", "delete"]));

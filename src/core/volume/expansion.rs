@@ -1,5 +1,5 @@
-//! What a node remembers of its drivers' volumes that become larger (upstream's node expander, and its actual state of the
-//! world): which of them are tried, and when again. Pure.
+//! State of volume expansions on a node: which are pending, and when to retry
+//! (`pkg/volume/util/operationexecutor/node_expander.go`, `pkg/kubelet/volumemanager/cache`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -9,56 +9,56 @@ use jiff::{SignedDuration, Timestamp};
 use super::claims::Grown;
 use crate::core::backoff::Doubling;
 
-/// The pauses between tries of one volume (upstream's `goroutinemap/exponentialbackoff`).
+/// Back-off between attempts for a volume (`pkg/util/goroutinemap/exponentialbackoff`).
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
-/// Of how many volumes it is remembered that they could not be grown, at most.
+/// Maximum number of volumes whose failed expansion is remembered.
 const FAILED: usize = 4096;
 
-/// How a try went.
+/// Outcome of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tried {
-    /// The filesystem has what it should.
+    /// The filesystem has the requested size.
     Done,
-    /// It may still be under way, or was not begun.
+    /// Unknown: the expansion may still be in progress, or was not started.
     Unknown,
-    /// Nothing was done, and nothing is under way.
+    /// Nothing was changed, and nothing is in progress.
     Failed,
-    /// The same, as the driver does not grow what is in use.
+    /// Failed, because the driver does not expand volumes in use.
     InUse,
 }
 
-/// When a volume is to be grown.
+/// When to expand a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
     /// Now.
     Now,
-    /// Not before then, as a try has failed.
+    /// Not before this time, because an attempt has failed.
     At(Timestamp),
-    /// Not at all: it has what it should, or its driver does not grow it while it is here.
+    /// Not at all: the size is reached, or the driver does not expand the volume while it is in use here.
     Never,
 }
 
-/// One volume that the node has.
+/// A volume in use on the node.
 #[derive(Debug)]
 struct Known {
-    /// How many bytes its filesystem has here.
+    /// Size of the filesystem on this node, in bytes.
     has: i64,
-    /// Its driver does not grow it before it has left the node.
+    /// Whether the driver requires that the volume leaves the node first.
     in_use: bool,
     pauses: Doubling,
     not_before: Option<Timestamp>,
 }
 
-/// The volumes that grow, by the names that nodes have for them.
+/// Volumes with pending expansions, by unique volume name.
 #[derive(Debug, Default)]
 pub struct Expansions {
     here: BTreeMap<String, Known>,
-    /// Those of which a try has failed for good, also when they have left the node since.
+    /// Volumes with a failed attempt, including those that have left the node since.
     failed: BTreeSet<String>,
 }
 
 impl Expansions {
-    /// When a volume is to be grown. A size that its claim has already is news only for a node that had less.
+    /// When to expand a volume. If the claim already has the new size, an expansion is due only if this node had less.
     pub fn due(&mut self, volume: &str, grown: &Grown, now: Timestamp) -> Due {
         let known = self.here.entry(volume.to_owned()).or_insert(Known {
             has: grown.had,
@@ -74,13 +74,13 @@ impl Expansions {
         }
     }
 
-    /// Whether a try of this volume has failed for good before.
+    /// Whether an attempt for this volume has failed before.
     #[must_use]
     pub fn has_failed(&self, volume: &str) -> bool {
         self.failed.contains(volume)
     }
 
-    /// A volume was tried; the answer is when to try again.
+    /// Records an attempt; returns when to retry.
     pub fn tried(
         &mut self,
         volume: &str,
@@ -88,7 +88,7 @@ impl Expansions {
         outcome: Tried,
         now: Timestamp,
     ) -> Option<Timestamp> {
-        // It may have left the node meanwhile.
+        // The volume may have left the node meanwhile.
         let known = self.here.get_mut(volume)?;
         if outcome == Tried::Done {
             (known.has, known.not_before) = (grown.bytes, None);
@@ -105,7 +105,7 @@ impl Expansions {
         known.not_before.filter(|_| !known.in_use)
     }
 
-    /// No pod of the node has the volume any more: what stood in the way may be gone with it.
+    /// Removes a volume that no pod of the node uses any more; it may be expandable now.
     pub fn forget(&mut self, volume: &str) {
         self.here.remove(volume);
     }
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(known.due("v", &two, most), Due::Now, "no longer than that");
         assert_eq!(known.tried("v", &two, Tried::Done, at(now)), None);
         assert!(!known.has_failed("v"));
-        // Its claim was not told.
+        // The claim was not updated.
         assert_eq!(known.due("v", &two, at(now)), Due::Now);
     }
 

@@ -1,4 +1,5 @@
-//! How much of the node's disk a pod may use, and whether it uses more (kubelet spec, 12.7). Pure.
+//! Limits of local ephemeral storage, and the check whether a pod exceeds them (`localStorageEviction` in
+//! `pkg/kubelet/eviction/eviction_manager.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,23 +11,23 @@ use crate::core::quantity::Quantity;
 
 const RESOURCE: &str = "ephemeral-storage";
 
-/// What a pod may use.
+/// A pod's limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Of each emptyDir with a limit: the limit as it is written, and its bytes.
+    /// Limit of each emptyDir that has one: as text and in bytes.
     pub volumes: BTreeMap<String, (String, u64)>,
-    /// Of each container with a limit.
+    /// Limit of each container that has one.
     pub containers: BTreeMap<String, (String, u64)>,
-    /// Of all together, if every container has a limit.
+    /// Limit of the whole pod, if every container has a limit.
     pub pod: Option<(String, u64)>,
 }
 
-/// What a pod uses, in bytes.
+/// A pod's usage in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Its emptyDirs and the files that are projected on the disk, by volume.
+    /// EmptyDirs and projected files on disk, by volume.
     pub volumes: BTreeMap<String, u64>,
-    /// Writable layer and logs of each container.
+    /// Writable layer and logs, by container.
     pub containers: BTreeMap<String, u64>,
 }
 
@@ -34,7 +35,7 @@ fn bytes(quantity: Quantity) -> u64 {
     u64::try_from(quantity.units()).unwrap_or(0)
 }
 
-/// What a pod may use.
+/// The limits of a pod.
 #[must_use]
 pub fn limits(pod: &Pod) -> Limits {
     let mut limits = Limits::default();
@@ -74,19 +75,19 @@ pub fn limits(pod: &Pod) -> Limits {
 }
 
 impl Limits {
-    /// Whether there is nothing to look at.
+    /// Whether there are no limits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.volumes.is_empty() && self.containers.is_empty() && self.pod.is_none()
     }
 
-    /// Whether containers have to be looked at.
+    /// Whether the usage of containers must be measured.
     #[must_use]
     pub fn counts_containers(&self) -> bool {
         !self.containers.is_empty() || self.pod.is_some()
     }
 
-    /// Above how many bytes of a volume it need not be counted any further.
+    /// Usage in bytes above which measuring a volume can stop.
     #[must_use]
     pub fn enough(&self, volume: &str) -> u64 {
         let own = self.volumes.get(volume).map(|(_, limit)| *limit);
@@ -96,7 +97,7 @@ impl Limits {
             .unwrap_or(u64::MAX)
     }
 
-    /// Why a pod must go that uses this much: the signal, as metrics name it, and the sentence.
+    /// Why a pod with this usage must be evicted: the signal for metrics, and the message.
     #[must_use]
     pub fn exceeded(&self, usage: &Usage) -> Option<(&'static str, String)> {
         let over = |map: &BTreeMap<String, u64>, name: &str, limit: u64| {
@@ -138,7 +139,7 @@ impl Limits {
     }
 }
 
-/// The volumes of a pod that count as the node's disk.
+/// The volumes of a pod that use the node's disk.
 #[must_use]
 pub fn counted(pod: &Pod) -> Vec<String> {
     let on_disk = |v: &&k8s_openapi::api::core::v1::Volume| {

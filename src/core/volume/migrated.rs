@@ -1,5 +1,5 @@
-//! Volumes of the kinds that have left Kubernetes' own code for CSI drivers: each is served as the CSI volume that stands
-//! for it (KEP-625; upstream's csi-translation-lib has the handles and attributes). Pure.
+//! In-tree volume kinds that migrated to CSI drivers: each volume is translated to an equivalent CSI volume (KEP-625;
+//! handles and attributes as in `staging/src/k8s.io/csi-translation-lib`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +13,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::core::fault::Fault;
 use crate::core::meta;
 
-/// Where CSINode says which kinds are served so; attachers and the scheduler go by it.
+/// CSINode annotation with the migrated kinds; attachers and the scheduler read it.
 pub const ANNOTATION: &str = "storage.alpha.kubernetes.io/migrated-plugins";
-/// What it says, in order.
+/// Its value, sorted.
 pub const PLUGINS: [&str; 7] = [
     "kubernetes.io/aws-ebs",
     "kubernetes.io/azure-disk",
@@ -34,28 +34,28 @@ const CINDER: &str = "cinder.csi.openstack.org";
 const VSPHERE: &str = "csi.vsphere.vmware.com";
 const PORTWORX: &str = "pxd.portworx.com";
 
-/// What stands for a part of a handle that only the driver can find out.
+/// Placeholder for parts of a handle that only the driver can determine.
 const UNSPECIFIED: &str = "UNSPECIFIED";
-/// The zone of a volume: as it is called, and as it was called until 1.17.
+/// Zone labels: the current one, and the one used before Kubernetes 1.17.
 const ZONES: [&str; 2] = [
     "topology.kubernetes.io/zone",
     "failure-domain.beta.kubernetes.io/zone",
 ];
-/// The region, in the same order.
+/// Region labels, in the same order.
 const REGIONS: [&str; 2] = [
     "topology.kubernetes.io/region",
     "failure-domain.beta.kubernetes.io/region",
 ];
-/// Between the zones of a label.
+/// Separator of several zones in a label.
 const BETWEEN_ZONES: &str = "__";
 
-/// What a kind becomes.
+/// Translation of a volume.
 struct Translated {
     source: CSIPersistentVolumeSource,
-    /// The driver's names for zone and region.
+    /// The driver's topology keys for zone and region.
     zone: Option<&'static str>,
     region: Option<&'static str>,
-    /// Whether only the access modes are kept that the driver can tell apart.
+    /// Whether to keep only access modes that the driver distinguishes.
     strict_modes: bool,
 }
 
@@ -92,11 +92,11 @@ impl Translated {
         self
     }
 
-    /// A persistent volume of a pod's own source.
+    /// A persistent volume for a volume in a pod spec.
     fn inline(self, name: &str, mode: &str) -> PersistentVolume {
         PersistentVolume {
             metadata: ObjectMeta {
-                // It names a directory.
+                // The name is used as a directory name.
                 name: Some(name.replace('/', "~")),
                 ..ObjectMeta::default()
             },
@@ -110,7 +110,7 @@ impl Translated {
     }
 }
 
-/// `aws://ZONE/vol-1`, `aws:///vol-1` or `vol-1`.
+/// Accepts `aws://ZONE/vol-1`, `aws:///vol-1` and `vol-1`.
 fn ebs_handle(id: &str) -> Result<String, Fault> {
     let Some(path) = id.strip_prefix("aws://") else {
         return Ok(id.to_owned());
@@ -139,7 +139,7 @@ fn ebs(
         .zoned("topology.ebs.csi.aws.com/zone"))
 }
 
-/// The region that all zones are in: `us-central1` of `us-central1-a`.
+/// The common region of all zones: `us-central1` for `us-central1-a`.
 fn pd_region(zones: &[&str]) -> Result<String, Fault> {
     let region = |zone: &str| {
         let parts: Vec<&str> = zone.split('-').collect();
@@ -219,7 +219,7 @@ fn azure_disk(disk: &AzureDiskVolumeSource) -> Result<Translated, Fault> {
     Ok(translated)
 }
 
-/// A share of an account, whose name stands in the name of its secret.
+/// A share; the name of its secret contains the storage account.
 struct Share<'a> {
     group: &'a str,
     secret: &'a str,
@@ -278,14 +278,14 @@ fn portworx(volume: &PersistentVolume, id: &str, fs_type: Option<&String>) -> Tr
     translated
 }
 
-/// A label of a volume that says where it is.
+/// The first topology label of a volume; empty if there is none.
 fn located<'a>(volume: &'a PersistentVolume, keys: [&str; 2]) -> &'a str {
     let labels = volume.metadata.labels.as_ref();
     let found = keys.iter().find_map(|key| labels?.get(*key));
     found.map_or("", String::as_str)
 }
 
-/// A persistent volume's share.
+/// Translates the Azure share of a persistent volume.
 fn persistent_share(
     volume: &PersistentVolume,
     spec: &PersistentVolumeSpec,
@@ -319,7 +319,7 @@ fn translated(
             disk.read_only,
         )?
     } else if let Some(disk) = &spec.gce_persistent_disk {
-        // The older label wins, as it does upstream.
+        // The older label takes precedence, as upstream.
         let handle = pd_handle(located(volume, [ZONES[1], ZONES[0]]), &disk.pd_name)?;
         pd(
             handle,
@@ -356,7 +356,7 @@ fn translated(
     }))
 }
 
-/// The terms of a volume's affinity.
+/// The required terms of a volume's node affinity.
 fn terms(spec: &mut PersistentVolumeSpec) -> &mut Vec<NodeSelectorTerm> {
     let affinity = spec
         .node_affinity
@@ -365,7 +365,7 @@ fn terms(spec: &mut PersistentVolumeSpec) -> &mut Vec<NodeSelectorTerm> {
     &mut required.node_selector_terms
 }
 
-/// Calls a place by its driver's name: where the affinity names it, or else as the volume's label says.
+/// Replaces topology keys by the driver's key. If the affinity has no such key, adds the value of the volume's label.
 fn renamed(spec: &mut PersistentVolumeSpec, label: &str, keys: [&str; 2], name: &str) {
     let mut found = false;
     let required = spec
@@ -405,7 +405,7 @@ fn renamed(spec: &mut PersistentVolumeSpec, label: &str, keys: [&str; 2], name: 
     }
 }
 
-/// The modes of a disk that its driver can tell apart: one writer unless there are only readers.
+/// Access modes that the driver of a disk distinguishes: ReadWriteOnce unless all modes are read-only.
 fn strict(modes: &[String]) -> Vec<String> {
     let only_readers = !modes.is_empty() && modes.iter().all(|mode| mode == "ReadOnlyMany");
     let mode = if only_readers {
@@ -416,7 +416,7 @@ fn strict(modes: &[String]) -> Vec<String> {
     vec![mode.into()]
 }
 
-/// The CSI volume that stands for a persistent volume; one of another kind stays as it is.
+/// Translates a persistent volume to CSI; volumes of other kinds are returned unchanged.
 pub fn persistent(volume: PersistentVolume) -> Result<PersistentVolume, Fault> {
     let Some(spec) = &volume.spec else {
         return Ok(volume);
@@ -453,7 +453,7 @@ pub fn persistent(volume: PersistentVolume) -> Result<PersistentVolume, Fault> {
     })
 }
 
-/// A pod's own share.
+/// Translates the Azure share of a volume in a pod spec.
 fn inline_share(
     volume: &Volume,
     file: &AzureFileVolumeSource,
@@ -475,7 +475,7 @@ fn inline_share(
     found.inline(&name, "ReadWriteMany")
 }
 
-/// The CSI volume that stands for a pod's own source; none if it is of another kind.
+/// Translates a volume in a pod spec to CSI; `None` for other kinds.
 pub fn inline(volume: &Volume, namespace: &str) -> Result<Option<PersistentVolume>, Fault> {
     let once = "ReadWriteOnce";
     let by = |read_only: Option<bool>| {

@@ -1,4 +1,4 @@
-//! Volumes: what a volume of a pod resolves to, where it lies, what its files contain.
+//! Volumes: how a pod's volume is resolved, where it is located, and the content of its files.
 
 pub mod attachment;
 pub mod certificates;

@@ -1,6 +1,7 @@
-//! Where a pod mounts other volumes within one of its volumes (kubelet spec, 9.3). Pure.
+//! Mount points that a pod needs inside one of its volumes for other volumes (`pkg/volume/util/nested_volumes.go`).
+//! Pure.
 //!
-//! What nobody may write to has to have the directories for that: the runtime cannot make them.
+//! Read-only volumes must contain these directories, because the runtime cannot create them.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -9,14 +10,14 @@ use k8s_openapi::api::core::v1::{Pod, VolumeMount};
 
 use crate::core::pod;
 
-/// The paths in a volume at which containers mount something else. What lies within another of these is left out: it is
-/// the other volume's.
+/// Paths within a volume where containers mount other volumes. Paths within another such path are omitted, because they
+/// belong to the other volume.
 #[must_use]
 pub fn within(pod: &Pod, volume: &str) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
     for (_, container) in pod::containers(pod) {
         let mounts: Vec<&VolumeMount> = container.volume_mounts.iter().flatten().collect();
-        // Of a part whose name is made of variables it is not known here where it lies.
+        // The path of a `subPathExpr` mount is not known here, because it contains variables.
         let is_own = |m: &&&VolumeMount| m.name == volume && m.sub_path_expr.is_none();
         for own in mounts.iter().filter(is_own) {
             let part = Path::new(own.sub_path.as_deref().unwrap_or_default());
@@ -25,7 +26,7 @@ pub fn within(pod: &Pod, volume: &str) -> BTreeSet<PathBuf> {
                 .filter_map(|m| Path::new(&m.mount_path).strip_prefix(&own.mount_path).ok())
                 .filter(|path| is_below(path))
                 .collect();
-            // What is outside comes first.
+            // Sorting puts outer paths first.
             inside.sort();
             let mut outermost: Vec<&Path> = vec![];
             for path in inside {

@@ -1,5 +1,5 @@
-//! What is in the volumes of a pod: the files that configMaps, secrets and the pod itself project
-//! (kubelet spec, 9.3 and 9.7). Pure: objects and tokens are passed in.
+//! Content of a pod's volumes: the files of configMap, secret, downwardAPI and projected volumes
+//! (`pkg/volume/projected`, `pkg/volume/util/atomic_writer.go`). Pure: objects and tokens are passed in.
 
 use std::collections::BTreeMap;
 
@@ -13,16 +13,16 @@ use crate::core::pod::env::{self, Objects, Surroundings};
 /// One projected file.
 #[derive(Clone, PartialEq, Eq)]
 pub struct File {
-    /// Its content.
+    /// The content.
     pub content: Vec<u8>,
-    /// Its mode.
+    /// Permission bits.
     pub mode: u32,
-    /// Who owns it, if not root.
+    /// Uid of the owner; `None` means root.
     pub owner: Option<u32>,
 }
 
 impl File {
-    /// One that belongs to root.
+    /// A file owned by root.
     #[must_use]
     pub fn new(content: Vec<u8>, mode: u32) -> File {
         File {
@@ -34,7 +34,7 @@ impl File {
 }
 
 impl std::fmt::Debug for File {
-    /// Contents may be secret.
+    /// Omits the content, which may be secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "File({} bytes, {:o})", self.content.len(), self.mode)
     }
@@ -43,40 +43,40 @@ impl std::fmt::Debug for File {
 /// Files by relative path.
 pub type Files = BTreeMap<String, File>;
 
-/// A private key and the certificates for it, both PEM. Never printed.
+/// A private key and its certificate chain, both PEM. Never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Credential {
-    /// PKCS#8.
+    /// The private key (PKCS#8).
     pub key: String,
-    /// The leaf first.
+    /// The certificate chain, leaf first.
     pub chain: String,
 }
 
-/// What was fetched for the sources of one projected volume.
+/// Data fetched for the sources of one projected volume.
 #[derive(Default)]
 pub struct Given {
-    /// Service account tokens by the path of their file.
+    /// Service account tokens by file path.
     pub tokens: BTreeMap<String, String>,
-    /// Trusted roots by the path of their file; none where there are none, and there need not be any.
+    /// Trust bundles by file path; `None` if an optional source selects none.
     pub bundles: BTreeMap<String, Option<String>>,
-    /// Keys and certificates, by the place of their source in the volume.
+    /// Keys and certificates by index of their source in the volume.
     pub credentials: BTreeMap<usize, Credential>,
 }
 
 /// A token that a projected volume needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenSource {
-    /// The audience; empty for the API's own.
+    /// The audience; empty means the API server's.
     pub audience: String,
     /// The lifetime in seconds.
     pub seconds: i64,
-    /// The file in the volume.
+    /// File path in the volume.
     pub path: String,
     /// The volume's name.
     pub volume: String,
 }
 
-/// The tokens a volume needs.
+/// The service account tokens that a volume needs.
 #[must_use]
 pub fn tokens(volume: &Volume) -> Vec<TokenSource> {
     let sources = volume
@@ -94,7 +94,7 @@ pub fn tokens(volume: &Volume) -> Vec<TokenSource> {
         .collect()
 }
 
-/// The names of objects that a volume's files come from, with whether each must exist: ConfigMaps, Secrets.
+/// Names of the ConfigMaps and of the Secrets that a volume's files come from.
 #[must_use]
 pub fn references(volume: &Volume) -> (Vec<String>, Vec<String>) {
     let (mut maps, mut secrets) = (vec![], vec![]);
@@ -111,7 +111,7 @@ pub fn references(volume: &Volume) -> (Vec<String>, Vec<String>) {
     (maps, secrets)
 }
 
-/// A path below the volume: relative, no `..`.
+/// Checks that a path stays below the volume: relative and without `..`.
 fn safe(path: &str) -> Result<String, Fault> {
     let bad = path.is_empty()
         || path.starts_with('/')
@@ -131,7 +131,8 @@ fn mode(own: Option<i32>, default: i32) -> u32 {
     u32::try_from(own.unwrap_or(default)).unwrap_or(0o644) & 0o7777
 }
 
-/// The files of the keys that are asked for; what is `missing` says the error about one that is not there, which comes after it.
+/// The files for the selected keys, or for all keys if none are selected. `missing` is the error message for a missing
+/// key; the key is appended.
 fn project(
     data: BTreeMap<String, Vec<u8>>,
     items: &[KeyToPath],
@@ -273,7 +274,7 @@ fn downward(
     Ok(files)
 }
 
-/// The files of a volume; `None` if it is not of a projecting kind.
+/// The files of a volume; `None` if the volume's type has no projected files.
 pub fn files(
     volume: &Volume,
     around: &Surroundings<'_>,
@@ -399,8 +400,8 @@ fn projection(
     )))
 }
 
-/// A file that proves who the pod is, or whom it trusts. Only one user may read it where the pod says which: the one that all containers
-/// run as, or those of its `fsGroup` (kubelet spec, 9.3).
+/// A file with a credential or a trust bundle. If the pod has an `fsGroup`, the group can read the file; otherwise, if
+/// all containers run as the same user, only that user can (`pkg/volume/projected/projected.go`).
 fn private(pod: &Pod, text: String, default: i32) -> File {
     let owner = crate::core::pod::common_user(pod);
     let mode = match (crate::core::pod::ownership(pod).group, owner) {

@@ -1,35 +1,35 @@
-//! What is told of a volume while it is given to its pod's group, which takes long where it has many files (upstream's
-//! `pkg/volume/volume_linux.go`). Pure.
+//! Events about a volume whose ownership change to the pod's `fsGroup` takes long because it has many files
+//! (`pkg/volume/volume_linux.go`). Pure.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The reason of the events.
+/// Reason of the events.
 pub const REASON: &str = "VolumePermissionChangeInProgress";
 
-/// The first event comes so long after the beginning,
+/// Time from the start to the first event.
 const FIRST: Duration = Duration::from_secs(30);
-/// and each further one so long after the one before it.
+/// Time between further events.
 const EVERY: Duration = Duration::from_secs(60);
 
-/// A volume that is being given to its pod's group.
+/// An ownership change in progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Giving {
-    /// The directory whose files are given, all of them.
+    /// The directory whose files are changed recursively.
     pub root: PathBuf,
-    /// The volume's directory below those of all pods, as events name it.
+    /// Path of the volume relative to the directory of all pods, as events name it.
     pub shown: String,
-    /// What it has come to.
+    /// Description of the progress.
     pub progress: String,
 }
 
-/// How long after the beginning the event is due that follows on so many.
+/// Time from the start to the next event, after the given number of events.
 #[must_use]
 pub fn due(told: u32) -> Duration {
     FIRST.saturating_add(EVERY.saturating_mul(told))
 }
 
-/// The words of the event that follows on so many, when so many `files` have been given.
+/// Message of the next event, after the given number of events and `files` processed files.
 #[must_use]
 pub fn message(shown: &str, told: u32, files: u64) -> String {
     match told {

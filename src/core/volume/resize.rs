@@ -1,5 +1,5 @@
-//! What the claim of a volume that grows is told (KEP-1790): whoever resizes it follows the state of its storage there, and
-//! gives up, or tries a smaller size, when the node cannot do its part. Pure.
+//! Status updates of a claim whose volume is expanded (KEP-1790). The resizer reads the state from the claim; if the
+//! node fails, it can stop or try a smaller size. Pure.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
@@ -7,15 +7,15 @@ use serde_json::{Value, json};
 
 use super::claims::Grown;
 
-/// The node may make the filesystem larger.
+/// State: the node may expand the filesystem.
 pub const PENDING: &str = "NodeResizePending";
-/// The node is doing that.
+/// State: the node is expanding the filesystem.
 pub const IN_PROGRESS: &str = "NodeResizeInProgress";
-/// The node cannot, and does not try again.
+/// State: the node cannot expand the filesystem and does not retry.
 pub const INFEASIBLE: &str = "NodeResizeInfeasible";
-/// The condition that says why.
+/// Condition with the error.
 const FAILED: &str = "NodeResizeError";
-/// What is over when a volume has grown.
+/// Conditions that are removed after a successful expansion.
 const CONDITIONS: [&str; 4] = [
     "Resizing",
     "FileSystemResizePending",
@@ -23,31 +23,31 @@ const CONDITIONS: [&str; 4] = [
     FAILED,
 ];
 
-/// What has become of a volume that is to grow.
+/// Progress of an expansion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resize<'a> {
-    /// The node begins with its part.
+    /// The node starts its part.
     Begun,
-    /// The volume has this size, as the API writes it.
+    /// The volume has this size, as an API quantity.
     Has(&'a str),
-    /// Nothing was done.
+    /// The expansion failed without any change.
     Failed {
-        /// Why.
+        /// The error.
         why: &'a str,
-        /// It would fail again.
+        /// Whether a retry would fail too.
         infeasible: bool,
-        /// When.
+        /// Time of the failure.
         at: Timestamp,
     },
 }
 
-/// Whether a claim is still the one whose volume has grown: another one may have its name by now.
+/// Whether a claim is the one whose volume is expanded, and not a new claim of the same name.
 #[must_use]
 pub fn concerns(claim: &PersistentVolumeClaim, grown: &Grown) -> bool {
     grown.uid.is_none() || grown.uid == claim.metadata.uid
 }
 
-/// The merge patch of a claim's status. It applies to this version of the claim alone.
+/// The merge patch of the claim's status, bound to the claim's resource version.
 #[must_use]
 pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
     let conditions = claim.status.as_ref().and_then(|s| s.conditions.as_deref());
@@ -61,7 +61,7 @@ pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
         Resize::Has(size) => {
             let states = claim.status.as_ref();
             let states = states.and_then(|s| s.allocated_resource_statuses.as_ref());
-            // Those of other resources stay; an empty map would stay, too.
+            // A merge patch keeps an empty map, so the field is deleted if no other resource has a state.
             let others = states.is_some_and(|states| states.keys().any(|of| of != "storage"));
             let states = if others {
                 json!({"storage": null})
@@ -78,7 +78,7 @@ pub fn patch(claim: &PersistentVolumeClaim, step: Resize<'_>) -> Value {
             let known = conditions
                 .iter()
                 .find(|c| c.type_ == FAILED && c.status == "True");
-            // It is in this state since it came into it.
+            // Repeated failures keep the transition time.
             let since = known.and_then(|c| c.last_transition_time.as_ref());
             let now = at.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
             let since = since.map_or_else(|| json!(now), |since| json!(since));
@@ -172,7 +172,7 @@ mod tests {
             patch(&several, Resize::Has("2Mi"))["status"]["allocatedResourceStatuses"],
             json!({"storage": null})
         );
-        // One that has failed before has done so since then.
+        // A repeated failure keeps the transition time.
         let before = json!({"type": "NodeResizeError", "status": "True", "lastTransitionTime": "2026-11-19T00:00:00Z"});
         let patched = patch(&claim(json!([before])), failed(false));
         let conditions = patched["status"]["conditions"].as_array().expect("a list");

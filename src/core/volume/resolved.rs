@@ -1,5 +1,5 @@
-//! A pod's volume once its claim is resolved: where it lies on this node and how it comes there
-//! (kubelet spec, 9.1 and 9.3). Pure.
+//! Resolution of a pod's volume, including its claim: the source, and how it is mounted on this node
+//! (`pkg/kubelet/volumemanager`). Pure.
 
 mod problem;
 
@@ -20,104 +20,105 @@ use crate::core::pod::resources::{Side, of_container, of_pod_level};
 use crate::core::quantity::Quantity;
 use crate::core::{meta, pod};
 
-/// What an emptyDir is made of.
+/// Medium of an emptyDir.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Medium {
     /// A directory on the node's disk.
     Disk {
-        /// Whether the filesystem may be trusted to count it: who is in the pod cannot change whose its files are.
+        /// Whether a filesystem quota may measure the usage (KEP-1029). Requires a user namespace, so that processes in
+        /// the pod cannot change the project id of files.
         counted: bool,
     },
-    /// A tmpfs of at most so many bytes; 0 for the kernel's default.
+    /// A tmpfs of this size in bytes; 0 means the kernel's default.
     Memory(u64),
-    /// Huge pages of so many bytes each.
+    /// Huge pages of this size in bytes.
     HugePages(u64),
 }
 
-/// How a volume comes to the node.
+/// How a volume is provided on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
-    /// The agent makes it.
+    /// A directory that the agent creates.
     EmptyDir(Medium),
-    /// The agent writes its files: into memory, except those of ConfigMaps.
+    /// Files that the agent writes: in memory, except for ConfigMaps.
     Files {
-        /// Whether they lie in memory: what may be secret must never reach a disk.
+        /// Whether the files are in memory, because secret content must never be written to a disk.
         in_memory: bool,
-        /// The directory of the plugin.
+        /// Name of the plugin's directory.
         plugin: &'static str,
     },
-    /// It is there already, of this type.
+    /// An existing path of the node.
     HostPath {
         /// The path on the node.
         path: String,
-        /// The type that is checked; empty for none.
+        /// The required type; empty means no check.
         kind: String,
     },
-    /// The runtime mounts an image.
+    /// An image that the runtime mounts.
     Image,
-    /// A directory or block device of this node.
+    /// A local directory or block device of this node.
     Local {
-        /// Its path.
+        /// The path.
         path: String,
-        /// The filesystem that a device gets which has none.
+        /// Filesystem type with which an unformatted device is formatted.
         filesystem: String,
-        /// What it has grown to, where the claim says that its filesystem has less.
+        /// The pending expansion of the filesystem, if any.
         grown: Option<Grown>,
     },
-    /// A driver publishes it.
+    /// A volume that a CSI driver publishes.
     Csi(Box<csi::Volume>),
-    /// A disk behind a network, with the filesystem that it gets if it has none.
+    /// A network disk.
     Disk {
         /// The disk.
         disk: Box<Disk>,
-        /// The filesystem.
+        /// Filesystem type with which an unformatted disk is formatted.
         filesystem: String,
-        /// The name that the attach-detach controller has for it.
+        /// Unique volume name in the attach-detach controller.
         attached_as: String,
     },
-    /// Another machine's directory.
+    /// An NFS export.
     Nfs {
         /// `server:/path`.
         device: String,
     },
 }
 
-/// A volume of a pod, resolved.
+/// A resolved volume of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResolvedVolume {
-    /// Its name in the pod.
+    /// Name of the volume in the pod spec.
     pub volume: String,
-    /// The name of its directory: the pod's for it, or the persistent volume's.
+    /// Name of the volume's directory: the name in the pod spec, or that of the persistent volume.
     pub name: String,
-    /// How it comes to the node.
+    /// How the volume is provided.
     pub source: Source,
-    /// Whether nobody may write to it.
+    /// Whether the volume is read-only.
     pub read_only: bool,
-    /// Whether it is a device and not a filesystem.
+    /// Whether the volume is a block device instead of a filesystem.
     pub block: bool,
-    /// The options of its mount.
+    /// Mount options.
     pub options: Vec<String>,
-    /// Whether its group is ours to set.
+    /// Whether the agent applies the pod's `fsGroup`.
     pub owned: bool,
-    /// Whether its files get their SELinux label from the mount, and need none of their own.
+    /// Whether the mount has an SELinux label, so that files need none of their own.
     pub labelled: bool,
-    /// The group that may use its files, of a persistent volume that names one.
+    /// Supplemental group from the annotation of a persistent volume.
     pub group: Option<i64>,
-    /// Its access mode as metrics name it: `RWO`, for instance, or `inline`.
+    /// Access mode as in metrics, such as `RWO` or `inline`.
     pub access_mode: &'static str,
 }
 
-/// What volumes are made with on this node.
+/// Properties of the node that volumes depend on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Here<'a> {
-    /// What pods may use of the node's memory, in bytes.
+    /// Allocatable memory of the node in bytes.
     pub memory: u64,
-    /// The SELinux label of containers' files; none where there is no SELinux.
+    /// SELinux label of container files; `None` without SELinux.
     pub label: Option<&'a str>,
 }
 
 impl ResolvedVolume {
-    /// A volume that has nothing particular.
+    /// A volume with default properties.
     fn plain(volume: &Volume, source: Source) -> ResolvedVolume {
         ResolvedVolume {
             volume: volume.name.clone(),
@@ -133,7 +134,7 @@ impl ResolvedVolume {
         }
     }
 
-    /// The directory of its plugin below the pod's `volumes`.
+    /// Name of the plugin's directory below the pod's `volumes` directory.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
         match &self.source {
@@ -148,7 +149,7 @@ impl ResolvedVolume {
         }
     }
 
-    /// Its plugin as metrics name it: of a driver's volume with the driver.
+    /// The plugin's name in metrics; for CSI volumes with the driver's name.
     #[must_use]
     pub fn qualified_plugin(&self) -> String {
         let plugin = self.plugin().replace('~', "/");
@@ -158,8 +159,8 @@ impl ResolvedVolume {
         }
     }
 
-    /// What the events say of a device that a pod has, when it has it: where a kubelet with this root directory lists it for
-    /// all pods, and where for this one (upstream's `GetGlobalMapPath` and `GetPodDeviceMapPath`).
+    /// Event messages after a block device is mapped: the global path and the pod's path at which a kubelet with this
+    /// root directory lists it (`GetGlobalMapPath` and `GetPodDeviceMapPath`).
     #[must_use]
     pub fn mapped(&self, root: &Path, uid: &str) -> [String; 2] {
         let plugins = root.join("plugins");
@@ -187,14 +188,14 @@ impl ResolvedVolume {
         })
     }
 
-    /// Whether a driver has taken over its kind.
+    /// Whether the volume is of an in-tree kind that migrated to a CSI driver.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
         matches!(&self.source, Source::Csi(served) if served.migrated)
     }
 
-    /// Whether the runtime gives its files the container's SELinux label (kubelet spec, 9.7): what is ours to change,
-    /// and has no label from its mount.
+    /// Whether the runtime relabels the volume's files with the container's SELinux label: only for writable volumes of
+    /// the node without a labelled mount (KEP-1710).
     #[must_use]
     pub fn is_relabelled(&self) -> bool {
         let ours = match &self.source {
@@ -206,19 +207,19 @@ impl ResolvedVolume {
     }
 }
 
-/// A claim and the volume it is bound to.
+/// A claim with its persistent volume.
 #[derive(Debug, Clone)]
 pub struct Claimed {
     /// The claim.
     pub claim: PersistentVolumeClaim,
-    /// The volume, as [translated](migrated::persistent).
+    /// The persistent volume, [translated](migrated::persistent) to CSI if needed.
     pub volume: PersistentVolume,
-    /// Whether it is of a kind that a CSI driver has taken over.
+    /// Whether the volume is of an in-tree kind that migrated to a CSI driver.
     pub migrated: bool,
 }
 
 impl Claimed {
-    /// A claim with the volume that it is bound to.
+    /// Combines a claim with its persistent volume.
     pub fn new(claim: PersistentVolumeClaim, volume: PersistentVolume) -> Result<Claimed, Fault> {
         let is_csi = |v: &PersistentVolume| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
         let before = is_csi(&volume);
@@ -230,14 +231,14 @@ impl Claimed {
         })
     }
 
-    /// Whether its volume is a device.
+    /// Whether the volume is a block device.
     #[must_use]
     pub fn is_block(&self) -> bool {
         let spec = self.volume.spec.as_ref();
         spec.and_then(|s| s.volume_mode.as_deref()) == Some("Block")
     }
 
-    /// Whether only one pod at a time may use it: if its volume has no other access mode.
+    /// Whether only one pod at a time may use the claim: ReadWriteOncePod is its only access mode.
     #[must_use]
     pub fn is_for_one_pod(&self) -> bool {
         let spec = self.volume.spec.as_ref();
@@ -246,7 +247,7 @@ impl Claimed {
     }
 }
 
-/// Why a claim cannot be used by a pod, as far as the claim itself tells; else the name of its volume.
+/// Checks that a pod may use a claim, and returns the name of its persistent volume.
 pub fn usable(
     pod: &Pod,
     volume: &Volume,
@@ -300,7 +301,7 @@ fn devices(container: &Container, volume: &str) -> bool {
         .any(|d| d.name == volume)
 }
 
-/// The size of huge pages that a pod asks for, if there is only one.
+/// Size of the huge pages for a medium. If the medium does not name it, the pod must request exactly one size.
 fn page_size(pod: &Pod, medium: &str) -> Result<u64, Fault> {
     let size = |text: &str| {
         text.parse::<Quantity>()
@@ -367,14 +368,14 @@ fn empty_dir(
     }
 }
 
-/// The group that a persistent volume's annotation names: its files are that group's.
+/// The supplemental group in the annotation of a persistent volume.
 fn group_of(volume: &PersistentVolume) -> Option<i64> {
     let named = meta::annotations(volume).get("pv.beta.kubernetes.io/gid")?;
     named.parse().ok()
 }
 
-/// The options of a persistent volume's mount: an annotation, from before there was a field, goes before that
-/// (`util.MountOptionFromSpec`). Those of drivers' volumes are the field's alone.
+/// Mount options of a persistent volume. The older annotation takes precedence over the field, except for CSI volumes
+/// (`util.MountOptionFromSpec`).
 fn mount_options(volume: &PersistentVolume) -> Vec<String> {
     if let Some(named) = meta::annotations(volume).get("volume.beta.kubernetes.io/mount-options") {
         let named = named.split(',').filter(|option| !option.is_empty());
@@ -385,7 +386,7 @@ fn mount_options(volume: &PersistentVolume) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// Options of a mount are refused where nothing is mounted.
+/// Rejects mount options for volumes that are not mounted.
 fn has_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
     if mount_options(volume).is_empty() {
         return Ok(());
@@ -397,7 +398,7 @@ fn has_no_options(volume: &PersistentVolume) -> Result<(), Problem> {
     })
 }
 
-/// Resolves a volume. `claimed` is its claim if it has one.
+/// Resolves a volume. `claimed` is its claim, if it has one.
 pub fn resolve(
     pod: &Pod,
     volume: &Volume,
@@ -487,7 +488,8 @@ pub fn resolve(
     Err(unserved(&volume.name, flex.map(|f| &f.driver)))
 }
 
-/// Why a volume is not served, with the kubelet's words (`ErrNoPluginMatched`); `flex` is the driver of a flexVolume.
+/// The error for an unsupported volume type, in the kubelet's words (`ErrNoPluginMatched`); `flex` is the driver of a
+/// flexVolume.
 fn unserved(name: &str, flex: Option<&String>) -> Problem {
     let why = match flex {
         Some(driver) => format!(
@@ -500,7 +502,7 @@ fn unserved(name: &str, flex: Option<&String>) -> Problem {
     Fault::invalid(why).into()
 }
 
-/// The filesystem of a disk.
+/// The filesystem type of a disk, by default ext4.
 fn filesystem(named: Option<&String>) -> String {
     named
         .cloned()
@@ -524,7 +526,8 @@ fn fc(source: &FCVolumeSource) -> Source {
     }
 }
 
-/// Whether the claim's volume is a device; refused where it is not the claim's, or where containers take it for something else.
+/// Whether the claim's volume is a block device. Fails if the volume is bound to another claim, or if containers use it
+/// in the other mode.
 fn fits(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> {
     let reference = claimed.volume.spec.as_ref();
     let reference = reference.and_then(|spec| spec.claim_ref.as_ref()?.uid.as_ref());
@@ -552,7 +555,7 @@ fn fits(pod: &Pod, volume: &Volume, claimed: &Claimed) -> Result<bool, Problem> 
     Ok(block)
 }
 
-/// A volume that a claim is bound to.
+/// Resolves the persistent volume of a claim.
 fn persistent(
     pod: &Pod,
     volume: &Volume,
@@ -579,7 +582,7 @@ fn persistent(
         .label
         .and_then(|files| selinux::of_volume(pod, &volume.name, &modes, files))
         .filter(|_| !block);
-    // A disk of our own is mounted with its label.
+    // Disks are mounted with the SELinux label.
     let disk = |source: Source, own: Option<bool>| {
         let mut made = made(source, read_only || own == Some(true), !block);
         made.labelled = label.is_some();
@@ -643,7 +646,7 @@ fn persistent(
     Err(unserved(&volume.name, flex.map(|f| &f.driver)))
 }
 
-/// Whether a node reaches the volume of a claim.
+/// Checks that the volume of a claim is accessible from the node.
 pub fn reached(
     claimed: &Claimed,
     node: Option<&k8s_openapi::api::core::v1::Node>,
@@ -661,7 +664,7 @@ pub fn reached(
     }
 }
 
-/// Why the volume of a claim cannot be had: another pod has it.
+/// The error for an exclusive claim that another pod uses.
 #[must_use]
 pub fn taken(claimed: &Claimed) -> Problem {
     Problem::Step {

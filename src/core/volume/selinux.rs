@@ -1,5 +1,4 @@
-//! The SELinux label that a volume is mounted with, so that nobody has to relabel it file by file (KEP-1710; kubelet
-//! spec, 9.7). Pure.
+//! SELinux labels of volume mounts. A labelled mount avoids relabelling every file (KEP-1710). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,15 +7,15 @@ use k8s_openapi::api::core::v1::{Pod, SELinuxOptions};
 use crate::core::fault::Fault;
 use crate::core::pod;
 
-/// Whether a policy is loaded: before, every process has the first of the kernel's initial labels, and the runtime gives
-/// none (`go-selinux`, `GetEnabled`). `own` is what `/proc/self/attr/current` says.
+/// Whether an SELinux policy is loaded. `own` is the content of `/proc/self/attr/current`: before a policy is loaded,
+/// every process has the kernel's initial label, and the runtime assigns no labels (`GetEnabled` in `go-selinux`).
 #[must_use]
 pub fn is_loaded(own: &str) -> bool {
     own.trim_end_matches(['\0', '\n']) != "kernel"
 }
 
-/// What a policy says of containers' files: the line `file = "…"` of its `lxc_contexts`. Empty where it says nothing: there
-/// the runtime gives no labels (`go-selinux`, `InitLabels`), so a volume must have none either.
+/// The label of container files in a policy's `lxc_contexts`, from the line `file = "…"`. Empty if the policy has none.
+/// Then the runtime assigns no labels (`InitLabels` in `go-selinux`), so volumes must have none either.
 #[must_use]
 pub fn files(contexts: &str) -> String {
     let value = |line: &str| {
@@ -33,7 +32,8 @@ pub fn files(contexts: &str) -> String {
     contexts.lines().find_map(value).unwrap_or_default()
 }
 
-/// A container's options, else its pod's: they are not mixed (`securitycontext.DetermineEffectiveSecurityContext`).
+/// A container's own options, or else the pod's; they are not merged (`DetermineEffectiveSecurityContext` in
+/// `pkg/securitycontext/util.go`).
 #[must_use]
 pub fn effective<'a>(
     own: Option<&'a SELinuxOptions>,
@@ -42,7 +42,7 @@ pub fn effective<'a>(
     own.or(pod)
 }
 
-/// Whether a part of a label is one: it becomes a part of a mount's options, and may add none.
+/// Whether a part of a label is safe. Labels become mount options, so a part must not be able to add others.
 fn is_plain(part: &str) -> bool {
     !part.is_empty()
         && part
@@ -50,7 +50,7 @@ fn is_plain(part: &str) -> bool {
             .all(|c| c.is_ascii_alphanumeric() || "_-.,:".contains(c))
 }
 
-/// The label of what processes with these options may use. None without a level, which the runtime then chooses itself.
+/// The file label for processes with these options; `None` without a level, which the runtime then chooses.
 fn label(options: &SELinuxOptions, files: &str) -> Option<String> {
     let mut parts = files.splitn(4, ':');
     let (user, role, kind) = (parts.next()?, parts.next()?, parts.next()?);
@@ -63,9 +63,9 @@ fn label(options: &SELinuxOptions, files: &str) -> Option<String> {
     is_plain(user).then(|| format!("{user}:{role}:{kind}:{level}"))
 }
 
-/// The labels that a pod's containers ask for a volume by their options; none of options with which the runtime chooses.
-/// Who has no options asks for nothing, and who is privileged asks as others do (upstream `pkg/volume/util`,
-/// `GetPodVolumeNames`). `files` is the policy's label of containers' files.
+/// The labels that a pod's containers request for a volume; `None` stands for options that leave the choice to the
+/// runtime. Containers without options request nothing, and privileged containers count like others
+/// (`GetPodVolumeNames` in `pkg/volume/util`). `files` is the policy's label of container files.
 fn labels(pod: &Pod, volume: &str, files: &str) -> BTreeSet<Option<String>> {
     let of_pod = pod::spec(pod).security_context.as_ref();
     let containers = pod::containers(pod);
@@ -84,14 +84,14 @@ fn labels(pod: &Pod, volume: &str, files: &str) -> BTreeSet<Option<String>> {
         .collect()
 }
 
-/// Whether a pod wants its volumes to be labelled file by file.
+/// Whether the pod requires relabelling of every file.
 fn is_recursive(pod: &Pod) -> bool {
     let of_pod = pod::spec(pod).security_context.as_ref();
     of_pod.and_then(|c| c.se_linux_change_policy.as_deref()) == Some("Recursive")
 }
 
-/// The label that a volume could be mounted with: the one that its containers ask for which use it. The error is that they
-/// ask for several, of which one may be what the runtime chooses.
+/// The label for mounting a volume, if its containers request one. Fails if they request different labels, or one of
+/// them leaves the choice to the runtime.
 pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, Fault> {
     let labels = labels(pod, volume, files);
     if labels.len() > 1 {
@@ -110,8 +110,8 @@ pub fn wanted(pod: &Pod, volume: &str, files: &str) -> Result<Option<String>, Fa
     Ok(labels.into_iter().next().flatten())
 }
 
-/// The label that a volume is mounted with: if one pod alone may use it, and all its containers that do have the same
-/// one. `files` is the policy's label of containers' files.
+/// The label with which a volume is mounted. Only a volume that is exclusive to one pod has one, and only if all
+/// containers that use it request the same label. `files` is the policy's label of container files.
 #[must_use]
 pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Option<String> {
     if modes != ["ReadWriteOncePod"] {
@@ -120,7 +120,7 @@ pub fn of_volume(pod: &Pod, volume: &str, modes: &[String], files: &str) -> Opti
     wanted(pod, volume, files).ok().flatten()
 }
 
-/// The access modes of a persistent volume as metrics name them: the widest of them.
+/// The access mode of a persistent volume in metrics: the widest one.
 #[must_use]
 pub fn access_mode(modes: &[String]) -> &'static str {
     let known = [
@@ -134,36 +134,36 @@ pub fn access_mode(modes: &[String]) -> &'static str {
     found.map_or("", |(_, short)| short)
 }
 
-/// The access mode of volumes that are mounted with their label.
+/// Metrics name of the access mode of volumes that are mounted with a label.
 pub const ALONE: &str = "RWOP";
-/// The access mode of a pod's own volumes.
+/// Metrics name of the access mode of volumes in the pod spec.
 pub const INLINE: &str = "inline";
 
-/// A volume that pods have.
+/// A volume in use by pods.
 #[derive(Debug)]
 struct Admitted {
-    /// The label that its first pod wants; none if it needs none.
+    /// The label that the first pod requested; `None` if it requested none.
     label: Option<String>,
     pods: BTreeSet<String>,
 }
 
-/// What comes of a pod's volume.
+/// Result of adding a pod to a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Admission {
-    /// No pod had it before.
+    /// No other pod uses the volume.
     New,
-    /// It is as other pods have it, or this pod has it already.
+    /// Other pods use the volume with the same label, or this pod was added before.
     Same,
-    /// Other pods have it with another label.
+    /// Other pods use the volume with another label.
     Conflict(String),
 }
 
-/// The labels that volumes are wanted with which the pods of this node have.
+/// The requested labels of all volumes that the pods of this node use.
 #[derive(Debug, Default)]
 pub struct Admissions(BTreeMap<String, Admitted>);
 
 impl Admissions {
-    /// A pod wants a volume with a label, or without. Where it is `strict`, a pod with another label does not get it.
+    /// Adds a pod to a volume with the label that the pod requests. If `strict`, a pod with another label is not added.
     pub fn admit(
         &mut self,
         volume: &str,
@@ -194,7 +194,7 @@ impl Admissions {
         ))
     }
 
-    /// A pod has no volumes any more.
+    /// Removes a pod from all volumes.
     pub fn forget(&mut self, uid: &str) {
         self.0.retain(|_, admitted| {
             admitted.pods.remove(uid);
@@ -203,7 +203,7 @@ impl Admissions {
     }
 }
 
-/// The option of a mount that says so.
+/// The mount option for a label.
 #[must_use]
 pub fn option(label: &str) -> String {
     format!("context=\"{label}\"")
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
     use serde_json::{Value, json};
 
-    /// What a policy says of containers' files.
+    /// A policy's label of container files.
     const POLICY: &str = "system_u:object_r:container_file_t:s0";
 
     #[test]
@@ -316,7 +316,7 @@ mod tests {
                 "multiple SELinux labels found: u:r:t:s0:c1,c2,u:r:t:s0:c3,c4"
             ))
         );
-        // What the runtime chooses is another than what is named.
+        // The runtime's choice counts as different from a named label.
         let own = json!({"name": "c", "volumeMounts": mounts, "securityContext": {"seLinuxOptions": {"type": "t"}}});
         let spec = json!({"securityContext": context("s0:c1,c2"), "containers": [own, pods]});
         let mixed = serde_json::from_value(json!({"spec": spec})).expect("a pod");

@@ -1,6 +1,5 @@
-//! The file that keeps which claims are prepared for which pods: `dra_manager_state` in the kubelet's format
-//! (`pkg/kubelet/cm/dra/state`), so that a node's agent can be exchanged, in either direction, and no driver is left with
-//! what nobody gives back. Pure.
+//! The checkpoint of prepared claims, `dra_manager_state`, in the kubelet's format (`pkg/kubelet/cm/dra/state`). With
+//! it, a node can switch between the kubelet and this agent, and every prepared claim is eventually unprepared. Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use super::{Claim, Claims};
 use crate::core::digest::crc32;
 
-/// The file's name, in the root directory.
+/// File name, below the root directory.
 pub const FILE: &str = "dra_manager_state";
 const KIND: &str = "DRACheckpoint";
 const VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
 
-/// The file as a whole. The checksum is of the text in it, as it stands.
+/// The whole file. `checksum` covers the text of `data`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct File {
@@ -32,7 +31,7 @@ struct Data {
     claims: Option<Vec<Entry>>,
 }
 
-/// A claim. Go writes lists that are absent as null.
+/// A claim. Go writes absent lists as `null`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Entry {
@@ -45,7 +44,7 @@ struct Entry {
     driver_state: Option<BTreeMap<String, Driver>>,
 }
 
-/// What Go's sets have as values.
+/// The value type of Go's sets.
 #[derive(Debug, Serialize, Deserialize)]
 struct Nothing {}
 
@@ -55,20 +54,20 @@ struct Driver {
     devices: Option<Vec<Device>>,
 }
 
-/// What a driver has prepared of a claim.
+/// A device that a driver prepared for a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase", default)]
 pub struct Device {
     /// The device's pool.
     pub pool_name: String,
-    /// Its name in the pool.
+    /// The device's name in the pool.
     pub device_name: String,
-    /// Which share of it, where several claims share it.
+    /// Id of the share, if several claims share the device.
     #[serde(rename = "ShareID")]
     pub share_id: Option<String>,
-    /// The requests of the claim that it is for; none means all.
+    /// The requests of the claim that the device serves; `None` means all.
     pub request_names: Option<Vec<String>>,
-    /// The full names of its CDI devices.
+    /// Fully qualified names of the CDI devices.
     #[serde(rename = "CDIDeviceIDs")]
     pub cdi_device_ids: Option<Vec<String>>,
 }
@@ -76,24 +75,24 @@ pub struct Device {
 /// Why a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// It is not JSON of this shape.
+    /// The content is not JSON of the expected shape.
     #[error("it is not a checkpoint of resource claims: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// It was changed after it was written, or not written to its end.
+    /// The file was modified or is truncated.
     #[error("its checksum is {found}, and its content has {expected}")]
     Checksum {
-        /// As it stands in the file.
+        /// Checksum in the file.
         found: u32,
-        /// As the content has it.
+        /// Checksum computed from the content.
         expected: u32,
     },
 }
 
-/// Reads a file. What it names is taken to be prepared for its pods, and is prepared once more for others.
+/// Reads a checkpoint. Its claims count as prepared for the pods that it lists; for other pods they are prepared again.
 ///
 /// # Errors
 ///
-/// It is damaged.
+/// The file is corrupt.
 pub fn read(text: &str) -> Result<Claims, CheckpointError> {
     let file: File = serde_json::from_str(text)?;
     let expected = crc32(file.data.as_bytes());
@@ -119,7 +118,7 @@ pub fn read(text: &str) -> Result<Claims, CheckpointError> {
     Ok(Claims(claims.map(claim).collect()))
 }
 
-/// The file's text.
+/// Serialises the checkpoint.
 #[must_use]
 pub fn write(claims: &Claims) -> String {
     let driver = |(name, devices): (&String, &Vec<Device>)| {
@@ -144,7 +143,7 @@ pub fn write(claims: &Claims) -> String {
         api_version: VERSION.into(),
         claims: Some(claims.0.iter().map(entry).collect()),
     };
-    // Strings under strings: serde_json writes them without fail.
+    // Maps with string keys and values: serde_json cannot fail on them.
     let data = serde_json::to_string(&data).unwrap_or_default();
     let checksum = crc32(data.as_bytes());
     serde_json::to_string(&File { data, checksum }).unwrap_or_default()

@@ -1,5 +1,5 @@
-//! How well the devices of dynamic resources are, as their drivers say it, for the statuses of containers (KEP-4680, kubelet
-//! spec, 14.6). Pure; times are since the agent started.
+//! Health of DRA devices, as their drivers report it, for container statuses (KEP-4680,
+//! `pkg/kubelet/cm/dra/healthinfo.go`). Pure; times are durations since the agent started.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,25 +11,25 @@ use super::{Claims, resolve};
 use crate::core::pod;
 use crate::core::pod::status::devices::{DeviceHealth, Health, OfContainer, OfPod};
 
-/// For how long holds what a driver says of a device, if it says nothing else, as the kubelet has it. So long what was told
-/// before stands after a start of the agent too.
+/// How long a driver's report is valid by default, as in the kubelet. For the same time after the start of the agent,
+/// the health in existing pod statuses is kept.
 pub const HOLDS: Duration = Duration::from_secs(30);
-/// How long a driver's words may be, in characters, as the kubelet has it.
+/// Maximum length of a driver's message in characters, as in the kubelet.
 const MESSAGE: usize = 1024;
 const CUT: &str = "...";
 
-/// What a driver says of a device.
+/// A driver's report about a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     /// The pool of the device.
     pub pool: String,
-    /// Its name in the pool.
+    /// The device's name in the pool.
     pub device: String,
-    /// How it is.
+    /// Reported health.
     pub health: Health,
-    /// In the driver's words; may be empty.
+    /// The driver's message; may be empty.
     pub message: String,
-    /// For how long that holds, in seconds; below one means [`HOLDS`].
+    /// How many seconds the report is valid; values below one mean [`HOLDS`].
     pub seconds: i64,
 }
 
@@ -56,12 +56,12 @@ struct Known {
     until: Duration,
 }
 
-/// What drivers have said of their devices.
+/// The latest reports of all drivers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DriversHealth(BTreeMap<String, BTreeMap<(String, String), Known>>);
 
 impl DriversHealth {
-    /// A driver has said how its devices are. What it does not name any more holds for as long as it was said to.
+    /// Records a driver's report. Devices that the report does not list keep their previous health until that expires.
     pub fn said(&mut self, driver: &str, devices: Vec<Said>, now: Duration) {
         let known = self.0.entry(driver.to_owned()).or_default();
         known.retain(|_, known| known.until > now);
@@ -90,7 +90,7 @@ impl DriversHealth {
         known.map_or_else(|| Health::Unknown.into(), |known| known.is.clone())
     }
 
-    /// When something that was said ceases to hold.
+    /// When the next report expires.
     #[must_use]
     pub fn next_expiry(&self, now: Duration) -> Option<Duration> {
         let said = self.0.values().flat_map(BTreeMap::values);
@@ -99,7 +99,7 @@ impl DriversHealth {
     }
 }
 
-/// The device as the status names it: by its CDI device where it has one.
+/// The id of a device in container statuses: its first CDI device, if there is one.
 fn id(driver: &str, device: &Device) -> String {
     let cdi = device.cdi_device_ids.iter().flatten().next();
     cdi.cloned()
@@ -107,7 +107,7 @@ fn id(driver: &str, device: &Device) -> String {
 }
 
 impl Claims {
-    /// The health of the devices that a pod's containers have by their claims; nothing of claims that are not prepared.
+    /// Health of the devices that a pod's containers use through claims; claims that are not prepared are omitted.
     #[must_use]
     pub fn health(&self, pod: &Pod, drivers: &DriversHealth, now: Duration) -> OfPod {
         let mut found = OfPod::new();
@@ -142,7 +142,7 @@ impl Claims {
         found
     }
 
-    /// How the devices of all pods are that have some, by the pods' uids: two that are equal tell the pods the same.
+    /// Health of the devices of each pod, by pod uid. If a pod's entry is unchanged, its status is too.
     #[must_use]
     pub fn health_by_pod(
         &self,

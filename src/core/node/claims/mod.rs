@@ -1,9 +1,10 @@
-//! Resource claims of dynamic resource allocation (kubelet spec, 14.6): which of a pod's claims are to be prepared by their
-//! drivers and which are to be given back, and which CDI devices containers find. Pure; the world around it is
-//! `agent::node::claims`.
+//! Resource claims of dynamic resource allocation (KEP-4381, `pkg/kubelet/cm/dra/manager.go`): which claims of a pod
+//! the drivers must prepare or unprepare, and which CDI devices containers get. Pure; `agent::node::claims` does the
+//! I/O.
 //!
-//! A claim is prepared once for all pods that use it, and given back when the last of them has ended. While its drivers are
-//! asked it is busy: nobody else begins anything with it. So a claim is never given back while it is prepared for another pod.
+//! A claim is prepared once for all pods that use it, and unprepared when the last of them terminates. A claim is busy
+//! while calls to its drivers are in progress, and no other operation may start. So a claim is never unprepared while
+//! it is being prepared for another pod.
 
 pub mod checkpoint;
 pub mod health;
@@ -19,10 +20,10 @@ use self::checkpoint::Device;
 use crate::core::meta;
 use crate::core::pod;
 
-/// Why a pod's claims cannot be prepared, given back or used, in the words that the kubelet has for it.
+/// Why a pod's claims cannot be prepared, unprepared or used; the messages are the kubelet's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ClaimError {
-    /// The claim of a template is not named in the pod's status yet.
+    /// The pod's status does not name the claim of a template yet.
     #[error("pod {0:?}: ResourceClaim not created yet")]
     NotCreated(String),
     /// An entry of `spec.resourceClaims` names neither a claim nor a template.
@@ -33,7 +34,7 @@ pub enum ClaimError {
         /// The entry's name.
         entry: String,
     },
-    /// A claim of a template is another pod's.
+    /// The claim of a template belongs to another pod.
     #[error("ResourceClaim {claim} was not created for Pod {pod} (Pod is not owner)")]
     NotOwner {
         /// Namespace and name of the claim.
@@ -46,50 +47,50 @@ pub enum ClaimError {
     NotReserved {
         /// The pod's name.
         pod: String,
-        /// Its uid.
+        /// The pod's uid.
         uid: String,
         /// The claim's name.
         claim: String,
-        /// Its uid.
+        /// The claim's uid.
         claim_uid: String,
     },
-    /// The claim has no devices yet.
+    /// The claim has no allocation yet.
     #[error("ResourceClaim {0}: not allocated")]
     NotAllocated(String),
-    /// Another claim of the same name is still prepared.
+    /// An older claim of the same name is still prepared.
     #[error(
         "old ResourceClaim with same name {name} and different UID {uid} still exists (previous pod force-deleted?!)"
     )]
     Replaced {
-        /// The name.
+        /// The name of both claims.
         name: String,
-        /// The uid of the old one.
+        /// The uid of the old claim.
         uid: String,
     },
-    /// A driver answered for a claim that it was not asked for.
+    /// A driver returned a result for a claim that was not in the request.
     #[error("{call} returned result for unknown claim UID {uid}")]
     Unknown {
-        /// The method.
+        /// The gRPC method.
         call: &'static str,
-        /// The uid in the answer.
+        /// The claim's uid in the response.
         uid: String,
     },
-    /// A driver could not do it.
+    /// A driver failed for a claim.
     #[error("{call} failed for ResourceClaim {claim}: {error}")]
     Refused {
-        /// The method.
+        /// The gRPC method.
         call: &'static str,
         /// The claim's name.
         claim: String,
-        /// The driver's words.
+        /// The driver's error message.
         error: String,
     },
-    /// A driver did not answer for all claims.
+    /// A driver's response lacks claims of the request.
     #[error("{call} skipped {count} ResourceClaims")]
     Skipped {
-        /// The method.
+        /// The gRPC method.
         call: &'static str,
-        /// How many are missing.
+        /// How many claims are missing.
         count: usize,
     },
     /// A container refers to a claim that has not been prepared.
@@ -99,19 +100,19 @@ pub enum ClaimError {
     NotPrepared {
         /// The claim's namespace.
         namespace: String,
-        /// Its name.
+        /// The claim's name.
         name: String,
     },
 }
 
-/// A claim, as drivers are told of it.
+/// Identity of a claim, as in requests to drivers.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Named {
-    /// Its namespace.
+    /// The claim's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The claim's name.
     pub name: String,
-    /// Its uid.
+    /// The claim's uid.
     pub uid: String,
 }
 
@@ -120,7 +121,7 @@ pub struct Named {
 pub struct Reference {
     /// The claim's name.
     pub name: String,
-    /// It was made from a template, for this pod alone.
+    /// Whether the claim was created from a template for this pod.
     pub own: bool,
 }
 
@@ -133,26 +134,26 @@ pub struct Wanted {
     pub drivers: BTreeSet<String>,
 }
 
-/// Which claims each driver is to be asked about; no claim stands twice under a driver.
+/// The claims to send to each driver, without duplicates.
 pub type Batches = BTreeMap<String, Vec<Named>>;
 
-/// What is to be done first.
+/// Result of starting to prepare or unprepare claims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Begun {
-    /// Somebody is about one of the claims: nothing was changed, and another try makes sense when that has ended.
+    /// Another operation on one of the claims is in progress. Nothing was changed; retry when that operation completes.
     Busy,
-    /// These are to be asked; the claims are busy until [`Claims::prepared`] or [`Claims::given_back`].
+    /// Call the drivers with these claims, which stay busy until [`Claims::prepared`] or [`Claims::given_back`].
     Ask(Batches),
 }
 
-/// Whether a pod has claims, so that something has to be prepared and given back for it.
+/// Whether a pod has claims that must be prepared and unprepared.
 #[must_use]
 pub fn has_claims(pod: &Pod) -> bool {
     let entries = pod::spec(pod).resource_claims.as_ref();
     entries.is_some_and(|entries| !entries.is_empty()) || extended(pod).is_some()
 }
 
-/// The claim that gives extended resources of the pod's containers (KEP-5004), and which request of it is whose.
+/// The claim for extended resources of the pod's containers (KEP-5004), with the mapping of requests to containers.
 fn extended(pod: &Pod) -> Option<&k8s_openapi::api::core::v1::PodExtendedResourceClaimStatus> {
     pod.status.as_ref()?.extended_resource_claim_status.as_ref()
 }
@@ -161,7 +162,7 @@ fn full_name(pod: &Pod) -> String {
     format!("{}/{}", meta::namespace(pod), meta::name(pod))
 }
 
-/// The claim behind an entry of `spec.resourceClaims`; none where the template's controller has found that none is needed.
+/// The claim behind an entry of `spec.resourceClaims`; `None` if the controller found that the template needs no claim.
 fn resolve(pod: &Pod, entry: &str) -> Result<Option<Reference>, ClaimError> {
     let entries = pod::spec(pod).resource_claims.iter().flatten();
     let found = entries.into_iter().find(|e| e.name == entry);
@@ -185,11 +186,11 @@ fn resolve(pod: &Pod, entry: &str) -> Result<Option<Reference>, ClaimError> {
     Ok(made.resource_claim_name.as_ref().map(own))
 }
 
-/// The claims that a pod refers to, each once. What its status says has to be in `pod`.
+/// The claims that a pod refers to, without duplicates. `pod` must include its status.
 ///
 /// # Errors
 ///
-/// One that a template stands for has not been made yet.
+/// The claim of a template has not been created yet.
 pub fn references(pod: &Pod) -> Result<Vec<Reference>, ClaimError> {
     let mut found: Vec<Reference> = vec![];
     for entry in pod::spec(pod).resource_claims.iter().flatten() {
@@ -203,11 +204,11 @@ pub fn references(pod: &Pod) -> Result<Vec<Reference>, ClaimError> {
     Ok(found)
 }
 
-/// Whether a pod may use a claim, and what of it is to be prepared.
+/// Checks that a pod may use a claim, and returns the drivers of its devices.
 ///
 /// # Errors
 ///
-/// It is another pod's, not reserved for this one, or has no devices yet.
+/// The claim belongs to another pod, is not reserved for this one, or is not allocated.
 pub fn checked(
     pod: &Pod,
     reference: &Reference,
@@ -245,11 +246,11 @@ pub fn checked(
     })
 }
 
-/// What a driver answered, for all that it was asked about. The answers are by the claims' uids.
+/// Checks a driver's response against the claims of the request. `answers` is keyed by claim uid.
 ///
 /// # Errors
 ///
-/// It could not do it for one of the claims, or has answered for others.
+/// The driver failed for a claim, skipped one, or returned a result for an unknown one.
 pub fn judge<T>(
     call: &'static str,
     asked: &[Named],
@@ -273,23 +274,23 @@ pub fn judge<T>(
     }
 }
 
-/// A claim that was or is to be prepared on this node.
+/// A claim that is prepared, or is to be prepared, on this node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Claim {
     uid: String,
-    /// The pods that use it, by uid.
+    /// Uids of the pods that use the claim.
     pods: BTreeSet<String>,
-    /// What each of its drivers has prepared.
+    /// The devices that each driver has prepared.
     drivers: BTreeMap<String, Vec<Device>>,
-    /// Its drivers have prepared it since this agent started: after a restart they are asked once more, as they may have lost
-    /// what they had.
+    /// Whether the drivers have prepared the claim since this agent started. After a restart they are called again,
+    /// because they may have lost their state.
     prepared: bool,
-    /// Its drivers are being asked.
+    /// Whether calls to the drivers are in progress.
     busy: bool,
 }
 
 impl Claim {
-    /// What was prepared for a request, or for all, each with its driver.
+    /// The prepared devices of a request, or of all requests, each with its driver.
     fn devices<'a>(
         &'a self,
         request: Option<&str>,
@@ -298,7 +299,7 @@ impl Claim {
             devices.iter().map(move |device| (driver, device))
         };
         let all = self.drivers.iter().flat_map(of_driver);
-        // A device without names of requests is for all of them.
+        // A device without request names serves all requests.
         all.filter(move |(_, device)| match (request, &device.request_names) {
             (Some(request), Some(names)) => names.is_empty() || names.iter().any(|n| n == request),
             _ => true,
@@ -324,12 +325,12 @@ impl Claims {
         })
     }
 
-    /// Counts a pod in with all its claims, and says which drivers are to be asked to prepare those that are not prepared.
-    /// Where it fails, nothing is changed.
+    /// Adds a pod to all its claims and returns the driver calls that prepare the unprepared ones. On error nothing is
+    /// changed.
     ///
     /// # Errors
     ///
-    /// Another claim of the same name is still there.
+    /// An older claim of the same name still exists.
     pub fn prepare(&mut self, pod: &str, wanted: &[Wanted]) -> Result<Begun, ClaimError> {
         for Wanted { claim, .. } in wanted {
             match self.0.get(&key(claim)) {
@@ -351,7 +352,7 @@ impl Claims {
             for driver in drivers {
                 known.drivers.entry(driver.clone()).or_default();
             }
-            // The second of two entries that name one claim finds it busy.
+            // If two entries name the same claim, the second finds it busy.
             if known.prepared || std::mem::replace(&mut known.busy, true) {
                 continue;
             }
@@ -359,15 +360,16 @@ impl Claims {
                 let batch = batches.entry(driver.clone()).or_default();
                 batch.push(claim.clone());
             }
-            // One without devices has nobody to ask.
+            // A claim without devices needs no driver call.
             known.prepared = known.drivers.is_empty();
             known.busy = !known.prepared;
         }
         Ok(Begun::Ask(batches))
     }
 
-    /// The drivers were asked to prepare; `done` is what those that could have prepared, by driver. A claim is prepared when
-    /// all its drivers have: the others are asked again at the next try, and told to give it back when the pod ends.
+    /// Records the results of prepare calls; `done` has the devices from each driver that succeeded. A claim is
+    /// prepared when all its drivers have succeeded. The next attempt calls the other drivers again, and all are called
+    /// to unprepare the claim when the pod terminates.
     pub fn prepared(
         &mut self,
         asked: &Batches,
@@ -389,7 +391,7 @@ impl Claims {
         }
     }
 
-    /// A pod has ended: the drivers of claims that no other pod uses are to be told.
+    /// Starts to unprepare the claims of a terminated pod that no other pod uses, and returns the driver calls.
     pub fn give_back(&mut self, pod: &str) -> Begun {
         let own = |claim: &Claim| claim.pods.contains(pod);
         if self.0.values().any(|claim| own(claim) && claim.busy) {
@@ -423,33 +425,33 @@ impl Claims {
         Begun::Ask(batches)
     }
 
-    /// The drivers were told to give back: where all have (`done`), the claims are forgotten; otherwise they are told again at
-    /// the next try.
+    /// Records the results of unprepare calls. If all succeeded (`done`), the claims are removed; otherwise the next
+    /// attempt repeats the calls.
     pub fn given_back(&mut self, asked: &Batches, done: bool) {
         for claim in asked.values().flatten() {
             if done {
                 self.0.remove(&key(claim));
             } else if let Some(known) = self.0.get_mut(&key(claim)) {
-                // Some of its drivers may have given it back: whoever wants it now has it prepared anew.
+                // Some drivers may have unprepared the claim, so the next pod that uses it prepares it again.
                 (known.prepared, known.busy) = (false, false);
             }
         }
     }
 
-    /// Whether a pod uses any.
+    /// Whether a pod uses any claim.
     #[must_use]
     pub fn uses(&self, pod: &str) -> bool {
         self.0.values().any(|claim| claim.pods.contains(pod))
     }
 
-    /// The pods that use claims.
+    /// Uids of the pods that use claims.
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
         let pods = self.0.values().flat_map(|claim| &claim.pods);
         pods.cloned().collect()
     }
 
-    /// How many claims are prepared, by driver; under an empty name all of them.
+    /// Number of prepared claims by driver; the empty name has the total.
     #[must_use]
     pub fn in_use(&self) -> BTreeMap<String, usize> {
         let mut counts = BTreeMap::from([(String::new(), 0_usize)]);
@@ -462,7 +464,7 @@ impl Claims {
         counts
     }
 
-    /// The names of the claims that a container refers to, with the requests of each; none means all requests.
+    /// The names of the claims that a container refers to, each with a request name; `None` means all requests.
     fn of_container(
         pod: &Pod,
         container: &Container,
@@ -498,11 +500,11 @@ impl Claims {
             })
     }
 
-    /// The full names of the CDI devices that a container finds, each once.
+    /// Fully qualified names of a container's CDI devices, without duplicates.
     ///
     /// # Errors
     ///
-    /// It refers to a claim that has not been prepared for the pod.
+    /// The container refers to a claim that is not prepared for the pod.
     pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, ClaimError> {
         let mut ids: Vec<String> = vec![];
         for (name, request) in Self::of_container(pod, container)? {
@@ -517,7 +519,7 @@ impl Claims {
         Ok(ids)
     }
 
-    /// The claims that a container refers to, with the devices of each by driver. Those that are not prepared are left out.
+    /// The claims that a container refers to, with their devices by driver. Unprepared claims are omitted.
     #[must_use]
     pub fn held(
         &self,

@@ -46,7 +46,7 @@ fn wanted(name: &str, uid: &str, drivers: &[&str]) -> Wanted {
     }
 }
 
-/// Every driver has prepared all that it was asked for.
+/// Results of drivers that prepared every claim in the request.
 fn all_done(batches: &Batches, devices: &[Device]) -> BTreeMap<String, Vec<(Named, Vec<Device>)>> {
     let of = |(driver, claims): (&String, &Vec<Named>)| {
         let claims = claims.iter().map(|c| (c.clone(), devices.to_vec()));
@@ -62,7 +62,7 @@ fn ask(begun: Begun) -> Batches {
     }
 }
 
-/// Prepares with success; what was asked.
+/// Prepares claims successfully and returns the driver calls.
 fn prepare(claims: &mut Claims, pod: &str, wanted: &[Wanted], devices: &[Device]) -> Batches {
     let batches = ask(claims.prepare(pod, wanted).expect("no conflict"));
     claims.prepared(&batches, &all_done(&batches, devices));
@@ -164,7 +164,7 @@ fn a_shared_claim_is_prepared_once_and_given_back_by_the_last() {
         )),
         [""; 0]
     );
-    // The sandbox is made anew.
+    // The sandbox is created again.
     assert_eq!(names(&prepare(&mut claims, "p", &both, &[])), [""; 0]);
     assert_eq!(
         claims.in_use(),
@@ -194,7 +194,7 @@ fn nobody_begins_with_a_claim_that_somebody_is_about() {
     assert_eq!(claims.give_back("p"), Begun::Busy);
     assert!(!claims.uses("q"));
     claims.prepared(&asked, &BTreeMap::new());
-    // It failed for the first; the second asks again, and both have it then.
+    // The first pod's attempt failed; the second pod's attempt succeeds for both.
     assert_eq!(
         names(&prepare(&mut claims, "q", &shared, &[])),
         ["d: shared"]
@@ -296,8 +296,8 @@ fn drivers_have_to_answer_for_what_they_were_asked() {
     }
 }
 
-/// In the form of the kubelet's structures (1.36, `pkg/kubelet/cm/dra/state`): Go has null for lists that are absent, and the
-/// values of sets are empty objects.
+/// Format of the kubelet's structures (1.36, `pkg/kubelet/cm/dra/state`): Go writes absent lists as `null` and set
+/// values as empty objects.
 const FILE: &str = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":[{\"ClaimUID\":\"1\",\"ClaimName\":\"one\",\"Namespace\":\"n\",\"PodUIDs\":{\"u\":{}},\"DriverState\":{\"d.example\":{\"Devices\":[{\"PoolName\":\"here\",\"DeviceName\":\"0\",\"ShareID\":null,\"RequestNames\":[\"r\"],\"CDIDeviceIDs\":[\"v/c=0\"]}]},\"e.example\":{\"Devices\":null}}}]}","Checksum":CHECKSUM}"#;
 
 fn file() -> String {
@@ -315,7 +315,7 @@ fn the_kubelets_checkpoint_is_read_and_written() {
     let mut claims = checkpoint::read(&text).expect("a checkpoint");
     assert_eq!(checkpoint::write(&claims), text);
     assert_eq!(claims.pods(), ["u".to_owned()].into());
-    // Its pod's containers have their devices, and another pod has the claim prepared once more.
+    // The containers of the pod in the checkpoint have their devices; for another pod the claim is prepared again.
     let both = [wanted("one", "1", &["d.example", "e.example"])];
     let asked = prepare(&mut claims, "v", &both, &[]);
     assert_eq!(names(&asked), ["d.example: one", "e.example: one"]);
@@ -338,7 +338,7 @@ fn a_checkpoint_that_was_changed_or_cut_off_is_not_used() {
     assert!(matches!(cut, checkpoint::CheckpointError::Malformed(_)));
 }
 
-/// One thing that happens: a pod's claims are to be prepared or given back, a call under way ends, the agent starts anew.
+/// A step: a pod's claims are prepared or unprepared, a call in progress completes, or the agent restarts.
 #[derive(Debug, Clone)]
 enum Event {
     Prepare(usize, BTreeSet<usize>),
@@ -377,9 +377,9 @@ impl Call {
 struct World {
     claims: Claims,
     calls: Vec<Call>,
-    /// What the driver holds.
+    /// Claims that the driver has prepared.
     held: BTreeSet<String>,
-    /// Pods that were told that their claims are prepared.
+    /// The claims that each pod was reported as prepared.
     ready: BTreeMap<usize, BTreeSet<usize>>,
 }
 
@@ -410,7 +410,7 @@ impl World {
                 self.ends(call, ok);
             }
             Event::Restart => {
-                // What was under way may have been done.
+                // Calls in progress at the restart may have succeeded at the driver.
                 let begun = self.calls.drain(..);
                 let begun = begun.filter(|call| matches!(call, Call::Prepare(..)));
                 for call in begun {
@@ -443,8 +443,8 @@ impl World {
 }
 
 proptest! {
-    /// Whatever comes in between: no claim is being prepared and given back at once, what a pod has had prepared stays
-    /// prepared at its driver until that pod gives it back, and when all pods have ended, drivers have nothing left.
+    /// For every sequence of events: no claim is prepared and unprepared concurrently. A claim stays prepared at its
+    /// driver until the last of its pods releases it. When all pods have terminated, drivers have nothing left.
     #[test]
     fn drivers_hold_what_pods_use_and_nothing_else(events in prop::collection::vec(event(), 0..60)) {
         let mut world = World::default();
@@ -470,7 +470,7 @@ proptest! {
     }
 }
 
-/// A claim with two devices, of which a container names one alone and both, and what its driver says of them.
+/// A claim with two devices, and its driver's health reports. The container refers to one device alone and to both.
 struct Told {
     claims: Claims,
     drivers: DriversHealth,
@@ -498,7 +498,7 @@ impl Told {
         health.get("c").into_iter().flatten().map(of).collect()
     }
 
-    /// At a time in seconds; each device with its health, its message and for how many seconds that holds.
+    /// A report at a time in seconds: each device with health, message, and validity in seconds.
     fn say(&mut self, now: u64, devices: &[(&str, Health, &str, i64)]) {
         let said = |(name, health, message, seconds): &(&str, Health, &str, i64)| Said {
             pool: "here".into(),
@@ -541,7 +541,7 @@ fn the_health_of_a_claims_devices_is_that_which_its_driver_told_last() {
     let next = told.drivers.next_expiry(Duration::from_secs(100));
     assert_eq!(next, Some(Duration::from_secs(130)));
     assert_eq!(told.shown(130), both("Unknown", "Healthy"));
-    // What is not named any more holds on for its own time; a time below zero is none.
+    // A device that the report omits keeps its health until that expires; a negative validity means the default.
     told.say(140, &[("one", Health::Healthy, "", -1)]);
     assert_eq!(told.shown(169), both("Healthy", "Healthy"));
     assert_eq!(told.shown(190), both("Unknown", "Unknown"));

@@ -1,36 +1,36 @@
-//! Which processors a container gets, out of those that are free: whole NUMA nodes, sockets and cores first, the fuller
-//! ones first, so that large free groups stay whole (kubelet's `cm/cpumanager/cpu_assignment.go`; KEP-2902 for spreading
-//! over nodes). Pure.
+//! Chooses CPUs for a container out of the free ones: whole NUMA nodes, sockets and cores first. Among these, groups
+//! with the fewest free CPUs come first, so that large free groups stay whole. Follows
+//! `pkg/kubelet/cm/cpumanager/cpu_assignment.go`, and KEP-2902 for distribution over NUMA nodes. Pure.
 
 use std::collections::BTreeMap;
 
 use crate::core::cpuset::CpuSet;
 use crate::core::node::topology::{Cpus, Level, Topology, combinations};
 
-/// How processors are chosen.
+/// How CPUs are chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Way {
-    /// One of each core before a second one (`distribute-cpus-across-cores`).
+    /// Takes one CPU of each core before a second one (`distribute-cpus-across-cores`).
     pub spread: bool,
-    /// Those that share a cache together, where that can be (`prefer-align-cpus-by-uncorecache`).
+    /// Prefers CPUs that share a cache (`prefer-align-cpus-by-uncorecache`).
     pub caches: bool,
-    /// Evenly over as few NUMA nodes as can be, in groups of so many (`distribute-cpus-across-numa`).
+    /// Distributes evenly over the fewest possible NUMA nodes, in groups of this size (`distribute-cpus-across-numa`).
     pub over_nodes: Option<usize>,
 }
 
-/// Why processors cannot be had; the text is the kubelet's.
+/// Too few CPUs are free; the message is the kubelet's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "not enough cpus available to satisfy request: requested={requested}, available={available}"
 )]
 pub struct NotEnough {
-    /// How many were asked for.
+    /// Requested number of CPUs.
     pub requested: usize,
-    /// How many there are.
+    /// Number of free CPUs.
     pub available: usize,
 }
 
-/// Takes `number` of the free processors.
+/// Takes `number` of the free CPUs.
 pub fn take(
     topology: &Topology,
     free: &CpuSet,
@@ -84,7 +84,7 @@ impl<'a> Accumulator<'a> {
         }
     }
 
-    /// NUMA nodes and sockets, that which contains the other first.
+    /// NUMA nodes and sockets, the containing level first.
     fn outer(&self) -> [Level; 2] {
         let number = |level| self.topology.number_of(level);
         if number(Level::Socket) >= number(Level::Node) {
@@ -100,7 +100,7 @@ impl<'a> Accumulator<'a> {
         self.needed = self.needed.saturating_sub(cpus.len());
     }
 
-    /// Groups with those first that have the fewest free processors.
+    /// Sorts groups by number of free CPUs, fewest first.
     fn fullest_first(&self, ids: impl IntoIterator<Item = u32>, level: Level) -> Vec<u32> {
         let mut ids: Vec<u32> = ids.into_iter().collect();
         ids.sort_by_key(|id| (self.free.count(level, *id), *id));
@@ -114,7 +114,8 @@ impl<'a> Accumulator<'a> {
         groups.flatten().collect()
     }
 
-    /// The groups of a level that have a free processor, the fullest first; inside those of the outer levels.
+    /// The groups of a level with at least one free CPU, fewest free first, sorted within the groups of the outer
+    /// levels.
     fn sorted(&self, level: Level) -> Vec<u32> {
         let [first, second] = self.outer();
         match level {
@@ -160,7 +161,7 @@ impl<'a> Accumulator<'a> {
         }
     }
 
-    /// Takes all that is still needed from one cache, in whole cores but for the last.
+    /// Takes all CPUs that are still needed from one cache, in whole cores except for the last.
     fn take_part_of_cache(&mut self, id: u32) {
         let per_core = self.topology.cpus_per_core();
         let cores = self.free.groups_in(Level::Core, Level::Cache, id);
@@ -189,7 +190,7 @@ impl<'a> Accumulator<'a> {
     }
 }
 
-/// Evenly over as few NUMA nodes as can be; packed where no number of nodes has room for equal parts.
+/// Distributes evenly over the fewest possible NUMA nodes. If no set of nodes has room for equal parts, packs instead.
 fn distributed(
     topology: &Topology,
     free: &Cpus,
@@ -207,7 +208,7 @@ fn distributed(
     for size in fewest..=most {
         let fit = |combination: Vec<u32>| Split::of(free, &nodes, combination, number, group);
         let splits = combinations(&nodes, size).into_iter().filter_map(fit);
-        // The first of those that leave the nodes most alike.
+        // The first of the splits after which the nodes have the most equal numbers of free CPUs.
         let Some(split) = splits.min_by_key(|split| split.imbalance) else {
             continue;
         };
@@ -222,7 +223,7 @@ fn distributed(
     packed(topology, free.clone(), number, plain)
 }
 
-/// How few and how many nodes may be used.
+/// Minimum and maximum number of NUMA nodes to use.
 fn node_range(
     topology: &Topology,
     free_nodes: usize,
@@ -235,10 +236,10 @@ fn node_range(
     (groups.div_ceil(per_node.max(1)), groups.min(free_nodes))
 }
 
-/// How many processors are taken from which node, in this order.
+/// How many CPUs are taken from each node, in this order.
 struct Split {
     takes: Vec<(u32, usize)>,
-    /// How unlike the nodes are in what is free afterwards: the variance, times a constant.
+    /// Variance of the nodes' remaining free CPUs, times a constant.
     imbalance: u64,
 }
 
@@ -251,7 +252,7 @@ impl Split {
         group: usize,
     ) -> Option<Split> {
         let count = |node: u32| free.count(Level::Node, node);
-        // The largest multiple of a group.
+        // Rounds down to a multiple of the group size.
         let grouped = |n: usize| n.saturating_sub(n.checked_rem(group).unwrap_or(0));
         let in_groups: usize = combination.iter().map(|n| grouped(count(*n))).sum();
         let each = grouped(number.checked_div(combination.len()).unwrap_or(0));
@@ -274,7 +275,7 @@ impl Split {
             .filter(|n| left[n] >= group)
             .collect();
         let mut best: Option<Split> = None;
-        // Over as many nodes as can be, unless fewer leave the nodes more alike.
+        // Tries more nodes first; a split over fewer nodes wins only if it leaves the nodes more equal.
         for size in (1..=able.len()).rev() {
             for subset in combinations(&able, size) {
                 let split = with_rest(&left, &takes, &subset, rest, group);
@@ -289,7 +290,7 @@ impl Split {
     }
 }
 
-/// The rest, group by group from the nodes of `subset` in turn.
+/// Takes the rest group by group from the nodes of `subset` in turn.
 fn with_rest(
     left: &BTreeMap<u32, usize>,
     takes: &[(u32, usize)],

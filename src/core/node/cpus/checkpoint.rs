@@ -1,5 +1,6 @@
-//! `cpu_manager_state`: who has which processors, in the kubelet's format (`cm/cpumanager/state/checkpoint.go`, the second
-//! version), so that either agent goes on with what the other one gave. Pure.
+//! The checkpoint of exclusive CPUs, `cpu_manager_state`, in the kubelet's format (version 2 of
+//! `pkg/kubelet/cm/cpumanager/state/checkpoint.go`). With it, a node can switch between the kubelet and this agent, and
+//! pods keep their CPUs. Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use crate::core::cpuset::{list, parse_list};
 use crate::core::digest::fnv32;
 use crate::core::node::checkpoint::Head;
 
-/// The file's name in the root directory.
+/// File name, below the root directory.
 pub const FILE: &str = "cpu_manager_state";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -25,7 +26,7 @@ struct Document {
     checksum: u64,
 }
 
-/// FNV-1a of the document as Go's `spew` dumps it: that is what the kubelet compares.
+/// FNV-1a of the document as Go's `spew` dumps it, which is what the kubelet compares.
 fn checksum(document: &Document) -> u64 {
     let pods = document.entries.iter().map(|(uid, containers)| {
         let containers = containers.iter().map(|(name, set)| format!("{name}:{set}"));
@@ -42,7 +43,7 @@ fn checksum(document: &Document) -> u64 {
     fnv32(dump.bytes()).into()
 }
 
-/// The file's text.
+/// Serialises the checkpoint.
 #[must_use]
 pub fn write(policy: &str, state: &State) -> String {
     let lists = |containers: &BTreeMap<String, _>| -> BTreeMap<String, String> {
@@ -65,11 +66,11 @@ pub fn write(policy: &str, state: &State) -> String {
     serde_json::to_string(&document).unwrap_or_default()
 }
 
-/// Reads the file's text.
+/// Reads a checkpoint.
 ///
 /// # Errors
 ///
-/// It is damaged, or was written under another policy.
+/// The file is corrupt, or was written under another policy.
 pub fn read(text: &str, policy: &str) -> Result<State, String> {
     let document: Document = serde_json::from_str(text).map_err(|e| e.to_string())?;
     Head {
@@ -99,7 +100,7 @@ pub fn read(text: &str, policy: &str) -> Result<State, String> {
 mod tests {
     use super::*;
 
-    /// Written by the kubelet's own code.
+    /// Written by the kubelet's code.
     const STATIC: &str = r#"{"policyName":"static","defaultCpuSet":"0,2","entries":{"a":{},"a-1":{"c":"5"},"b":{"a":"3-4","x":"1"}},"checksum":1979447490}"#;
 
     #[test]

@@ -1,8 +1,8 @@
-//! Processors of one container alone (`cpuManagerPolicy: static`; kubelet spec, 14.1; kubelet's
-//! `cm/cpumanager/policy_static.go`): a Guaranteed pod's containers that ask for whole processors get some that no other
-//! container runs on; all others share what is left, in which the reserved ones always are. Pure.
+//! Exclusive CPUs (`cpuManagerPolicy: static`, `pkg/kubelet/cm/cpumanager/policy_static.go`). Containers of a
+//! Guaranteed pod that request whole CPUs get CPUs that no other container runs on. All other containers share the
+//! remaining CPUs, which include the reserved ones unless `strict-cpu-reservation` is set. Pure.
 //!
-//! An init container's processors go to the containers after it; a sidecar keeps its own.
+//! The CPUs of an init container are reused by later containers of the pod; a sidecar keeps its own.
 
 mod accumulator;
 pub mod checkpoint;
@@ -26,44 +26,45 @@ use crate::core::pod::{self, Role};
 /// `cpuManagerPolicyOptions` of the static policy.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Whole cores only (`full-pcpus-only`).
+    /// Allocates whole cores only (`full-pcpus-only`).
     pub full_cores: bool,
-    /// Evenly over NUMA nodes, where one is not enough (`distribute-cpus-across-numa`).
+    /// If one NUMA node is not enough, distributes evenly over nodes (`distribute-cpus-across-numa`).
     pub across_nodes: bool,
-    /// Together on a socket rather than on a NUMA node (`align-by-socket`).
+    /// Aligns to sockets instead of NUMA nodes (`align-by-socket`).
     pub by_socket: bool,
-    /// One processor of each core before a second one (`distribute-cpus-across-cores`).
+    /// Takes one CPU of each core before a second one (`distribute-cpus-across-cores`).
     pub across_cores: bool,
-    /// Nobody's containers on the reserved processors (`strict-cpu-reservation`).
+    /// No containers run on the reserved CPUs (`strict-cpu-reservation`).
     pub strict_reservation: bool,
-    /// Together below a shared cache, where that can be (`prefer-align-cpus-by-uncorecache`).
+    /// Prefers CPUs that share a cache (`prefer-align-cpus-by-uncorecache`).
     pub by_cache: bool,
 }
 
-/// What the configuration says of the static policy.
+/// Configuration of the static policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rules {
     /// The options.
     pub options: Options,
-    /// How many processors are reserved, in thousandths (`systemReserved` and `kubeReserved`); more than 0.
+    /// Reserved CPU in millicores (`systemReserved` plus `kubeReserved`); more than 0.
     pub reserved_milli: i64,
-    /// Which ones (`reservedSystemCPUs`).
+    /// The reserved CPUs (`reservedSystemCPUs`). `None` chooses them by number.
     pub reserved: Option<CpuSet>,
 }
 
-/// Who has which processors, by pod uid and container.
+/// Exclusive CPUs by pod uid and container name.
 pub type Exclusive = BTreeMap<String, BTreeMap<String, CpuSet>>;
 
-/// What a checkpoint holds.
+/// Content of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
-    /// The processors that containers share; empty in a state that was never used.
+    /// The shared CPUs; empty in a state that was never used.
     pub shared: CpuSet,
-    /// Those that containers have for themselves.
+    /// CPUs that containers have exclusively.
     pub exclusive: Exclusive,
 }
 
-/// What a pod had before an admission. It is as large as the machine and the pod, however many pods there are.
+/// A pod's allocation before an admission, to restore it. Its size depends on the machine and the pod, not on the
+/// number of pods.
 #[derive(Debug, Clone)]
 pub struct Holding {
     shared: CpuSet,
@@ -71,21 +72,21 @@ pub struct Holding {
     reusable: (String, CpuSet),
 }
 
-/// The processors of a machine and who has them.
+/// The CPUs of a machine and their allocations.
 #[derive(Debug, Clone)]
 pub struct Cpus {
     topology: Arc<Topology>,
     options: Options,
     reserved: CpuSet,
-    /// The reserved ones and all others of their cores.
+    /// The reserved CPUs and their siblings on the same cores.
     reserved_cores: CpuSet,
     state: State,
-    /// The processors of a pod's init containers that have not been given to another of its containers.
+    /// Uid of a pod, and CPUs of its init containers that no later container has taken over yet.
     reusable: (String, CpuSet),
 }
 
 impl Cpus {
-    /// By the rules, on this machine; nobody has anything yet.
+    /// A machine without allocations.
     ///
     /// # Errors
     ///
@@ -110,7 +111,7 @@ impl Cpus {
         Ok(cpus)
     }
 
-    /// All processors that containers may run on.
+    /// All CPUs that containers may run on.
     fn usable(&self) -> CpuSet {
         let all = self.topology.cpus.all();
         match self.options.strict_reservation {
@@ -147,7 +148,7 @@ impl Cpus {
         Ok(())
     }
 
-    /// Goes on with what was given before.
+    /// Restores allocations from a checkpoint.
     ///
     /// # Errors
     ///
@@ -163,7 +164,7 @@ impl Cpus {
                 .iter()
                 .flat_map(|(uid, c)| c.iter().map(move |(n, s)| (uid, n, s)))
         };
-        // Where the reserved ones are nobody's, all others can be given away.
+        // With strict reservation, all other CPUs may be exclusive, so the shared set can be empty.
         if shared.is_empty() && !strict {
             return Err("no processor is shared, though some are assigned".into());
         }
@@ -215,31 +216,31 @@ impl Cpus {
         take(&self.topology, free, number, self.way())
     }
 
-    /// What is given and what is shared.
+    /// The shared CPUs and the exclusive allocations.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// The processors that containers can have for themselves, in all.
+    /// All CPUs that can be allocated exclusively.
     #[must_use]
     pub fn allocatable(&self) -> CpuSet {
         &self.topology.cpus.all() - &self.reserved
     }
 
-    /// Those of them that are shared now.
+    /// Shared CPUs that can still be allocated exclusively.
     #[must_use]
     pub fn free(&self) -> CpuSet {
         &self.state.shared - &self.reserved
     }
 
-    /// The machine that this is about.
+    /// The machine's topology.
     #[must_use]
     pub fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// What a pod has now, for [`Cpus::put_back`].
+    /// The pod's current allocation, for [`Cpus::put_back`].
     #[must_use]
     pub fn holding(&self, uid: &str) -> Holding {
         Holding {
@@ -249,7 +250,7 @@ impl Cpus {
         }
     }
 
-    /// A pod has again what it had. Since then nothing was given to other pods.
+    /// Restores a pod's allocation. Requires that no other pod was allocated CPUs in between.
     pub fn put_back(&mut self, uid: &str, before: Holding) {
         self.state.shared = before.shared;
         self.reusable = before.reusable;
@@ -259,13 +260,13 @@ impl Cpus {
         };
     }
 
-    /// Whether a pod has processors of its own.
+    /// Whether a pod has exclusive CPUs.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.state.exclusive.contains_key(uid)
     }
 
-    /// Takes back what a pod has; whether that was anything.
+    /// Releases a pod's CPUs; returns whether it had any.
     pub fn release(&mut self, uid: &str) -> bool {
         if self.reusable.0 == uid {
             self.reusable = (String::new(), CpuSet::new());
@@ -284,7 +285,7 @@ impl Cpus {
         }
     }
 
-    /// An init container's processors are for those after it; what another container has is not.
+    /// Marks an init container's CPUs as reusable, and those of other containers as not reusable.
     fn note_reusable(&mut self, uid: &str, role: Role, own: &CpuSet) {
         let reusable = self.reusable(uid);
         let now = match role {
@@ -315,7 +316,7 @@ impl Cpus {
         Ok(())
     }
 
-    /// The processors of these nodes, or of the sockets that the nodes are in.
+    /// The free CPUs of these NUMA nodes, or of the sockets that contain them (`align-by-socket`).
     fn near(&self, nodes: NodeMask, free: &CpuSet) -> CpuSet {
         let cpus = &self.topology.cpus;
         let of = |level: Level, id: u32| cpus.members(level, id);
@@ -384,7 +385,7 @@ impl Cpus {
         masks.into_iter().map(hint).collect()
     }
 
-    /// Whether these nodes are in no more sockets than so many nodes need.
+    /// Whether these NUMA nodes span only as many sockets as `fewest` nodes need.
     fn is_by_socket(&self, mask: NodeMask, fewest: u32) -> bool {
         let number = |level| self.topology.number_of(level);
         let per_socket = number(Level::Node).checked_div(number(Level::Socket));
@@ -433,7 +434,7 @@ impl Cpus {
         Some(self.offers(&self.free(), &reusable, number))
     }
 
-    /// What a container gets now; none if it has it already.
+    /// Allocates CPUs for a container. Returns an empty set if the container already has its CPUs.
     fn give(
         &mut self,
         uid: &str,
@@ -521,8 +522,8 @@ fn check_options(
     Ok(())
 }
 
-/// How many processors a container gets for itself: those that it asks for, if they are whole ones and its pod is
-/// Guaranteed by its containers. Where resources are set for the pod as a whole, none has its own.
+/// Number of exclusive CPUs of a container: its CPU request, if that is whole and the pod is Guaranteed by its
+/// containers. Zero if resources are set at pod level.
 #[must_use]
 pub fn wanted(pod: &Pod, container: &Container) -> usize {
     if !qos::is_guaranteed_by_containers(pod) {
@@ -538,7 +539,7 @@ pub fn wanted(pod: &Pod, container: &Container) -> usize {
     }
 }
 
-/// How many the containers of a pod have at the most at a time.
+/// The maximum number of exclusive CPUs that the pod's containers use at the same time.
 fn wanted_by_pod(pod: &Pod) -> usize {
     let of = |container: &Container| {
         let number = u64::try_from(wanted(pod, container)).unwrap_or(u64::MAX);

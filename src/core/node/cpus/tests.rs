@@ -1,6 +1,8 @@
-//! `takes.txt` has what the kubelet's accumulator takes on machines of many kinds, as its own code said when it was asked
-//! with these numbers. Its lines: `machine NAME`; `cores NODE SOCKET CACHE`, and the threads of each core, for the machine
-//! named last; and a way, how many of which processors, and what is taken.
+//! `takes.txt` has the output of the kubelet's own accumulator on various machines. Kinds of lines:
+//!
+//! - `machine NAME`
+//! - `cores NODE SOCKET CACHE` with the threads of each core, for the machine above
+//! - a case: how to choose, the number and the free CPUs, and the CPUs taken
 
 mod tables;
 
@@ -22,7 +24,7 @@ fn set(text: &str) -> CpuSet {
     parse_list(text).expect("a list")
 }
 
-/// Adds the cores of a line `NODE SOCKET CACHE THREADS ...`.
+/// Adds the cores from a line `NODE SOCKET CACHE THREADS ...`.
 fn add_cores(topology: &mut Topology, line: &str) {
     let mut words = line.split(' ');
     let mut number = || words.next().and_then(|w| w.parse().ok()).expect("a number");
@@ -44,7 +46,7 @@ fn add_cores(topology: &mut Topology, line: &str) {
     }
 }
 
-/// The machines of the file, and what is taken on each.
+/// The machines of the file, each with its cases.
 fn machines() -> Vec<(&'static str, Topology, Vec<&'static str>)> {
     let mut machines: Vec<(&str, Topology, Vec<&str>)> = vec![];
     for line in include_str!("takes.txt").lines() {
@@ -250,7 +252,7 @@ fn whole_cores_are_insisted_on_where_that_is_asked_for() {
         .result
         .expect("given");
     assert_eq!(shared(&managers), "0,4");
-    // One that has its cores keeps them, though no others are free.
+    // A container that has its cores keeps them, even if no others are free.
     managers
         .admit(&pod("a", &[("main", "6")]), &mut Devices::default())
         .result
@@ -352,7 +354,7 @@ fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
     Managers::new(&rules, &machine, &Checkpoints::default()).expect("managers")
 }
 
-/// Ten processors a node.
+/// Ten CPUs per NUMA node.
 #[test]
 fn pods_that_do_not_fit_the_nodes_are_refused_as_the_policy_says() {
     let none = Options::default();
@@ -381,7 +383,8 @@ fn pods_that_do_not_fit_the_nodes_are_refused_as_the_policy_says() {
             );
         }
     }
-    // Nine of ten are taken on each node: restricted refuses what would be split, and best effort splits it.
+    // Nine of ten CPUs are in use on each node: the restricted policy rejects a pod that would be split, and best
+    // effort splits it.
     for (policy, fits) in [(Policy::Restricted, false), (Policy::BestEffort, true)] {
         let mut managers = aligned(policy, Scope::Container, none);
         for uid in ["a", "b", "c", "d"] {
@@ -413,13 +416,13 @@ fn a_machine_with_too_many_nodes_is_not_aligned() {
     assert!(error.contains("max-allowable-numa-nodes"), "{error}");
 }
 
-/// What happens: a pod comes that asks for so many, or the pod of that number goes.
+/// Sequences of steps: admit a pod with CPU requests, or release the pod.
 fn happenings() -> impl Strategy<Value = Vec<(u8, bool, usize, usize)>> {
     let one = (0_u8..8, prop::bool::weighted(0.7), 0_usize..7, 0_usize..5);
     prop::collection::vec(one, 1..40)
 }
 
-/// Every processor that is to be used is shared, or one pod's alone; containers that run side by side share none.
+/// Every usable CPU is shared or exclusive to one pod, and containers that run concurrently share no exclusive CPU.
 fn check(pinning: &Pinning, reserved: &CpuSet, expected: &CpuSet) -> Result<(), TestCaseError> {
     let mut seen = pinning.shared.clone().expect("a pool");
     prop_assert_eq!(reserved.is_subset(&seen), reserved.is_subset(expected));
@@ -441,8 +444,8 @@ fn check(pinning: &Pinning, reserved: &CpuSet, expected: &CpuSet) -> Result<(), 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// No processor is given twice, none is lost, the reserved ones are shared, nobody gets fewer than he asked for, and a
-    /// restart changes nothing.
+    /// No CPU is allocated twice or lost, the reserved CPUs stay shared, every admitted container gets what it
+    /// requests, and a restart changes nothing.
     #[test]
     fn every_processor_is_shared_or_somebodys(
         machine in 0_usize..14,
@@ -472,7 +475,7 @@ proptest! {
             most_nodes: 8,
         });
         let Ok(mut managers) = Managers::new(&rules, &machine, &Checkpoints::default()) else {
-            // Alignment by socket does not go with every machine.
+            // `align-by-socket` is invalid on some machines.
             prop_assert!(options.by_socket);
             return Ok(());
         };

@@ -1,4 +1,4 @@
-//! What plugins say that containers need for their devices: together for a container, and for the checkpoint.
+//! The plugins' Allocate responses: merged for a container, and converted to and from the checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,13 +10,13 @@ use prost::Message as _;
 use super::checkpoint::{Data, Entry};
 use super::{Allocation, Devices, Plugin, Resource};
 
-/// The NUMA node under which the checkpoint has devices without one.
+/// NUMA node number in the checkpoint for devices without a NUMA node.
 const NOWHERE: i64 = -1;
 
-/// What a container gets with its devices. Where two plugins say different things of one name, the first counts.
+/// Settings of a container for its devices. If two plugins set the same name or path, the first wins.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Given {
-    /// Variables. The container's own come after them.
+    /// Environment variables. The container's own variables take precedence.
     pub env: Vec<(String, String)>,
     /// Mounts.
     pub mounts: Vec<cri::Mount>,
@@ -24,13 +24,13 @@ pub struct Given {
     pub devices: Vec<cri::Device>,
     /// Annotations for the runtime.
     pub annotations: BTreeMap<String, String>,
-    /// The full names of CDI devices.
+    /// Fully qualified names of CDI devices.
     pub cdi: Vec<String>,
 }
 
 impl Given {
     fn add(&mut self, answer: &ContainerAllocateResponse) {
-        // Protobuf's maps have no order.
+        // Protobuf maps are unordered; sorting keeps the result stable.
         let envs: BTreeMap<_, _> = answer.envs.iter().collect();
         for (name, value) in envs {
             if !self.env.iter().any(|(known, _)| known == name) {
@@ -71,7 +71,7 @@ impl Given {
 }
 
 impl Devices {
-    /// What a container gets with its devices, from its resources in the order of their names.
+    /// Settings of a container for its devices, merged in the order of resource names.
     #[must_use]
     pub fn given(&self, uid: &str, container: &str) -> Given {
         let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
@@ -82,8 +82,8 @@ impl Devices {
         given
     }
 
-    /// What a checkpoint says, at the start of an agent. A plugin that was registered has its [`super::GRACE`] to do so
-    /// again; until then its resource is there with no devices.
+    /// Restores the content of a checkpoint when the agent starts. Plugins have [`super::GRACE`] to register again;
+    /// until then their resources have no devices.
     #[must_use]
     pub fn restored(data: Data, now: Timestamp) -> Devices {
         let mut devices = Devices::default();
@@ -118,7 +118,7 @@ impl Devices {
         devices
     }
 
-    /// What the checkpoint is to keep: what containers have, without what no plugin was asked for yet.
+    /// Content of the checkpoint: all allocations that have a response from the plugin.
     #[must_use]
     pub fn to_keep(&self) -> Data {
         let mut entries = vec![];

@@ -1,5 +1,5 @@
-//! The file that keeps which container has which devices: `device-plugins/kubelet_internal_checkpoint` in the kubelet's
-//! format (`pkg/kubelet/cm/devicemanager/checkpoint`), so that a node's agent can be exchanged, in either direction, and
+//! The checkpoint of device allocations, `device-plugins/kubelet_internal_checkpoint`, in the kubelet's format
+//! (`pkg/kubelet/cm/devicemanager/checkpoint`). With it, a node can switch between the kubelet and this agent, and
 //! every container keeps its devices. Pure.
 
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::core::digest::fnv32;
 
-/// The file as a whole.
+/// The whole file.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct File {
@@ -17,17 +17,17 @@ struct File {
     checksum: u64,
 }
 
-/// What the file keeps. Go tells lists that are absent from empty ones, and so does the checksum.
+/// The content. Go distinguishes absent lists from empty ones, and the checksum depends on it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 pub struct Data {
-    /// What containers have, in any order.
+    /// Allocations of containers, in any order.
     pub pod_device_entries: Option<Vec<Entry>>,
-    /// The healthy devices of each resource whose plugin is registered.
+    /// The healthy devices of each resource with a registered plugin.
     pub registered_devices: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
 
-/// What one container has of one resource.
+/// A container's allocation of one resource.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 pub struct Entry {
@@ -38,30 +38,30 @@ pub struct Entry {
     pub container_name: String,
     /// The resource.
     pub resource_name: String,
-    /// The devices by NUMA node; those without one stand under -1.
+    /// Device ids by NUMA node; -1 for devices without one.
     #[serde(rename = "DeviceIDs")]
     pub device_ids: Option<BTreeMap<i64, Option<Vec<String>>>>,
-    /// What the plugin answered to Allocate, in protobuf and base64.
+    /// The plugin's Allocate response as base64-encoded protobuf.
     pub alloc_resp: Option<String>,
 }
 
 /// Why a checkpoint cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// It is not JSON of this shape.
+    /// The content is not JSON of the expected shape.
     #[error("it is not a checkpoint of devices: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// It was changed after it was written, or not written to its end.
+    /// The file was modified or is truncated.
     #[error("its checksum is {found}, and its content has {expected}")]
     Checksum {
-        /// As it stands in the file.
+        /// Checksum in the file.
         found: u64,
-        /// As the content has it.
+        /// Checksum computed from the content.
         expected: u64,
     },
 }
 
-/// Reads a file.
+/// Reads a checkpoint.
 pub fn read(text: &str) -> Result<Data, CheckpointError> {
     let file: File = serde_json::from_str(text)?;
     let expected = checksum(&file.data);
@@ -74,20 +74,20 @@ pub fn read(text: &str) -> Result<Data, CheckpointError> {
     Ok(file.data)
 }
 
-/// The file's text.
+/// Serialises a checkpoint.
 #[must_use]
 pub fn write(data: Data) -> String {
     let checksum = checksum(&data);
-    // Strings and numbers under strings: serde_json writes them without fail.
+    // Maps with string or integer keys: serde_json cannot fail on them.
     serde_json::to_string(&File { data, checksum }).unwrap_or_default()
 }
 
-/// FNV-1a with 32 bits over what Go's deep-hash printer writes of the structure.
+/// 32-bit FNV-1a over the structure as Go's deep-hash printer dumps it.
 fn checksum(data: &Data) -> u64 {
     fnv32(printed(data).bytes()).into()
 }
 
-/// A list as that printer writes it: `<nil>` where it is absent.
+/// A list as that printer writes it: `<nil>` if absent.
 fn list<T: Display>(items: Option<&[T]>) -> String {
     let Some(items) = items else {
         return "<nil>".into();
@@ -96,7 +96,7 @@ fn list<T: Display>(items: Option<&[T]>) -> String {
     format!("[{}]", items.join(" "))
 }
 
-/// A map of lists as it writes it: the keys in their order.
+/// A map of lists as that printer writes it, sorted by key.
 fn map<K: Display>(map: Option<&BTreeMap<K, Option<Vec<String>>>>) -> String {
     let Some(map) = map else {
         return "<nil>".into();
@@ -135,7 +135,7 @@ fn printed(data: &Data) -> String {
 }
 
 impl Entry {
-    /// What the plugin answered, in protobuf; none where it is absent or not base64.
+    /// The plugin's Allocate response as protobuf; `None` if absent or not base64.
     #[must_use]
     pub fn answer(&self) -> Option<Vec<u8>> {
         use base64::Engine as _;
@@ -143,7 +143,7 @@ impl Entry {
         engine.decode(self.alloc_resp.as_ref()?).ok()
     }
 
-    /// What [`Entry::alloc_resp`] is for an answer in protobuf.
+    /// Encodes a protobuf response for [`Entry::alloc_resp`].
     #[must_use]
     pub fn encoded(answer: &[u8]) -> String {
         use base64::Engine as _;
@@ -155,7 +155,7 @@ impl Entry {
 mod tests {
     use super::*;
 
-    /// Written by the kubelet's own package (1.36.1).
+    /// Written by the kubelet's package (1.36.1).
     const FILES: [&str; 3] = [
         r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":3467439661}"#,
         r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":null},"Checksum":1944006890}"#,
@@ -166,7 +166,7 @@ mod tests {
     fn the_kubelets_files_are_read_and_written() {
         for text in FILES {
             let data = read(text).expect(text);
-            // Only the order of a map's keys may differ.
+            // Only the order of map keys may differ.
             let value =
                 |text: &str| -> serde_json::Value { serde_json::from_str(text).expect("JSON") };
             assert_eq!(value(&write(data.clone())), value(text));

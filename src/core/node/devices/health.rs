@@ -1,4 +1,4 @@
-//! How well the devices are that containers have, for their statuses (KEP-4680). Pure.
+//! Health of the devices of device plugins, for container statuses (KEP-4680). Pure.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::{Allocations, Devices};
 use crate::core::pod::status::devices::{Health, OfContainer, OfPod};
 
 impl Devices {
-    /// The health of the devices that a pod's containers have; nothing of those that no plugin was asked for yet.
+    /// Health of the devices of a pod's containers; allocations without a response from the plugin are omitted.
     #[must_use]
     pub fn health(&self, uid: &str) -> OfPod {
         let containers = self.pods.get(uid).into_iter().flatten();
@@ -17,7 +17,7 @@ impl Devices {
         of_container.collect()
     }
 
-    /// That of all pods that have devices, by uid.
+    /// Health by pod uid, for all pods with devices.
     #[must_use]
     pub fn health_of_all(&self) -> BTreeMap<String, OfPod> {
         let pods = self.pods.keys().map(|uid| (uid.clone(), self.health(uid)));
@@ -34,7 +34,8 @@ impl Devices {
         of_resource.collect()
     }
 
-    /// The kubelet calls a device healthy whose plugin says nothing of it; the API has a word for that.
+    /// Unlike the kubelet, which reports a device as healthy if its plugin does not list it, such a device is
+    /// `Unknown`.
     fn device_health(&self, resource: &str, id: &str) -> Health {
         match self.resources.get(resource) {
             Some(known) if !known.listed => Health::Untold,

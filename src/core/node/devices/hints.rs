@@ -1,5 +1,5 @@
-//! From which NUMA nodes a container's devices can come, for the alignment with its other resources (kubelet's
-//! `cm/devicemanager/topology_hints.go`).
+//! NUMA hints for the devices of a container or pod, to align them with other resources
+//! (`pkg/kubelet/cm/devicemanager/topology_hints.go`).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,11 +10,11 @@ use super::super::hints::{Asker, Count, Hint, Hints, NodeMask, Provider, most_at
 use super::{Devices, Resource, Slot, wanted};
 use crate::core::pod::{self, Role};
 
-/// The devices as one of those who give resources that lie near NUMA nodes.
+/// The devices as a hint provider.
 pub struct NearNodes<'a> {
     /// The devices.
     pub devices: &'a mut Devices,
-    /// The machine's nodes. Those with devices are combined, so the caller bounds their number.
+    /// The machine's NUMA nodes. All subsets of nodes with devices are tried, so the caller must limit their number.
     pub nodes: &'a BTreeSet<i64>,
 }
 
@@ -48,8 +48,8 @@ impl Provider for NearNodes<'_> {
 }
 
 impl Devices {
-    /// By resource: where there is no hint the devices cannot be given; where there is no resource the nodes make no
-    /// difference.
+    /// Hints by resource. An empty list means that the devices cannot be allocated; a missing resource has no NUMA
+    /// preference.
     fn container_hints(&self, pod: &Pod, container: &Container, nodes: &BTreeSet<i64>) -> Hints {
         let mut hints = Hints::new();
         for (resource, requested) in wanted(pod, container) {
@@ -72,7 +72,7 @@ impl Devices {
         hints
     }
 
-    /// As for a container, for all devices that the pod has at a time.
+    /// Hints for all devices that the pod's containers use at the same time.
     fn pod_hints(&self, pod: &Pod, nodes: &BTreeSet<i64>) -> Hints {
         let of = |container: &Container| -> BTreeMap<String, u64> {
             let amounts = wanted(pod, container);
@@ -98,7 +98,7 @@ impl Devices {
         hints
     }
 
-    /// Adds what a resource can be given from: of the devices that are available, and of those that are used again.
+    /// Adds the hints of a resource, given its available devices and those reusable from init containers.
     fn offer_nodes(
         &self,
         hints: &mut Hints,
@@ -147,7 +147,7 @@ fn combinations(
         if all >= requested {
             fewest = fewest.min(set.len());
         }
-        // What the pod's init containers have is used again, so it has to be there.
+        // Devices of the pod's init containers are reused, so the set must include their nodes.
         let reused: Vec<&String> = reusable.iter().filter(has_place).collect();
         if !reused.iter().all(|id| near(&set, id)) {
             continue;
@@ -168,7 +168,7 @@ fn combinations(
     found.into_iter().map(hint).collect()
 }
 
-/// All sets of some of the items.
+/// All non-empty subsets.
 fn subsets(items: &[i64]) -> Vec<BTreeSet<i64>> {
     let mut sets = vec![BTreeSet::new()];
     for item in items {

@@ -1,8 +1,8 @@
-//! The devices of this node's device plugins, and which container has which (KEP-3573; kubelet spec, 14.4; kubelet's
-//! `pkg/kubelet/cm/devicemanager`). Pure; the agent's device manager owns it.
+//! Devices of this node's device plugins and their allocation to containers (KEP-3573, `pkg/kubelet/cm/devicemanager`).
+//! Pure; the agent's device manager owns it.
 //!
-//! A pod's devices are reserved as a whole when it is admitted, and only then are the plugins asked: so no call is waited
-//! for while something is decided, and what a plugin prefers can only exchange a reserved device for a free one.
+//! Admission reserves all devices of a pod at once; plugins are called afterwards. So no decision waits for a call, and
+//! a plugin's preference can only exchange a reserved device for a free one.
 
 mod answers;
 pub mod checkpoint;
@@ -26,24 +26,24 @@ use crate::core::time;
 pub use answers::Given;
 pub use hints::NearNodes;
 
-/// How long a resource counts whose plugin has gone.
+/// How long a resource stays advertised after its plugin disconnected.
 pub const GRACE: SignedDuration = SignedDuration::from_mins(5);
 
-/// A device as its plugin describes it.
+/// A device, as its plugin reports it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Device {
-    /// Whether it can be given to a container.
+    /// Whether the device can be allocated.
     pub healthy: bool,
-    /// The NUMA nodes that it is near to; none where it has no place.
+    /// The NUMA nodes of the device; empty if it has none.
     pub numa: BTreeSet<i64>,
 }
 
-/// Where a resource's plugin stands.
+/// Registration state of a resource's plugin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Plugin {
-    /// It is registered; each registration has a number of its own.
+    /// Registered; every registration has its own number.
     Registered(u64),
-    /// It has gone, or has not come since the agent started.
+    /// Disconnected since this time, or not registered since the agent started.
     Gone(Timestamp),
 }
 
@@ -51,9 +51,9 @@ enum Plugin {
 struct Resource {
     devices: BTreeMap<String, Device>,
     plugin: Plugin,
-    /// The plugin has told of its devices since the agent started.
+    /// Whether the plugin has listed its devices since the agent started.
     listed: bool,
-    /// What it has told is true: it has not gone since.
+    /// Whether the list is current: the plugin has not disconnected since.
     current: bool,
 }
 
@@ -64,16 +64,16 @@ impl Resource {
     }
 }
 
-/// What a container has of a resource.
+/// A container's allocation of one resource.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Allocation {
-    /// The devices and their NUMA nodes.
+    /// Device ids with their NUMA nodes.
     devices: BTreeMap<String, BTreeSet<i64>>,
-    /// What the plugin said that the container needs; none until it has been asked.
+    /// The plugin's Allocate response; `None` until the plugin has been called.
     answer: Option<ContainerAllocateResponse>,
-    /// Those of them that the pod's init containers have too.
+    /// Devices that are shared with the pod's init containers.
     reused: BTreeSet<String>,
-    /// The NUMA nodes that the devices are to be near to, if any.
+    /// Preferred NUMA nodes; `None` without preference.
     affinity: Option<BTreeSet<i64>>,
 }
 
@@ -86,26 +86,26 @@ pub struct Slot {
     pub resource: String,
 }
 
-/// What a plugin is asked about its preference.
+/// Request for a plugin's preferred devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// The devices that it may choose from.
+    /// The devices to choose from.
     pub available: BTreeSet<String>,
-    /// Those that must be among them.
+    /// Devices that the choice must include.
     pub must_include: BTreeSet<String>,
-    /// How many are needed.
+    /// How many devices are needed.
     pub size: usize,
 }
 
 impl Offer {
-    /// Whether the plugin has something to choose.
+    /// Whether anything remains to be chosen.
     #[must_use]
     pub fn leaves_a_choice(&self) -> bool {
         self.must_include.len() < self.size
     }
 }
 
-/// Why a pod does not get its devices. The texts are the kubelet's.
+/// Why a pod's devices cannot be allocated. The messages are the kubelet's.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
     /// Too few are free.
@@ -115,18 +115,18 @@ pub enum DeviceError {
     Unavailable {
         /// The resource.
         resource: String,
-        /// How many are needed beyond those that are reused.
+        /// How many are needed in addition to reused ones.
         requested: usize,
         /// How many are free and healthy.
         available: usize,
     },
-    /// No plugin has it now.
+    /// No plugin is registered for the resource.
     #[error("cannot allocate unregistered device {0}")]
     Unregistered(String),
-    /// None of its devices is healthy: its plugin has gone, for instance.
+    /// The resource has no healthy device, for instance because its plugin disconnected.
     #[error("no healthy devices present; cannot allocate unhealthy devices {0}")]
     NoneHealthy(String),
-    /// The container has another number of them than its definition says.
+    /// The container's allocation differs in size from its spec.
     #[error(
         "container {container:?} changed request for resource {resource:?} from {held} to {requested}"
     )]
@@ -135,33 +135,33 @@ pub enum DeviceError {
         container: String,
         /// The resource.
         resource: String,
-        /// How many it has.
+        /// Number of allocated devices.
         held: usize,
-        /// How many its definition says.
+        /// Number in the spec.
         requested: usize,
     },
-    /// A call to the plugin had no success.
+    /// A call to the plugin failed.
     #[error("device plugin of {resource}: {call} failed: {why}")]
     Plugin {
         /// The resource.
         resource: String,
-        /// The call.
+        /// The gRPC method.
         call: &'static str,
-        /// Why, in the plugin's words.
+        /// The plugin's error message.
         why: String,
     },
-    /// What was decided could not be written down, so that it would not survive a restart.
+    /// The allocation could not be saved, so it would not survive a restart.
     #[error("failed to write checkpoint file {path:?}: {why}")]
     Checkpoint {
-        /// The file.
+        /// Path of the checkpoint.
         path: String,
-        /// Why.
+        /// The I/O error.
         why: String,
     },
 }
 
 impl DeviceError {
-    /// As the refusal of a pod.
+    /// Converts the error to the rejection of a pod.
     #[must_use]
     pub fn refusal(&self) -> Refusal {
         Refusal {
@@ -173,24 +173,24 @@ impl DeviceError {
     }
 }
 
-/// By resource.
+/// Allocations by resource.
 type Allocations = BTreeMap<String, Allocation>;
 
-/// What a pod has of all resources, by container.
+/// A pod's allocations, by container.
 #[derive(Debug, Clone, Default)]
 pub struct Holding(BTreeMap<String, Allocations>);
 
-/// All devices, and who has them.
+/// All devices and their allocations.
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
     resources: BTreeMap<String, Resource>,
-    /// Resources that went for good since the agent started: they are advertised as zero.
+    /// Resources that expired since the agent started; they are advertised as zero.
     removed: BTreeSet<String>,
-    /// By the pod's uid and the container's name.
+    /// By pod uid and container name.
     pods: BTreeMap<String, BTreeMap<String, Allocations>>,
 }
 
-/// Whether a plugin may have a resource of this name: an extended one, spelled as the API wants it.
+/// Whether a plugin may register a resource of this name: a valid extended resource name.
 #[must_use]
 pub fn is_resource_name(name: &str) -> bool {
     let Some((domain, own)) = name.split_once('/') else {
@@ -200,7 +200,7 @@ pub fn is_resource_name(name: &str) -> bool {
         let outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
         outer(text.chars().next()) && outer(text.chars().last())
     };
-    // The API counts "requests." with the domain.
+    // The length limit of the API includes the prefix "requests.".
     is_extended(name)
         && (1..=244).contains(&domain.len())
         && ends(domain)
@@ -214,7 +214,7 @@ pub fn is_resource_name(name: &str) -> bool {
             .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
 }
 
-/// Whether a container's resource is given by DRA instead (KEP-5004).
+/// Whether DRA provides the container's resource instead (KEP-5004).
 pub(super) fn is_from_claim(pod: &Pod, container: &str, resource: &str) -> bool {
     let status = pod.status.as_ref();
     let claim = status.and_then(|s| s.extended_resource_claim_status.as_ref());
@@ -224,7 +224,8 @@ pub(super) fn is_from_claim(pod: &Pod, container: &str, resource: &str) -> bool 
     })
 }
 
-/// How many of each extended resource a container wants. Such resources are not overcommitted: requests are limits.
+/// Amounts of extended resources that a container requests. These resources are never overcommitted, so requests equal
+/// limits.
 fn wanted<'a>(pod: &Pod, container: &'a Container) -> impl Iterator<Item = (&'a String, usize)> {
     let limits = container
         .resources
@@ -241,7 +242,7 @@ fn wanted<'a>(pod: &Pod, container: &'a Container) -> impl Iterator<Item = (&'a 
 }
 
 impl Devices {
-    /// A plugin has registered for a resource. What an earlier one said of it counts until this one has spoken.
+    /// Registers a plugin for a resource. Devices from an earlier registration remain until the plugin lists its own.
     pub fn register(&mut self, resource: &str, number: u64) {
         self.removed.remove(resource);
         let entry = self
@@ -256,14 +257,14 @@ impl Devices {
         entry.plugin = Plugin::Registered(number);
     }
 
-    /// A resource, if this registration of its plugin is the newest and the plugin has not gone.
+    /// The resource, if this registration is the newest and the plugin is connected.
     fn registered(&mut self, resource: &str, number: u64) -> Option<&mut Resource> {
         let known = self.resources.get_mut(resource);
         known.filter(|r| r.plugin == Plugin::Registered(number))
     }
 
-    /// The plugin says which devices there are; the answer is whether that is something else than before. What comes of
-    /// an earlier registration does not count.
+    /// Records the plugin's list of devices; returns whether it differs from the previous list. Lists from an outdated
+    /// registration are ignored.
     pub fn list(&mut self, resource: &str, number: u64, devices: BTreeMap<String, Device>) -> bool {
         let Some(known) = self.registered(resource, number) else {
             return false;
@@ -273,8 +274,8 @@ impl Devices {
         !same
     }
 
-    /// The plugin of a registration has gone: its devices count, but no container gets one. The answer is whether that
-    /// registration was the newest.
+    /// Records that the plugin disconnected: its devices still count towards capacity, but none can be allocated.
+    /// Returns whether that registration was the newest.
     pub fn lose(&mut self, resource: &str, number: u64, now: Timestamp) -> bool {
         let Some(known) = self.registered(resource, number) else {
             return false;
@@ -286,7 +287,7 @@ impl Devices {
         true
     }
 
-    /// Drops the resources whose plugin has been gone for [`GRACE`]; the answer is whether there are any.
+    /// Removes resources whose plugin has been disconnected for [`GRACE`]; returns whether any was removed.
     pub fn expire(&mut self, now: Timestamp) -> bool {
         let before = self.resources.len();
         self.resources.retain(|name, resource| {
@@ -302,7 +303,7 @@ impl Devices {
         self.resources.len() != before
     }
 
-    /// When [`Devices::expire`] has something to do next.
+    /// The next time at which [`Devices::expire`] removes a resource.
     #[must_use]
     pub fn next_expiry(&self) -> Option<Timestamp> {
         let gone = self.resources.values().filter_map(|r| match r.plugin {
@@ -312,7 +313,7 @@ impl Devices {
         gone.min()
     }
 
-    /// What the Node advertises: all devices as capacity, and the healthy ones as allocatable.
+    /// Amounts that the Node advertises: all devices as capacity, and the healthy ones as allocatable.
     #[must_use]
     pub fn amounts(&self) -> (Amounts, Amounts) {
         let (mut capacity, mut allocatable) = (Amounts::new(), Amounts::new());
@@ -327,8 +328,8 @@ impl Devices {
         (capacity, allocatable)
     }
 
-    /// What a pod's admission may count on: what is allocatable, and for a pod that has devices already at least what is
-    /// given out. So it goes on while its plugin is away.
+    /// Amounts available to a pod's admission. If the pod already has devices, all allocated devices count even while
+    /// their plugin is disconnected, so that the pod is not rejected.
     #[must_use]
     pub fn allocatable_for(&self, uid: &str) -> Amounts {
         let mut amounts = self.amounts().1;
@@ -347,14 +348,14 @@ impl Devices {
         containers.flat_map(BTreeMap::keys).cloned().collect()
     }
 
-    /// The devices of a resource that containers have.
+    /// Allocated devices of a resource.
     fn in_use(&self, resource: &str) -> BTreeSet<&String> {
         let containers = self.pods.values().flat_map(BTreeMap::values);
         let allocations = containers.filter_map(|c| c.get(resource));
         allocations.flat_map(|a| a.devices.keys()).collect()
     }
 
-    /// The devices of a resource that are healthy and that nobody has.
+    /// Healthy devices of a resource that are not allocated.
     fn free(&self, resource: &str) -> BTreeSet<String> {
         let in_use = self.in_use(resource);
         let healthy = self.resources.get(resource).into_iter();
@@ -362,7 +363,7 @@ impl Devices {
         healthy.filter(|id| !in_use.contains(id)).cloned().collect()
     }
 
-    /// Whether a resource is a plugin's: one that is or was registered, or that some container has.
+    /// Whether a resource belongs to a plugin: registered now or before, or allocated to a container.
     fn knows(&self, resource: &str) -> bool {
         self.resources.contains_key(resource) || self.held_resources().contains(resource)
     }
@@ -372,13 +373,13 @@ impl Devices {
         containers.get(&slot.container)?.get(&slot.resource)
     }
 
-    /// What a pod has now, for [`Devices::put_back`].
+    /// The pod's current allocations, for [`Devices::put_back`].
     #[must_use]
     pub fn holding(&self, uid: &str) -> Holding {
         Holding(self.pods.get(uid).cloned().unwrap_or_default())
     }
 
-    /// A pod has again what it had.
+    /// Restores a pod's allocations.
     pub fn put_back(&mut self, uid: &str, before: Holding) {
         match before.0.is_empty() {
             true => self.pods.remove(uid),
@@ -386,7 +387,7 @@ impl Devices {
         };
     }
 
-    /// For what of a pod's devices the plugins are still to be asked, in this order: init containers come first.
+    /// Allocations of a pod that still need a call to the plugin, init containers first.
     #[must_use]
     pub fn unanswered(&self, pod: &Pod) -> Vec<Slot> {
         let uid = pod::uid(pod);
@@ -401,8 +402,8 @@ impl Devices {
         slots.filter(is_open).collect()
     }
 
-    /// Sets aside what one container wants; what it has already it keeps. The pod's containers have their turns in their
-    /// order, init containers first. Where it fails, some of it may be set aside: [`Devices::put_back`] gives it up.
+    /// Reserves the devices that a container requests; existing allocations stay. Call it for the pod's containers in
+    /// order, init containers first. On error, earlier reservations remain; [`Devices::put_back`] reverts them.
     pub fn reserve_container(
         &mut self,
         pod: &Pod,
@@ -441,8 +442,8 @@ impl Devices {
         Ok(())
     }
 
-    /// The devices that the next container of a pod has too: those of its init containers, which run before, without those
-    /// of sidecars and regular ones, which go on using theirs.
+    /// Devices that the pod's next container can reuse: those of init containers, except devices that sidecars or
+    /// regular containers also use.
     fn reusable(&self, pod: &Pod, resource: &str) -> BTreeSet<String> {
         let init = pod::spec(pod).init_containers.iter().flatten();
         let init: BTreeSet<&str> = init
@@ -462,7 +463,7 @@ impl Devices {
         &ended - &lasting
     }
 
-    /// Chooses devices: those that can be reused, then free ones that are near, then any.
+    /// Chooses devices: reusable ones first, then free ones near the preferred NUMA nodes, then any.
     fn choose(
         &self,
         resource: &str,
@@ -500,8 +501,8 @@ impl Devices {
         })
     }
 
-    /// What the plugin is to be asked about its preference: the devices that are near, if they suffice, else all of them
-    /// beside those that are near.
+    /// Request for the plugin's preference. If there are enough near devices, the choice is among them; otherwise all
+    /// near devices are mandatory.
     #[must_use]
     pub fn offer(&self, uid: &str, slot: &Slot) -> Option<Offer> {
         let own = self.allocation(uid, slot)?;
@@ -530,8 +531,8 @@ impl Devices {
         })
     }
 
-    /// Takes the plugin's preference over as far as it was offered and is still free. Containers of the pod that reuse
-    /// what is exchanged follow.
+    /// Applies the plugin's preference to devices that were offered and are still free. Containers that reuse an
+    /// exchanged device follow.
     pub fn prefer(&mut self, uid: &str, slot: &Slot, preferred: &[String]) {
         let (Some(offer), Some(own)) = (self.offer(uid, slot), self.allocation(uid, slot)) else {
             return;
@@ -559,7 +560,7 @@ impl Devices {
         }
     }
 
-    /// Exchanges a device in all containers of a pod whose plugin has not been asked yet.
+    /// Exchanges a device in all containers of a pod whose plugin has not been called yet.
     fn exchange(&mut self, uid: &str, resource: &str, old: &str, new: &str) {
         let numa = self
             .resources
@@ -581,7 +582,7 @@ impl Devices {
         }
     }
 
-    /// The devices that a container has of a resource.
+    /// Ids of a container's devices of a resource.
     #[must_use]
     pub fn ids(&self, uid: &str, slot: &Slot) -> Vec<String> {
         let own = self.allocation(uid, slot);
@@ -589,7 +590,7 @@ impl Devices {
             .unwrap_or_default()
     }
 
-    /// The plugin has said what a container needs for its devices; the answer is whether it still has them.
+    /// Records the plugin's Allocate response; returns whether the allocation still exists.
     pub fn answered(&mut self, uid: &str, slot: &Slot, answer: ContainerAllocateResponse) -> bool {
         let own = self
             .pods
@@ -599,7 +600,7 @@ impl Devices {
         own.map(|own| own.answer = Some(answer)).is_some()
     }
 
-    /// Gives up what a pod has set aside and no plugin was asked for.
+    /// Releases a pod's reservations that have no response from the plugin.
     pub fn abandon(&mut self, uid: &str) {
         if let Some(containers) = self.pods.get_mut(uid) {
             for allocations in containers.values_mut() {
@@ -612,20 +613,20 @@ impl Devices {
         }
     }
 
-    /// A pod's devices are free again; the answer is whether it had any.
+    /// Releases a pod's devices; returns whether it had any.
     pub fn release(&mut self, uid: &str) -> bool {
         self.pods.remove(uid).is_some()
     }
 
-    /// Releases the devices of pods that do not exist any more; the answer is whether there were any.
+    /// Releases the devices of pods that no longer exist; returns whether there were any.
     pub fn retain(&mut self, exists: impl Fn(&str) -> bool) -> bool {
         let before = self.pods.len();
         self.pods.retain(|uid, _| exists(uid));
         self.pods.len() != before
     }
 
-    /// A refusal in the kubelet's words where a plugin's resource is what is short: the kubelet's device manager decides
-    /// before its scheduler's rules do.
+    /// If a plugin's resource is missing, replaces the rejection by the device manager's error, because the kubelet
+    /// runs the device manager before the predicates.
     #[must_use]
     pub fn in_words(&self, pod: &Pod, refusal: Refusal) -> Refusal {
         let resource = refusal.reason.strip_prefix("OutOf");
@@ -643,8 +644,8 @@ impl Devices {
         refusal
     }
 
-    /// A resource of a container whose plugin has not told of its devices since the agent started: they may not be there
-    /// yet.
+    /// A resource of the container whose plugin has not listed its devices since the agent started; the devices may not
+    /// exist yet.
     #[must_use]
     pub fn awaited(&self, uid: &str, container: &str) -> Option<&str> {
         let allocations = self.pods.get(uid)?.get(container)?;
@@ -665,7 +666,7 @@ impl Devices {
         resources.map(slot).collect()
     }
 
-    /// What a container has: resource, device, and its NUMA nodes.
+    /// A container's devices: resource, device id, NUMA nodes.
     #[must_use]
     pub fn held(&self, uid: &str, container: &str) -> Vec<(String, String, BTreeSet<i64>)> {
         let allocations = self.pods.get(uid).and_then(|pod| pod.get(container));
@@ -677,7 +678,7 @@ impl Devices {
         rows.collect()
     }
 
-    /// All healthy devices, as [`Devices::held`] has them.
+    /// All healthy devices, in the form of [`Devices::held`].
     #[must_use]
     pub fn healthy(&self) -> Vec<(String, String, BTreeSet<i64>)> {
         let rows = self.resources.iter().flat_map(|(name, resource)| {
@@ -692,12 +693,12 @@ fn number(count: usize) -> Quantity {
     Quantity::from_units(i64::try_from(count).unwrap_or(i64::MAX))
 }
 
-/// How far a device is from where it is wanted.
+/// Distance of a device from the preferred NUMA nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Distance {
     Near,
     Far,
-    /// It has no place, or none is wanted.
+    /// The device has no NUMA node, or no node is preferred.
     Unknown,
 }
 

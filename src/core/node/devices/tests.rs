@@ -6,11 +6,11 @@ use crate::core::node::hints::{Asker, Hint, Provider as _};
 
 const THING: &str = "example.com/thing";
 
-/// The NUMA nodes that containers' devices are to be near to, by the container's name.
+/// Preferred NUMA nodes by container name.
 type Affinities = BTreeMap<String, BTreeSet<i64>>;
 
 impl Devices {
-    /// Sets aside what a pod's containers want, all or nothing; the answer is for what the plugins are to be asked.
+    /// Reserves devices for all containers of a pod, or for none; returns the calls to plugins that remain.
     fn reserve(&mut self, pod: &Pod, affinities: &Affinities) -> Result<Vec<Slot>, DeviceError> {
         let before = self.holding(pod::uid(pod));
         for (_, container) in pod::containers(pod) {
@@ -48,7 +48,7 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).expect("a time")
 }
 
-/// Devices by their names; those with a `!` are not healthy, and digits at the end are NUMA nodes.
+/// Devices by id: a `!` marks an unhealthy device, and digits at the end are its NUMA nodes.
 fn described(names: &[&str]) -> BTreeMap<String, Device> {
     let device = |name: &&str| {
         let id = name.trim_end_matches('!');
@@ -116,7 +116,7 @@ fn refusals_are_in_the_kubelets_words() {
     assert_eq!(error, Err(DeviceError::NoneHealthy(THING.into())));
     let changed = devices.reserve(&plain("first", 2), &none);
     assert!(matches!(changed, Err(DeviceError::Changed { held: 1, .. })));
-    // It keeps what it has, whatever its plugin does.
+    // The allocation stays while the plugin is disconnected.
     assert_eq!(
         devices.reserve(&plain("first", 1), &none),
         Ok(vec![slot("c")])
@@ -134,7 +134,7 @@ fn all_of_a_pods_devices_are_reserved_or_none() {
     );
     assert_eq!(devices.free(THING).len(), 2);
     assert!(!devices.release("p"), "nothing is left of it");
-    // What no plugin has, and what comes from a claim, is not ours.
+    // Resources without a plugin, or provided by a claim, are ignored.
     let mut claimed = pod(
         "q",
         &json!({"containers": [{"name": "c", "resources": {"limits": {"example.com/other": "9", "cpu": "1"}}}]}),
@@ -165,7 +165,7 @@ fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
     assert_eq!(all(&devices), ["a,b", "a", "a", "b", "c"]);
     assert_eq!(devices.free(THING).len(), 1);
 
-    // What the plugin prefers for an init container its successors follow.
+    // When the plugin's preference changes an init container's device, the containers that reuse it follow.
     let offer = devices.offer("p", &slot("first")).expect("reserved");
     assert_eq!((offer.size, offer.must_include.len()), (2, 0));
     assert_eq!(offer.available.len(), 3, "{offer:?}");
@@ -176,7 +176,7 @@ fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
     );
     assert_eq!(all(&devices), ["a,d", "a", "a", "d", "c"]);
     assert!(devices.answered("p", &slot("first"), answer("x")));
-    // What is reused stays; what is another container's cannot be had.
+    // Reused devices stay, and devices of other containers cannot be taken.
     devices.prefer("p", &slot("main"), &["b".into()]);
     devices.prefer("p", &slot("other"), &["a".into(), "b".into()]);
     assert_eq!(all(&devices), ["a,d", "a", "a", "d", "b"]);
@@ -191,7 +191,7 @@ fn devices_near_the_wanted_nodes_come_first() {
     let all = "a0,b1,c,d01,e1";
     for (node, wanted, expected, offered) in [
         (Some(1), 1, "b1", "b1,d01,e1"),
-        // All that are near, and then the plugin may choose of the others.
+        // All near devices are mandatory; the plugin chooses the rest.
         (Some(1), 3, "b1,d01,e1", all),
         (Some(1), 4, "a0,b1,d01,e1", all),
         (Some(0), 1, "a0", "a0,d01"),
@@ -217,21 +217,21 @@ fn devices_near_the_wanted_nodes_come_first() {
 
 #[test]
 fn hints_say_which_nodes_suffice() {
-    // Nodes with a `+` are preferred.
+    // A `+` marks a preferred hint.
     for (names, init, requested, expected) in [
         (vec!["a0", "b1"], 0, 1, "0+ 01 1+"),
         (vec!["a0", "b1"], 0, 2, "01+"),
         (vec!["a0", "b0", "c1"], 0, 2, "0+ 01"),
-        // Were they all healthy, one node would do: so none is preferred.
+        // If all devices were healthy, one node would suffice; so no hint is preferred.
         (vec!["a0", "b0!", "c1"], 0, 2, "01"),
         (vec!["a0", "b1", "c"], 0, 3, ""),
         (vec!["a0"], 0, 2, ""),
         (vec!["a", "b"], 0, 1, "no difference"),
         (vec!["a01", "b1"], 0, 2, "01 1+"),
-        // The init container has the first one, which is used again.
+        // The init container has the first device, which is reused.
         (vec!["a0", "b1"], 1, 1, "0+ 01"),
         (vec!["a0", "b0", "c1"], 1, 2, "0+ 01"),
-        // A node that the machine does not have.
+        // A NUMA node that the machine does not have.
         (vec!["a0", "b7"], 0, 1, "0+"),
     ] {
         let mut devices = with(&names);
@@ -271,7 +271,7 @@ fn a_resource_goes_five_minutes_after_its_plugin() {
     devices.reserve(&plain("p", 1), &Affinities::new()).ok();
     assert!(devices.lose(THING, 1, at(100)));
     assert_eq!(amounts_of(&devices), (3, 0));
-    // The pod that has one goes on.
+    // A pod that has a device is still admitted.
     assert_eq!(devices.allocatable_for("p")[THING].units(), 1);
     assert_eq!(devices.allocatable_for("q")[THING].units(), 0);
     assert_eq!(devices.next_expiry(), Some(at(400)));
@@ -283,7 +283,7 @@ fn a_resource_goes_five_minutes_after_its_plugin() {
     devices.register(THING, 2);
     devices.list(THING, 2, described(&["a"]));
     assert_eq!(amounts_of(&devices), (1, 1));
-    // What comes of an earlier registration does not count.
+    // Calls for an outdated registration are ignored.
     assert!(!devices.list(THING, 1, described(&[])));
     assert!(!devices.lose(THING, 1, at(500)));
     assert_eq!(amounts_of(&devices), (1, 1));
@@ -420,7 +420,7 @@ fn random_pod(uid: &str, [init, one, two]: [usize; 3]) -> Pod {
     pod(uid, &spec)
 }
 
-/// No device has two owners, but for an init container and one of its pod's regular ones.
+/// No device has two owners, except for an init container and a regular container of the same pod.
 fn check_owners(devices: &Devices) {
     let mut owners: BTreeMap<String, (String, String)> = BTreeMap::new();
     for (uid, containers) in &devices.pods {
@@ -535,7 +535,7 @@ fn the_health_of_what_containers_have_follows_their_plugin() {
     assert!(devices.list(THING, 1, described(&["b"])));
     assert_eq!(of(&devices), Health::Unknown, "it is not named any more");
     assert!(devices.list(THING, 1, described(&["a!", "b!"])));
-    // Its plugin goes and comes back: nothing is known until it has spoken, even if it says the same.
+    // After the plugin reconnects, health is unknown until it lists its devices, even if the list is unchanged.
     assert!(devices.lose(THING, 1, at(0)));
     assert_eq!(of(&devices), Health::Unknown);
     devices.register(THING, 2);
@@ -545,11 +545,11 @@ fn the_health_of_what_containers_have_follows_their_plugin() {
         "that is news"
     );
     assert_eq!(of(&devices), Health::Unhealthy);
-    // One that registers anew without having gone changes nothing.
+    // A new registration without a disconnect changes nothing.
     assert!(devices.list(THING, 2, described(&["a", "b"])));
     devices.register(THING, 3);
     assert_eq!(of(&devices), Health::Healthy);
-    // Another agent knows who has what, and not yet how it is; for a plugin that stays away that ends.
+    // After a restart, allocations are known but health is not. If the plugin does not return, health becomes unknown.
     let mut restarted = Devices::restored(devices.to_keep(), at(10));
     assert_eq!(of(&restarted), Health::Untold);
     let mut back = restarted.clone();

@@ -1,4 +1,4 @@
-//! What is made of each fact.
+//! Evaluation of each fact.
 
 use std::time::Duration;
 
@@ -10,19 +10,19 @@ use super::{
 use crate::core::pod::dns::{self, Resolver};
 use crate::core::time::shown;
 
-/// The controllers without which pods' limits are not kept.
+/// Controllers that the limits of pods need.
 pub(super) const CONTROLLERS: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
-/// A clock that differs by more makes tokens and certificates invalid at times.
+/// Clock difference above which tokens and certificates are sometimes invalid.
 const SKEW: SignedDuration = SignedDuration::from_secs(5);
-/// Certificates that are renewed are renewed long before.
+/// Remaining validity below which a certificate should already have been renewed.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
-/// Answers that take longer make every pod slow.
+/// Response time above which all pod operations are slow.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
-/// The kubelet's own thresholds of available bytes and free inodes, in percent.
+/// The kubelet's default eviction thresholds for available bytes and free inodes, in percent.
 const LITTLE_ROOM: (u64, u64) = (10, 5);
-/// Its threshold of available bytes where images lie, in percent.
+/// The kubelet's default threshold for available bytes on the image filesystem, in percent.
 const LITTLE_ROOM_FOR_IMAGES: u64 = 15;
-/// What lies on the filesystem of images.
+/// Purpose of the image filesystem.
 const IMAGES: &str = "images";
 
 pub(super) fn ok(subject: &'static str, found: impl Into<String>) -> Finding {
@@ -205,7 +205,7 @@ pub(super) fn runtime(
 }
 
 fn percent(part: u64, whole: u64) -> u64 {
-    // Of u64::MAX bytes a hundredth is still exact enough.
+    // For values near `u64::MAX`, dividing first is accurate enough.
     let (part, whole) = match part.checked_mul(100) {
         Some(part) => (part, whole),
         None => (part, whole / 100),

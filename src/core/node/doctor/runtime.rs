@@ -1,5 +1,5 @@
-//! What a runtime tells of its own configuration (CRI's `Status`, verbose; containerd's keys, of which others have some),
-//! and what is made of it and of the pod network that it names.
+//! The runtime's own configuration, from the verbose response of the CRI call `Status`, and the evaluation of that
+//! configuration and of the CNI network. The keys are containerd's; some other runtimes use the same ones.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -9,16 +9,16 @@ use serde_json::Value;
 use super::judge::{fault, ok};
 use super::{Finding, RuntimeFacts, Severity};
 
-/// What a runtime tells of its own configuration.
+/// The runtime's configuration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Details {
-    /// Whether its default handler makes cgroups through systemd, as the handler's options say.
+    /// Whether the default handler's options select the systemd cgroup driver.
     pub systemd: Option<bool>,
-    /// The image of sandboxes.
+    /// The sandbox image.
     pub sandbox_image: Option<String>,
-    /// Where the configurations of pods' networks are.
+    /// Directory of CNI configurations.
     pub conf_dir: Option<PathBuf>,
-    /// Where their plugins are.
+    /// Directories of CNI plugins.
     pub bin_dirs: Vec<PathBuf>,
 }
 
@@ -32,7 +32,7 @@ fn paths(value: &Value) -> Vec<PathBuf> {
 }
 
 impl Details {
-    /// From the parts of the answer, each a document in JSON. What is not told is not known.
+    /// Parses the parts of the response, each a JSON document. Missing fields are unknown.
     #[must_use]
     pub fn of(info: &BTreeMap<String, String>) -> Details {
         let part = |name: &str| -> Value {
@@ -55,7 +55,7 @@ impl Details {
             vec![],
         ];
         Details {
-            // What is not said there is cgroupfs.
+            // A runc handler without this option uses cgroupfs.
             systemd: systemd.or(is_runc.then_some(false)),
             sandbox_image: config["sandboxImage"].as_str().map(str::to_owned),
             conf_dir: first(conf_dirs).and_then(|dirs| dirs.into_iter().next()),
@@ -65,23 +65,23 @@ impl Details {
     }
 }
 
-/// The configuration of pods' networks that a runtime takes.
+/// The CNI configuration that the runtime uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodNetwork {
-    /// Its file.
+    /// Path of the configuration.
     pub file: PathBuf,
-    /// Its name and its plugins, and of each whether its program is there; or why it cannot be read.
+    /// The network's name and its plugins, each with whether its executable exists; or why the file cannot be parsed.
     pub content: Result<(String, Vec<(String, bool)>), String>,
 }
 
-/// What is there for pods' networks.
+/// CNI configuration on the machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetworkFacts {
-    /// Where the configurations are.
+    /// Directory of CNI configurations.
     pub conf_dir: PathBuf,
-    /// Where the plugins are.
+    /// Directories of CNI plugins.
     pub bin_dirs: Vec<PathBuf>,
-    /// The first of the configurations by name, which is the one that counts; none where there is none.
+    /// The first configuration by file name, which the runtime uses; `None` if there is none.
     pub first: Option<PodNetwork>,
 }
 
@@ -93,11 +93,11 @@ impl NetworkFacts {
     }
 }
 
-/// The name of a network and the plugins that it needs, as its configuration says.
+/// The network name and plugin types in a CNI configuration.
 ///
 /// # Errors
 ///
-/// It is not one.
+/// The text is not a CNI configuration.
 pub fn parse_network(text: &str) -> Result<(String, Vec<String>), String> {
     let config: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     let list = config["plugins"].as_array();
@@ -116,7 +116,7 @@ pub fn parse_network(text: &str) -> Result<(String, Vec<String>), String> {
     }
 }
 
-/// The runtime has no pod network.
+/// Finding: the runtime has no pod network.
 pub(super) fn not_ready(why: &str, facts: Option<&NetworkFacts>) -> Finding {
     fault(
         Severity::Error,
@@ -127,7 +127,7 @@ pub(super) fn not_ready(why: &str, facts: Option<&NetworkFacts>) -> Finding {
     )
 }
 
-/// How to come by a pod network; the places are those of this runtime, as far as it tells them.
+/// How to install a network plugin, with the runtime's directories if they are known.
 fn how_to_install(facts: Option<&NetworkFacts>) -> String {
     let (conf_dir, bin_dirs) = facts.map(NetworkFacts::places).unwrap_or_default();
     let or = |told: String, usual: &str| match told.is_empty() {
@@ -141,7 +141,7 @@ fn how_to_install(facts: Option<&NetworkFacts>) -> String {
     )
 }
 
-/// `is_told` is whether it has been said already that the runtime has no network.
+/// Findings about the CNI configuration. `is_told` is whether a missing network was already reported.
 pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
     let no_start = "no pod with a network of its own starts: its sandbox cannot be made";
     let (conf_dir, bin_dirs) = facts.places();
@@ -184,11 +184,11 @@ pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
     )]
 }
 
-/// The remedy where network namespaces are hidden.
+/// Remedy for hidden network namespaces.
 pub const UNHIDE: &str =
     "umount -R /run/netns; namespaces that `ip netns add` made since then lose their names";
 
-/// Network namespaces of sandboxes that a mount over their directory hides.
+/// Finding: a mount over their directory hides the network namespaces of sandboxes.
 pub(super) fn hidden(namespaces: &[PathBuf]) -> Option<Finding> {
     let first = namespaces.first()?;
     let found = format!(
@@ -201,7 +201,7 @@ pub(super) fn hidden(namespaces: &[PathBuf]) -> Option<Finding> {
     Some(fault(Severity::Error, "netns", found, leads_to, UNHIDE))
 }
 
-/// What the runtime's configuration says besides what is seen of it.
+/// Findings about the runtime's configuration.
 pub(super) fn configured(facts: &RuntimeFacts, wants_systemd: bool) -> Vec<Finding> {
     let mut findings = vec![];
     let handlers = facts

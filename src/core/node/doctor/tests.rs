@@ -82,7 +82,7 @@ fn a_healthy_node_has_no_fault() {
     assert_eq!(subjects, expected);
 }
 
-/// Breaks one thing of a healthy node: there is this fault, it says its effect and this of its remedy, and no other.
+/// Breaks one thing on a healthy node and expects exactly this fault, with an effect and this text in its remedy.
 fn only(break_it: impl FnOnce(&mut Facts), subject: &str, severity: Severity, remedy: &str) {
     let mut facts = healthy();
     break_it(&mut facts);
@@ -247,7 +247,7 @@ fn faults_of_the_runtimes_configuration_are_found_alone_with_their_remedies() {
     let some = || vec![("bridge".to_owned(), true), ("portmap".to_owned(), false)];
     let missing = with_network(|n| content(n, Ok(("pods".into(), some()))));
     only(missing, "cni", Error, "-C /opt/cni/bin");
-    // Where the runtime has no network that is said once, with its own places.
+    // A missing network is reported once, with the runtime's own directories.
     let elsewhere = |f: &mut Facts| {
         with_runtime(|r| r.network_not_ready = Some("cni".into()))(f);
         with_network(|n| (n.first, n.conf_dir) = (None, "/srv/cni".into()))(f);
@@ -289,7 +289,7 @@ fn a_runtimes_answer_is_read_as_far_as_it_goes() {
         bin_dirs: vec!["/old/bin".into()],
     };
     assert_eq!(of(&[("config", config.clone())]), expected);
-    // What is loaded counts.
+    // The loaded CNI configuration takes precedence.
     let loaded = serde_json::json!({"PluginDirs": ["/a", "/b"], "PluginConfDir": "/c"});
     let both = of(&[("config", config), ("cniconfig", loaded)]);
     assert_eq!(both.bin_dirs, ["/a", "/b"].map(std::path::PathBuf::from));

@@ -1,5 +1,5 @@
-//! The pods that were told to end because the node is short of something: how long they are waited for before another one
-//! goes. Times are counted from any fixed moment.
+//! Evicted pods that still terminate, and how long to wait for them before the next eviction. Times are durations since
+//! an arbitrary fixed moment.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,23 +7,23 @@ use std::time::Duration;
 use super::Pressure;
 use crate::core::time;
 
-/// How long a pod is waited for after its grace period: stopping its containers and giving back what it holds take time.
+/// How long to wait for a pod after its grace period, for stopping containers and releasing resources.
 const CLEANUP: Duration = Duration::from_secs(30);
 
-/// Pods that were told to end and still hold something, by what the node is short of and their uid.
+/// Evicted pods that still hold resources, by pressure and pod uid.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ending(BTreeMap<(Pressure, String), Told>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Told {
-    /// When it was told first.
+    /// Time of the eviction.
     at: Duration,
-    /// When its grace period is over.
+    /// End of the grace period.
     by: Duration,
 }
 
 impl Ending {
-    /// A pod was told at `now` to end within `grace` seconds. A grace period only ever shrinks.
+    /// Records that a pod was evicted at `now` with `grace` seconds. A later call can only shorten the grace period.
     pub fn told(&mut self, pressure: Pressure, uid: &str, now: Duration, grace: i64) {
         let by = now.saturating_add(time::span(grace));
         let key = (pressure, uid.to_owned());
@@ -31,7 +31,7 @@ impl Ending {
         told.by = told.by.min(by);
     }
 
-    /// Forgets the pods that hold nothing any more; the answer is when each of them was told.
+    /// Removes pods that hold no resources any more; returns each with the time of its eviction.
     pub fn forget(&mut self, holds: impl Fn(&str) -> bool) -> Vec<(String, Duration)> {
         let has_ended = |((_, uid), _): &(&(Pressure, String), &Told)| !holds(uid);
         let ended = self.0.iter().filter(has_ended);
@@ -41,20 +41,20 @@ impl Ending {
         ended
     }
 
-    /// Whether there is nobody to wait for.
+    /// Whether no evicted pod is terminating.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether a pod was told, and would end later than if it were told at `now` to end within `grace` seconds.
+    /// Whether a pod was evicted already, but a grace period of `grace` seconds from `now` would end sooner.
     #[must_use]
     pub fn is_later(&self, pressure: Pressure, uid: &str, now: Duration, grace: i64) -> bool {
         let told = self.0.get(&(pressure, uid.to_owned()));
         told.is_some_and(|told| told.by > now.saturating_add(time::span(grace)))
     }
 
-    /// How long no other pod goes for the same: one that was told is to end within that time.
+    /// Remaining time to wait before another pod is evicted for the same pressure; `None` if no wait is needed.
     #[must_use]
     pub fn wait(&self, pressure: Pressure, now: Duration) -> Option<Duration> {
         let of = self.0.iter().filter(|((of, _), _)| *of == pressure);
@@ -62,7 +62,7 @@ impl Ending {
         left.filter(|left| !left.is_zero()).max()
     }
 
-    /// Whether a pod was waited for in vain: others go instead.
+    /// Whether a pod has exceeded its grace period and the cleanup time, so that other pods are evicted instead.
     #[must_use]
     pub fn is_overdue(&self, pressure: Pressure, uid: &str, now: Duration) -> bool {
         let told = self.0.get(&(pressure, uid.to_owned()));
@@ -79,8 +79,8 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// A soft threshold gives 90 seconds. Whatever is looked at when: the pod that was told is waited for that long and 30
-    /// seconds more, and only for what it was told for.
+    /// A soft threshold grants 90 seconds. The wait is these 90 seconds plus 30, and only for the pressure that caused
+    /// the eviction.
     #[test]
     fn a_pod_is_waited_for_as_long_as_it_may_take() {
         let mut ending = Ending::default();
@@ -102,7 +102,7 @@ mod tests {
         assert!(ending.is_empty() && ending.wait(Memory, at(11)).is_none());
     }
 
-    /// The hard threshold is crossed while it ends: it is to end at once, and is told so once.
+    /// If the hard threshold is crossed while the pod terminates, the grace period is shortened once.
     #[test]
     fn a_pod_that_ends_is_told_again_when_it_is_to_end_sooner() {
         let mut ending = Ending::default();
@@ -116,7 +116,7 @@ mod tests {
         ending.told(Memory, "hog", at(20), 1);
         assert!(!later(&ending, Memory, 20, 1));
         assert_eq!(ending.wait(Memory, at(20)), Some(at(31)));
-        // A longer grace period gives it none back, and what is over is over.
+        // A longer grace period does not extend the previous one.
         ending.told(Memory, "hog", at(21), 90);
         assert!(!later(&ending, Memory, 40, 1));
         assert!(ending.is_overdue(Memory, "hog", at(51)));

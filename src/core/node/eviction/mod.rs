@@ -1,8 +1,10 @@
-//! Node-pressure eviction: what is measured, what it stands for, and which pods a node under pressure does not take
-//! (kubelet spec, 11 and 12.7; kubelet's `pkg/kubelet/eviction`). Pure.
+//! Node-pressure eviction (`pkg/kubelet/eviction`): signals, conditions, and the pods that a node under pressure
+//! rejects. Pure.
 //!
-//! `thresholds` reads the configuration, `watch` says which thresholds are met and for how long, `ranking` which pod
-//! goes and what is said about it, `ending` how long it is waited for.
+//! - `thresholds` parses the configuration.
+//! - `watch` tracks which thresholds are met and for how long.
+//! - `ranking` chooses the pod to evict and words the message.
+//! - `ending` limits the wait for evicted pods.
 
 mod ending;
 mod ranking;
@@ -29,26 +31,26 @@ pub use thresholds::{
 };
 pub use watch::{Assessment, Watch, next_look, notice_after};
 
-/// What may run short. In the order in which shortages are relieved: memory first.
+/// Eviction signals, in the order in which they are relieved: memory first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Signal {
-    /// Bytes of the machine's memory, less its working set.
+    /// Memory capacity of the machine minus its working set, in bytes.
     MemoryAvailable,
-    /// Bytes of the memory that all pods may have together, less what they use.
+    /// Memory limit of all pods minus their usage, in bytes.
     AllocatableMemoryAvailable,
-    /// Bytes of the filesystem with the root directory.
+    /// Available bytes on the filesystem with the root directory.
     NodeFsAvailable,
-    /// Its inodes.
+    /// Free inodes on the filesystem with the root directory.
     NodeFsInodesFree,
-    /// Bytes of the filesystem with the images and containers.
+    /// Available bytes on the filesystem with images and containers.
     ImageFsAvailable,
-    /// Its inodes.
+    /// Free inodes on the filesystem with images and containers.
     ImageFsInodesFree,
-    /// Process ids.
+    /// Available process ids.
     PidAvailable,
 }
 
-/// What a pod could give back.
+/// A resource that evicting a pod frees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Resource {
     /// Bytes of memory.
@@ -61,45 +63,46 @@ pub enum Resource {
     Pids,
 }
 
-/// A condition of the node.
+/// A pressure condition of the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pressure {
-    /// Memory is short.
+    /// `MemoryPressure`.
     Memory,
-    /// The disk or its inodes are.
+    /// `DiskPressure`: too few bytes or inodes.
     Disk,
-    /// Process ids are.
+    /// `PIDPressure`.
     Pid,
 }
 
-/// How much there is of something.
+/// Measured amount of a resource.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Amount {
-    /// All of it.
+    /// Total amount.
     pub capacity: u64,
-    /// What is left.
+    /// Available amount.
     pub available: u64,
 }
 
-/// What was measured. A signal that could not be is not there.
+/// Measured amounts; signals that could not be measured are absent.
 pub type Observations = BTreeMap<Signal, Amount>;
 
-/// The conditions that hold.
+/// The active pressure conditions.
 pub type Pressures = BTreeSet<Pressure>;
 
-/// What the configuration says.
+/// Eviction settings of the configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// The thresholds; without any, nothing is measured and nobody evicted.
+    /// The thresholds. If there are none, nothing is measured and no pod is evicted.
     pub thresholds: Vec<Threshold>,
-    /// How long a condition holds after it was last observed (`evictionPressureTransitionPeriod`).
+    /// How long a condition stays active after it was last observed (`evictionPressureTransitionPeriod`).
     pub transition: Duration,
-    /// The most seconds that a pod gets to end at a soft threshold; below 0 its own grace period counts.
+    /// Maximum grace period in seconds at soft thresholds (`evictionMaxPodGracePeriod`); if negative, the pod's own
+    /// applies.
     pub max_pod_grace: i64,
 }
 
 impl Signal {
-    /// All of them.
+    /// All signals.
     pub const ALL: [Signal; 7] = [
         Signal::MemoryAvailable,
         Signal::AllocatableMemoryAvailable,
@@ -110,7 +113,7 @@ impl Signal {
         Signal::PidAvailable,
     ];
 
-    /// As configurations and metrics name it.
+    /// Name of the signal in configurations and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -130,7 +133,7 @@ impl Signal {
         Signal::ALL.into_iter().find(|s| s.name() == name)
     }
 
-    /// What is short when it is low.
+    /// The resource that is short when the signal is low.
     #[must_use]
     pub fn resource(self) -> Resource {
         match self {
@@ -141,13 +144,13 @@ impl Signal {
         }
     }
 
-    /// Whether it is about the filesystem with the images.
+    /// Whether the signal is about the image filesystem.
     #[must_use]
     pub fn is_of_images(self) -> bool {
         matches!(self, Signal::ImageFsAvailable | Signal::ImageFsInodesFree)
     }
 
-    /// The condition that the node has when it is low.
+    /// The condition that is active when the signal is low.
     #[must_use]
     pub fn pressure(self) -> Pressure {
         match self.resource() {
@@ -159,7 +162,7 @@ impl Signal {
 }
 
 impl Settings {
-    /// These with some of the thresholds only.
+    /// A copy with only the thresholds of some resources.
     #[must_use]
     pub fn of(&self, is_among: impl Fn(Resource) -> bool) -> Settings {
         let thresholds = self.thresholds.iter();
@@ -172,7 +175,7 @@ impl Settings {
 }
 
 impl Resource {
-    /// As messages and events name it.
+    /// Name of the resource in messages and events.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -183,7 +186,7 @@ impl Resource {
         }
     }
 
-    /// So much of it, as it is written: bytes with binary suffixes, numbers with decimal ones.
+    /// Formats an amount: bytes with binary suffixes, counts with decimal ones.
     #[must_use]
     pub fn quantity(self, amount: u64) -> Quantity {
         match self {
@@ -207,9 +210,9 @@ impl Pressure {
     }
 }
 
-/// Why a node with these conditions does not take a pod; none if it does. Critical pods are taken in any case, and under
-/// memory pressure all but those that ask for nothing. A pod that has been here before keeps its place: this agent may
-/// have been started again.
+/// Why a node with these conditions rejects a pod; `None` if it does not. Critical pods are always accepted. Under
+/// memory pressure alone, only best-effort pods without a matching toleration are rejected. A pod with a start time is
+/// accepted, because it was admitted before a restart of this agent.
 #[must_use]
 pub fn refusal(pressures: &Pressures, pod: &Pod) -> Option<String> {
     let has_been_here = pod.status.as_ref().is_some_and(|s| s.start_time.is_some());

@@ -1,4 +1,4 @@
-//! Which pod goes first, and what is said about it.
+//! The order in which pods are evicted, and the messages and annotations of an eviction.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -13,43 +13,43 @@ use crate::core::pod::resources::{Side, of_container, requests};
 use crate::core::quantity::Quantity;
 use crate::core::time;
 
-/// How many pods of a ranking are told.
+/// Number of pods of a ranking that logs and annotations list.
 const TOLD: usize = 5;
-/// The annotation with the ranking.
+/// Annotation that holds the ranking.
 const RANKING: &str = "ranking";
 
-/// What a container uses.
+/// Usage of a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ContainerFigures {
-    /// Its name.
+    /// The container's name.
     pub name: String,
-    /// Bytes of memory, without what could be dropped at once.
+    /// Working set in bytes.
     pub memory: u64,
-    /// Bytes of disk: its writable layer and its logs.
+    /// Disk usage in bytes: writable layer and logs.
     pub disk: u64,
 }
 
-/// What a pod uses.
+/// Usage of a pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PodFigures {
-    /// Bytes of memory, without what could be dropped at once.
+    /// Working set in bytes.
     pub memory: u64,
-    /// Processes and threads.
+    /// Number of processes and threads.
     pub processes: u64,
-    /// Bytes on the filesystem that is short.
+    /// Bytes used on the filesystem that is short.
     pub disk: u64,
-    /// Files and directories on it.
+    /// Inodes used on the filesystem that is short.
     pub inodes: u64,
-    /// Its containers.
+    /// Usage of each container.
     pub containers: Vec<ContainerFigures>,
 }
 
-/// A pod that may have to go.
+/// A pod that may be evicted.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Candidate {
-    /// The pod, with the sizes that were granted.
+    /// The pod with its allocated resources.
     pub pod: Arc<Pod>,
-    /// What it uses.
+    /// Usage of the pod.
     pub figures: PodFigures,
 }
 
@@ -63,7 +63,7 @@ impl Candidate {
         }
     }
 
-    /// What it asked for; of inodes and processes nobody can.
+    /// The requested amount; inodes and process ids cannot be requested.
     fn request(&self, resource: Resource) -> Quantity {
         let all = requests(&self.pod);
         all.get(resource.name()).copied().unwrap_or(Quantity::ZERO)
@@ -73,14 +73,15 @@ impl Candidate {
         pod::spec(&self.pod).priority.unwrap_or(0)
     }
 
-    /// How much more it uses than it asked for.
+    /// Usage above the request.
     fn excess(&self, resource: Resource) -> Quantity {
         resource.quantity(self.usage(resource)) - self.request(resource)
     }
 }
 
-/// The pods in the order in which they go: those that use more than they asked for first (of process ids all do), then by
-/// priority, then by how much more. Critical pods and those that would free nothing are not among them.
+/// Pods in the order of eviction: first those that exceed their requests, then by priority (lowest first), then by the
+/// excess. Requests for process ids do not exist, so every pod exceeds them. Critical pods and pods without usage are
+/// excluded.
 #[must_use]
 pub fn rank(resource: Resource, candidates: Vec<Candidate>) -> Vec<Candidate> {
     let mut ranked: Vec<Candidate> = candidates
@@ -99,7 +100,7 @@ pub fn rank(resource: Resource, candidates: Vec<Candidate>) -> Vec<Candidate> {
     ranked
 }
 
-/// The first of a ranking with their numbers, for a log.
+/// The first pods of a ranking with their numbers, for logs and annotations.
 #[must_use]
 pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     let one = |c: &Candidate| {
@@ -114,7 +115,7 @@ pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     }
 }
 
-/// What is said to the pod that goes, in the kubelet's words.
+/// The eviction message, in the kubelet's words.
 #[must_use]
 pub fn message(threshold: &Threshold, amount: Amount, victim: &Candidate) -> String {
     let resource = threshold.signal.resource();
@@ -145,7 +146,7 @@ pub fn message(threshold: &Threshold, amount: Amount, victim: &Candidate) -> Str
     text
 }
 
-/// The containers of a pod that use more than they asked for: their names, how much, and what they asked for.
+/// Containers that exceed their requests: name, usage, request.
 fn offenders(resource: Resource, victim: &Candidate) -> Vec<(String, Quantity, Quantity)> {
     let of = |container: &Container| {
         let figures = &victim.figures.containers;
@@ -164,8 +165,7 @@ fn offenders(resource: Resource, victim: &Candidate) -> Vec<(String, Quantity, Q
     containers.iter().filter_map(|(_, c)| of(c)).collect()
 }
 
-/// What programs read from the event of an eviction: the kubelet's keys, and besides the ranking by which the pod was
-/// chosen.
+/// Annotations of the eviction event: the kubelet's keys, plus the ranking that selected the pod.
 #[must_use]
 pub fn annotations(
     resource: Resource,
@@ -196,7 +196,7 @@ pub fn annotations(
     all
 }
 
-/// How many seconds a pod gets to end.
+/// Grace period of an eviction in seconds.
 #[must_use]
 pub fn grace(settings: &Settings, threshold: &Threshold, pod: &Pod) -> i64 {
     let own = pod::spec(pod).termination_grace_period_seconds;
@@ -370,7 +370,7 @@ mod tests {
     }
 
     proptest! {
-        /// No pod within its request goes while one that exceeds its own is left, and no critical one ever.
+        /// No pod within its request is evicted before a pod that exceeds its own, and critical pods are never evicted.
         #[test]
         fn requests_protect(pods in proptest::collection::vec((-5_i32..5, 0_u64..200, 0_u64..200), 0..20)) {
             let all: Vec<Candidate> = pods.iter().enumerate()

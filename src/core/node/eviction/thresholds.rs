@@ -1,4 +1,4 @@
-//! Thresholds as the configuration writes them: `memory.available: 100Mi`, `nodefs.available: 10%`.
+//! Eviction thresholds in the format of the configuration: `memory.available: 100Mi`, `nodefs.available: 10%`.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use super::{Amount, Resource, Signal};
 use crate::core::quantity::Quantity;
 use crate::core::time::duration;
 
-/// The hard thresholds of a configuration that says nothing of them.
+/// Default of `evictionHard`.
 pub const DEFAULT_HARD: [(&str, &str); 5] = [
     ("memory.available", "100Mi"),
     ("nodefs.available", "10%"),
@@ -16,33 +16,33 @@ pub const DEFAULT_HARD: [(&str, &str); 5] = [
     ("imagefs.inodesFree", "5%"),
 ];
 
-/// Signals of the format that are accepted and ignored: writable layers lie with the images or on the node's own
-/// filesystem, whose thresholds count for them. The kubelet ignores what is set for them, too.
+/// Signals that are accepted and ignored. Writable layers are on the image filesystem or on the node's own filesystem,
+/// so the thresholds of those apply. The kubelet also ignores settings for these signals.
 pub const IGNORED: [&str; 2] = ["containerfs.available", "containerfs.inodesFree"];
 
-/// An amount, or a share of all there is.
+/// An amount, or a fraction of the capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Value {
-    /// So much.
+    /// An absolute amount.
     Absolute(Quantity),
-    /// A part of the capacity, between 0 and 1. As wide as the kubelet's, so that products are the same.
+    /// Fraction of the capacity, from 0 to 1; 32 bits as in the kubelet, so that products are equal.
     Share(f32),
 }
 
-/// A level that is met while less than it is available.
+/// A threshold is met if less than `value` is available.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Threshold {
-    /// What is measured.
+    /// The measured signal.
     pub signal: Signal,
-    /// Below what it is met.
+    /// The threshold value.
     pub value: Value,
-    /// How long it has to be met before pods are evicted; zero for a hard threshold.
+    /// How long the threshold must be met before pods are evicted; zero for a hard threshold.
     pub grace: Duration,
-    /// How much more than the level is to be free before it counts as no longer met.
+    /// How much above `value` must be available before the threshold counts as cleared.
     pub min_reclaim: Option<Value>,
 }
 
-/// The maps of a configuration, by signal.
+/// Threshold settings of the configuration, each by signal.
 #[derive(Debug, Clone, Copy)]
 pub struct Statements<'a> {
     /// `evictionHard`.
@@ -53,31 +53,31 @@ pub struct Statements<'a> {
     pub soft_grace: &'a BTreeMap<String, String>,
     /// `evictionMinimumReclaim`.
     pub min_reclaim: &'a BTreeMap<String, String>,
-    /// Whether the memory of all pods together is limited (`enforceNodeAllocatable` has `pods`): then the hard threshold of
-    /// the machine's memory holds for that limit as well.
+    /// Whether the memory of all pods together is limited (`enforceNodeAllocatable` includes `pods`). If so, the hard
+    /// memory threshold also applies to that limit.
     pub pods_are_limited: bool,
 }
 
-/// Why a map cannot be used.
+/// Why a setting is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Invalid {
-    /// The map's field.
+    /// The configuration field.
     pub field: &'static str,
-    /// The key in it.
+    /// The key in that field.
     pub signal: String,
-    /// What it is set to.
+    /// The invalid value.
     pub value: String,
-    /// What it should be.
+    /// How to correct it.
     pub remedy: &'static str,
 }
 
 impl Value {
-    /// As much as it is where there is so much in all. Shares are cut to whole units.
+    /// The absolute value for a capacity. Fractions are rounded down to whole units.
     #[must_use]
     pub fn of(self, capacity: u64) -> Quantity {
         match self {
             Value::Absolute(quantity) => quantity,
-            // As the kubelet computes it: whole units fit, the capacity does.
+            // Computed as in the kubelet; the result is at most the capacity, so the cast is safe.
             Value::Share(share) => {
                 Quantity::from_bytes((capacity as f64 * f64::from(share)) as u64)
             }
@@ -86,19 +86,19 @@ impl Value {
 }
 
 impl Threshold {
-    /// Whether pods go at once.
+    /// Whether pods are evicted immediately.
     #[must_use]
     pub fn is_hard(&self) -> bool {
         self.grace.is_zero()
     }
 
-    /// Whether less is available than the level.
+    /// Whether the threshold is met.
     #[must_use]
     pub fn is_met(&self, amount: Amount) -> bool {
         self.value.of(amount.capacity) > self.left(amount)
     }
 
-    /// How much is missing, in whole units, until the level and what is to be reclaimed beyond it are reached.
+    /// Amount in whole units to be freed until the threshold, including the minimum reclaim, is cleared.
     #[must_use]
     pub fn missing(&self, amount: Amount) -> u64 {
         let reclaim = self.min_reclaim.map(|v| v.of(amount.capacity));
@@ -111,7 +111,7 @@ impl Threshold {
     }
 }
 
-/// The entries of a map with their signals; those of ignored signals are left out.
+/// Entries of a map with their signals; ignored signals are omitted.
 fn entries<'a>(
     field: &'static str,
     map: &'a BTreeMap<String, String>,
@@ -130,7 +130,7 @@ fn entries<'a>(
     })
 }
 
-/// What a map says of each signal.
+/// Parses the values of a map by signal.
 fn read<T>(
     field: &'static str,
     map: &BTreeMap<String, String>,
@@ -158,7 +158,7 @@ fn share(text: &str) -> Option<Result<f32, &'static str>> {
 
 fn level(text: &str) -> Result<Option<Value>, &'static str> {
     match share(text) {
-        // Both mean that there is no such threshold.
+        // Both values disable the threshold.
         Some(_) if text == "0%" || text == "100%" => Ok(None),
         Some(share) => match share? {
             share if (0.0..=1.0).contains(&share) => Ok(Some(Value::Share(share))),
@@ -186,7 +186,7 @@ fn reclaim(text: &str) -> Result<Value, &'static str> {
     }
 }
 
-/// The thresholds of a configuration, in the order in which they are acted upon: by signal, hard ones first.
+/// The thresholds in order of processing: by signal, hard ones first.
 pub fn parse(statements: Statements<'_>) -> Result<Vec<Threshold>, Invalid> {
     let hard = read("evictionHard", statements.hard, level)?;
     let soft = read("evictionSoft", statements.soft, level)?;
@@ -223,7 +223,7 @@ pub fn parse(statements: Statements<'_>) -> Result<Vec<Threshold>, Invalid> {
     Ok(all)
 }
 
-/// What hard thresholds keep from pods: of memory and of the node's own disk (kubelet spec, 7.3).
+/// The amount that hard thresholds for memory and the node's own disk reserve from pods (`pkg/kubelet/cm/helpers.go`).
 #[must_use]
 pub fn set_aside(thresholds: &[Threshold], resource: Resource, capacity: u64) -> Quantity {
     let signal = match resource {

@@ -1,42 +1,42 @@
-//! Which thresholds are met, for how long, and what the node says of it. Times are counted from any fixed moment: the
-//! clock may be set meanwhile.
+//! Which thresholds are met and for how long, and the resulting conditions. Times are durations since an arbitrary
+//! fixed moment, so changes of the wall clock have no effect.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::{Observations, Pressure, Pressures, Resource, Settings, Signal, Threshold};
 
-/// How much memory a processor can fill in a second, in bytes: fewer than it writes, since new pages are cleared first.
+/// Bytes of memory that a CPU can fill per second. Less than its write rate, because the kernel first clears new pages.
 const FILL: u64 = 1 << 30;
-/// More processors than these fill memory no faster.
+/// Number of CPUs above which memory does not fill faster.
 const FILLING: u64 = 8;
-/// The shortest and the longest time between two looks at memory.
+/// Minimum and maximum interval between measurements of memory.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 
-/// What was seen so far. Thresholds go by their place in the settings.
+/// State of all thresholds, by their index in the settings.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Watch {
-    /// Those that are met, and since when.
+    /// Thresholds that are met, and since when.
     met: BTreeMap<usize, Duration>,
-    /// Those that were met for their grace period when it was last looked.
+    /// Thresholds whose grace period had passed at the last assessment.
     driving: BTreeSet<usize>,
     /// When each condition was last observed.
     observed: BTreeMap<Pressure, Duration>,
 }
 
-/// What follows from a look.
+/// Result of an assessment.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Assessment {
-    /// The conditions that the node has.
+    /// The active conditions.
     pub pressures: Pressures,
-    /// The thresholds that pods have to go for, in the order in which they are acted upon.
+    /// Thresholds that require evictions, in order of processing.
     pub driving: Vec<Threshold>,
-    /// After what time something changes although nothing else is observed: a grace period or a condition ends.
+    /// Time until a grace period or a condition expires, if measurements stay the same.
     pub again: Option<Duration>,
 }
 
 impl Watch {
-    /// Takes in what was measured at `now`.
+    /// Evaluates the measurements of `now`.
     pub fn assess(
         &mut self,
         settings: &Settings,
@@ -44,7 +44,7 @@ impl Watch {
         now: Duration,
     ) -> Assessment {
         let thresholds = || settings.thresholds.iter().enumerate();
-        // One that pods went for stays until enough is free.
+        // A threshold that caused evictions stays met until the minimum reclaim is free.
         let is_met = |(place, threshold): &(usize, &Threshold)| {
             observations.get(&threshold.signal).is_some_and(|amount| {
                 threshold.is_met(*amount)
@@ -88,7 +88,7 @@ impl Watch {
         }
     }
 
-    /// Whether a threshold of memory is met that was not when it was last assessed.
+    /// Whether a memory threshold is met that was not met at the last assessment.
     #[must_use]
     pub fn is_newly_met(&self, settings: &Settings, memory: &Observations) -> bool {
         settings.thresholds.iter().enumerate().any(|(place, t)| {
@@ -99,7 +99,7 @@ impl Watch {
     }
 }
 
-/// The bytes that may still be used before the nearest threshold of a signal that is not met is; none without one.
+/// Bytes until the nearest unmet threshold of a signal is met; `None` without such a threshold.
 fn headroom(thresholds: &[Threshold], memory: &Observations, signal: Signal) -> Option<u64> {
     let amount = memory.get(&signal)?;
     let of = |t: &Threshold| {
@@ -110,8 +110,8 @@ fn headroom(thresholds: &[Threshold], memory: &Observations, signal: Signal) -> 
     own.filter_map(of).min()
 }
 
-/// When memory is to be looked at again: no later than a threshold could be met if the processors did nothing but fill
-/// memory. The kernel's notice comes earlier where there is one.
+/// Time until the next measurement of memory: no later than a threshold could be met if all CPUs did nothing but fill
+/// memory. Kernel notifications may come earlier.
 #[must_use]
 pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> Duration {
     let (shortest, longest) = LOOKS;
@@ -126,8 +126,8 @@ pub fn next_look(thresholds: &[Threshold], memory: &Observations, cpus: u32) -> 
     }
 }
 
-/// By how many bytes the use of the machine's memory and of that of all pods may grow before a threshold is met; none where
-/// none can be.
+/// Growth in bytes until a threshold is met, for the machine's memory and for the memory of all pods; `None` without
+/// such a threshold.
 #[must_use]
 pub fn notice_after(thresholds: &[Threshold], memory: &Observations) -> (Option<u64>, Option<u64>) {
     (
@@ -183,15 +183,15 @@ mod tests {
     fn hard_ones_count_at_once_soft_ones_after_their_grace_and_conditions_outlast_them() {
         let (settings, mut watch) = (settings(), Watch::default());
         let pressed = Pressures::from([Pressure::Memory]);
-        // At what second, 64ths of a GiB that are left; the graces of what drives, whether there is pressure, and when
-        // something changes by itself.
+        // Columns: second; available memory in 64ths of a GiB; grace periods of thresholds that require evictions;
+        // whether the condition is active; seconds until it expires.
         for (at, available, driving, pressure, again) in [
             (0, 192, vec![], false, None),
             (10, 127, vec![], true, Some(30)),
             (39, 127, vec![], true, Some(1)),
             (40, 127, vec![30], true, Some(300)),
             (50, 63, vec![0, 30], true, Some(300)),
-            // Above the level, not by as much as is to be reclaimed.
+            // Above the threshold, but not by the minimum reclaim.
             (60, 95, vec![0, 30], true, Some(300)),
             (70, 96, vec![30], true, Some(300)),
             (80, 95, vec![30], true, Some(300)),
@@ -207,7 +207,7 @@ mod tests {
             );
             assert_eq!(graces(&found), driving, "at {at}");
             assert_eq!(found.pressures == pressed, pressure, "at {at}");
-            // What holds is measured anew in any case.
+            // An active condition is measured again anyway.
             if again != Some(300) {
                 assert_eq!(found.again, again.map(Duration::from_secs), "at {at}");
             }
@@ -258,8 +258,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is measured: nobody goes without a threshold that is met or not yet left, a hard one that is met is
-        /// never waited for, and whoever has to go finds the condition on the node.
+        /// For all measurements: evictions require a threshold that is met or not yet cleared. A hard threshold takes
+        /// effect immediately. Every threshold that requires evictions has its condition active.
         #[test]
         fn what_drives_is_met_and_shown(levels in proptest::collection::vec((0_u64..4 * GIB, 1_u64..60), 1..40)) {
             let (settings, mut watch, mut now) = (settings(), Watch::default(), Duration::ZERO);

@@ -1,9 +1,13 @@
-//! `merges.txt` has what the kubelet's policies make of hints: its own cases, and some more that were worked out by its
-//! rules. Its lines: `machine`, and of each NUMA node its number and how far the nodes are from it, in their order; then
-//! how hints are merged, those who have resources to give, and what comes of it. `best` holds for the policies best-effort
-//! and restricted, which refuses what is not preferred; `closest` has the option `prefer-closest-numa-nodes` too. Each who
-//! gives has resources between `;`, of each its hints: nodes, and whether they are preferred; `*` is any nodes, `!` is a
-//! resource with no hint, and `-` is one who has nothing to say.
+//! `merges.txt` has merges of hints by the kubelet's policies: the kubelet's test cases, and more that follow its
+//! rules. Kinds of lines:
+//!
+//! - `machine`: for each NUMA node its number and its distances to all nodes
+//! - otherwise: policy, providers, and the merged hint
+//!
+//! The policy `best` stands for best-effort and restricted, of which restricted rejects hints that are not preferred;
+//! `closest` adds `prefer-closest-numa-nodes`. Providers are separated by `;`. Each provider has resources with hints:
+//! the nodes, and whether the hint is preferred. `*` means any nodes, `!` a resource with an empty list, and `-` a
+//! provider without hints.
 
 use super::*;
 
@@ -29,7 +33,7 @@ fn row(text: &str) -> (u32, Vec<u64>) {
     (id.parse().expect("a number"), distances.collect())
 }
 
-/// A hint of the data: the numbers of its nodes, and `+` where they are preferred, `-` where not.
+/// A hint of the data: the numbers of its nodes, then `+` if preferred or `-` if not.
 pub(in crate::core::node) fn hint(text: &str) -> Hint {
     let (nodes, sign) = text.split_at(text.len() - 1);
     let digits = nodes.chars().filter_map(|c| c.to_digit(10));
@@ -127,7 +131,7 @@ fn nodes_are_not_near_where_nobody_knows_how_far_they_are() {
     let error = Alignment::new(near, &machine).expect_err("no distances");
     assert!(error.contains("prefer-closest-numa-nodes"), "{error}");
     assert!(Alignment::new(rules(Policy::BestEffort, false), &machine).is_ok());
-    // One node is near itself.
+    // A single node has no distance to others.
     machine.nodes.remove(&0);
     assert!(Alignment::new(near, &machine).is_ok());
 }

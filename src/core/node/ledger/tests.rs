@@ -60,7 +60,8 @@ fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
     });
 }
 
-/// A victim with 100 seconds of grace does not stop: after 150 its room is the critical pod's, as with a kubelet.
+/// A victim with a grace period of 100 seconds does not stop: after 150 seconds the critical pod gets its resources, as
+/// with the kubelet.
 #[test]
 fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
     with_two_cpus(|here| {
@@ -75,7 +76,7 @@ fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
             let critical = pod("c", 2_000_000_000, "1");
             let first = ledger.admit(&critical, here, at(7));
             assert!(matches!(first, Decision::AwaitingPreemption(v) if v.len() == 1));
-            // Asking again does not begin the time again.
+            // Another admission of the critical pod does not restart the wait.
             let again = ledger.admit(&critical, here, at(9));
             assert_eq!(again, Decision::AwaitingPreemption(vec![]));
             let due = at(7 + wait);
@@ -88,7 +89,7 @@ fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
     });
 }
 
-/// A thousand pods: what one more costs does not depend on how many there are.
+/// With a thousand pods: the cost of another pod does not depend on their number.
 #[test]
 fn the_sums_are_those_of_the_pods_that_count() {
     with_two_cpus(|here| {
@@ -113,7 +114,8 @@ fn the_sums_are_those_of_the_pods_that_count() {
     });
 }
 
-/// On a node with two CPUs a critical pod misses some; those that were told before are named, then those that are told.
+/// On a node with two CPUs, a critical pod lacks some. Columns: pods with CPUs, pods evicted before, CPUs of the
+/// critical pod, expected victims.
 #[test]
 fn what_those_that_end_already_free_is_not_taken_from_others() {
     type Case = (
@@ -125,7 +127,7 @@ fn what_those_that_end_already_free_is_not_taken_from_others() {
     const CASES: [Case; 5] = [
         (&[("a", "1"), ("b", "1")], &[], "1500m", &["b", "a"]),
         (&[("a", "1"), ("b", "1")], &["a"], "1", &[]),
-        // b ends and frees more than is missing; c alone would be the smallest that is enough.
+        // b terminates and frees more than is missing; c alone would be the smallest sufficient victim.
         (&[("b", "1200m"), ("c", "800m")], &["b"], "800m", &[]),
         (&[("b", "1200m"), ("c", "800m")], &["b"], "1500m", &["c"]),
         (
@@ -160,7 +162,7 @@ fn what_those_that_end_already_free_is_not_taken_from_others() {
                 Some(&*expected.iter().map(|u| (*u).to_owned()).collect::<Vec<_>>()),
                 "{told:?} {asks}"
             );
-            // Whoever ends first: nobody else has to go.
+            // In whatever order the pods terminate, no further pod is preempted.
             for uid in told.iter().chain(expected) {
                 if let Some(more) = names(&mut ledger) {
                     assert_eq!(more, [""; 0], "{uid}");
@@ -219,7 +221,7 @@ fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
                 "{refused:?}"
             );
         }
-        // Nobody is preempted for a pod that is refused anyway.
+        // No pod is preempted for a pod that is rejected anyway.
         let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), &closing, NOW);
         assert!(matches!(critical, Decision::Refused(r) if r.reason == "NodeShutdown"));
     });
@@ -245,14 +247,14 @@ fn whoever_waits_for_room_gets_it_in_turn() {
                     .is_err()
             );
         }
-        // Who asks again keeps its place.
+        // A repeated request keeps its place.
         assert!(ledger.grow(&pod("d", 0, "1600m"), here.room()).is_err());
         assert_eq!(waiting(&ledger), ["c", "d", "b", "a"]);
         let asked = ledger.waiting_to_grow();
         assert_eq!(requests(&asked[1])["cpu"].milli(), 1600);
         assert!(ledger.release("c") && !ledger.release("c"));
         assert_eq!(waiting(&ledger), ["d", "b", "a"]);
-        // One that has got it, or asks for no more than it has, does not wait behind the others.
+        // A pod that gets its request, or requests no more than it has, leaves the queue.
         assert!(ledger.grow(&pod("b", 0, "1"), here.room()).is_ok());
         assert_eq!(waiting(&ledger), ["d", "a"]);
         assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
@@ -301,7 +303,7 @@ fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
         assert!(!ledger.withdraw(&small), "it did not have it");
         assert_eq!(ledger.waiting_to_grow(), []);
         ledger.release("b");
-        // It got the room in the moment in which it was taken back.
+        // The resources are granted just before the resize is cancelled.
         assert!(ledger.grow(&large, here.room()).is_ok());
         assert!(ledger.withdraw(&small), "that room is free for others");
         assert_eq!(
@@ -313,7 +315,7 @@ fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
     });
 }
 
-/// It got room for a size that its spec asks for no more, and there is none for the one that it asks for now.
+/// A pod was granted a size that its spec no longer requests, and its present request does not fit.
 #[test]
 fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
     with_two_cpus(|here| {
@@ -352,7 +354,7 @@ fn what_has_stopped_makes_room_before_it_is_forgotten() {
             !ledger.hold_alone("b", "n", "data"),
             "its volumes are there"
         );
-        // Nobody is preempted who has stopped.
+        // A stopped pod is not preempted.
         let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here, NOW);
         let Decision::AwaitingPreemption(evictions) = critical else {
             panic!("it waits for one");

@@ -11,7 +11,7 @@ use crate::core::node::topology::{Cpu, MemoryNode};
 const THING: &str = "example.com/thing";
 const MI: u64 = 1 << 20;
 
-/// Two nodes with four processors and 100 Mi each.
+/// Two nodes with four CPUs and 100 Mi each.
 fn topology() -> Arc<Topology> {
     let cpu = |id: u32| {
         let (node, socket, cache) = (id / 4, id / 4, id / 4);
@@ -35,7 +35,7 @@ fn topology() -> Arc<Topology> {
     Arc::new(topology)
 }
 
-/// Managers with a static policy each; a processor and 10 Mi of the first node are reserved.
+/// Managers with static policies; one CPU and 10 Mi of the first node are reserved.
 fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers {
     let reserved = BTreeMap::from([("memory".to_owned(), 10 * MI)]);
     let rules = Rules {
@@ -62,7 +62,7 @@ fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers 
     Managers::new(&rules, &machine, &Checkpoints::default()).expect("rules that fit")
 }
 
-/// Devices by their names, of which the digit is the NUMA node.
+/// Devices by id; the digit is the NUMA node.
 fn devices(names: &[&str]) -> Devices {
     let device = |name: &&str| {
         let numa = name.chars().filter_map(|c| c.to_digit(10));
@@ -78,7 +78,7 @@ fn devices(names: &[&str]) -> Devices {
     devices
 }
 
-/// A Guaranteed pod; of each container the processors and things.
+/// A Guaranteed pod, with the CPUs and things of each container.
 fn pod(uid: &str, containers: &[(&str, usize)]) -> Pod {
     let container = |(index, (cpu, things)): (usize, &(&str, usize))| {
         let mut amounts = json!({"cpu": cpu, "memory": "10Mi"});
@@ -100,7 +100,7 @@ fn ids(devices: &Devices, uid: &str) -> Vec<String> {
     held.map(|(_, id, _)| id).collect()
 }
 
-/// The NUMA nodes of all that a pod has, by what it is.
+/// The NUMA nodes of a pod's CPUs, memory and devices.
 fn nodes(managers: &Managers, devices: &Devices, uid: &str) -> String {
     let pinning = managers.pinning();
     let cpus = pinning.exclusive.get(uid).into_iter().flatten();
@@ -138,14 +138,14 @@ fn processors_memory_and_devices_of_a_pod_are_of_one_node() {
             nodes(&managers, &devices, "p"),
             r#"cpus {1} memory {1} devices ["a1"]"#
         );
-        // Without a device the first node is best.
+        // Without devices, the first node is best.
         let plain = managers.admit(&pod("q", &[("1", 0)]), &mut devices);
         assert_eq!(plain.result, Ok(vec![]));
         assert_eq!(
             nodes(&managers, &devices, "q"),
             "cpus {0} memory {0} devices []"
         );
-        // A device is left, and not enough processors beside it.
+        // One device is free, but too few CPUs on its node.
         let (before, held) = (managers.checkpoints(), ids(&devices, "p"));
         let refused = managers.admit(&pod("r", &[("4", 1)]), &mut devices);
         assert_eq!(reason(&refused), "TopologyAffinityError");
@@ -158,7 +158,7 @@ fn processors_memory_and_devices_of_a_pod_are_of_one_node() {
 fn the_devices_of_a_whole_pod_are_of_one_node() {
     for (names, fits) in [
         (["a0", "b1", "c1"], true),
-        // Each container could have one for itself, and the pod not.
+        // Each container alone could get a device, but the pod cannot.
         (["a0", "b1", "c"], false),
     ] {
         let mut managers = managers(Some(Policy::SingleNode), Scope::Pod, Options::default());
@@ -170,7 +170,7 @@ fn the_devices_of_a_whole_pod_are_of_one_node() {
                 nodes(&managers, &devices, "p"),
                 r#"cpus {1} memory {1} devices ["b1", "c1"]"#
             );
-            // As after a restart of the agent: what it has is what it gets.
+            // As after a restart of the agent: the pod gets what it already has.
             let again = managers.admit(&pod("p", &[("1", 1), ("1", 1)]), &mut devices);
             assert_eq!(reason(&again), "admitted");
         }
@@ -182,14 +182,14 @@ fn a_pod_gets_all_or_nothing() {
     let mut managers = managers(None, Scope::Container, Options::default());
     let mut devices = devices(&["a0", "b1"]);
     let before = managers.checkpoints();
-    // The first container could have both; the second one asks for too many processors, or devices.
+    // The first container fits; the second requests too many CPUs or devices.
     for containers in [[("2", 1), ("6", 0)], [("2", 1), ("1", 2)]] {
         let admission = managers.admit(&pod("p", &containers), &mut devices);
         assert_eq!(reason(&admission), "UnexpectedAdmissionError");
         assert_eq!(managers.checkpoints(), before);
         assert!(ids(&devices, "p").is_empty());
     }
-    // A device is refused before processors are looked at, as in the kubelet.
+    // Devices are rejected before CPUs are checked, as in the kubelet.
     let both = managers.admit(&pod("p", &[("9", 3)]), &mut devices);
     let refusal = both.result.expect_err("too many of both");
     assert!(
@@ -248,7 +248,7 @@ fn what_is_aligned_is_counted() {
     counted(single, one, &[("100m", 0), ("5", 0)], &refused);
     let all = [Alignment, OneNode(Scope::Pod), MemoryPinning, MemoryPinning];
     counted(single, Scope::Pod, &[("100m", 0), ("200m", 0)], &all);
-    // A policy that takes more than one node guarantees nothing.
+    // A policy that accepts more than one node guarantees nothing.
     let refused = [Alignment, AlignmentError];
     counted(Some(Policy::Restricted), one, &[("8", 0)], &refused);
 }

@@ -1,5 +1,5 @@
-//! `memory_manager_state`: who has memory from which NUMA nodes, in the kubelet's format
-//! (`cm/memorymanager/state/checkpoint.go`, the first version). Pure.
+//! The checkpoint of memory allocations, `memory_manager_state`, in the kubelet's format (version 1 of
+//! `pkg/kubelet/cm/memorymanager/state/checkpoint.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::{Block, Given, NodeState, State, Table};
 use crate::core::digest::fnv32;
 use crate::core::node::checkpoint::Head;
 
-/// The file's name in the root directory.
+/// File name, below the root directory.
 pub const FILE: &str = "memory_manager_state";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -58,7 +58,7 @@ fn dump_block(block: &Block) -> String {
     )
 }
 
-/// FNV-1a of the document as Go's `spew` dumps it: that is what the kubelet compares.
+/// FNV-1a of the document as Go's `spew` dumps it, which is what the kubelet compares.
 fn checksum(document: &Document) -> u64 {
     let nodes = document.nodes.iter();
     let nodes = joined(nodes.map(|(id, node)| format!("{id}:{}", dump_node(node))));
@@ -76,7 +76,7 @@ fn checksum(document: &Document) -> u64 {
     fnv32(dump.bytes()).into()
 }
 
-/// The file's text.
+/// Serialises the checkpoint.
 #[must_use]
 pub fn write(policy: &str, state: &State) -> String {
     let mut document = Document {
@@ -89,11 +89,11 @@ pub fn write(policy: &str, state: &State) -> String {
     serde_json::to_string(&document).unwrap_or_default()
 }
 
-/// Reads the file's text.
+/// Reads a checkpoint.
 ///
 /// # Errors
 ///
-/// It is damaged, or was written under another policy.
+/// The file is corrupt, or was written under another policy.
 pub fn read(text: &str, policy: &str) -> Result<State, String> {
     let document: Document = serde_json::from_str(text).map_err(|e| e.to_string())?;
     Head {
@@ -113,7 +113,7 @@ pub fn read(text: &str, policy: &str) -> Result<State, String> {
 mod tests {
     use super::*;
 
-    /// As the kubelet's own code writes it.
+    /// Written by the kubelet's code.
     const WRITTEN: [&str; 2] = [
         r#"{"policyName":"Static","machineState":{"0":{"numberOfAssignments":0,"memoryMap":{"memory":{"total":10,"systemReserved":1,"allocatable":9,"reserved":0,"free":9}},"cells":[0]}},"checksum":2775645453}"#,
         r#"{"policyName":"Static","machineState":{"0":{"numberOfAssignments":0,"memoryMap":{},"cells":[]},"1":{"numberOfAssignments":2,"memoryMap":{"hugepages-1Gi":{"total":0,"systemReserved":0,"allocatable":0,"reserved":0,"free":0},"memory":{"total":10,"systemReserved":1,"allocatable":9,"reserved":4,"free":5}},"cells":[0,1]}},"entries":{"p":{"c":[{"numaAffinity":[0,1],"type":"memory","size":4},{"numaAffinity":[1],"type":"hugepages-1Gi","size":0}],"d":[]}},"checksum":405516962}"#,

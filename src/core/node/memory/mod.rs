@@ -1,8 +1,9 @@
-//! Memory of one container alone (`memoryManagerPolicy: Static`; kubelet spec, 14.2; kubelet's
-//! `cm/memorymanager/policy_static.go`): a Guaranteed pod's containers get their memory and huge pages from NUMA nodes that
-//! have so much left, from one node where that can be. A node is in one group of nodes at a time. Pure.
+//! Memory allocation (`memoryManagerPolicy: Static`, `pkg/kubelet/cm/memorymanager/policy_static.go`). Containers of a
+//! Guaranteed pod get memory and huge pages from NUMA nodes with enough free memory, from one node if possible. A node
+//! belongs to one group of nodes at a time. Pure.
 //!
-//! The kernel holds containers to their nodes (`cpuset.mems`); how much is left on which is counted here.
+//! The kernel restricts containers to their nodes (`cpuset.mems`); this module only accounts for the free memory of
+//! each node.
 
 pub mod checkpoint;
 mod rules;
@@ -22,13 +23,15 @@ use crate::core::pod::{self, Role};
 pub use rules::{Reserved, Rules, is_memory, set_aside};
 pub use state::{Block, Given, NodeState, State, Table};
 
-/// What somebody asks for: bytes by resource.
+/// Requested bytes by resource.
 type Wanted = BTreeMap<String, u64>;
 
-/// The memory of a pod's init containers that others of its containers may have: the pod, and bytes by nodes and resource.
+/// Uid of a pod, and the memory of its init containers that its later containers can reuse: bytes by nodes and
+/// resource.
 type Reusable = (String, BTreeMap<(NodeMask, String), u64>);
 
-/// What a pod had before an admission. It is as large as the machine and the pod, however many pods there are.
+/// A pod's allocation before an admission, to restore it. Its size depends on the machine and the pod, not on the
+/// number of pods.
 #[derive(Debug, Clone)]
 pub struct Holding {
     nodes: BTreeMap<u32, state::NodeState>,
@@ -36,17 +39,17 @@ pub struct Holding {
     reusable: Reusable,
 }
 
-/// The memory of a machine and who has it.
+/// The memory of a machine and its allocations.
 #[derive(Debug, Clone)]
 pub struct Memory {
     state: State,
-    /// The memory of a pod's init containers that has not been given to another of its containers.
+    /// Memory of init containers that no later container has taken over yet.
     reusable: Reusable,
 }
 
 impl Memory {
-    /// By the rules, on this machine. `set_aside` is what of each resource is not for pods at all; it is reserved on the
-    /// nodes.
+    /// A machine without allocations. `set_aside` is the amount of each resource that is unavailable to pods; it must
+    /// equal the reservations on the nodes.
     ///
     /// # Errors
     ///
@@ -59,7 +62,7 @@ impl Memory {
         })
     }
 
-    /// Goes on with what was given before.
+    /// Restores allocations from a checkpoint.
     ///
     /// # Errors
     ///
@@ -93,14 +96,14 @@ impl Memory {
         Ok(())
     }
 
-    /// What a container has.
+    /// A container's allocation.
     #[must_use]
     pub fn blocks(&self, uid: &str, container: &str) -> Option<&[Block]> {
         let containers = self.state.given.get(uid)?;
         containers.get(container).map(Vec::as_slice)
     }
 
-    /// What containers can have in all, node by node and resource by resource.
+    /// The allocatable amounts of each node and resource.
     #[must_use]
     pub fn allocatable(&self) -> Vec<Block> {
         let nodes = self.state.nodes.iter();
@@ -115,13 +118,13 @@ impl Memory {
         blocks.collect()
     }
 
-    /// What is given and what is left.
+    /// Allocations and free memory.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// The NUMA nodes that containers have memory from.
+    /// The NUMA nodes of each container's memory, by pod uid and container name.
     #[must_use]
     pub fn nodes(&self) -> BTreeMap<String, BTreeMap<String, CpuSet>> {
         let of = |blocks: &Vec<Block>| blocks.iter().flat_map(|b| b.nodes.clone()).collect();
@@ -136,7 +139,7 @@ impl Memory {
             .collect()
     }
 
-    /// What a pod has now, for [`Memory::put_back`].
+    /// The pod's current allocation, for [`Memory::put_back`].
     #[must_use]
     pub fn holding(&self, uid: &str) -> Holding {
         Holding {
@@ -146,7 +149,7 @@ impl Memory {
         }
     }
 
-    /// A pod has again what it had. Since then nothing was given to other pods.
+    /// Restores a pod's allocation. Requires that no other pod was allocated memory in between.
     pub fn put_back(&mut self, uid: &str, before: Holding) {
         self.state.nodes = before.nodes;
         self.reusable = before.reusable;
@@ -156,13 +159,13 @@ impl Memory {
         };
     }
 
-    /// Whether a pod has memory of its own.
+    /// Whether a pod has an allocation.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.state.given.contains_key(uid)
     }
 
-    /// Takes back what a pod has; whether that was anything.
+    /// Releases a pod's memory; returns whether it had any.
     pub fn release(&mut self, uid: &str) -> bool {
         if self.reusable.0 == uid {
             self.reusable = Default::default();
@@ -182,7 +185,7 @@ impl Memory {
         found.copied().filter(|_| own).unwrap_or(0)
     }
 
-    /// Where so much is left, and whether fewer nodes would do.
+    /// Hints about the nodes with enough free memory.
     fn offers(&self, uid: &str, wanted: &Wanted) -> Vec<Hint> {
         let nodes: Vec<u32> = self.state.nodes.keys().copied().collect();
         let mut fewest = u32::try_from(nodes.len()).unwrap_or(u32::MAX);
@@ -210,10 +213,10 @@ impl Memory {
         masks.into_iter().map(hint).collect()
     }
 
-    /// The nodes for what is asked for: those of the affinity, more where they have not enough left.
+    /// The nodes for a request: those of the affinity, extended by more nodes if they have too little free memory.
     ///
-    /// A single node that gives memory with a group is extended to the group. (The kubelet takes it alone, and its own
-    /// state contradicts itself from then on.)
+    /// If the affinity is a single node of a group, it is extended to the group. (The kubelet takes the node alone,
+    /// which makes its own state inconsistent.)
     fn choose(&self, uid: &str, wanted: &Wanted, affinity: Hint) -> Result<NodeMask, Refusal> {
         let no_worse = |before: Hint, found: Hint, which: &str| match before.preferred {
             true if !found.preferred => Err(unexpected(format!(
@@ -249,7 +252,7 @@ impl Memory {
         Ok(nodes)
     }
 
-    /// An init container's memory is for those after it; what another container has is not.
+    /// Marks an init container's memory as reusable, and that of other containers as not reusable.
     fn note_reusable(&mut self, uid: &str, role: Role, blocks: &[Block]) {
         if self.reusable.0 != uid {
             self.reusable = (uid.to_owned(), BTreeMap::new());
@@ -264,8 +267,8 @@ impl Memory {
         }
     }
 
-    /// What a container has taken over from init containers before it is not theirs any more: the sum of all blocks stays
-    /// what is taken from the nodes.
+    /// Shrinks the blocks of init containers by what a later container takes over. So the sum of all blocks equals what
+    /// is taken from the nodes.
     fn shrink_init(&mut self, pod: &Pod, container: &Container, blocks: &[Block]) {
         let Some(given) = self.state.given.get_mut(pod::uid(pod)) else {
             return;
@@ -301,7 +304,7 @@ impl Memory {
             true => vec![],
             false => self.offers(uid, wanted),
         };
-        // Where nothing has so much left the nodes make no difference: it is refused when it is to be given.
+        // If no nodes have enough free memory there are no hints, and the later allocation fails.
         let resources = wanted.keys().filter(|_| !offers.is_empty());
         resources.map(|r| (r.clone(), offers.clone())).collect()
     }
@@ -389,7 +392,7 @@ fn best(hints: Vec<Hint>) -> Option<Hint> {
     hints.into_iter().min_by_key(narrowness)
 }
 
-/// The hints that led to what is given already; none where something else is asked for now.
+/// Hints for an existing allocation; none if the request has changed.
 fn regenerated(blocks: &[Block], wanted: &Wanted) -> Hints {
     let fits = |block: &Block| wanted.get(&block.resource) == Some(&block.size);
     if blocks.len() != wanted.len() || !blocks.iter().all(fits) {
@@ -405,8 +408,7 @@ fn regenerated(blocks: &[Block], wanted: &Wanted) -> Hints {
     blocks.iter().map(hint).collect()
 }
 
-/// What a container gets for itself: the memory and huge pages that it asks for, if its pod is Guaranteed by its
-/// containers.
+/// The memory and huge pages to allocate for a container: its request, if the pod is Guaranteed by its containers.
 fn wanted(pod: &Pod, container: &Container) -> Wanted {
     if !qos::is_guaranteed_by_containers(pod) {
         return Wanted::new();

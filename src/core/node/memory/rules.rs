@@ -1,5 +1,5 @@
-//! What the configuration reserves of each NUMA node's memory, and whether that fits the machine (kubelet's
-//! `cm/memorymanager/memory_manager.go`). Pure.
+//! The reserved memory of each NUMA node, and checks that it fits the machine
+//! (`pkg/kubelet/cm/memorymanager/memory_manager.go`). Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use super::{NodeState, State, Table};
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
-/// The most NUMA nodes that this is tried on: all groups of them are looked at.
+/// Maximum number of NUMA nodes; all combinations of nodes are tried.
 const MOST_NODES: usize = 16;
 
-/// What is reserved on each node (`reservedMemory`): bytes by resource.
+/// Reserved bytes by NUMA node and resource (`reservedMemory`).
 pub type Reserved = BTreeMap<u32, BTreeMap<String, u64>>;
 
-/// What the configuration says of the static policy.
+/// Configuration of the static policy.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rules {
     /// `reservedMemory`.
@@ -29,8 +29,8 @@ pub fn is_memory(resource: &str) -> bool {
     resource == "memory" || resource.starts_with("hugepages-")
 }
 
-/// What of the memory and of the huge pages that the machine has is not for pods: `systemReserved`, `kubeReserved` and
-/// the hard eviction threshold of memory together. All of it has to be reserved on NUMA nodes.
+/// Memory and huge pages that are unavailable to pods: `systemReserved`, `kubeReserved` and the hard eviction threshold
+/// of memory together. All of it must be reserved on NUMA nodes.
 #[must_use]
 pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
     let pools = machine.huge_pages.iter();
@@ -49,7 +49,7 @@ pub fn set_aside(machine: &MachineSize, limits: Limits<'_>) -> Amounts {
 }
 
 impl Rules {
-    /// Whether they fit the machine and what is set aside.
+    /// Checks the rules against the machine and the amounts set aside.
     pub(super) fn check(&self, topology: &Topology, set_aside: &Amounts) -> Result<(), String> {
         if topology.nodes.len() > MOST_NODES {
             return Err(format!(
@@ -80,7 +80,7 @@ impl Rules {
         Ok(())
     }
 
-    /// The nodes of a machine as they are when nobody has anything.
+    /// The state of a machine without allocations.
     pub(super) fn untouched(&self, topology: &Topology) -> State {
         let node = |(id, memory): (&u32, &MemoryNode)| {
             let none = BTreeMap::new();
@@ -99,7 +99,8 @@ impl Rules {
     }
 }
 
-/// What a node has by resource, and how much of it ordinary requests and pods' huge pages can be from.
+/// For each resource of a node: the total bytes, and the bytes usable by requests. Huge pages are not usable as
+/// ordinary memory.
 fn sizes(node: &MemoryNode) -> BTreeMap<String, (u64, u64)> {
     let mut sizes = BTreeMap::new();
     let mut left = node.memory;

@@ -1,5 +1,5 @@
-//! How much memory each NUMA node has, how much of it is given, and to whom: the tables that the kubelet keeps
-//! (`cm/memorymanager/state`), and the arithmetic on them. Pure.
+//! Memory of each NUMA node and its allocations: the tables of the kubelet (`pkg/kubelet/cm/memorymanager/state`) and
+//! the arithmetic on them. Pure.
 
 use std::collections::BTreeMap;
 
@@ -8,32 +8,32 @@ use serde::{Deserialize, Serialize};
 use super::super::hints::NodeMask;
 use super::Wanted;
 
-/// One resource of a node, in bytes.
+/// Amounts of one resource on a node, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
-    /// All of it.
+    /// Total amount.
     pub total: u64,
-    /// What the configuration reserves.
+    /// Amount reserved by the configuration.
     #[serde(rename = "systemReserved")]
     pub system_reserved: u64,
-    /// What containers can have in all.
+    /// Amount available to containers in total.
     pub allocatable: u64,
-    /// What they have.
+    /// Amount allocated to containers.
     pub reserved: u64,
-    /// What is left.
+    /// Amount still available.
     pub free: u64,
 }
 
 /// A NUMA node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeState {
-    /// How many blocks are from it.
+    /// Number of blocks allocated from the node.
     #[serde(rename = "numberOfAssignments")]
     pub assignments: u64,
-    /// Its resources.
+    /// Amounts by resource.
     #[serde(rename = "memoryMap", default)]
     pub tables: BTreeMap<String, Table>,
-    /// The nodes that it gives memory together with: itself alone, or a group.
+    /// The group of nodes that allocates together with this one; initially only the node itself.
     #[serde(default)]
     pub cells: Vec<u32>,
 }
@@ -44,16 +44,16 @@ impl NodeState {
     }
 }
 
-/// What a container has of a resource.
+/// A container's allocation of one resource.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
-    /// The nodes that it is from.
+    /// The NUMA nodes of the block.
     #[serde(rename = "numaAffinity")]
     pub nodes: Vec<u32>,
     /// The resource.
     #[serde(rename = "type")]
     pub resource: String,
-    /// How many bytes.
+    /// Size in bytes.
     pub size: u64,
 }
 
@@ -63,15 +63,15 @@ impl Block {
     }
 }
 
-/// Who has what, by pod uid and container.
+/// Allocations by pod uid and container name.
 pub type Given = BTreeMap<String, BTreeMap<String, Vec<Block>>>;
 
-/// What a checkpoint holds.
+/// Content of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
-    /// The nodes.
+    /// The NUMA nodes.
     pub nodes: BTreeMap<u32, NodeState>,
-    /// Who has what.
+    /// The allocations.
     pub given: Given,
 }
 
@@ -81,19 +81,20 @@ impl State {
         nodes.map(|(_, node)| node)
     }
 
-    /// The sum over these nodes of what a table says of a resource.
+    /// Sum of one amount of a resource over these nodes.
     pub(super) fn sum(&self, mask: NodeMask, resource: &str, of: impl Fn(&Table) -> u64) -> u64 {
         let tables = self.of(mask).filter_map(|node| node.tables.get(resource));
         tables.map(of).fold(0, u64::saturating_add)
     }
 
-    /// Whether these nodes have so much left.
+    /// Whether these nodes have enough free memory.
     pub(super) fn has_left(&self, mask: NodeMask, wanted: &Wanted) -> bool {
         let mut each = wanted.iter();
         each.all(|(resource, size)| self.sum(mask, resource, |t| t.free) >= *size)
     }
 
-    /// Whether memory may be from these nodes together: a node gives memory alone or with one group of nodes, not both.
+    /// Whether memory may be allocated from these nodes together. A node allocates either alone or with one group of
+    /// nodes.
     pub(super) fn may_group(&self, mask: NodeMask) -> bool {
         match mask.count() {
             1 => self.of(mask).all(|node| node.cells.len() <= 1),
@@ -104,7 +105,7 @@ impl State {
         }
     }
 
-    /// Whether the nodes of a block have its resource at all.
+    /// Whether the nodes of a block have the block's resource.
     pub(super) fn knows(&self, block: &Block) -> bool {
         let has = |id: &u32| {
             let node = self.nodes.get(id);
@@ -113,7 +114,7 @@ impl State {
         block.nodes.iter().all(has)
     }
 
-    /// Takes so much from these nodes, from the first ones first.
+    /// Takes memory from these nodes, in order.
     pub(super) fn take(&mut self, nodes: &[u32], resource: &str, mut size: u64) {
         for id in nodes {
             let Some(node) = self.nodes.get_mut(id) else {
@@ -130,7 +131,7 @@ impl State {
         }
     }
 
-    /// Gives a block back to its nodes.
+    /// Returns a block to its nodes.
     pub(super) fn give_back(&mut self, block: &Block) {
         let mut size = block.size;
         for id in &block.nodes {
@@ -150,8 +151,8 @@ impl State {
         }
     }
 
-    /// In what another state of the nodes is not this one; none where it is the same. How a group's memory is divided
-    /// between its nodes makes no difference.
+    /// How another state differs from this one; `None` if it does not. The distribution of memory within a group of
+    /// nodes is ignored.
     pub(super) fn difference(&self, other: &State) -> Option<String> {
         let ids = |state: &State| state.nodes.keys().copied().collect::<Vec<u32>>();
         if ids(self) != ids(other) {

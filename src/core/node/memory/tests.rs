@@ -1,8 +1,12 @@
-//! `allocations.txt` has what the kubelet's memory manager answers on machines of many kinds, as its own code said when it
-//! was asked; the last machines are those of its own cases. Its lines, sizes in Mi: `machine` and of each NUMA node memory,
-//! huge pages and what is reserved; a pod with its containers, each with memory, huge pages and the nodes that the topology
-//! manager wants, then the hints for the pod and for its containers, and what each has in the end or the refusal; a pod
-//! that goes; the state of the nodes after that: memory and huge pages left, blocks and group; and the checkpoint.
+//! `allocations.txt` has the results of the kubelet's own memory manager on various machines, and its test cases at the
+//! end. Kinds of lines, with sizes in Mi:
+//!
+//! - `machine`: memory, huge pages and reserved memory of each NUMA node
+//! - a pod: for each container memory, huge pages and the nodes of the topology manager; then the hints for the pod and
+//!   its containers, and the allocations or the error
+//! - a released pod
+//! - the state of the nodes after that: free memory and huge pages, number of blocks, group
+//! - the checkpoint
 
 use std::sync::Arc;
 
@@ -40,7 +44,7 @@ fn reserved(mi: u64) -> BTreeMap<String, u64> {
     BTreeMap::from([("memory".to_owned(), mi * MI)])
 }
 
-/// Nodes with 100 Mi each, 10 of them reserved, and 8 Mi in huge pages.
+/// Nodes with 100 Mi each, of which 10 Mi are reserved and 8 Mi are huge pages.
 fn machine(nodes: u32) -> Machine {
     Machine {
         topology: Arc::new(Topology {
@@ -75,7 +79,7 @@ fn start(nodes: u32, alignment: Option<(Policy, Scope)>) -> Managers {
     made.expect("managers")
 }
 
-/// Containers by kind, with so many Mi each; a second number is of huge pages.
+/// Containers by kind with Mi of memory; the second number is huge pages.
 fn pod(uid: &str, containers: &[(&str, u64, u64)]) -> Pod {
     let mut spec = json!({"containers": [], "initContainers": []});
     for (index, (kind, memory, huge)) in containers.iter().enumerate() {
@@ -296,7 +300,7 @@ fn states_that_do_not_fit_are_named() {
             "{error}"
         );
     }
-    // Somebody has given away what was another's.
+    // The tables count memory that no container has.
     let text = checkpoints.memory.clone().expect("one");
     let mut state = checkpoint::read(&text, "Static").expect("a state");
     state.given.clear();
@@ -365,7 +369,7 @@ fn memory_is_not_changed_while_containers_run() {
     assert_eq!(refusal.infeasible, Some(Infeasible::MemoryManager));
 }
 
-/// A single node of a group is not taken alone: a node gives memory alone or with one group.
+/// A single node of a group is not allocated alone: a node allocates alone or with one group.
 #[test]
 fn a_node_of_a_group_stays_in_it() {
     let mut memory = start(2, None).memory().expect("static").clone();
@@ -388,7 +392,7 @@ fn a_node_of_a_group_stays_in_it() {
     assert_eq!(memory.blocks("b", "main-0").expect("some")[0].nodes, [0, 1]);
 }
 
-/// What a line of the data asks for: kind, memory and huge pages of a container, and the nodes wanted for it.
+/// A container in the data: kind, memory, huge pages, and the nodes of the topology manager.
 type Asked<'a> = (&'a str, u64, u64, Hint);
 
 fn shown_hints(hints: &Hints) -> String {
@@ -440,7 +444,7 @@ fn asked(text: &str) -> Vec<Asked<'_>> {
     text.split(' ').map(one).collect()
 }
 
-/// Has a pod given its memory; the answer as the data has it.
+/// Allocates a pod's memory; returns the result in the format of the data.
 fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
     let containers: Vec<(&str, u64, u64)> = asked.iter().map(|a| (a.0, a.1, a.2)).collect();
     let pod = pod(uid, &containers);
@@ -505,8 +509,8 @@ fn answers_are_those_of_the_kubelet() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    /// What is given adds up with what is left, on each node and in all; a restart changes nothing; and when all pods have
-    /// gone, all is left.
+    /// Allocated and free memory add up on each node and in total, a restart changes nothing, and after all pods are
+    /// released everything is free.
     #[test]
     fn memory_adds_up(
         number in 1_u32..5,
@@ -546,7 +550,7 @@ proptest! {
         prop_assert_eq!(managers.checkpoints(), untouched);
     }
 
-    /// Whatever nodes the topology manager wants, no node is in two groups, and a restart finds that all adds up.
+    /// With any affinity, no node is in two groups, and a restart finds a consistent state.
     #[test]
     fn nodes_are_in_one_group(
         number in 1_u32..5,

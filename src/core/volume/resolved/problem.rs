@@ -1,60 +1,62 @@
-//! Why a volume cannot be had, and in which words pods are told.
+//! Problems with volumes, and the messages in the pod's events.
 
 use crate::core::fault::{Class, Fault};
 use crate::core::volume::permissions::{self, Giving};
 
-/// Why a volume cannot be had.
+/// Why a volume is not available to a pod.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
-    /// Its claim is in the way.
+    /// Its claim cannot be used.
     #[error("{0}")]
     Claim(String),
-    /// It cannot be set up.
+    /// Mounting failed.
     #[error("{0}")]
     SetUp(Fault),
-    /// It cannot be had as a device.
+    /// Mapping the block device failed.
     #[error("{0}")]
     Map(Fault),
-    /// A call for it has not ended: nothing has failed yet, and it is tried again when that has ended.
+    /// A call for the volume is still in progress. Nothing has failed, and the volume is retried when the call
+    /// completes.
     #[error("{why}")]
     UnderWay {
-        /// The kubelet's name of the step that waits for it.
+        /// The kubelet's name of the waiting step.
         step: &'static str,
-        /// What has not ended.
+        /// The call in progress.
         why: String,
     },
-    /// Its files are still being given to the pod's group.
+    /// The change of file ownership to the pod's group is in progress.
     #[error("{}", .0.progress)]
     Permissions(Giving),
-    /// Its disk has another filesystem than it asks for.
+    /// The disk has another filesystem than requested.
     #[error("{0}")]
     Mismatch(String),
-    /// It is to be larger than it is before the pod has it.
+    /// The volume must be expanded before the pod can use it.
     #[error("{step} failed while expanding volume: {why}")]
     Growth {
-        /// The kubelet's name of the step that waits for it.
+        /// The kubelet's name of the waiting step.
         step: &'static str,
-        /// Why it was not grown.
+        /// Why the expansion failed.
         why: String,
     },
-    /// It is not attached yet.
+    /// The volume is not attached.
     #[error("{step} failed: {why}")]
     Unattached {
-        /// The kubelet's name of the step that waits for it.
+        /// The kubelet's name of the waiting step.
         step: &'static str,
-        /// Why.
+        /// Why the volume is not attached.
         why: String,
-        /// Its driver serves no more volumes on this node, and says how often it is to be asked for their number.
+        /// Whether the driver's attachment limit is reached. Only set for drivers whose limit is refreshed periodically
+        /// (`nodeAllocatableUpdatePeriodSeconds`).
         is_full: bool,
     },
-    /// One of several steps has failed.
+    /// A step failed.
     #[error("{step} failed: {why}")]
     Step {
-        /// The kubelet's name of it, `MountVolume.MountDevice` for instance.
+        /// The kubelet's name of the step, such as `MountVolume.MountDevice`.
         step: &'static str,
-        /// The name of the persistent volume, where it is not known otherwise.
+        /// Name of the persistent volume, if the caller does not know it.
         of: Option<String>,
-        /// Why.
+        /// The error.
         why: String,
     },
 }
@@ -91,13 +93,13 @@ impl Problem {
         }
     }
 
-    /// It could not be set up this time.
+    /// A mount failure that is retried later.
     #[must_use]
     pub fn later(why: impl Into<String>) -> Problem {
         Problem::SetUp(Fault::later(why))
     }
 
-    /// What it means for the next try.
+    /// How the problem is retried.
     #[must_use]
     pub fn class(&self) -> Class {
         match self {
@@ -112,27 +114,27 @@ impl Problem {
         }
     }
 
-    /// A call for a volume that has not ended.
+    /// A mount call in progress.
     #[must_use]
     pub fn under_way(why: String) -> Problem {
         let step = "MountVolume.SetUp";
         Problem::UnderWay { step, why }
     }
 
-    /// A volume that was not grown.
+    /// A failed expansion.
     #[must_use]
     pub fn not_grown(why: String) -> Problem {
         let step = "MountVolume.Setup";
         Problem::Growth { step, why }
     }
 
-    /// Whether something for the volume is still being done, so that there is no outcome yet.
+    /// Whether an operation is still in progress, so that there is no result yet.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         matches!(self, Problem::UnderWay { .. } | Problem::Permissions(_))
     }
 
-    /// The same of a volume that is a device.
+    /// The equivalent problem of a block device.
     #[must_use]
     pub fn of_device(self) -> Problem {
         let step = "MapVolume.SetUpDevice";
@@ -147,7 +149,7 @@ impl Problem {
         }
     }
 
-    /// A step that has failed.
+    /// A failed step.
     #[must_use]
     pub fn at(step: &'static str, why: impl Into<String>) -> Problem {
         Problem::Step {
@@ -157,8 +159,8 @@ impl Problem {
         }
     }
 
-    /// The message of the pod's event (kubelet spec, 9.1 and 9.4). `volume` is the pod's name for it where its claim is in the
-    /// way, else the persistent volume's, if there is one.
+    /// Message of the pod's event. `volume` is the name in the pod spec for problems with the claim, otherwise the name
+    /// of the persistent volume, if there is one.
     #[must_use]
     pub fn told(&self, volume: &str) -> String {
         match self {

@@ -58,7 +58,7 @@ fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
         )
         .is_err_and(|e| e.told("v").contains("multiple"))
     );
-    // The pod asks for them as a whole.
+    // The pod requests huge pages at pod level.
     let volume = json!({"name": "v", "emptyDir": {"medium": "HugePages"}});
     let mut whole = pod(volume, json!({}));
     let amounts = json!({"limits": {"hugepages-2Mi": "4Mi"}, "requests": {"hugepages-2Mi": "4Mi"}});
@@ -148,7 +148,7 @@ fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
         )
         .is_err_and(|e| e.told("v").contains("another claim"))
     );
-    // One pod alone uses it, and its containers' label is known: the mount gives it.
+    // The claim is exclusive and the containers' label is known, so the mount is labelled.
     let disk = json!({"fc": {"wwids": ["w"]}, "accessModes": ["ReadWriteOncePod"], "mountOptions": ["noatime"]});
     let context = json!({"securityContext": {"seLinuxOptions": {"level": "s0:c1,c2"}}, "volumeMounts": [{"name": "v", "mountPath": "/v"}]});
     let labelled = of(disk.clone(), json!({}), context).expect("fine");
@@ -218,7 +218,7 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
     assert_eq!(problem.reason(), "FailedMount");
     claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
     let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
-    // Alone of what is in the way of a device.
+    // The only problem of a block device with this reason.
     assert_eq!(problem.reason(), "FailedMount");
     assert_eq!(
         Problem::at("MapVolume.MapPodDevice", "no").reason(),

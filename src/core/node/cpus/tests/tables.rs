@@ -1,8 +1,10 @@
-//! `gives.txt` has the kubelet's own cases of its static policy, on the machines of `takes.txt`. Its lines: `machine NAME`;
-//! `give`, the options, what is reserved (`#` is how many), what is shared before (another pod has the rest), near which
-//! nodes it is to be, and what the containers ask for, and then what they get or part of the refusal; `hints`, with what the
-//! container has already, and the nodes that are offered to it and to its pod; and `state`, with what a checkpoint has, and
-//! what is shared then.
+//! `gives.txt` has the kubelet's test cases of its static policy, on the machines of `takes.txt`. Kinds of lines:
+//!
+//! - `machine NAME`
+//! - `give`: options, reserved CPUs (`#` precedes a number of CPUs), shared CPUs before (another pod has the rest),
+//!   preferred NUMA nodes, and requests; then the allocated CPUs, or part of the error
+//! - `hints`: the same with the container's present CPUs; then the hints for the container and for its pod
+//! - `state`: the content of a checkpoint; then the shared CPUs after restoring it
 
 use super::*;
 
@@ -36,7 +38,7 @@ fn unused(topology: &Arc<Topology>, options: Options, reserved: &str) -> Cpus {
     Cpus::new(&rules, None, Arc::clone(topology)).expect("rules that fit")
 }
 
-/// With so many shared; what the pod has not itself is another one's.
+/// Restores a state with these shared CPUs; CPUs that are neither shared nor in `own` belong to another pod.
 fn used(mut cpus: Cpus, shared: &CpuSet, own: &CpuSet) -> Cpus {
     let rest = &(&cpus.usable() - shared) - own;
     let mut exclusive = Exclusive::new();
