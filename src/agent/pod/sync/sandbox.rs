@@ -29,7 +29,7 @@ impl Job {
             Ok(self.log().step(Step::Sandbox, "", make).await?)
         };
         tokio::select! {
-            // The order is fixed: `make` sets `asked` before the second branch reads it.
+            // The order is fixed: `make` marks the call as sent before the second branch reads the mark.
             biased;
             made = make => made,
             // A terminating pod does not wait for a network plugin that may hang. Dropping the call cancels it in the
