@@ -51,7 +51,7 @@ struct Registered {
     options: Options,
     /// The socket of the registration: the plugin's own, or one in the registration directory.
     by: PathBuf,
-    /// Whether its device stream has ended, or its socket was removed.
+    /// Whether its device stream is closed, or its socket was removed.
     gone: bool,
     _follower: AbortOnDropHandle<()>,
 }

@@ -15,7 +15,7 @@
 //! Other tasks: `pressure` monitors memory, disks and process ids, and evicts pods; `oom` reports
 //! out-of-memory kills; `shutdown` terminates pods when the machine shuts down; `devices::run` registers
 //! device plugins; `claims::run` releases leftover resource claims; `slices::run` deletes ResourceSlices of
-//! drivers that are gone; `network::follow` updates the machine's addresses and resolver configuration;
+//! unavailable drivers; `network::follow` updates the machine's addresses and resolver configuration;
 //! `managers::keep` binds containers to their CPUs and NUMA nodes.
 //!
 //! The loops exchange the latest values through `watch` channels. Every request has a deadline.

@@ -1,4 +1,4 @@
-//! Deletes ResourceSlices of drivers that are gone, so that no pod is assigned devices that no driver can
+//! Deletes ResourceSlices of unavailable drivers, so that no pod is assigned devices that no driver can
 //! prepare (KEP-4381; `pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go`). When the agent starts, all slices
 //! of this node are deleted, as running drivers publish theirs again. Later, a driver's slices are deleted
 //! after the driver was unreachable for [`GRACE`].

@@ -255,7 +255,7 @@ fn tell_start(context: &Context, before: &NodeStatus) {
     }
 }
 
-/// Waits until the Node object has been missing for a minute, and all pods that the API does not have are gone. Before
+/// Waits until the Node object has been missing for a minute, and no pod without an API object is left. Before
 /// that the scheduler must not send pods here: the missing pods may run elsewhere already.
 async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
     if !context.config.register_node {
