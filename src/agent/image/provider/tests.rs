@@ -58,7 +58,7 @@ struct Plugin {
 
 impl Plugin {
     /// The plugin answers with the user `$1` and the password `$PASS`.
-    /// `login` may change both; `$ASKED` is the request.
+    /// `login` may change both; a shell variable has the request.
     fn new(version: &'static str, login: &str) -> Plugin {
         let plugin = Plugin {
             dir: tempfile::tempdir().expect("a directory"),
