@@ -101,7 +101,7 @@ impl Unserved {
     }
 }
 
-/// Retries with back-off until it succeeds. A failure after [`GRACE`] is recorded, and `tell` is called once for it.
+/// Retries with back-off until it succeeds. A failure after [`GRACE`] is recorded and reported once.
 async fn until<T, A: Future<Output = Result<T, String>>>(
     unserved: &Unserved,
     part: Part,
