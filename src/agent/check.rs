@@ -25,7 +25,7 @@ use crate::kubeapi::pace::Pace;
 struct Plan {
     /// Running pods that keep all their containers.
     kept: Vec<String>,
-    /// Running pods that keep their sandbox but lose containers: the containers, each with the reason.
+    /// Containers of running pods that would be stopped, each with the reason.
     disturbed: Vec<String>,
     /// Pods that would be started.
     started: Vec<String>,

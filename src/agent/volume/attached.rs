@@ -1,5 +1,6 @@
-//! Volumes that a node must not mount before the attach-detach controller lists them as attached, so that they are not
-//! attached to another node while they are mounted (`pkg/kubelet/volumemanager/reconciler`).
+//! Volumes that a node must not mount before the attach-detach controller lists them as
+//! attached (`pkg/kubelet/volumemanager/reconciler`). Otherwise the controller could attach a
+//! volume to another node while it is mounted here.
 //!
 //! The order matters. The node reports that the volume is in use, and then reads whether the controller
 //! lists it as attached. The controller uses the reverse order: it removes the volume from its list, reads

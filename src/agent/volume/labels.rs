@@ -8,8 +8,8 @@ use crate::core::volume::csi;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::core::volume::selinux::{self, Admission};
 
-/// Records the label of a pod's volume, and rejects conflicting labels of volumes that only one pod may use, as only
-/// these are mounted with a label. Does nothing without SELinux.
+/// Records the label of a pod's volume. Rejects conflicting labels of volumes that only one pod may use, as only these
+/// are mounted with a label. Does nothing without SELinux.
 pub(super) async fn admit(
     context: &Context,
     pod: &Pod,

@@ -5,9 +5,10 @@
 //! There are two tasks: one for memory, which can run short within a moment, and one for the other resources, whose
 //! relief may take minutes. The tasks have disjoint thresholds and conditions, so each observation is handled once.
 //!
-//! Everything is measured every ten seconds. Memory is also measured as often as it could run short, and whenever the
-//! kernel notifies the agent of a threshold. After an eviction, no other pod is evicted for the same pressure until the
-//! pod has terminated and everything was measured again: so no more pods are evicted than necessary.
+//! Everything is measured every ten seconds. Memory is also measured as often as it could run short, and
+//! whenever the kernel notifies the agent of a threshold. After an eviction, the node waits until the pod has
+//! terminated or exceeded its deadline, and measures again before it evicts another pod for the same
+//! pressure. So no more pods are evicted than necessary.
 
 mod measure;
 mod victims;

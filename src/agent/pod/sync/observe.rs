@@ -64,9 +64,9 @@ impl Job {
         Ok(Outcome::Observed { pod, logged })
     }
 
-    /// Adds the termination message to an exited container. First, once, kills processes that the runtime has lost:
-    /// after a shim was killed, containerd 2 reports the container as exited while its processes still run, and they
-    /// must not run next to a new instance.
+    /// Adds the termination message to an exited container. First, once, kills processes that the runtime has
+    /// lost. After a shim was killed, containerd 2 reports the container as exited while its processes still
+    /// run. These must not run next to a new instance.
     async fn complete_ended(&self, container: &mut observed::Container) {
         let known = || lock(&self.tools.messages);
         let read = known().get(&container.id).cloned();

@@ -53,9 +53,10 @@ impl Job {
         found.map(|(role, container)| (role, container.into_owned()))
     }
 
-    /// Stops a container by `until`. The first attempt emits an event and runs the preStop hook; a failed hook does not
-    /// prevent the stop. A hook that is still running at the end of the grace period continues until the container is
-    /// killed, which gets [`FLOOR`] more seconds (upstream's `executePreStopHook` and `minimumGracePeriodInSeconds`).
+    /// Stops a container by `until`. The first attempt emits an event and runs the preStop hook; a failed hook
+    /// does not prevent the stop. A hook may still be running at the end of the grace period. It then
+    /// continues until the container is killed, which gets [`FLOOR`] more seconds (upstream's
+    /// `executePreStopHook` and `minimumGracePeriodInSeconds`).
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
         // Monotonic from here on: the clock may be set while the hook runs.
