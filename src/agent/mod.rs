@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! kubeapi::Cache<Pod> ┐
-//! sources (files)     ┴─→ dispatch ─→ worker, one a pod (inbox → core::pod::worker)
+//! sources (files)     ┴─→ dispatch ─→ worker, one per pod (inbox → core::pod::worker)
 //!                            ▲            │  sync: the ten steps ─→ runtime, host, API
 //! relist (events, audit) ────┴─ hints ───→│  status writer ─→ patches
 //!                                         └─ finished ─→ dispatch

@@ -45,7 +45,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     own.map(|ip| vec![ip.to_string()]).ok_or_else(missing)
 }
 
-/// Like [`addresses`], for startup: without an address, pods that need one wait until the node has one.
+/// Like [`addresses()`], for startup: without an address, pods that need one wait until the node has one.
 pub async fn first_addresses(config: &Config) -> Vec<String> {
     let external = config.external_cloud && config.kubeconfig.is_some();
     if origin(external, config.has_node_ip, None) == Origin::Later {
