@@ -1,4 +1,4 @@
-//! Putting an agent together from its configuration and the real world.
+//! Builds an [`Agent`] from its configuration, connected to the real runtime, apiserver and kernel.
 
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ use crate::sys::machine::Machine;
 use crate::sys::mount::{self, Sharing};
 use crate::sys::netns;
 
-/// A client of the runtime that the configuration names. Nothing is sent yet.
+/// Creates a client of the configured container runtime. Sends no request.
 pub(super) fn runtime(
     config: &Config,
     report: Option<crate::cri::Report>,
@@ -52,7 +52,8 @@ pub(super) fn runtime(
     }
 }
 
-/// Waits for the runtime, as long as that takes, and asks who makes cgroups.
+/// Retries until the runtime answers, then returns the cgroup driver that the runtime reports. A runtime that does not
+/// report its driver leaves the choice to the configuration (KEP-4033).
 async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
     let mut said = false;
     loop {
@@ -74,7 +75,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
     }
 }
 
-/// Makes the directories that others look for before anything is in them: drivers mount `plugins` and `plugins_registry`.
+/// Creates the directories that other programs expect to exist: CSI drivers mount `plugins` and `plugins_registry`.
 fn make_directories(config: &Config) -> anyhow::Result<()> {
     for dir in [
         config.root_dir.clone(),
@@ -93,7 +94,7 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names and addresses that the Node will report, as far as the agent decides over them.
+/// The names and addresses for the Node object, as far as the agent determines them without a cloud provider.
 fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
     let own = addresses(Sources {
         name: &config.node_name,
@@ -105,8 +106,8 @@ fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
     own.unwrap_or_default()
 }
 
-/// Makes the mounts of volumes visible where containers ask for that (mountPropagation), as a kubelet does. A start that
-/// fails before this leaves no mount.
+/// Makes volume mounts propagate to containers that use `mountPropagation`, as the kubelet does. Runs after the checks
+/// that can fail, so that a failed start leaves no mount.
 fn share_mounts(config: &Config) {
     let (root, without) = (
         config.root_dir.display(),
@@ -124,17 +125,17 @@ fn share_mounts(config: &Config) {
     }
 }
 
-/// Makes visible in other mount namespaces what is mounted from now on.
+/// Shares the mounts of volumes and of network namespaces with other mount namespaces.
 async fn share_all(config: &Config, runtime: &dyn Runtime) {
     share_mounts(config);
     share_namespaces(runtime).await;
 }
 
-/// The longest wait for the list of sandboxes.
+/// Limit for listing the runtime's sandboxes.
 const SANDBOXES_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes the directory of network namespaces a shared mount, as `ip netns add` would, while the node has no sandbox. Later that
-/// would hide the namespaces of running pods, which could not be stopped then.
+/// Makes the directory of network namespaces a shared mount, as `ip netns add` does. Only while the node has no
+/// sandbox: the new mount would hide the namespaces of running pods, and the runtime could no longer stop them.
 async fn share_namespaces(runtime: &dyn Runtime) {
     let listed = tokio::time::timeout(SANDBOXES_TIMEOUT, runtime.attachments()).await;
     if !matches!(listed, Ok(Ok(found)) if found.sandboxes.is_empty()) {
@@ -151,8 +152,8 @@ async fn share_namespaces(runtime: &dyn Runtime) {
     }
 }
 
-/// Who makes cgroups. Those in which something is to be held for others are there already, or the node is not what its
-/// configuration takes it for.
+/// Returns the cgroup layout for the driver. Fails if a cgroup of `systemReserved`
+/// or `kubeReserved` enforcement does not exist.
 fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
     let cgroups = Cgroups::new(&config.cgroup_root, driver);
     let cgroups = match config.enforcement.flat {
@@ -170,7 +171,7 @@ fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
     Ok(cgroups)
 }
 
-/// With the series that are there before anything is counted.
+/// Creates the metrics, with the series that must exist with a value of 0.
 fn metrics() -> Arc<super::Metrics> {
     let metrics = super::Metrics::default();
     metrics.pods_orphaned(0);
@@ -179,7 +180,7 @@ fn metrics() -> Arc<super::Metrics> {
     Arc::new(metrics)
 }
 
-/// The machine as the configuration has it.
+/// Creates the host side of pods for the configured directories and cgroup driver.
 fn host(
     config: &Config,
     driver: Driver,
@@ -207,7 +208,7 @@ fn host(
     Ok(host)
 }
 
-/// Says what of the configuration was read and comes to nothing.
+/// Logs configuration fields that were read but have no effect.
 fn tell_unread(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
@@ -223,7 +224,7 @@ fn tell_unread(config: &Config) {
     }
 }
 
-/// Makes the agent.
+/// Builds the agent. Waits for the runtime; errors are those of configuration, credentials and this machine.
 pub async fn build(config: Config) -> anyhow::Result<Agent> {
     super::node::machine::prepare(&config)?;
     tell_unread(&config);
@@ -250,7 +251,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         None => None,
     };
     let reviews = connections.as_ref().map(|all| Arc::clone(&all.reviews));
-    // Begun here: what follows waits for the runtime.
+    // Started before the wait for the runtime, so that the certificate cannot expire meanwhile.
     let rotated = connections.as_ref().filter(|_| config.rotate_certificates);
     let renewal = rotated.map(|Connections { client, .. }| {
         let kept = credentials::Renewed::client(&config, is_due);

@@ -1,4 +1,4 @@
-//! `holdfast agent --check`: what a start would do, without starting. Nothing is changed.
+//! `holdfast agent --check`: reports what a start would do. Changes nothing.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -23,19 +23,19 @@ use crate::kubeapi::pace::Pace;
 /// What a start would do to pods.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Plan {
-    /// They run and go on, all their containers with them.
+    /// Running pods that keep all their containers.
     kept: Vec<String>,
-    /// They run and go on; of some containers it is said which would be stopped, and why.
+    /// Containers of running pods that would be stopped, each with the reason.
     disturbed: Vec<String>,
-    /// They are started.
+    /// Pods that would be started.
     started: Vec<String>,
-    /// The runtime has them, and nobody wants them: they are ended.
+    /// Pods that only the runtime has; they would be stopped.
     ended: Vec<String>,
-    /// They are ended, and started under another uid: static pods whose manifests have changed.
+    /// Static pods whose manifest changed: they would be stopped and started under another uid.
     replaced: Vec<String>,
 }
 
-/// Which containers of a pod a start would stop, and why. Pure.
+/// Returns the containers of a running pod that a start would stop, with the reason for each. Pure.
 fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
     let health = Health {
         probed: &Probed::default(),
@@ -57,7 +57,7 @@ fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
         .collect()
 }
 
-/// Compares what is wanted with what runs. Pure.
+/// Compares desired pods with running pods. Pure.
 fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
     let mut plan = Plan::default();
     for pod in wanted
@@ -94,8 +94,8 @@ fn plan(wanted: &[Pod], running: &[(ListedPod, ObservedPod)]) -> Plan {
     plan
 }
 
-/// Looks at everything that a start needs; the answer is a report for people. An error is what would stop the start, or
-/// what makes it impossible to say.
+/// Checks everything that a start needs and returns a report for people. Returns an error if the start
+/// would fail, or if the report cannot be completed.
 pub async fn run(config: &Config) -> anyhow::Result<String> {
     let mut report = format!(
         "The configuration is valid: node {:?}, runtime {}.\n",
@@ -183,7 +183,7 @@ mod tests {
     use crate::core::pod::container_hash;
     use crate::core::pod::observed::{self, ContainerState, Sandbox};
 
-    /// A pod with one container that runs.
+    /// A pod with one running container.
     fn running(hash: &str) -> ObservedPod {
         let at = jiff::Timestamp::UNIX_EPOCH;
         ObservedPod {

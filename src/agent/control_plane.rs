@@ -1,4 +1,4 @@
-//! The agent's side of the control plane: its connections, and what it has by them.
+//! The agent's connections to the apiserver, and the clients and caches that use them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use crate::kubeapi::reviews::{KubeReviews, Reviews};
 use crate::kubeapi::{Api, Cache};
 use crate::sealed::{self, Keeper, SealedApi};
 
-/// The connections to the apiserver. The heartbeat has one of its own: pods must not make the node look dead. So have reviews:
-/// whoever shows us wrong tokens holds up no pod.
+/// The connections to the apiserver. Heartbeats use a separate connection, so that pod traffic cannot make the node
+/// appear dead. Token and access reviews use another, so that invalid bearer tokens cannot delay pod workers.
 pub(super) struct Connections {
     pub client: Client,
     heartbeat: Client,
-    /// Of the requests of all of them.
+    /// Counts the answers that all connections receive.
     answers: Answers,
     pub reviews: Arc<dyn Reviews>,
 }
 
 impl Connections {
-    /// Reads the kubeconfig at `path`. Nothing is sent yet.
+    /// Reads the kubeconfig at `path`. Sends no request.
     pub(super) async fn open(
         config: &Config,
         path: &Path,
@@ -61,16 +61,16 @@ impl Connections {
     }
 }
 
-/// What the agent has of the control plane.
+/// The API as the agent uses it.
 pub(super) struct ControlPlane {
     pub api: Arc<dyn PodApi>,
-    /// The pods of this node, unless there is no apiserver.
+    /// The pods bound to this node; `None` without an apiserver.
     pub pods: Option<Cache<Pod>>,
     pub nodes: Option<Arc<dyn NodeApi>>,
 }
 
 impl ControlPlane {
-    /// By these connections; what the API says is kept for an offline start, where there is a keeper.
+    /// Uses these connections. If there is a keeper, the API's answers are stored for an offline start.
     pub(super) fn by(
         connections: Connections,
         node_name: &str,
@@ -95,7 +95,7 @@ impl ControlPlane {
         }
     }
 
-    /// None: only static pods run.
+    /// No apiserver: only static pods run.
     pub(super) fn none() -> ControlPlane {
         ControlPlane {
             api: Arc::new(NoApi),
@@ -105,7 +105,7 @@ impl ControlPlane {
     }
 }
 
-/// The API whose answers are kept, and the pods with them.
+/// Wraps the API so that its answers are stored for an offline start, and stores the pods.
 fn keep(api: Arc<dyn PodApi>, keeper: &Keeper, pods: &Cache<Pod>) -> Arc<dyn PodApi> {
     let services = Arc::clone(&api);
     let services = move || services.services();

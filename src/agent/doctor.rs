@@ -1,4 +1,5 @@
-//! `holdfast doctor`: asks the machine, the runtime and the apiserver what [`diagnose`] judges. Nothing is changed.
+//! `holdfast doctor`: collects the facts about machine, runtime and apiserver
+//! that [`diagnose`] evaluates. Changes nothing.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -25,12 +26,12 @@ use crate::sys::clock::Clock;
 use crate::sys::machine::{self as own, Room};
 use crate::sys::{cgroup, file, netns, ports};
 
-/// How long the runtime and the apiserver may take to answer.
+/// Timeout for an answer of the runtime or the apiserver.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The largest certificate file that is read.
+/// Size limit for certificate and network configuration files, in bytes.
 const LIMIT: u64 = 1 << 20;
 
-/// Looks at everything, and says what is wrong.
+/// Runs all checks and returns the findings.
 pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
     let api = api(config, clock).await;
     diagnose(&Facts {
@@ -48,8 +49,8 @@ pub async fn run(config: &Config, clock: Clock) -> Vec<Finding> {
     })
 }
 
-/// Looks, while the agent starts, at what costs little and that the agent does not report by itself, and logs once what
-/// keeps pods from running. The start does not wait for it.
+/// Runs the cheap local checks during startup, and logs each error that keeps pods from running. Covers only problems
+/// that the agent does not report otherwise. Runs in the background; the start does not wait.
 pub fn at_start(config: &Config) {
     let config = config.clone();
     tokio::spawn(async move {
@@ -66,7 +67,8 @@ pub fn at_start(config: &Config) {
     });
 }
 
-/// What the machine and the runtime say: neither the apiserver nor the ports, which the agent itself takes.
+/// Collects facts about the machine and the runtime. Leaves out the
+/// apiserver, and the ports, which the agent itself uses.
 async fn local(config: &Config, clock: Clock) -> Facts {
     let told = runtime(config).await;
     let images = told.as_ref().ok().and_then(|told| told.images.clone());
@@ -95,7 +97,7 @@ async fn local(config: &Config, clock: Clock) -> Facts {
         ports: vec![],
         certificates: certificates(config),
         disks: disks(config, images.as_ref()),
-        // An empty name means that pods get nothing of the node's.
+        // With an empty `resolvConf`, pods get no name servers of the node.
         resolver: (!config.resolv_conf.is_empty()).then(|| (config.resolv_conf.clone(), resolver)),
     }
 }
@@ -108,7 +110,7 @@ fn unheard(config: &Config) -> Vec<String> {
         .collect()
 }
 
-/// Namespaces that a mount hides; none where the mount table cannot be read.
+/// Network namespaces that are hidden below another mount; empty if the mount table is not readable.
 pub(super) fn hidden_namespaces() -> Vec<PathBuf> {
     let hidden = netns::hidden(Path::new(netns::DIR));
     hidden.unwrap_or_else(|error| {
@@ -117,7 +119,7 @@ pub(super) fn hidden_namespaces() -> Vec<PathBuf> {
     })
 }
 
-/// None where no bridge exists, or br_netfilter is not loaded: then bridges are routed around iptables by intent.
+/// `None` if there is no bridge or `br_netfilter` is not loaded: bridged traffic then bypasses iptables on purpose.
 fn bridge_filters() -> Option<bool> {
     match own::sysctl("net/bridge/bridge-nf-call-iptables").as_str() {
         "" => None,
@@ -125,11 +127,11 @@ fn bridge_filters() -> Option<bool> {
     }
 }
 
-/// What the runtime has said.
+/// Facts about the runtime.
 struct Told {
     facts: RuntimeFacts,
     details: Details,
-    /// Where its images are, if it says.
+    /// The directory of the runtime's images, if reported.
     images: Option<PathBuf>,
 }
 
@@ -145,7 +147,7 @@ async fn runtime(config: &Config) -> Result<Told, String> {
     let asked = timeout(ANSWER_TIMEOUT, client.systemd_cgroups())
         .await
         .map_err(late)?;
-    // Not every runtime tells more: what it does not tell is not looked at.
+    // Optional facts: not every runtime reports them, and checks on missing facts are skipped.
     let more = timeout(ANSWER_TIMEOUT, more(&client)).await;
     let (details, sandbox_image, images) = more.unwrap_or_default();
     let facts = RuntimeFacts {
@@ -164,7 +166,7 @@ async fn runtime(config: &Config) -> Result<Told, String> {
     })
 }
 
-/// Its configuration, the image of sandboxes and whether it is here, and where the images are.
+/// The runtime's configuration, its sandbox image with whether the image is present, and the directory of its images.
 async fn more(client: &CriClient) -> (Details, Option<(String, bool)>, Option<PathBuf>) {
     let details = Details::of(&client.configuration().await.unwrap_or_default());
     let mut sandbox_image = None;
@@ -178,7 +180,7 @@ async fn more(client: &CriClient) -> (Details, Option<(String, bool)>, Option<Pa
     (details, sandbox_image, images)
 }
 
-/// What is there for pods' networks; none where the runtime does not tell where it looks.
+/// The CNI configuration and plugins on this machine; `None` if the runtime does not report its CNI directories.
 fn pod_network(details: &Details) -> Option<NetworkFacts> {
     let conf_dir = details.conf_dir.clone()?;
     let is_configuration = |path: &PathBuf| {
@@ -211,7 +213,7 @@ fn pod_network(details: &Details) -> Option<NetworkFacts> {
 async fn api(config: &Config, clock: Clock) -> Option<Result<ApiFacts, String>> {
     let path = config.kubeconfig.as_deref()?;
     let bootstraps = config.bootstrap_kubeconfig.as_deref();
-    // A node that has not joined yet asks for its certificate with the other one.
+    // A node that has not joined yet requests its certificate with the bootstrap kubeconfig.
     let (path, own) = match bootstraps.filter(|_| !path.exists()) {
         Some(bootstraps) => (bootstraps, None),
         None => (path, credentials::own_pair(config)),
@@ -297,12 +299,12 @@ fn disks(config: &Config, images: Option<&PathBuf>) -> Vec<Disk> {
     let mut disks: Vec<Disk> = vec![];
     let mut rooms = vec![];
     for (purpose, path) in places {
-        // Before the first start the directories are not there; what is above them is.
+        // Before the first start the directories do not exist; the nearest existing parent is on the same filesystem.
         let there = path.ancestors().find(|dir| dir.exists());
         let Some(room) = there.and_then(|dir| Room::of(dir).ok()) else {
             continue;
         };
-        // One filesystem is judged once.
+        // Each filesystem is reported once.
         if rooms.contains(&room) {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Events about pods and the node: posted in the background, repeated ones counted instead of repeated.
+//! Events about pods and the node. Events are posted in the background; repeated events increment a count instead.
 
 mod poster;
 
@@ -20,32 +20,32 @@ use crate::core::volume::claims::Grown;
 use crate::kubeapi::pods::PodApi;
 use crate::sys::clock::Clock;
 
-/// How many events may wait; beyond that the newest are dropped.
+/// Limit for queued events; further events are dropped.
 const MAX_QUEUED: usize = 1024;
 
-/// How long an agent that stops waits until what was said is posted.
+/// Maximum time to flush queued events during shutdown.
 const FLUSH: Duration = Duration::from_secs(1);
 
-/// Normal or warning.
+/// The `type` of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// All is well.
+    /// `Normal`: information only.
     Normal,
-    /// Somebody should look.
+    /// `Warning`: a problem that needs attention.
     Warning,
 }
 
-/// How many pods may have annotations that no event has taken yet.
+/// Limit for pending sets of annotations, one for each pod and reason.
 const NOTES: usize = 64;
 
-/// Annotations of events to come, by the pod's uid and the event's reason.
+/// Annotations for future events, by the pod's uid and the event's reason.
 type Notes = HashMap<(String, String), BTreeMap<String, String>>;
 
 #[derive(Debug)]
 struct Emitted {
-    /// When it was said, which the event tells however late it is posted.
+    /// The time of the occurrence, which the event reports even if posted later.
     at: Timestamp,
-    /// The same by the clock of timers.
+    /// The same time on the monotonic clock.
     came: Instant,
     about: ObjectReference,
     kind: Kind,
@@ -55,7 +55,7 @@ struct Emitted {
 }
 
 impl Emitted {
-    /// Identifies the object: its namespace, kind, name and uid.
+    /// A key for the object: its namespace, kind, name and uid.
     fn object(&self) -> String {
         let about = &self.about;
         let parts = [&about.namespace, &about.kind, &about.name, &about.uid];
@@ -65,7 +65,7 @@ impl Emitted {
     }
 }
 
-/// Counts events that are dropped. The first one is logged, and the number of further ones after pauses that grow.
+/// Counts dropped events. Logs the first one, then the number of further ones with growing pauses.
 #[derive(Clone)]
 struct Dropped {
     logged: Arc<Mutex<RepeatedFailures<()>>>,
@@ -87,7 +87,7 @@ impl Dropped {
     }
 }
 
-/// Where events are handed in; clones share it.
+/// A handle to emit events; clones share one queue.
 #[derive(Clone)]
 pub struct Events {
     queue: mpsc::Sender<Emitted>,
@@ -98,9 +98,9 @@ pub struct Events {
 }
 
 impl Events {
-    /// Starts posting as component `kubelet` on `node`.
-    /// `pace` is how many are posted a second (0: any number), and how many at once. Normal events wait for a lull in the
-    /// starts, some seconds at most: on a small node, posting those of a pod takes the processors a tenth of its start.
+    /// Starts posting as component `kubelet` on `node`. `pace` is the limit of events per second (0: unlimited) and the
+    /// burst. Normal events wait for an idle period between container starts, at most some seconds. On a small node,
+    /// posting a pod's events would take a tenth of the processor time of its start.
     #[must_use]
     pub fn start(
         api: Arc<dyn PodApi>,
@@ -133,7 +133,7 @@ impl Events {
         }
     }
 
-    /// Events that nobody posts, and the messages that have come since the last call.
+    /// Events without a poster, and a function that returns the messages emitted since its last call.
     #[cfg(test)]
     pub(super) fn heard() -> (Events, impl FnMut() -> Vec<String>) {
         let (queue, mut said) = mpsc::channel(MAX_QUEUED);
@@ -170,11 +170,11 @@ impl Events {
         }
     }
 
-    /// Posts what waits, as far as the API takes it in a second.
+    /// Posts queued events, for at most [`FLUSH`].
     pub async fn flush(&self) {
         let (done, posted) = oneshot::channel();
         let flush = async {
-            // Where nobody posts there is nothing to wait for.
+            // Without a poster there is nothing to wait for.
             if self.flushes.send(done).await.is_ok() {
                 let _ = posted.await;
             }
@@ -188,7 +188,7 @@ impl Events {
         lock(&self.notes)
     }
 
-    /// The next event of a reason about a pod has these annotations; none takes back what was said before.
+    /// Sets the annotations of the pod's next event with this reason. Empty annotations cancel an earlier call.
     pub fn annotate(&self, uid: &str, reason: &str, annotations: BTreeMap<String, String>) {
         let key = (uid.to_owned(), reason.to_owned());
         let mut notes = self.notes();
@@ -199,7 +199,7 @@ impl Events {
         }
     }
 
-    /// About a pod; `container` is a field path such as `spec.containers{web}`.
+    /// Emits an event about a pod; `container` is a field path such as `spec.containers{web}`.
     pub fn pod(
         &self,
         pod: &Pod,
@@ -218,18 +218,18 @@ impl Events {
         self.say(about, kind, reason, message);
     }
 
-    /// About the claim of a volume that grows.
+    /// Emits an event about the claim of a volume that is being expanded.
     pub fn claim(&self, of: &Grown, kind: Kind, reason: &str, message: impl Into<String>) {
         let about = ObjectReference {
             namespace: Some(of.namespace.clone()),
-            // `kubectl describe` finds events by it.
+            // `kubectl describe` matches events by uid.
             uid: of.uid.clone(),
             ..object("PersistentVolumeClaim", &of.claim)
         };
         self.say(about, kind, reason, message);
     }
 
-    /// About a persistent volume.
+    /// Emits an event about a persistent volume.
     pub fn persistent_volume(
         &self,
         name: &str,
@@ -240,13 +240,13 @@ impl Events {
         self.say(object("PersistentVolume", name), kind, reason, message);
     }
 
-    /// About the node.
+    /// Emits an event about the node.
     pub fn node(&self, name: &str, kind: Kind, reason: &str, message: impl Into<String>) {
         self.say(object("Node", name), kind, reason, message);
     }
 }
 
-/// An object of the core group, which has no namespace until it is given one.
+/// A reference to an object of the core API group, without a namespace.
 fn object(kind: &str, name: &str) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".into()),

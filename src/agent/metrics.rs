@@ -1,4 +1,4 @@
-//! What is counted as it happens, under the kubelet's names (kubelet spec, chapter 18).
+//! The agent's own metrics, under the kubelet's names (`pkg/kubelet/metrics/metrics.go`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ mod families;
 pub use families::family;
 use families::*;
 
-/// The size of an image as metrics show it.
+/// The `image_size_in_bytes` label of an image's size.
 fn size_class(bytes: u64) -> &'static str {
     const MB: u64 = 1 << 20;
     const GB: u64 = 1 << 30;
@@ -44,55 +44,55 @@ fn size_class(bytes: u64) -> &'static str {
         .map_or("GT100GB", |(_, name)| name)
 }
 
-/// How long a pod's start took, in seconds.
+/// Durations of a pod's start, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub struct PodStart {
-    /// Since the agent saw it first.
+    /// Since the agent first observed the pod.
     pub seen: f64,
-    /// Since it was created.
+    /// Since the pod's creation.
     pub created: f64,
-    /// What of it went into images.
+    /// The part spent on pulling images.
     pub images: f64,
-    /// Whether it has storage of its own, whose time is not ours.
+    /// Whether the pod has persistent storage. The SLI leaves such pods out, as the time of storage is not the agent's.
     pub stateful: bool,
-    /// Whether it has a network of its own.
+    /// Whether the pod has its own network namespace.
     pub network: bool,
 }
 
-/// A probe of a container.
+/// A probe of a container, and its result.
 #[derive(Debug, Clone, Copy)]
 pub struct Probe<'a> {
-    /// The container, its pod's namespace and name, the pod's uid.
+    /// Container name, pod namespace, pod name, pod uid.
     pub of: [&'a str; 4],
     /// `Liveness`, `Readiness` or `Startup`.
     pub kind: &'a str,
     /// `successful`, `failed` or `unknown`.
     pub result: &'a str,
-    /// How long the answer took.
+    /// The duration of the probe.
     pub took: Duration,
 }
 
-/// What was done with a volume.
+/// An operation on a volume.
 #[derive(Debug, Clone, Copy)]
 pub struct VolumeOperation<'a> {
-    /// `volume_mount`, for instance.
+    /// For example `volume_mount`.
     pub name: &'a str,
-    /// Its plugin, of a driver's volume with the driver.
+    /// The volume plugin; for CSI volumes the driver is included.
     pub plugin: &'a str,
-    /// Whether a driver has taken over its kind.
+    /// Whether an in-tree volume was migrated to a CSI driver.
     pub is_migrated: bool,
-    /// Whether it failed.
+    /// Whether the operation failed.
     pub has_failed: bool,
-    /// How long it took.
+    /// The duration of the operation.
     pub took: Duration,
 }
 
-/// The volumes of a pod, each by its plugin.
+/// The plugins of a pod's volumes, one entry for each volume.
 #[derive(Debug, Clone, Default)]
 pub struct PodVolumes {
-    /// Those that it is to have; `N/A` for one whose plugin is not known yet.
+    /// Volumes that the pod needs; `N/A` for a volume whose plugin is not known yet.
     pub desired: Vec<String>,
-    /// Those that are set up.
+    /// Volumes that are set up.
     pub actual: Vec<String>,
 }
 
@@ -100,22 +100,22 @@ fn seconds(at: Timestamp) -> f64 {
     at.as_duration().as_secs_f64()
 }
 
-/// What is counted.
+/// All metrics that are recorded as things happen.
 #[derive(Debug, Default)]
 pub struct Metrics {
-    /// The volumes of pods, by uid.
+    /// The volumes of pods, by pod uid.
     volumes: Mutex<BTreeMap<String, PodVolumes>>,
-    /// The labels that volumes are wanted with.
+    /// The SELinux labels that pods require of volumes.
     labels: Mutex<Admissions>,
-    /// Pods that are gone and have left something, and those of them of which it could not be removed.
+    /// Deleted pods with leftover directories, and how many of them failed to be removed.
     orphans: Mutex<(usize, usize)>,
-    /// When the node was to be registered first, and when it was, in seconds since 1970.
+    /// Seconds since 1970 of the first attempt to register the node, and of its success.
     registration: Mutex<(Option<f64>, Option<f64>)>,
     own: Mutex<Registry>,
     probes: Mutex<Registry>,
     /// The uids of pods with probes, by namespace and name.
     probed: Mutex<BTreeMap<(String, String), BTreeSet<String>>>,
-    /// When the machine was shut down last, or is now.
+    /// The start and end of the last, or current, shutdown of the machine.
     shutdown: Mutex<Times>,
 }
 
@@ -124,17 +124,17 @@ impl Metrics {
         work(&mut lock(&self.own));
     }
 
-    /// Counts.
+    /// Adds `by` to a counter.
     pub fn count(&self, family: Family, labels: &[&str], by: u64) {
         self.with(|r| r.count(family, labels, by));
     }
 
-    /// Observes.
+    /// Adds an observation to a histogram.
     pub fn observe(&self, family: Family, bounds: &'static [f64], labels: &[&str], value: f64) {
         self.with(|r| r.observe(family, bounds, labels, value));
     }
 
-    /// A pod runs.
+    /// Records the durations of a pod's start.
     pub fn pod_started(&self, start: PodStart) {
         self.with(|r| {
             r.observe(POD_START, POD_STARTS, &[], start.seen);
@@ -149,17 +149,17 @@ impl Metrics {
         });
     }
 
-    /// A worker has done a turn for its pod.
+    /// Records one sync of a pod worker.
     pub fn worked(&self, operation: &str, took: Duration) {
         self.with(|r| r.observe(WORKER, USUAL, &[operation], took.as_secs_f64()));
     }
 
-    /// A status has reached the API, so long after it was wanted.
+    /// Records the delay between computing a status and writing it to the API.
     pub fn status_written(&self, took: Duration) {
         self.with(|r| r.observe(STATUS, STATUSES, &[], took.as_secs_f64()));
     }
 
-    /// A sandbox was made, or not.
+    /// Records the creation of a sandbox, or its failure if `refused`.
     pub fn sandbox(&self, handler: &str, own_users: bool, refused: bool, took: Duration) {
         self.with(|r| {
             if own_users {
@@ -173,7 +173,7 @@ impl Metrics {
         });
     }
 
-    /// A container was started, or failed for this reason.
+    /// Records a started container; `failed` is the error code of a failed start.
     pub fn container_started(&self, kind: &str, failed: Option<&str>) {
         self.with(|r| {
             r.count(STARTED, &[kind], 1);
@@ -183,7 +183,7 @@ impl Metrics {
         });
     }
 
-    /// A pod's status changes: containers that end with it are counted, each once.
+    /// Counts containers that are terminated in `now` but were not in `before`.
     pub fn containers_ended(&self, before: Option<&PodStatus>, now: &PodStatus) {
         type List = fn(&PodStatus) -> &Option<Vec<ContainerStatus>>;
         let lists: [(&str, List); 3] = [
@@ -210,7 +210,7 @@ impl Metrics {
         }
     }
 
-    /// A container is to have other resources than before.
+    /// Counts requested changes of a container's resources.
     pub fn resize_asked(&self, asked: &[Asked]) {
         self.with(|r| {
             for asked in asked {
@@ -220,55 +220,55 @@ impl Metrics {
         });
     }
 
-    /// A resize that waited for room has got it.
+    /// Counts a deferred resize that was accepted.
     pub fn deferred_resize_accepted(&self, trigger: &str) {
         self.with(|r| r.count(DEFERRED_ACCEPTED, &[trigger], 1));
     }
 
-    /// A pod cannot have other sizes while it runs: a manager forbids it, or the node is too small.
+    /// Counts an infeasible resize: a resource manager forbids it, or the node is too small.
     pub fn resize_infeasible(&self, cause: Infeasible) {
         self.with(|r| r.count(INFEASIBLE, &[cause.detail()], 1));
     }
 
-    /// So many pods came back under the uid of one that had to end first.
+    /// Counts pods that were recreated with the same uid while the earlier pod was terminating.
     pub fn pods_restarted(&self, is_static: bool, count: u64) {
         let labels = [if is_static { "true" } else { "" }];
         self.with(|r| r.count(RESTARTED, &labels, count));
     }
 
-    /// So many pods were found that only the runtime has.
+    /// Counts pods that only the runtime has.
     pub fn pods_orphaned(&self, count: u64) {
         self.with(|r| r.count(ORPHANED, &[], count));
     }
 
-    /// A pod's containers were resized, or could not be.
+    /// Records a resize of a pod's containers.
     pub fn resized(&self, done: bool, took: Duration) {
         let labels = [if done { "true" } else { "false" }];
         let took = took.as_secs_f64() * 1000.0;
         self.with(|r| r.observe(RESIZE_MS, RESIZING, &labels, took));
     }
 
-    /// A container is to have so many images as volumes.
+    /// Counts image volumes that a container requires.
     pub fn image_volumes(&self, count: u64) {
         self.with(|r| r.count(IMAGE_VOLUMES, &[], count));
     }
 
-    /// It was created with them.
+    /// Counts image volumes of created containers.
     pub fn image_volumes_mounted(&self, count: u64) {
         self.with(|r| r.count(IMAGE_VOLUMES_MOUNTED, &[], count));
     }
 
-    /// A lifecycle hook over HTTPS was answered over plain HTTP.
+    /// Counts HTTPS lifecycle hooks that were answered over plain HTTP.
     pub fn hook_in_plain_http(&self) {
         self.with(|r| r.count(HOOKS_IN_PLAIN_HTTP, &[], 1));
     }
 
-    /// A sleep hook was ended before its time.
+    /// Counts `sleep` hooks that were cut short.
     pub fn sleep_cut(&self) {
         self.with(|r| r.count(SLEEPS_CUT, &[], 1));
     }
 
-    /// So many renewals of the client's certificate, or of the server's, have failed.
+    /// Counts failed renewals of the client certificate, or of the serving certificate.
     pub fn renewals_failed(&self, client: bool, by: u64) {
         let of = if client {
             CLIENT_RENEWALS
@@ -278,13 +278,14 @@ impl Metrics {
         self.with(|r| r.count(of, &[], by));
     }
 
-    /// The podresources API was asked in its version `v1alpha1`, of which the kubelet counts requests of any kind only.
+    /// Counts a request to version `v1alpha1` of the podresources API. The
+    /// kubelet counts such requests in the total only.
     pub fn pod_resources_v1alpha1(&self) {
         let [all, ..] = POD_RESOURCES;
         self.with(|r| r.count(all, &["v1alpha1"], 1));
     }
 
-    /// The podresources API was asked: `list`, `get` or `get_allocatable`.
+    /// Counts a request to the podresources API; `verb` is `list`, `get` or `get_allocatable`.
     pub fn pod_resources(&self, verb: &str, found: bool) {
         self.with(|r| {
             for family in POD_RESOURCES {
@@ -297,12 +298,12 @@ impl Metrics {
         });
     }
 
-    /// The node is to be registered, at `now`.
+    /// Records the first attempt to register the node.
     pub fn node_registering(&self, now: Timestamp) {
         lock(&self.registration).0.get_or_insert(seconds(now));
     }
 
-    /// The node was not known to the API and is registered now. The machine and the agent have started then.
+    /// Records the node's first registration; `machine` and `agent` are their start times.
     pub fn node_registered(&self, now: Timestamp, machine: Timestamp, agent: Timestamp) {
         let mut registration = lock(&self.registration);
         let (Some(tried), None) = *registration else {
@@ -316,7 +317,7 @@ impl Metrics {
         });
     }
 
-    /// The node is ready. How long that took is told of a node that was registered anew, and once.
+    /// Records the node's readiness, once, and only if this agent created the Node object.
     pub fn node_ready(&self, now: Timestamp, machine: Timestamp) {
         let Some(registered) = lock(&self.registration).1 else {
             return;
@@ -329,47 +330,47 @@ impl Metrics {
         });
     }
 
-    /// A pod was not taken.
+    /// Counts a pod that failed admission.
     pub fn rejected(&self, reason: &str) {
         self.with(|r| r.count(REJECTED, &[reason], 1));
     }
 
-    /// A pod was ended for another.
+    /// Counts a pod that was preempted.
     pub fn preempted(&self, signal: &str) {
         self.with(|r| r.count(PREEMPTED, &[signal], 1));
     }
 
-    /// A pod was ended for what it used.
+    /// Counts a pod that was evicted.
     pub fn evicted(&self, signal: &str) {
         self.with(|r| r.count(EVICTED, &[signal], 1));
     }
 
-    /// The machine is shut down, or was the last time.
+    /// Sets the times of the machine's last or current shutdown.
     pub fn shut_down(&self, times: Times) {
         *lock(&self.shutdown) = times;
     }
 
-    /// When the machine was shut down last, as far as that is known.
+    /// The times of the machine's last shutdown, as far as they are known.
     pub fn shutdown(&self) -> Times {
         *lock(&self.shutdown)
     }
 
-    /// A pod was chosen to go by figures that are so old.
+    /// Records the age of the measurements that an eviction was based on.
     pub fn eviction_decided(&self, signal: &str, age: Duration) {
         self.with(|r| r.observe(EVICTION_AGE, USUAL, &[signal], age.as_secs_f64()));
     }
 
-    /// An image of so many bytes was pulled.
+    /// Records a pulled image; `bytes` is its size.
     pub fn pulled(&self, bytes: u64, took: Duration) {
         self.with(|r| r.observe(PULLED, PULLS, &[size_class(bytes)], took.as_secs_f64()));
     }
 
-    /// An image was removed, for `space` or for `age`.
+    /// Counts a removed image; `reason` is `space` or `age`.
     pub fn collected(&self, reason: &str) {
         self.with(|r| r.count(COLLECTED, &[reason], 1));
     }
 
-    /// Something was done with a volume, or not.
+    /// Records an operation on a volume.
     pub fn volume(&self, operation: VolumeOperation<'_>) {
         let status = match operation.has_failed {
             true => "fail-unknown",
@@ -383,13 +384,13 @@ impl Metrics {
         self.with(|r| r.observe(STORAGE, STORING, &labels, operation.took.as_secs_f64()));
     }
 
-    /// A volume is there, so long after its pod asked for it first.
+    /// Records the time from a pod's first request for a volume until the volume is ready.
     pub fn volume_ready(&self, plugin: &str, took: Duration) {
         let labels = [plugin, "overall_volume_mount"];
         self.with(|r| r.observe(STORAGE_TOTAL, STORING, &labels, took.as_secs_f64()));
     }
 
-    /// So many volumes stood on the disk when the agent started, and of so many it cannot be told what they are.
+    /// Records the volumes found on disk at startup, and how many of them could not be identified.
     pub fn reconstructed(&self, volumes: u64, unknown: u64) {
         self.with(|r| {
             r.count(RECONSTRUCTED, &[], volumes);
@@ -399,7 +400,7 @@ impl Metrics {
         });
     }
 
-    /// So many volumes of which it cannot be told what they are were cleared up for a pod that is gone, or could not be.
+    /// Records unidentified volumes that were cleaned up for a deleted pod, or that failed to be.
     pub fn force_cleaned(&self, volumes: u64, has_failed: bool) {
         self.with(|r| {
             r.count(FORCE_CLEANED, &[], volumes);
@@ -411,36 +412,36 @@ impl Metrics {
         });
     }
 
-    /// Pods that are gone have left something: how many, and of how many it could not be removed yet.
+    /// Sets the number of deleted pods with leftover directories, and how many of them failed to be removed.
     pub fn orphans(&self, found: usize, failed: usize) {
         *lock(&self.orphans) = (found, failed);
     }
 
-    /// How many pods that are gone had left something at the last look, and of how many it could not be removed yet.
+    /// The numbers of the last call of [`Metrics::orphans`].
     #[must_use]
     pub fn orphaned(&self) -> (usize, usize) {
         *lock(&self.orphans)
     }
 
-    /// What a pod has of volumes now.
+    /// Sets the volumes of a pod.
     pub fn pod_has_volumes(&self, uid: &str, volumes: PodVolumes) {
         lock(&self.volumes).insert(uid.to_owned(), volumes);
     }
 
-    /// A pod's volumes are given back.
+    /// Removes a pod whose volumes are released.
     pub fn pod_has_no_volumes(&self, uid: &str) {
         lock(&self.volumes).remove(uid);
         lock(&self.labels).forget(uid);
     }
 
-    /// A pod's containers need several labels for one volume, of this access mode.
+    /// Counts a pod whose containers require different SELinux labels for one volume of this access mode.
     pub fn several_labels(&self, access_mode: &str, is_error: bool) {
         let family = SELINUX_POD[usize::from(!is_error)];
         self.with(|r| r.add(family, &[access_mode], 1.0));
     }
 
-    /// A pod wants a volume of this plugin and access mode with a label, or without one. Where the label has to be the one
-    /// that other pods have it with, it is an error if it is not.
+    /// Records the SELinux label, or `None`, that a pod requires for a volume of this plugin and access mode. If all
+    /// pods must use the volume with the same label, a different label is an error.
     pub fn labelled(
         &self,
         uid: &str,
@@ -459,7 +460,7 @@ impl Metrics {
         admission
     }
 
-    /// How many volumes there are, by state and plugin.
+    /// The number of volumes, by state and plugin.
     #[must_use]
     pub fn volumes(&self) -> BTreeMap<(&'static str, String), usize> {
         let mut all = BTreeMap::new();
@@ -473,24 +474,24 @@ impl Metrics {
         all
     }
 
-    /// A driver has answered a call, with gRPC's code.
+    /// Records a call to a CSI driver; `code` is the gRPC status code.
     pub fn csi(&self, driver: &str, method: &str, code: &str, took: Duration) {
         let method = format!("/csi.v1.Node/{method}");
         let labels = [driver, code, &method, "false"];
         self.with(|r| r.observe(CSI, STORING, &labels, took.as_secs_f64()));
     }
 
-    /// A device plugin wants to be registered.
+    /// Counts a registration request of a device plugin.
     pub fn device_plugin_registered(&self, resource: &str) {
         self.with(|r| r.count(DEVICE_PLUGINS, &[resource], 1));
     }
 
-    /// A device plugin was asked for what a container needs, and has answered or not.
+    /// Records an `Allocate` call to a device plugin, successful or not.
     pub fn device_allocated(&self, resource: &str, took: Duration) {
         self.with(|r| r.observe(DEVICE_ALLOCATION, USUAL, &[resource], took.as_secs_f64()));
     }
 
-    /// A request to an apiserver was answered; without a code it was not.
+    /// Records a request to the apiserver; `code` is `None` if there was no answer.
     pub fn requested(&self, method: &str, host: &str, code: Option<u16>, took: Duration) {
         let code = code.map_or_else(|| "<error>".to_owned(), |c| c.to_string());
         self.with(|r| {
@@ -500,17 +501,17 @@ impl Metrics {
         });
     }
 
-    /// A command or port is served over a WebSocket.
+    /// Counts a stream over a WebSocket.
     pub fn websocket(&self, what: &str) {
         self.with(|r| r.count(WEBSOCKETS, &[what], 1));
     }
 
-    /// A step of a pod's life has ended: `done`, `failed` or `dropped`.
+    /// Records a step of a pod's life; `result` is `done`, `failed` or `dropped`.
     pub fn step(&self, step: &str, result: &str, took: Duration) {
         self.with(|r| r.observe(STEPS, STEP, &[step, result], took.as_secs_f64()));
     }
 
-    /// A call to the runtime has ended.
+    /// Records a call to the runtime.
     pub fn runtime(&self, operation: &str, refused: bool, took: Duration) {
         self.with(|r| {
             r.count(RUNTIME_TOTAL, &[operation], 1);
@@ -519,7 +520,7 @@ impl Metrics {
         });
     }
 
-    /// Work on a pod with so many containers begins, so long after the agent saw it first.
+    /// Records the first sync of a pod: its number of containers, and the seconds since the agent first observed it.
     pub fn pod_begun(&self, containers: usize, after: f64) {
         self.with(|r| {
             r.observe(CONTAINERS, COUNTS, &[], containers as f64);
@@ -527,7 +528,7 @@ impl Metrics {
         });
     }
 
-    /// Waits until a pod's cgroup is made (`create`), changed (`update`) or removed (`destroy`).
+    /// Measures an operation on a pod's cgroup: `create`, `update` or `destroy`.
     pub async fn cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
         let begun = Instant::now();
         let done = work.await;
@@ -536,7 +537,7 @@ impl Metrics {
         done
     }
 
-    /// The runtime's pods were listed, at `now` in seconds since 1970.
+    /// Records a listing of the runtime's pods; `now` is in seconds since 1970.
     pub fn listed(&self, now: f64, took: Duration, since_last: Option<Duration>) {
         self.with(|r| {
             r.set(LISTED, now);
@@ -547,8 +548,8 @@ impl Metrics {
         });
     }
 
-    /// Counts a request over HTTP, and that it is being answered until what this gives is dropped. `server` is `readwrite`
-    /// or `readonly`.
+    /// Counts an HTTP request, and counts it as in flight until the returned value is
+    /// dropped. `server` is `readwrite` or `readonly`.
     pub fn http(
         self: &Arc<Self>,
         method: &'static str,
@@ -569,7 +570,7 @@ impl Metrics {
         }
     }
 
-    /// A probe has an answer. How long it took counts where it did not fail, as in the kubelet.
+    /// Records the result of a probe. The duration of a failed probe is not recorded, as in the kubelet.
     pub fn probed(&self, probe: Probe<'_>) {
         let [container, namespace, pod, uid] = probe.of;
         let labels = [container, namespace, pod, uid, probe.kind, probe.result];
@@ -584,13 +585,13 @@ impl Metrics {
         }
     }
 
-    /// A pod is gone: so is what was counted of its probes.
+    /// Removes the probe metrics of a deleted pod.
     pub fn gone(&self, pod: &Pod) {
         let mut probes = lock(&self.probes);
         probes.forget(PROBES, &[("pod_uid", pod::uid(pod))]);
         let key = (pod.namespace().unwrap_or_default(), pod.name_any());
         let mut probed = lock(&self.probed);
-        // How long they took is known by the name alone, and a newer pod may have it already.
+        // Durations are keyed by name, without the uid, and a newer pod of the same name may use them.
         if let Some(uids) = probed.get_mut(&key) {
             uids.remove(pod::uid(pod));
             if !uids.is_empty() {
@@ -602,14 +603,14 @@ impl Metrics {
         probes.forget(PROBE_SECONDS, &of);
     }
 
-    /// Writes what is counted of the agent, or of probes.
+    /// Writes the metrics of the agent, or those of probes.
     pub fn write(&self, probes: bool, page: &mut Page) {
         let of = if probes { &self.probes } else { &self.own };
         lock(of).write(page);
     }
 }
 
-/// A request over HTTP that is being answered.
+/// An HTTP request in flight.
 #[derive(Debug)]
 pub struct Answering {
     metrics: Arc<Metrics>,
@@ -725,7 +726,7 @@ mod tests {
         assert_eq!(count(), Some(3));
         metrics.gone(&pod("new"));
         assert_eq!(count(), None);
-        // One that was never probed leaves nothing, and takes nothing away.
+        // The removal of a pod without probes changes nothing.
         probed("third");
         metrics.gone(&pod("fourth"));
         assert_eq!(count(), Some(1));

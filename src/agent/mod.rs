@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! kubeapi::Cache<Pod> ┐
-//! sources (files)     ┴─→ dispatch ─→ worker, one a pod (inbox → core::pod::worker)
+//! sources (files)     ┴─→ dispatch ─→ worker, one per pod (inbox → core::pod::worker)
 //!                            ▲            │  sync: the ten steps ─→ runtime, host, API
 //! relist (events, audit) ────┴─ hints ───→│  status writer ─→ patches
 //!                                         └─ finished ─→ dispatch
 //! node: registration, status, lease        events: one queue, posted in the background
 //! ```
 //!
-//! A task that ends unexpectedly ends the process: [`Agent::run`] returns then.
+//! A task that returns unexpectedly terminates the process: [`Agent::run`] returns an error.
 
 mod assembly;
 
@@ -64,116 +64,117 @@ use crate::sys::clock::Clock;
 use crate::sys::logind::Announcer;
 use crate::sys::machine::Machine;
 
-/// What every worker shares.
+/// State that all workers share.
 pub struct Context {
     /// The configuration.
     pub config: Config,
-    /// The runtime.
+    /// The container runtime.
     pub runtime: Arc<dyn Runtime>,
-    /// The API.
+    /// The apiserver, as pod workers use it.
     pub api: Arc<dyn PodApi>,
-    /// The machine's side of pods.
+    /// Cgroups, directories and volumes of pods on this machine.
     pub host: Arc<dyn PodHost>,
-    /// The time.
+    /// The clock.
     pub clock: Clock,
-    /// Events.
+    /// Emits events.
     pub events: Events,
-    /// Pulls.
+    /// Pulls images.
     pub images: Images,
-    /// The machine.
+    /// Facts about the machine.
     pub machine: Machine,
-    /// The node's addresses as they are now.
+    /// The node's current IP addresses.
     pub node_ips: watch::Sender<Vec<String>>,
-    /// The names and addresses that the Node reports; until it is registered, those that it will.
+    /// The names and addresses in the Node's status; before registration, those that it will have.
     pub node_addresses: watch::Sender<Vec<NodeAddress>>,
-    /// Name resolution of pods, by the node's own as it is now.
+    /// DNS settings for pods, derived from the node's current resolver configuration.
     pub resolver: watch::Sender<Arc<Resolver>>,
-    /// What the runtime last said of its network.
+    /// The runtime's last reported network state.
     pub network: watch::Receiver<Network>,
-    /// Our own Node object.
+    /// This node's Node object.
     pub node: OwnNode,
-    /// What the node is short of.
+    /// The node's current resource pressures.
     pub pressures: watch::Sender<Pressures>,
-    /// Whether the machine is being shut down.
+    /// Whether the machine is shutting down.
     pub shutting_down: watch::Sender<bool>,
-    /// Which parts of our own API cannot be served.
+    /// Parts of the agent's HTTP API that cannot be served.
     pub unserved: Unserved,
-    /// What the runtime can do, as it last said.
+    /// The features that the runtime last reported.
     pub features: watch::Sender<Features>,
-    /// The actor that owns what the node's pods share.
+    /// The actor that owns resources shared by the node's pods.
     pub ledger: LedgerHandle,
-    /// What is counted as it happens.
+    /// Metrics, recorded as things happen.
     pub metrics: Arc<Metrics>,
-    /// The network as probes and hooks use it.
+    /// Network access for probes and hooks.
     pub dialer: Arc<dyn Dialer>,
-    /// Whether the dispatcher and the listing of the runtime go on.
+    /// Heartbeats of the dispatcher and of the runtime's listing.
     pub pulse: Pulse,
-    /// What was done for each pod.
+    /// The steps taken for each pod.
     pub journals: Journals,
-    /// What is being started.
+    /// Limits how many sandboxes start at the same time.
     pub starts: Starts,
-    /// Storage drivers.
+    /// CSI drivers.
     pub csi: Csi,
-    /// The disks that the node attaches by itself.
+    /// Disks that the node attaches without a driver.
     pub disks: AttachedDisks,
-    /// Device plugins, and which container has which device.
+    /// Device plugins, and the devices of each container.
     pub devices: DeviceManager,
-    /// Drivers of dynamic resources, and which claims are prepared.
+    /// Drivers of dynamic resource allocation, and prepared claims.
     pub claims: ClaimManager,
-    /// All pods that this node is to have, as the dispatcher last saw them.
+    /// All pods assigned to this node, as the dispatcher last merged them.
     pub roster: watch::Sender<KnownPods>,
-    /// When this agent started.
+    /// The start time of this agent.
     pub started: Timestamp,
 }
 
 impl Context {
-    /// What pods may use of this node.
+    /// The resources that pods may use on this node.
     #[must_use]
     pub fn allocatable(&self) -> Amounts {
         node::allocatable(&self.machine, &self.config)
     }
 
-    /// Whether containers may swap: by the configuration, and as far as the kernel can limit it.
+    /// Whether containers may swap: swap must be enabled in the configuration, and the kernel must be able to limit it.
     #[must_use]
     pub fn swaps(&self) -> bool {
         self.config.limited_swap && self.machine.cgroup_v2 && self.machine.swap.is_some()
     }
 }
 
-/// The agent with everything it is made of.
+/// The agent with all its parts.
 pub struct Agent {
-    /// What workers share.
+    /// State that workers share.
     pub context: Arc<Context>,
-    /// Who says who may use our own API; none when there is nobody to ask.
+    /// Authenticates and authorizes clients of the agent's HTTP API; `None` without an apiserver.
     pub reviews: Option<Arc<dyn Reviews>>,
-    /// Whether our own API is served.
+    /// Whether the agent's HTTP API is served.
     pub serves: bool,
-    /// The pods bound to this node; none when there are only static pods.
+    /// The pods bound to this node; `None` if there are only static pods.
     pub pods: Option<crate::kubeapi::Cache<Pod>>,
-    /// Static pods, as their sources have them.
+    /// Static pods, as read from their sources.
     pub statics: watch::Receiver<Statics>,
-    /// What is known from before, for a start without an apiserver.
+    /// State stored for an offline start.
     pub keeper: Option<Keeper>,
-    /// Where the runtime's network state is announced.
+    /// Publishes the runtime's network state.
     pub network: watch::Sender<Network>,
-    /// The requests to the actor behind [`Context::ledger`].
+    /// The receiving end of [`Context::ledger`].
     pub ledger: node::ledger::Requests,
-    /// The kernel's log, from which it is read that the machine has run out of memory; none where nobody reads it.
+    /// The kernel log, which reports out-of-memory kills; `None` if it is not watched.
     pub kernel_log: Option<std::path::PathBuf>,
-    /// Who announces that the machine is shut down; none where nobody waits for that.
+    /// Announces the machine's shutdown; `None` if shutdown is not watched.
     pub announcer: Option<Arc<dyn Announcer>>,
-    /// The renewal of the node's own certificate, where it is ours: it ends when there is none to be had any more.
+    /// The task that renews the node's client certificate, if the agent manages it. The task returns when the
+    /// certificate cannot be renewed any more.
     pub renewal: Option<AbortOnDropHandle<()>>,
 }
 
 impl Agent {
-    /// Runs until a part of it ends, which none should.
+    /// Runs until one of the agent's tasks returns, which is always an error.
     pub async fn run(self) -> anyhow::Result<()> {
         Box::pin(self.run_until(std::future::pending())).await
     }
 
-    /// Runs until `stop` is ready and the sessions of `kubectl exec` and the like have had time to end, or until a part of
-    /// it ends. Pods and their containers stay.
+    /// Runs until `stop` is ready and sessions such as `kubectl exec` are drained, or until one of the agent's tasks
+    /// returns. Pods and their containers keep running.
     pub async fn run_until(self, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         let sessions = serving::Sessions::default();
         let stopped = until_drained(stop, sessions.clone(), self.context.events.clone());
@@ -246,7 +247,7 @@ impl Agent {
         };
         let node = node::run(context, self.network, known);
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
             () = stopped => Ok(()),
             () = csi => anyhow::bail!("the registration of drivers ended"),
@@ -276,7 +277,7 @@ impl Agent {
     }
 }
 
-/// Waits for `stop`, and until sessions have had time to end and what was said is posted.
+/// Waits for `stop`, then drains sessions and flushes events.
 async fn until_drained(
     stop: impl Future<Output = ()>,
     sessions: serving::Sessions,

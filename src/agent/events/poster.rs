@@ -1,5 +1,5 @@
-//! Posting events: several requests at a time, one for each object, and retries until the apiserver answers (client-go's
-//! `recordToSink`).
+//! Posts events: several requests in parallel, but one for each object, with retries until the
+//! apiserver answers (client-go's `recordToSink`).
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -23,21 +23,22 @@ use crate::core::time::seconds;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
-/// How many requests may be under way: one without an answer delays only the events of its object.
+/// Limit for parallel requests. A request without an answer delays only the events of its object.
 const MAX_POSTS: usize = 8;
-/// The pauses after a request that the apiserver has not answered.
+/// Back-off after a request that the apiserver did not answer.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
-/// How long an event is retried. client-go gives up after 12 tries, about 2 minutes; an apiserver that is upgraded takes longer.
+/// How long an event is retried. client-go gives up after 12 attempts, about
+/// 2 minutes; an apiserver upgrade takes longer.
 const MAX_AGE: Duration = Duration::from_secs(600);
 
-/// Where events are stored.
+/// The store of events.
 #[async_trait]
 pub(super) trait EventSink: Send + Sync {
     async fn create(&self, event: &Event) -> Result<(), ApiFailure>;
     async fn count(&self, namespace: &str, name: &str, patch: &Value) -> Result<(), ApiFailure>;
 }
 
-/// The apiserver as a sink.
+/// The apiserver as the store.
 pub(super) struct ApiSink(pub(super) Arc<dyn PodApi>);
 
 #[async_trait]
@@ -51,14 +52,14 @@ impl EventSink for ApiSink {
     }
 }
 
-/// Events that are not posted yet, each kind in its order.
+/// Events that are not posted yet, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     warnings: VecDeque<Emitted>,
     normal: VecDeque<Emitted>,
 }
 
-/// The first event whose object has no request under way.
+/// Returns the first event whose object has no request in flight.
 fn first_free(events: &VecDeque<Emitted>, busy: &HashSet<String>) -> Option<usize> {
     events
         .iter()
@@ -77,8 +78,8 @@ impl Waiting {
         self.warnings.len() + self.normal.len()
     }
 
-    /// Takes the next event: a warning at once, a normal one after an idle period of the starts, unless `lull` is `None`.
-    /// Cancel-safe.
+    /// Returns the next event: a warning immediately, a normal event after an idle period of container starts. Without
+    /// an idle gate, a normal event does not wait. Cancel-safe.
     pub(super) async fn next(
         &mut self,
         lull: Option<&mut Lull>,
@@ -95,22 +96,22 @@ impl Waiting {
     }
 }
 
-/// What is sent for an event.
+/// The request that publishes an event.
 enum Request {
     Create,
-    /// Counts an event that was posted before.
+    /// Increments the count of an event that was posted before.
     Count {
         name: String,
         patch: Value,
     },
 }
 
-/// An event on its way to the apiserver.
+/// An event that is being posted.
 struct Delivery {
-    /// The object that the event is about: only one of its events is on its way.
+    /// The event's object, which has only one request in flight.
     object: String,
     key: Key,
-    /// When the event is created, which is in its name.
+    /// The creation time, which is part of the event's name.
     posted: Timestamp,
     came: Instant,
     count: i32,
@@ -124,7 +125,7 @@ impl Delivery {
     async fn send(&self, sink: &dyn EventSink) -> Result<(), ApiFailure> {
         match &self.request {
             Request::Create => match sink.create(&self.event).await {
-                // The answer to an earlier try was lost.
+                // The answer to an earlier attempt was lost.
                 Err(ApiFailure::AlreadyExists(_)) => Ok(()),
                 answer => answer,
             },
@@ -133,7 +134,7 @@ impl Delivery {
     }
 }
 
-/// How an apiserver that does not answer is spared: one request at a time, after pauses that grow.
+/// Protects an apiserver that does not answer: one request at a time, with growing back-off.
 #[derive(Default)]
 struct Gate {
     failures: u32,
@@ -147,7 +148,7 @@ impl Gate {
 
     fn close(&mut self, failure: &ApiFailure) {
         let now = Instant::now();
-        // Requests that were under way together fail together.
+        // Requests that were in flight together count as one failure.
         if self.closed_until.is_none_or(|until| until <= now) {
             self.failures = self.failures.saturating_add(1);
             let pause = failure
@@ -164,17 +165,17 @@ impl Gate {
     }
 }
 
-/// The state of the poster.
+/// State of the task that posts events.
 pub(super) struct Poster {
     node: String,
     clock: Clock,
     correlator: Correlator,
     pace: Bucket,
     waiting: Waiting,
-    /// Judged by the correlator, and not sent yet.
+    /// Correlated, but not sent yet.
     ready: VecDeque<Delivery>,
     retries: Vec<(Instant, Delivery)>,
-    /// The objects of all deliveries.
+    /// The objects of all deliveries, in flight or waiting for a retry.
     busy: HashSet<String>,
     gate: Gate,
     dropped: Dropped,
@@ -200,7 +201,7 @@ impl Poster {
         self.waiting.len() + self.ready.len() + self.retries.len()
     }
 
-    /// When the next retry is due.
+    /// The time of the next retry.
     fn next_retry(&self) -> Option<Instant> {
         self.retries.iter().map(|(at, _)| *at).min()
     }
@@ -213,11 +214,12 @@ impl Poster {
         Some(self.retries.remove(at).1)
     }
 
-    /// The next delivery to send, when its time has come; `None` if there is none. Cancel-safe.
+    /// Waits until the next delivery is due and returns it; `None` if no event is queued. Cancel-safe.
     async fn next(&mut self, mut lull: Option<&mut Lull>) -> Option<Delivery> {
         self.gate.pass().await;
         while self.ready.is_empty() {
-            // While the apiserver is suspect, an event that it never answers must not be the only one that is tried.
+            // While the apiserver does not answer, retries have no precedence over new events: the same
+            // unanswered event would be the only one tried.
             if !self.gate.is_suspect()
                 && let Some(retry) = self.take_retry()
             {
@@ -251,7 +253,7 @@ impl Poster {
         self.ready.pop_front()
     }
 
-    /// Correlates an event with those before; `None` if there were too many about its object.
+    /// Correlates an event with earlier ones; `None` if the object has too many events.
     fn judge(&mut self, emitted: Emitted) -> Option<Delivery> {
         let now = self.clock.now();
         let (object, kind) = (emitted.object(), format!("{:?}", emitted.kind));
@@ -327,7 +329,7 @@ impl Poster {
         }
     }
 
-    /// Takes the outcome of a request: what was not answered is retried, what was refused is dropped, as upstream has it.
+    /// Processes a request's outcome as upstream does: retries without an answer, drops rejected events.
     fn settle(&mut self, mut delivery: Delivery, outcome: Result<(), ApiFailure>) {
         let answered = outcome.as_ref().err().is_none_or(ApiFailure::is_answer);
         if answered {
@@ -340,14 +342,14 @@ impl Poster {
             }
             (Ok(()), Request::Count { .. }) => {}
             (Err(ApiFailure::NotFound(_)), Request::Count { .. }) => {
-                // The apiserver removes events after an hour.
+                // The apiserver deletes events after an hour.
                 self.correlator.forget(delivery.key);
                 delivery.request = Request::Create;
                 self.ready.push_front(delivery);
                 return;
             }
             (Err(failure), _) if !answered => {
-                // A request that hangs occupies its own place only.
+                // A request that times out delays only its own object.
                 if !matches!(failure, ApiFailure::Timeout(_)) {
                     self.gate.close(&failure);
                 }
@@ -388,7 +390,7 @@ pub(super) async fn run(
                 && requests.is_empty()
                 && let Some(done) = flushing.take()
             {
-                // The caller may have given up.
+                // The caller may have stopped waiting.
                 let _ = done.send(());
             }
         }
@@ -401,11 +403,12 @@ pub(super) async fn run(
         let may_send = requests.len() < most;
         let lull = Some(&mut lull).filter(|_| flushing.is_none());
         tokio::select! {
-            // In this order: a warning overtakes normal events, and a simulated run replays exactly.
+            // The order is fixed: warnings overtake normal events, and a simulated run replays exactly.
             biased;
             Some(event) = emitted.recv(), if has_room => poster.waiting.add(event),
             Some(done) = flushes.recv(), if flushing.is_none() => flushing = Some(done),
-            // Cancel-safe: an outcome is taken or stays. No task is aborted, and a panic ends the process.
+            // Cancel-safe: an outcome is either returned or stays in the set. Tasks are
+            // never aborted, and a panic terminates the process.
             Some(Ok((delivery, outcome))) = requests.join_next() => poster.settle(delivery, outcome),
             Some(delivery) = poster.next(lull), if may_send => {
                 let sink = Arc::clone(&sink);
@@ -419,7 +422,7 @@ pub(super) async fn run(
     }
 }
 
-/// The API's limit for messages.
+/// Truncates a message to the API's limit of 1024 characters.
 fn shortened(message: &str) -> String {
     message.chars().take(1024).collect()
 }

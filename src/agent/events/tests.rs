@@ -44,15 +44,15 @@ async fn a_normal_event_waits_for_a_lull_and_a_warning_overtakes_it() {
     assert_eq!(posted, expected.map(|(reason, at)| (reason.to_owned(), at)));
 }
 
-/// How an apiserver for tests treats events.
+/// Behaviour of the test's apiserver.
 #[derive(Default)]
 struct Behaviour {
     is_down: bool,
-    /// Requests about this object have no answer for 20 s.
+    /// Requests about this object are not answered for 20 s.
     hangs_for: Option<String>,
     refuses: bool,
     requests: usize,
-    /// Messages of the events that were stored, with their counts, in order.
+    /// Messages of the stored events with their counts, in order.
     stored: Vec<(String, i32)>,
 }
 

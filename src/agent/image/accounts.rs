@@ -1,4 +1,5 @@
-//! Service accounts' tokens for credential provider plugins (KEP-4412): got from the API, and kept until they are renewed.
+//! Service account tokens for credential provider plugins (KEP-4412): requested
+//! from the API and cached until they need renewal.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,15 +13,15 @@ use async_trait::async_trait;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, ServiceAccount};
 
-/// For how long a token is asked for, in seconds: what the API gives to whom does not say.
+/// The requested lifetime of tokens, in seconds. The API may issue a different one.
 const LIFETIME: i64 = 3600;
 
-/// The part of the API that is needed here.
+/// The API operations for service accounts.
 #[async_trait]
 pub trait Accounts: Send + Sync {
-    /// A service account, as it is now.
+    /// Reads a service account.
     async fn account(&self, namespace: &str, name: &str) -> Result<ServiceAccount, ApiFailure>;
-    /// A token bound to a pod.
+    /// Requests a token that is bound to a pod.
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
 }
 
@@ -35,33 +36,33 @@ impl Accounts for Arc<dyn PodApi> {
     }
 }
 
-/// For whom plugins are asked.
+/// The pod on whose behalf plugins are called.
 #[derive(Clone, Copy)]
 pub struct Caller<'a> {
-    /// Where accounts and tokens come from.
+    /// The API for service accounts and tokens.
     pub accounts: &'a dyn Accounts,
     /// The pod that needs the image.
     pub pod: &'a Pod,
-    /// The time.
+    /// The current time.
     pub now: Timestamp,
 }
 
-/// What a plugin is given.
+/// The input that a plugin gets.
 pub enum Granted {
-    /// Nothing, and it is not asked: the pod has no service account, or not what the plugin requires of it.
+    /// The plugin is not called: the pod has no service account, or the account lacks a required annotation.
     NotAsked,
-    /// Nothing: the pod has no service account, and the plugin can do without.
+    /// No token: the pod has no service account, and the plugin does not require one.
     Nothing,
-    /// This.
+    /// A token and the service account's annotations.
     Account(Grant),
 }
 
-/// The tokens that were issued, by the uids of the pod and of its account, and by audience.
+/// The issued tokens, by the uids of pod and service account and by audience.
 #[derive(Default)]
 pub struct Tokens(Mutex<BTreeMap<(String, String, String), Issued>>);
 
 impl Tokens {
-    /// What a plugin with these rules is given for a pod.
+    /// Returns the input for a plugin with these rules and a pod.
     pub async fn grant(&self, rules: &Rules, caller: Caller<'_>) -> Result<Granted, String> {
         let name = pod::spec(caller.pod).service_account_name.as_deref();
         let Some(name) = name.filter(|name| !name.is_empty()) else {

@@ -1,4 +1,5 @@
-//! Removing images that nothing uses, when room is needed or they are too old (kubelet spec, 8.5).
+//! Image garbage collection: removes unused images when the disk is full or the images are too old
+//! (`pkg/kubelet/images/image_gc_manager.go`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,39 +20,39 @@ use crate::core::pod;
 use crate::cri::{RuntimeError, Stock};
 use crate::host::HostError;
 
-/// Why images, or not all of those that should go, are not removed.
+/// Why images could not be removed.
 #[derive(Debug, thiserror::Error)]
 pub enum CollectError {
-    /// What there is cannot be listed.
+    /// Images cannot be listed.
     #[error("images cannot be listed: {0}")]
     Unlisted(RuntimeError),
-    /// The filesystem with the images cannot be measured.
+    /// The filesystem of images cannot be measured.
     #[error("{0}")]
     Unmeasured(HostError),
-    /// It says that it has no room at all.
+    /// The filesystem reports a capacity of zero.
     #[error("invalid capacity 0 on image filesystem")]
     NoCapacity,
-    /// Too little could be freed.
+    /// Too little space could be freed.
     #[error("Insufficient free disk space on the node's image filesystem ({percent}% of {capacity} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes{}). Remove what else fills the disk, or make it larger.", Self::and(.failed.as_deref()))]
     TooLittle {
-        /// How much of the filesystem is used.
+        /// The used part of the filesystem.
         percent: u64,
-        /// Its size in bytes.
+        /// The size of the filesystem in bytes.
         capacity: u64,
-        /// How many bytes the images had that were removed.
+        /// The total size of the removed images in bytes.
         freed: u64,
-        /// Why the last one that could not be removed was not.
+        /// The last failed removal.
         failed: Option<Box<CollectError>>,
     },
     /// An image cannot be removed.
     #[error("image {id} cannot be removed: {why}")]
     Unremoved {
-        /// Its id.
+        /// The image's id.
         id: String,
-        /// Why, in the runtime's words.
+        /// The runtime's error.
         why: RuntimeError,
     },
-    /// The containers that have ended cannot be judged.
+    /// Dead containers cannot be listed.
     #[error("{0}")]
     Containers(String),
 }
@@ -61,7 +62,8 @@ impl CollectError {
         failed.map(|e| format!("; {e}")).unwrap_or_default()
     }
 
-    /// The reason of the event that tells of it alone, whenever it is met.
+    /// The reason of the event that reports every occurrence of this error.
+    /// Other errors are reported only when they repeat.
     fn reason(&self) -> Option<&'static str> {
         match self {
             CollectError::NoCapacity => Some("InvalidDiskCapacity"),
@@ -74,10 +76,10 @@ impl CollectError {
     }
 }
 
-/// How often it is looked, and more rarely while there is nothing that could be removed.
+/// Interval between collections; it grows while no image can be removed.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(300), Duration::from_secs(1200));
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rules = &context.config.image_rules;
     let (mut failures, mut pauses) = (0_u32, PAUSES);
@@ -91,7 +93,7 @@ pub async fn run(context: Arc<Context>) {
                 Err(error) => {
                     failures += 1;
                     tracing::warn!(%error, failures, "unused images could not all be removed");
-                    // Once is nothing: the runtime may just have been restarted.
+                    // A single failure emits no event: the runtime may have just restarted.
                     let repeated = (failures > 1).then_some("ImageGCFailed");
                     for reason in error.reason().into_iter().chain(repeated) {
                         let (node, message) = (&context.config.node_name, error.to_string());
@@ -109,8 +111,7 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-/// The names of the images that a pod wants, those of its volumes included: in use, also while they are between two
-/// containers.
+/// The images of a pod, including those of image volumes. They count as used even between two instances of a container.
 fn images_of(pod: &Pod) -> impl Iterator<Item = String> {
     let containers = pod::containers(pod)
         .into_iter()
@@ -143,16 +144,16 @@ fn present(stock: &Stock, wanted: &BTreeSet<String>) -> Vec<Present> {
     stock.images.iter().map(of).collect()
 }
 
-/// What was seen of the images.
+/// The observed images.
 struct Seen {
     images: Vec<Present>,
-    /// The same as the runtime has it.
+    /// The runtime's answer.
     stock: Stock,
-    /// When.
+    /// The time of the observation.
     at: Timestamp,
 }
 
-/// Looks at the images that there are, and notes which are used.
+/// Lists the images, and records which are in use.
 async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
     let stock = context.runtime.stock().await;
     let stock = stock.map_err(CollectError::Unlisted)?;
@@ -162,8 +163,8 @@ async fn see(context: &Context, ages: &mut Ages) -> Result<Seen, CollectError> {
     Ok(Seen { images, stock, at })
 }
 
-/// Removes unused images, those that were used least recently first, until at least `wanted` bytes are free; all of them if
-/// that is not enough. The answer is how many bytes they had.
+/// Removes unused images until at least `wanted` bytes are freed, the least recently used first. Removes all of them if
+/// this is not enough. Returns the freed bytes.
 pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectError> {
     let mut ages = context.images.ages.lock().await;
     let Seen { images, at, .. } = see(context, &mut ages).await?;
@@ -175,7 +176,7 @@ pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectErr
     }
 }
 
-/// The pods that want each image, by its name.
+/// The pods that use each image, by image name.
 async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
     let mut users: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for pod in context.ledger.pods().await {
@@ -194,13 +195,13 @@ async fn users(context: &Context) -> BTreeMap<String, Vec<String>> {
     users
 }
 
-/// What would be removed by the rules now, and what stays because of what.
+/// Reports which images the rules would remove now, and why others stay.
 pub async fn report(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
     judge(context, &mut ages).await
 }
 
-/// Removes what [`report`] names; the answer is what it was, and what of it could not be removed.
+/// Removes the images and containers of [`report`]. Returns the same report with the failures.
 pub async fn collect(context: &Context) -> Result<Report, CollectError> {
     let mut ages = context.images.ages.lock().await;
     let mut report = judge(context, &mut ages).await?;
@@ -312,8 +313,7 @@ async fn pass(context: &Context) -> Result<(), CollectError> {
     unfreed.or(failed).map_or(Ok(()), Err)
 }
 
-/// Removes images, one after the other, until at least `wanted` bytes are free. The answer is how many bytes they had, and
-/// the last failure.
+/// Removes images in order, until at least `wanted` bytes are freed. Returns the freed bytes and the last failure.
 async fn free(
     context: &Context,
     images: &[Present],

@@ -1,5 +1,5 @@
-//! Getting the image of a container: present or pulled, with what waiting reason if not (kubelet spec,
-//! chapter 8).
+//! Provides the images of a container: present or pulled, otherwise with a waiting reason
+//! (`pkg/kubelet/images/image_manager.go`).
 
 mod accounts;
 pub mod collect;
@@ -38,24 +38,24 @@ use crate::core::node::features;
 use crate::core::pod::{self, Role};
 use crate::cri::{Credentials, Image};
 
-/// How long a pull that failed is shown as such, before the container waits in `ImagePullBackOff`.
+/// How long a failed pull is shown as such, before the container's reason becomes `ImagePullBackOff`.
 const SHOWN: Duration = Duration::from_secs(2);
 
-/// Why a container waits: reason, message, and when to try again if that is known.
+/// Why a container waits: reason, message, and the time of the next attempt if it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Waiting {
-    /// The reason, for instance `ErrImagePull`.
+    /// The reason, for example `ErrImagePull`.
     pub reason: String,
     /// The message.
     pub message: String,
-    /// When trying again makes sense, if that is known.
+    /// The time of the next attempt, if it is known.
     pub again: Option<Timestamp>,
-    /// What it waits for where that is not known.
+    /// When to retry if the time is not known.
     pub class: Class,
 }
 
 impl Waiting {
-    /// It waits for what the fault says.
+    /// A container that waits because of a fault.
     #[must_use]
     pub fn new(reason: &str, fault: Fault) -> Waiting {
         Waiting {
@@ -73,32 +73,32 @@ impl std::fmt::Display for Waiting {
     }
 }
 
-/// The images of one container: its own, and those of the image volumes it mounts, by volume.
+/// The images of one container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pulled {
-    /// Its own.
+    /// The container's own image.
     pub own: Image,
-    /// The ids of its volumes' images.
+    /// The image ids of its image volumes, by volume name.
     pub volumes: BTreeMap<String, String>,
 }
 
-/// Pulls, shared by all pods.
+/// Image pulls, shared by all pods.
 pub struct Images {
     slots: Semaphore,
     parallel: usize,
     backoff: Mutex<PullBackoff>,
     quota: Mutex<Bucket>,
     providers: Providers,
-    /// Files with the node's own credentials, in docker's formats.
+    /// Files with the node's credentials, in Docker's formats.
     node_keys: Vec<PathBuf>,
     records: Option<Records>,
     policy: Policy,
-    /// Since when images are known. Who holds it looks at what may be removed, and removes it.
+    /// When images were first seen and last used. Locked during a garbage collection.
     ages: tokio::sync::Mutex<Ages>,
 }
 
 impl Images {
-    /// At most `parallel` pulls at once; no credentials but the pods' own, and no records.
+    /// Allows at most `parallel` pulls at once, with the pods' credentials only and without records.
     #[must_use]
     pub fn new(parallel: usize) -> Images {
         Images {
@@ -114,7 +114,7 @@ impl Images {
         }
     }
 
-    /// As the configuration says.
+    /// Creates the pulls of the configuration. Fails if the credential providers or the records cannot be read.
     pub fn configured(config: &Config) -> anyhow::Result<Images> {
         let (rate, burst) = config.pull_quota;
         let providers = match (&config.credential_providers, &config.credential_programs) {
@@ -140,7 +140,7 @@ impl Images {
         })
     }
 
-    /// How many pulls are under way.
+    /// The number of pulls in progress.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.parallel.saturating_sub(self.slots.available_permits())
@@ -156,7 +156,7 @@ impl Images {
     }
 }
 
-/// The pod's credentials for an image, each with the secret it is from.
+/// The credentials of the pod's pull secrets for an image, each with its secret.
 fn of_secrets(secrets: &[Arc<Secret>], image: &str) -> Vec<(Entry, BySecret)> {
     let by = |secret: &Secret, entry: &Entry| BySecret {
         uid: secret.uid().unwrap_or_default(),
@@ -177,27 +177,27 @@ fn hash(entry: &Entry) -> String {
     digest::sha256(format!("{}\u{0}{}", entry.username, entry.password).as_bytes())
 }
 
-/// Knows the message that a pod's sandbox is made from.
+/// Provides the CRI message of a pod's sandbox.
 #[async_trait]
 pub trait SandboxMessage: Send + Sync {
-    /// The message, as soon as what it names is there.
+    /// Returns the message as soon as its inputs are available.
     async fn sandbox_message(&self) -> Result<pb::PodSandboxConfig, Fault>;
 }
 
-/// Whose images they are.
+/// The pod and the container for which an image is pulled.
 #[derive(Clone, Copy)]
 pub struct For<'a> {
     /// The pod.
     pub pod: &'a Pod,
-    /// What the container is in it.
+    /// The role of the container in the pod.
     pub role: Role,
-    /// Its sandbox, of which the runtime is told with a pull.
+    /// The pod's sandbox, which the pull request includes.
     pub sandbox: &'a dyn SandboxMessage,
-    /// Its pull secrets.
+    /// The pod's pull secrets.
     pub secrets: &'a [Arc<Secret>],
 }
 
-/// Makes sure that all images that a container needs are there.
+/// Ensures that all images of a container are present.
 pub async fn ensure_all(
     context: &Context,
     whose: For<'_>,
@@ -213,7 +213,7 @@ pub async fn ensure_all(
         let Some(source) = volume.image.as_ref().filter(|_| mounted) else {
             continue;
         };
-        // Pulled under the same rules as the container's own image.
+        // Image volumes follow the same rules as the container's own image.
         let wanted = Container {
             image: source.reference.clone(),
             image_pull_policy: source.pull_policy.clone(),
@@ -228,11 +228,11 @@ pub async fn ensure_all(
     })
 }
 
-/// One container, for the events about its image.
+/// The container in events about its image.
 struct About<'a> {
     context: &'a Context,
     whose: For<'a>,
-    /// Its field path.
+    /// The container's field path.
     path: String,
 }
 
@@ -244,7 +244,7 @@ impl About<'_> {
             .pod(self.whose.pod, path, kind, reason, message);
     }
 
-    /// Why the container cannot be started: an event in words, and one with the reason of its waiting state.
+    /// Emits two events: why the container cannot start, and the reason of its waiting state.
     fn refuse(&self, said: (Kind, &str, String), waiting: &str) {
         let (kind, reason, message) = said;
         self.say(kind, reason, message);
@@ -252,7 +252,7 @@ impl About<'_> {
     }
 }
 
-/// Makes sure that the container's image is there.
+/// Ensures that the container's image is present.
 async fn ensure(
     context: &Context,
     whose: For<'_>,
@@ -280,7 +280,7 @@ async fn ensure(
         .image_pull_policy
         .as_deref()
         .unwrap_or("IfNotPresent");
-    // An image that is there and not for this pod is not told of: it is as if there were none.
+    // An image that the pod may not use is treated as missing.
     let usable = match present {
         Some(image) if policy != "Always" => {
             let allowed = allowed(context, &name, &image, whose).await;
@@ -307,7 +307,7 @@ async fn ensure(
     }
 }
 
-/// What plugins know for an image and a pod, each with the service account that it is for, if it is for one.
+/// The credentials of plugins for an image and a pod, each with its service account if it is limited to one.
 async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Option<ByAccount>)> {
     let caller = Caller {
         accounts: &context.api,
@@ -317,10 +317,10 @@ async fn of_plugins(context: &Context, name: &str, pod: &Pod) -> Vec<(Entry, Opt
     context.images.providers.credentials(name, caller).await
 }
 
-/// Whether a pod may use an image that is there.
+/// Whether a pod may use an image that is present (KEP-2535).
 async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -> bool {
     let images = &context.images;
-    // Without rules nobody looks at the disk.
+    // Without verification the disk is not read.
     let Some(records) = images
         .records
         .as_ref()
@@ -331,7 +331,7 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
     let (record, pulling) = match records.read(name, &image.id).await {
         Ok(found) => found,
         Err(error) => {
-            // As if somebody else's credentials had pulled it: a record that is lost must not open the image to all.
+            // Fail closed: an unreadable record must not grant access to the image.
             tracing::warn!(%error, image = name, "the pod has to pull the image itself");
             return false;
         }
@@ -403,7 +403,7 @@ async fn pull(about: &About<'_>, shown: &str, name: &str) -> Result<Image, Waiti
     }
 }
 
-/// Everything by which an image may be pulled, in the order in which it is tried.
+/// All credentials for the image, in the order in which they are tried.
 async fn candidates(
     context: &Context,
     name: &str,

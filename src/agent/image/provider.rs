@@ -1,4 +1,5 @@
-//! Credential provider plugins: programs that know registries' credentials (kubelet spec, 8.3).
+//! Credential provider plugins: programs that return credentials for
+//! registries (KEP-2133; `pkg/credentialprovider/plugin`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,15 +21,15 @@ use crate::core::lock::lock;
 use crate::core::node::features::PLUGIN_TOKENS;
 use crate::core::time::duration;
 
-/// In which versions plugins may be asked: the questions and answers are the same.
+/// The supported API versions of plugins; requests and answers are the same in all of them.
 const VERSIONS: [&str; 3] = [
     "credentialprovider.kubelet.k8s.io/v1",
     "credentialprovider.kubelet.k8s.io/v1beta1",
     "credentialprovider.kubelet.k8s.io/v1alpha1",
 ];
-/// How long a plugin may take.
+/// Timeout of a plugin.
 const PLUGIN_TIMEOUT: Duration = Duration::from_secs(60);
-/// The largest answer.
+/// Size limit of an answer, in bytes.
 const LIMIT: u64 = 1 << 20;
 
 #[derive(Deserialize)]
@@ -83,28 +84,29 @@ struct CachedCredentials {
     until: Instant,
 }
 
-/// For what an answer is kept: repository, registry or everything, and for whom it is good.
+/// The key of a cached answer: the repository, the registry or everything, and the
+/// service account or token that it is valid for.
 type Kept = (String, Option<Key>);
 
 /// One plugin.
 struct Provider {
     definition: Definition,
     program: PathBuf,
-    /// How it is given tokens, if it wants any.
+    /// How tokens are passed to the plugin; `None` if it needs none.
     rules: Option<Rules>,
     cached: Mutex<BTreeMap<Kept, CachedCredentials>>,
-    /// One question at a time: whoever waits finds the answer cached.
+    /// Serialises calls so that concurrent callers reuse the cached answer.
     asking: tokio::sync::Mutex<()>,
 }
 
-/// All plugins, in the configuration's order.
+/// All plugins, in the order of the configuration.
 #[derive(Default, Clone)]
 pub struct Providers {
     all: Arc<Vec<Provider>>,
     tokens: Arc<Tokens>,
 }
 
-/// How a plugin is given tokens. `are_on` is the gate.
+/// The plugin's rules for tokens. `are_on` is the feature gate.
 fn token_rules(definition: &Definition, are_on: bool) -> anyhow::Result<Option<Rules>> {
     let Some(attributes) = &definition.token_attributes else {
         return Ok(None);
@@ -178,7 +180,8 @@ fn files(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 impl Providers {
-    /// Reads the configuration, a file or a directory of files. `tokens` says whether plugins may be given tokens.
+    /// Reads the configuration from a file or a directory of files. `tokens` is
+    /// whether plugins may get service account tokens.
     pub fn load(config: &Path, programs: &Path, tokens: bool) -> anyhow::Result<Providers> {
         let mut providers: Vec<Provider> = vec![];
         for file in files(config)? {
@@ -229,8 +232,8 @@ impl Providers {
         })
     }
 
-    /// What the plugins know for an image, each with the service account that it is for; none where it is for all pods. A
-    /// plugin that fails is reported, the others are asked all the same.
+    /// Returns the plugins' credentials for an image, each with the service account that it is valid for, or `None` if
+    /// it is valid for all pods. A plugin that fails is logged and skipped.
     pub async fn credentials(
         &self,
         image: &str,
@@ -264,7 +267,7 @@ impl Providers {
 }
 
 impl Provider {
-    /// What it knows for a repository and a pod, and the service account that this is for.
+    /// The plugin's credentials for a repository and a pod, and the service account that they are valid for.
     async fn answer(
         &self,
         repository: &str,
@@ -348,7 +351,8 @@ impl Provider {
         Ok(entries)
     }
 
-    /// A token is no password for others than the pod that it is bound to.
+    /// Rejects an answer that contains the token: the token is bound to one
+    /// pod, so the answer must not be cached for others.
     fn check_echo(&self, answer: &Answer, grant: Option<&Grant>) -> anyhow::Result<()> {
         let by_token = self.rules.as_ref().is_some_and(|rules| rules.by_token);
         let Some(grant) = grant.filter(|_| !by_token) else {
@@ -389,7 +393,7 @@ impl Provider {
         };
         let mut text = Vec::new();
         let talk = async {
-            // A plugin need not read what it is asked.
+            // A plugin may ignore its standard input.
             let _ = stdin.write_all(request.as_bytes()).await;
             drop(stdin);
             stdout.take(LIMIT).read_to_end(&mut text).await
@@ -399,7 +403,7 @@ impl Provider {
         if !status.success() {
             bail!("the plugin exited with {status}");
         }
-        // The answer holds secrets: an error says where it is wrong, not what stands there.
+        // The answer contains secrets: report the position of an error, not the content.
         serde_json::from_slice(&text).map_err(|e| {
             anyhow::anyhow!(
                 "the plugin's answer is not a CredentialProviderResponse (line {}, column {})",

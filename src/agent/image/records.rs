@@ -1,4 +1,4 @@
-//! The records of pulled images on disk (kubelet spec, 8.4), in the kubelet's layout.
+//! The records of pulled images on disk, in the kubelet's layout (KEP-2535; `pkg/kubelet/images/pullmanager`).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,7 +15,7 @@ use crate::host::{self, HostError};
 use crate::sys::failure::doing;
 use crate::sys::file;
 
-/// The directories `pulling` and `pulled` below the agent's.
+/// The directories `pulling` and `pulled` below the agent's root directory.
 #[derive(Debug, Clone)]
 pub struct Records(Arc<Store>);
 
@@ -24,11 +24,11 @@ struct Store {
     dir: PathBuf,
     /// Held while files are changed.
     changing: Mutex<()>,
-    /// How many pulls of an image are under way. Never held while the disk is waited for.
+    /// Pulls in progress, by image. Never held during disk access.
     pulls: Mutex<BTreeMap<String, usize>>,
 }
 
-/// A pull under way. One that is given up leaves its note: what came of it is not known.
+/// A pull in progress. If it is dropped without a result, its intent file stays, as the outcome is unknown.
 #[derive(Debug)]
 pub struct Pull {
     store: Arc<Store>,
@@ -48,7 +48,7 @@ async fn blocking<T: Send + 'static>(
     done.map_err(doing(what))
 }
 
-/// The record in a file, if there is one.
+/// Reads a record file; `None` if it does not exist.
 fn record_in(path: &Path) -> io::Result<Option<Record>> {
     match std::fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -65,7 +65,7 @@ impl Store {
         self.dir.join("pulled").join(name(reference))
     }
 
-    /// One pull of the image less. Whether it was the last.
+    /// Removes one pull of the image. Returns whether it was the last.
     fn leave(&self, image: &str) -> bool {
         let mut pulls = lock(&self.pulls);
         match pulls.get_mut(image) {
@@ -82,7 +82,7 @@ impl Store {
 }
 
 impl Records {
-    /// Below the agent's root directory.
+    /// Opens the records, and creates their directories below the root directory.
     pub fn open(root: &Path) -> io::Result<Records> {
         let dir = root.join("image_manager");
         for below in ["pulling", "pulled"] {
@@ -98,15 +98,15 @@ impl Records {
         })))
     }
 
-    /// The record of an image, and whether a pull of it was begun and its end not noted. An error does not tell that there
-    /// is none.
+    /// Returns the image's record, and whether there is an intent file: a pull that is in progress or has an unknown
+    /// outcome. After an error it is unknown whether there is a record.
     pub async fn read(
         &self,
         image: &str,
         reference: &str,
     ) -> Result<(Option<Record>, bool), HostError> {
         let (record, intent) = (self.0.record(reference), self.0.intent(image));
-        // The note first: a pull that ends meanwhile writes its record before the note goes.
+        // The intent is read first: a pull that completes meanwhile writes its record before it removes the intent.
         let read = move || {
             let pulling = intent.try_exists()?;
             Ok((record_in(&record)?, pulling))
@@ -114,7 +114,7 @@ impl Records {
         blocking("the record of who pulled the image cannot be read", read).await
     }
 
-    /// A pull is begun. Without this note an image that a crash left behind would count as preloaded.
+    /// Writes the intent file of a pull. Without it, an image pulled before a crash would count as preloaded.
     pub async fn begin(&self, image: &str) -> Result<Pull, HostError> {
         let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
@@ -133,7 +133,7 @@ impl Records {
 }
 
 impl Pull {
-    /// It has succeeded. `untagged` is the image's name as the pod writes it, without tag and digest.
+    /// Records a successful pull. `untagged` is the image's name in the pod, without tag and digest.
     pub async fn done(
         mut self,
         reference: &str,
@@ -159,7 +159,7 @@ impl Pull {
         blocking("who pulled the image cannot be noted", note).await
     }
 
-    /// It has failed.
+    /// Records a failed pull.
     pub async fn failed(mut self) {
         let image = self.image.clone();
         let end = move || {
@@ -172,7 +172,7 @@ impl Pull {
         }
     }
 
-    /// The last pull of an image that ends takes the note with it.
+    /// The last pull of an image removes the intent file.
     fn end(&mut self) -> io::Result<()> {
         self.ended = true;
         if self.store.leave(&self.image) {

@@ -1,4 +1,5 @@
-//! What is counted as it happens: the kubelet's names, and the bounds of its histograms (kubelet spec, chapter 18).
+//! Names, help texts and labels of the kubelet's metrics, and the buckets of its histograms
+//! (`pkg/kubelet/metrics/metrics.go`).
 
 use crate::core::serving::exposition::Family;
 
@@ -9,7 +10,7 @@ pub(super) const POD_STARTS: &[f64] = &[
 pub(super) const USUAL: &[f64] = &[
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
-/// 0.005 × 2.5ⁿ, fourteen of them.
+/// 0.005 × 2.5ⁿ, 14 buckets.
 pub(super) const RUNTIME: &[f64] = &[
     0.005,
     0.0125,
@@ -27,7 +28,7 @@ pub(super) const RUNTIME: &[f64] = &[
     745.058_059_692_382_8,
 ];
 
-/// A family that is counted as things happen.
+/// A metric family.
 pub const fn family(
     name: &'static str,
     help: &'static str,
@@ -288,7 +289,7 @@ pub(super) const STATUSES: &[f64] = &[0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 20.0
 pub(super) const STORING: &[f64] = &[
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 120.0, 300.0, 600.0,
 ];
-/// Milliseconds.
+/// In milliseconds.
 pub(super) const RESIZING: &[f64] = &[
     10.0, 50.0, 100.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 30_000.0, 60_000.0,
     120_000.0, 300_000.0, 600_000.0,
@@ -380,7 +381,7 @@ pub(super) const SLEEPS_CUT: Family = family(
     "Number of sleep hooks that ended before their time.",
     &[],
 );
-/// Requests to the podresources API: all, then those of each kind.
+/// Requests to the podresources API: the total, then one family for each kind.
 pub(super) const POD_RESOURCES: [Family; 4] = [
     family(
         "kubelet_pod_resources_endpoint_requests_total",
@@ -403,7 +404,7 @@ pub(super) const POD_RESOURCES: [Family; 4] = [
         &["server_api_version"],
     ),
 ];
-/// Those that found nothing.
+/// `Get` requests that found no pod.
 pub(super) const POD_RESOURCES_ERRORS: Family = family(
     "kubelet_pod_resources_endpoint_errors_get",
     "Number of Get requests to the podresources API that failed.",

@@ -1,4 +1,4 @@
-//! What the agent asks of the API for its Node: a narrow trait, and the real thing over kube.
+//! The API operations for the Node: a narrow trait, and its implementation with kube.
 
 use std::time::Duration;
 
@@ -21,18 +21,18 @@ use crate::kubeapi::Api;
 use crate::kubeapi::client::{chain, code};
 use crate::kubeapi::pods::ApiFailure;
 
-/// What a watch tells of the Node object.
+/// A change reported by the watch of the Node object.
 #[derive(Debug)]
 pub enum NodeChange {
-    /// It is there, in this version.
+    /// The object exists, in this version.
     Present(Box<Node>),
-    /// There is none.
+    /// The object does not exist.
     Absent,
-    /// The watch was interrupted, for this reason; it goes on by itself.
+    /// The watch was interrupted for this reason, and continues automatically.
     Interrupted(String),
 }
 
-/// Gives a request up after `limit`.
+/// Fails a request after `limit`.
 pub(super) async fn within<T>(
     limit: Duration,
     request: impl Future<Output = Result<T, ApiFailure>>,
@@ -46,29 +46,29 @@ pub(super) async fn within<T>(
     }
 }
 
-/// The API's side of the node.
+/// API operations for the node's objects.
 #[async_trait]
 pub trait NodeApi: Send + Sync + 'static {
-    /// Each version of the node from now on.
+    /// Watches the Node.
     fn watch(&self, name: &str) -> BoxStream<'static, NodeChange>;
-    /// The node, if it exists.
+    /// Returns the Node, if it exists.
     async fn get(&self, name: &str) -> Result<Option<Node>, ApiFailure>;
-    /// Creates it.
+    /// Creates the Node.
     async fn create(&self, node: &Node) -> Result<Node, ApiFailure>;
-    /// Patches labels and annotations (merge).
+    /// Patches labels and annotations (merge patch).
     async fn patch(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
-    /// Patches its status (strategic merge).
+    /// Patches the status (strategic merge patch).
     async fn patch_status(&self, name: &str, patch: &Value) -> Result<Node, ApiFailure>;
-    /// Makes the node's CSINode say which drivers there are, and which kinds of volumes are left to drivers. One of
-    /// another node of the same name is replaced.
+    /// Writes the node's CSINode: its drivers, and the in-tree volume types that are migrated to drivers. Replaces the
+    /// CSINode of an earlier Node of the same name.
     async fn report_drivers(&self, node: &Node, drivers: &Drivers) -> Result<(), ApiFailure>;
-    /// Creates or renews its lease.
+    /// Creates or renews the Lease.
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure>;
-    /// Deletes the ResourceSlices of the node, of one driver or of all.
+    /// Deletes the node's ResourceSlices, of one driver or of all.
     async fn delete_slices(&self, node: &str, driver: Option<&str>) -> Result<(), ApiFailure>;
 }
 
-/// The node's side of the API over kube.
+/// [`NodeApi`] over a kube client.
 pub struct KubeNodes(pub Client);
 
 #[async_trait]
@@ -161,7 +161,7 @@ impl NodeApi for KubeNodes {
     async fn renew(&self, lease: &Lease) -> Result<(), ApiFailure> {
         let api: Api<Lease> = Api::namespaced(self.0.clone(), "kube-node-lease");
         let name = lease.name_any();
-        // A merge patch renews without reading first.
+        // A merge patch renews without a previous read.
         match api
             .patch(
                 &name,

@@ -1,5 +1,6 @@
-//! The node's own cgroups: what all pods and their classes may have, and what is held for the system and for Kubernetes
-//! (kubelet spec, 7.1 to 7.3). What somebody else changes in them, or in a pod's, is set back.
+//! The node's own cgroups: limits for all pods and for QoS classes, and reservations for the system and for Kubernetes
+//! (`pkg/kubelet/cm/qos_container_manager_linux.go`, `node_container_manager_linux.go`). Changes by other programs in
+//! these cgroups, or in those of pods, are reverted.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,18 +20,18 @@ use crate::core::quantity::Quantity;
 use crate::host::HostError;
 use crate::sys::meter;
 
-/// How long changes are collected: pods come and go in crowds.
+/// Collects changes for this time, as many pods may start or stop together.
 const GATHER: Duration = Duration::from_millis(200);
-/// How often they are given anew without a change: whether a size was granted is not in the roster until it is in the API.
+/// Interval between updates without a change: the roster lacks a granted resize until the API has it.
 const AGAIN: Duration = Duration::from_secs(60);
-/// The pause after cgroups could not be set.
+/// Back-off after a cgroup could not be set.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(5), Duration::from_secs(60));
-/// How often the same failure is told again.
+/// Back-off between reports of the same failure.
 const REMINDER: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
-/// How long somebody may go on changing a file until it is told again.
+/// After this time without a change by another program, a further change of the same file is reported again.
 const QUARREL: Duration = Duration::from_secs(600);
 
-/// Keeps them as they should be.
+/// Applies the values, and reverts changes by other programs.
 pub(super) async fn keep(context: &Context) {
     tokio::join!(apply(context), mend(context));
 }
@@ -48,8 +49,8 @@ fn supply(context: &Context) -> Supply {
     }
 }
 
-/// What is said of the setting of a cgroup: what was done, and what could not be. Nothing of a class of pods, of which
-/// nobody has asked to hear.
+/// The messages for events about a cgroup: for success and for failure. `None` for
+/// the cgroup of a QoS class, which has no events.
 fn said(config: &Config, group: &Group) -> Option<(String, String)> {
     let rules = &config.enforcement;
     match group {
@@ -90,16 +91,16 @@ fn said(config: &Config, group: &Group) -> Option<(String, String)> {
     }
 }
 
-/// What was told of one cgroup.
+/// The last report about a cgroup.
 struct Told {
-    /// The failure; none after a success.
+    /// The failure; `None` after a success.
     error: Option<HostError>,
     at: Instant,
     reminder: Doubling,
     again: Duration,
 }
 
-/// Says what has changed about a cgroup: the first success, a failure, and that again and again ever more rarely.
+/// Reports changes in the state of a cgroup: the first success, a failure, and with back-off the same failure.
 fn tell(
     context: &Context,
     told: &mut HashMap<String, Told>,
@@ -152,7 +153,7 @@ fn tell(
     told.insert(key, now_told);
 }
 
-/// Gives the cgroups their values, anew whenever pods come or go.
+/// Applies the values of all cgroups, again whenever pods start or stop.
 async fn apply(context: &Context) {
     let mut roster = context.roster.subscribe();
     let supply = supply(context);
@@ -185,7 +186,7 @@ async fn apply(context: &Context) {
     }
 }
 
-/// Sets back what somebody else changes. Who goes on doing so is named once.
+/// Reverts changes by other programs. Repeated changes are reported once.
 async fn mend(context: &Context) {
     let mut told: HashMap<(String, String), Instant> = HashMap::new();
     loop {

@@ -1,5 +1,5 @@
-//! A file that keeps what must outlive this process: it is written before others rely on what it keeps, and only where that
-//! has changed.
+//! A file whose content must survive this process. Callers save it before they act on
+//! a change; saving writes only changed content.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -9,20 +9,20 @@ use tokio::sync::{Mutex, watch};
 use crate::host::{HostError, blocking};
 use crate::sys::file;
 
-/// How long a checkpoint may be, in bytes.
+/// Size limit of a checkpoint, in bytes.
 const LIMIT: u64 = 64 << 20;
 
-/// A checkpoint and which version of its content it has.
+/// A checkpoint file and the version of its content.
 pub(super) struct Checkpoint {
     path: PathBuf,
-    /// Goes up with every change of the content.
+    /// Incremented with every change of the content.
     version: watch::Sender<u64>,
-    /// The version that the file has.
+    /// The version in the file.
     saved: Mutex<u64>,
 }
 
 impl Checkpoint {
-    /// The content is what the file has, until [`Checkpoint::changed`].
+    /// Creates a checkpoint whose content equals the file until [`Checkpoint::changed`] is called.
     pub(super) fn new(path: PathBuf) -> Checkpoint {
         Checkpoint {
             path,
@@ -31,35 +31,35 @@ impl Checkpoint {
         }
     }
 
-    /// The file.
+    /// The file's path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the file keeps; none where there is no file. Blocking.
+    /// Reads the file; `None` if it does not exist. Blocking.
     ///
     /// # Errors
     ///
-    /// It cannot be read, or is too long.
+    /// If the file cannot be read, or is too large.
     pub(super) fn read(&self) -> io::Result<Option<String>> {
         file::read_text_if_there(&self.path, LIMIT)
     }
 
-    /// The content has changed.
+    /// Records a change of the content.
     pub(super) fn changed(&self) {
         self.version.send_modify(|version| *version += 1);
     }
 
-    /// Is told of every change.
+    /// Notified of every change.
     pub(super) fn changes(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
-    /// Writes the content, which `text` makes, where the file does not have it yet.
+    /// Writes the content, built by `text`, if the file is not up to date.
     ///
     /// # Errors
     ///
-    /// The file cannot be written; it is tried again with the next call.
+    /// If the file cannot be written; the next call retries.
     pub(super) async fn save(&self, text: impl FnOnce() -> String) -> Result<(), HostError> {
         let mut saved = self.saved.lock().await;
         let version = *self.version.borrow();

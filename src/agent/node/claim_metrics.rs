@@ -1,4 +1,4 @@
-//! What is asked of the drivers of dynamic resources, counted under the kubelet's names (kubelet's `metrics/metrics.go`).
+//! Metrics of calls to DRA drivers, under the kubelet's names (`pkg/kubelet/metrics/metrics.go`).
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const CALLS: Family = family(
     "Duration in seconds of calls to drivers of dynamic resources.",
     &["driver_name", "method_name", "grpc_status_code"],
 );
-/// From 0.1 to 40 s, fifteen of them in a geometric row.
+/// From 0.1 to 40 s, 15 buckets in a geometric series.
 const SECONDS: &[f64] = &[
     0.1,
     0.153_412_740_463_439_1,
@@ -35,12 +35,12 @@ const SECONDS: &[f64] = &[
     40.0,
 ];
 
-/// All claims of a pod were to be prepared.
+/// Records the preparation of all claims of a pod.
 pub fn prepared(metrics: &Metrics, is_error: bool, took: Duration) {
     operation(metrics, "PrepareResources", is_error, took);
 }
 
-/// All claims of a pod were to be given back.
+/// Records the release of all claims of a pod.
 pub fn given_back(metrics: &Metrics, is_error: bool, took: Duration) {
     operation(metrics, "UnprepareResources", is_error, took);
 }
@@ -50,12 +50,12 @@ fn operation(metrics: &Metrics, name: &str, is_error: bool, took: Duration) {
     metrics.observe(OPERATIONS, SECONDS, &[name, is_error], took.as_secs_f64());
 }
 
-/// A driver has answered a call, with gRPC's code.
+/// Records a call to a driver; `code` is the gRPC status code.
 pub fn called(metrics: &Metrics, driver: &str, method: &str, code: &str, took: Duration) {
     metrics.observe(CALLS, SECONDS, &[driver, method, code], took.as_secs_f64());
 }
 
-/// Writes how many claims are prepared, by driver and of all.
+/// Writes the number of prepared claims, by driver and in total.
 pub fn write(claims: &Claims, page: &mut Page) {
     let name = "dra_resource_claims_in_use";
     page.family(

@@ -1,9 +1,9 @@
-//! Dynamic resource allocation (kubelet spec, 14.6): drivers register, prepare the claims of pods before their sandbox is
-//! made, and are told when the last pod of a claim has ended. What is to be asked of whom decides [`Claims`]; no lock is held
-//! while a driver is asked.
+//! Dynamic resource allocation (KEP-4381; `pkg/kubelet/cm/dra`). Drivers register. They prepare the claims of a pod
+//! before its sandbox is created, and unprepare a claim after its last pod has terminated. [`Claims`] decides which
+//! driver to call for which claims. No lock is held during a call to a driver.
 //!
-//! Which claims are prepared for whom is kept in the kubelet's checkpoint before drivers are asked, so that after a restart
-//! of this agent, or an exchange for the kubelet, everything that was prepared is given back.
+//! The kubelet's checkpoint records which claims are prepared for which pods, and is written before drivers are called.
+//! So after a restart, or a switch from or to the kubelet, everything that was prepared is unprepared eventually.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -36,22 +36,22 @@ use crate::host::HostError;
 use crate::kubeapi::pods::ApiFailure;
 use crate::sys::failure::doing;
 
-/// How often what pods have left behind is given back, as the kubelet has it.
+/// Interval between releases of leftover claims, as in the kubelet.
 const RECONCILE: Duration = Duration::from_secs(60);
-/// How long a connection to a socket of this machine may take.
+/// Timeout for connecting to a local socket.
 const CONNECTION: Duration = Duration::from_secs(1);
 
-/// The pause before a driver is asked again for its devices' health, as the kubelet has it.
+/// Pause between attempts to watch a driver's device health, as in the kubelet.
 const LISTEN: Duration = Duration::from_secs(5);
 
-/// A driver's instance; while it is replaced a driver has two.
+/// An instance of a driver. During a rolling update a driver has two.
 struct Instance {
-    /// The socket that it has registered with: its own, or one in the directory of registrations.
+    /// The socket of the registration: the driver's own, or one in the registration directory.
     by: PathBuf,
-    /// The socket that it is asked at.
+    /// The socket of the driver's service.
     socket: PathBuf,
     driver: Driver,
-    /// Hears how its devices are.
+    /// Watches the health of the driver's devices.
     _listener: AbortOnDropHandle<()>,
 }
 
@@ -59,7 +59,7 @@ struct Instance {
 struct State {
     claims: Claims,
     health: DriversHealth,
-    /// By name; the newest instance is the last.
+    /// By driver name; the last instance is the newest.
     drivers: BTreeMap<String, Vec<Instance>>,
 }
 
@@ -67,9 +67,9 @@ struct State {
 pub struct ClaimManager {
     state: Mutex<State>,
     checkpoint: Checkpoint,
-    /// The drivers that are registered, as that changes.
+    /// The registered drivers.
     registered: watch::Sender<BTreeSet<String>>,
-    /// Is told when a driver says how its devices are.
+    /// Notified when a driver reports the health of its devices.
     heard: watch::Sender<()>,
     begun: tokio::time::Instant,
 }
@@ -87,7 +87,8 @@ fn restored(checkpoint: &Checkpoint) -> Result<Claims, HostError> {
     }
 }
 
-/// What the drivers were asked for, until it is settled what came of it. Where the asking is cut off, nothing has.
+/// Requests to drivers whose outcome is not applied yet. Dropping it applies the
+/// outcome; a cancelled request counts as failed.
 struct Asking<'a> {
     manager: &'a ClaimManager,
     batches: Batches,
@@ -109,10 +110,10 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// Why a pod's claims are not prepared or given back; the words are the kubelet's.
+/// Why a pod's claims could not be prepared or released, in the kubelet's words.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimsFailed {
-    /// The pod may not use a claim, or its driver could not do it.
+    /// The pod must not use a claim, or the driver rejected the claim.
     #[error("{0}")]
     Claim(#[from] ClaimError),
     /// A claim cannot be read.
@@ -120,34 +121,34 @@ pub enum ClaimsFailed {
     Unread {
         /// The claim's name.
         claim: String,
-        /// Why.
+        /// The cause.
         why: ApiFailure,
     },
-    /// No such driver is there; when it registers, pods that wait for it are told.
+    /// The driver is not registered. Its registration wakes the pods that wait for it.
     #[error("DRA driver {0} is not registered")]
     NoDriver(String),
-    /// A driver has not answered.
+    /// A driver did not answer.
     #[error("{call}: {why}")]
     Driver {
         /// The method.
         call: &'static str,
-        /// Why.
+        /// The cause.
         why: PluginError,
     },
-    /// What is prepared cannot be noted.
+    /// The checkpoint cannot be written.
     #[error("checkpoint ResourceClaim state: {0}")]
     Checkpoint(HostError),
 }
 
-/// What all drivers of a batch have answered: what has succeeded, and the first failure.
+/// The answers of all drivers of a batch: the successful ones, and the first failure.
 type Answered<T> = (BTreeMap<String, T>, Result<(), ClaimsFailed>);
 
 impl ClaimManager {
-    /// No drivers yet; which claims are prepared is read from below the agent's root directory.
+    /// Creates a manager without drivers. Reads the prepared claims from the checkpoint below the root directory.
     ///
     /// # Errors
     ///
-    /// The checkpoint cannot be used: what it has kept would never be given back.
+    /// If the checkpoint is unusable: its claims would never be unprepared.
     pub fn new(root: &Path) -> Result<ClaimManager, HostError> {
         let checkpoint = Checkpoint::new(root.join(FILE));
         let state = State {
@@ -167,12 +168,12 @@ impl ClaimManager {
         lock(&self.state)
     }
 
-    /// Looks at the claims.
+    /// Reads the claims.
     pub fn look<T>(&self, look: impl FnOnce(&Claims) -> T) -> T {
         look(&self.lock().claims)
     }
 
-    /// The health of the devices that the containers of a pod have by their claims. `pod` has the status that the API has.
+    /// The health of the devices that a pod's containers have through claims. `pod` must have the API's status.
     pub fn health(&self, pod: &Pod) -> OfPod {
         let state = self.lock();
         state
@@ -192,7 +193,7 @@ impl ClaimManager {
         changed
     }
 
-    /// Begins something with claims as soon as nobody else is about them.
+    /// Starts an operation on claims as soon as no other operation uses them.
     async fn begin(
         &self,
         mut begin: impl FnMut(&mut Claims) -> Result<Begun, ClaimError>,
@@ -205,12 +206,12 @@ impl ClaimManager {
                 self.checkpoint.changed();
                 return Ok(batches);
             }
-            // The sender is our own: it does not go before we do.
+            // This object owns the sender, so the channel is never closed.
             let _ = changes.changed().await;
         }
     }
 
-    /// Writes the checkpoint where it is not up to date.
+    /// Writes the checkpoint if it is not up to date.
     async fn save(&self) -> Result<(), ClaimsFailed> {
         let saved = self.checkpoint.save(|| self.look(format::write)).await;
         let path = self.checkpoint.path().display();
@@ -226,7 +227,7 @@ impl ClaimManager {
         }
     }
 
-    /// The newest instance of a driver that answers; where none does, the newest.
+    /// Returns the newest instance of a driver that accepts connections, or else the newest.
     async fn driver(&self, name: &str) -> Result<Driver, ClaimsFailed> {
         let instances: Vec<(Driver, PathBuf)> = {
             let state = self.lock();
@@ -246,7 +247,7 @@ impl ClaimManager {
         newest.ok_or_else(|| ClaimsFailed::NoDriver(name.to_owned()))
     }
 
-    /// Whether somebody is behind one of a driver's sockets.
+    /// Whether one of a driver's sockets accepts connections.
     pub(super) async fn is_usable(&self, name: &str) -> bool {
         let sockets: Vec<PathBuf> = {
             let state = self.lock();
@@ -261,12 +262,12 @@ impl ClaimManager {
         false
     }
 
-    /// The drivers that are registered, as that changes.
+    /// Watches the registered drivers.
     pub(super) fn registered(&self) -> watch::Receiver<BTreeSet<String>> {
         self.registered.subscribe()
     }
 
-    /// Asks the drivers of a batch side by side.
+    /// Calls all drivers of a batch in parallel.
     async fn ask<T>(
         &self,
         batches: &Batches,
@@ -292,11 +293,11 @@ impl ClaimManager {
         (done, outcome)
     }
 
-    /// Has the claims of a pod prepared that are not prepared already. `pod` has the status that the API has.
+    /// Prepares the pod's claims that are not prepared yet. `pod` must have the API's status.
     ///
     /// # Errors
     ///
-    /// One of them is not to be used by the pod, or a driver could not prepare it.
+    /// If the pod must not use one of the claims, or a driver fails to prepare it.
     pub async fn prepare(&self, context: &Context, pod: &Pod) -> Result<(), ClaimsFailed> {
         let begun = Instant::now();
         let outcome = self.have_prepared(context, pod).await;
@@ -337,11 +338,11 @@ impl ClaimManager {
         outcome.and(self.save().await)
     }
 
-    /// Gives back what a pod has that has ended. It is repeated until it succeeds.
+    /// Releases the claims of a terminated pod. The caller repeats this until it succeeds.
     ///
     /// # Errors
     ///
-    /// A driver could not be asked, or could not do it.
+    /// If a driver cannot be reached, or fails to unprepare a claim.
     pub async fn give_back(&self, context: &Context, uid: &str) -> Result<(), ClaimsFailed> {
         if !self.look(|claims| claims.uses(uid)) {
             return Ok(());
@@ -373,12 +374,12 @@ impl ClaimManager {
     ///
     /// # Errors
     ///
-    /// It refers to a claim that is not prepared for the pod.
+    /// If the container refers to a claim that is not prepared for the pod.
     pub fn cdi(&self, pod: &Pod, container: &Container) -> Result<Vec<String>, ClaimError> {
         self.look(|claims| claims.cdi(pod, container))
     }
 
-    /// The socket that a driver has registered with has gone; the answer is whether it was one of its.
+    /// Removes a driver's instance whose registration socket was removed. Returns whether there was one.
     pub fn lose(&self, name: &str, by: &Path) -> bool {
         let mut state = self.lock();
         let Some(instances) = state.drivers.get_mut(name) else {
@@ -400,7 +401,7 @@ impl ClaimManager {
     }
 }
 
-/// What a call to a driver comes to for the claims that it was asked about.
+/// Converts a driver's answer to a result for each claim of the call.
 fn judged<T>(
     call: &'static str,
     asked: &[Named],
@@ -410,13 +411,13 @@ fn judged<T>(
     Ok(judge(call, asked, answers)?)
 }
 
-/// Whether somebody is behind a socket.
+/// Whether a socket accepts connections.
 async fn answers(socket: &Path) -> bool {
     let connected = tokio::time::timeout(CONNECTION, UnixStream::connect(socket)).await;
     matches!(connected, Ok(Ok(_)))
 }
 
-/// Registers the driver behind a socket. `by` is the socket that it has registered with.
+/// Registers the driver with this socket. `by` is the socket of the registration.
 pub async fn register(
     context: &Arc<Context>,
     name: &str,
@@ -446,13 +447,13 @@ pub async fn register(
         });
         context.claims.tell_registered(&state);
     }
-    // Pods that waited for it need not wait for their next try.
+    // Pods that wait for the driver can retry immediately.
     context.ledger.drivers_changed();
     Ok(())
 }
 
-/// Hears how the devices of a driver are; ends if that is nothing that the driver says. What it said last holds on for its
-/// time when the stream breaks off, as it does when the driver is replaced.
+/// Watches the health of a driver's devices. Returns if the driver does not support this. When the stream breaks, as it
+/// does when the driver is replaced, the last report stays valid until it expires.
 async fn listen(context: Arc<Context>, name: String, driver: Driver) {
     let hear = async || -> Result<(), Unheard> {
         let mut stream = driver.health().await?;
@@ -473,7 +474,7 @@ async fn listen(context: Arc<Context>, name: String, driver: Driver) {
     }
 }
 
-/// Tells pods whose devices have another health than before, until nobody listens any more.
+/// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
 async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let manager = &context.claims;
     let (mut prepared, mut heard) = (manager.checkpoint.changes(), manager.heard.subscribe());
@@ -504,8 +505,8 @@ async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     }
 }
 
-/// Gives back what pods have left that are not on this node any more, and tells pods how their devices are, until the process
-/// ends.
+/// Releases claims of pods that are no longer on this node, and notifies pods
+/// of device health. Runs until the process exits.
 pub async fn run(
     context: Arc<Context>,
     roster: watch::Receiver<Roster>,
@@ -536,7 +537,7 @@ async fn give_back_left(
     roster: &watch::Receiver<Roster>,
     failures: &mut RepeatedFailures<String>,
 ) {
-    // What runs still uses its devices, whether a source has it or not.
+    // A running pod still uses its devices, even if no source contains it.
     let listed = match context.runtime.list().await {
         Ok(listed) => listed,
         Err(error) => {

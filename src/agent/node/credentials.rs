@@ -1,5 +1,6 @@
-//! The node's own certificates: the first by a bootstrap token, later ones by the one before, those it serves with by
-//! asking too; kept in the kubelet's files (kubelet spec, chapter 15).
+//! The node's certificates, in the kubelet's files (`pkg/kubelet/certificate`). The first client
+//! certificate is requested with a bootstrap token, later ones with their predecessor. The serving
+//! certificate is requested from the API as well.
 
 mod embedded;
 
@@ -31,19 +32,19 @@ use crate::sys::clock::Clock;
 use crate::sys::failure::doing;
 use crate::sys::file;
 
-/// How long the first certificate is waited for, and each later one.
+/// How long to wait for the first certificate, and for each later one.
 const CERTIFICATE_TIMEOUTS: (Duration, Duration) =
     (Duration::from_secs(3600), Duration::from_secs(900));
-/// The pauses after a failure.
+/// Back-off after a failure.
 const AGAIN: Doubling = Doubling::new(Duration::from_secs(2), Duration::from_secs(32));
-/// How often it is looked whether one is due.
+/// Interval between checks whether a renewal is due.
 const LOOK: Duration = Duration::from_secs(60);
-/// How long a node without a certificate that can be used goes on while its API answers.
+/// How long a node without a valid certificate keeps running while its API answers.
 const LOST: SignedDuration = SignedDuration::from_secs(300);
 const CLIENT_USAGES: &[&str] = &["digital signature", "client auth"];
 const SERVING_USAGES: &[&str] = &["digital signature", "server auth"];
 
-/// A certificate with its key in one file, behind a link that always leads to the newest.
+/// A certificate with its key in one file, and a link to the newest file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pair {
     dir: PathBuf,
@@ -51,7 +52,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// By which the node shows who it is.
+    /// The client certificate, which authenticates the node.
     #[must_use]
     pub fn client(dir: &Path) -> Pair {
         Pair {
@@ -60,7 +61,7 @@ impl Pair {
         }
     }
 
-    /// With which it serves.
+    /// The serving certificate.
     #[must_use]
     pub fn serving(dir: &Path) -> Pair {
         Pair {
@@ -69,20 +70,20 @@ impl Pair {
         }
     }
 
-    /// The link.
+    /// The path of the link.
     #[must_use]
     pub fn current(&self) -> PathBuf {
         self.dir.join(format!("{}-current.pem", self.prefix))
     }
 
-    /// From when until when it is good, if there is one.
+    /// The validity of the current certificate, if there is one.
     #[must_use]
     pub fn lifetime(&self) -> Option<(Timestamp, Timestamp)> {
         signing::lifetime(&std::fs::read(self.current()).ok()?)
     }
 
-    /// Completes an exchange that another agent began: the link was removed, and its successor was not renamed yet (`recover`
-    /// in client-go's `certificate_store.go`).
+    /// Completes an update that another agent began: the link was removed, and its replacement was not renamed yet
+    /// (`recover` in client-go's `certificate_store.go`).
     fn recover(&self) -> std::io::Result<()> {
         let updated = self.dir.join(format!("{}-updated.pem", self.prefix));
         if self.current().exists() || !updated.is_symlink() {
@@ -91,7 +92,7 @@ impl Pair {
         std::fs::rename(updated, self.current())
     }
 
-    /// Keeps a new one; the link leads to it once it is whole.
+    /// Stores a new certificate, and then changes the link.
     fn keep(&self, certificate: &str, key: &str, now: Timestamp) -> std::io::Result<()> {
         std::fs::create_dir_all(&self.dir)?;
         let name = format!("{}-{}.pem", self.prefix, now.strftime("%Y-%m-%d-%H-%M-%S"));
@@ -109,15 +110,15 @@ impl Pair {
     }
 }
 
-/// The pair that the node keeps and renews itself, with `rotateCertificates`: it shows who it is by that one, and by what
-/// the kubeconfig says only until it is there.
+/// The client certificate that the agent renews itself, with `rotateCertificates`. Once it exists,
+/// it replaces the credentials of the kubeconfig.
 #[must_use]
 pub fn own_pair(config: &Config) -> Option<PathBuf> {
     let rotates = config.rotate_certificates;
     rotates.then(|| Pair::client(&config.cert_dir).current())
 }
 
-/// A request for the node, PEM.
+/// Creates a certificate request for the node, in PEM format.
 fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String> {
     let failed = |e: rcgen::Error| format!("no request for a certificate can be made: {e}");
     let mut params = CertificateParams::new(names.to_vec()).map_err(failed)?;
@@ -133,7 +134,7 @@ fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String
         .map_err(failed)
 }
 
-/// The name of the first request: of the same key it is the same, so that a restart waits for what was asked before.
+/// The name of the first request. It depends on the key, so that after a restart the agent waits for the same request.
 fn first_name(key: &KeyPair, node: &str) -> String {
     let text = [
         key.subject_public_key_info().as_slice(),
@@ -152,7 +153,7 @@ fn first_name(key: &KeyPair, node: &str) -> String {
     )
 }
 
-/// The key of the first request, kept until it is answered.
+/// The key of the first request, stored until the certificate is issued.
 fn first_key(dir: &Path) -> Result<KeyPair, HostError> {
     let path = dir.join("kubelet-client.key.tmp");
     if let Some(key) = std::fs::read_to_string(&path)
@@ -169,8 +170,9 @@ fn first_key(dir: &Path) -> Result<KeyPair, HostError> {
     Ok(key)
 }
 
-/// Whether a kubeconfig has a client certificate that has not expired, embedded or in a file (`isClientConfigStillValid` in
-/// `pkg/kubelet/certificate/bootstrap`). Credentials of other kinds do not count, as for the kubelet.
+/// Whether a kubeconfig has a client certificate that has not expired, embedded or in a
+/// file (`isClientConfigStillValid` in `pkg/kubelet/certificate/bootstrap`). Credentials
+/// of other kinds do not count, as in the kubelet.
 fn is_usable(path: &Path, now: Timestamp) -> bool {
     let Ok(Some(user)) = User::read(path) else {
         return false;
@@ -179,7 +181,7 @@ fn is_usable(path: &Path, now: Timestamp) -> bool {
     lifetime.is_some_and(|(_, ends)| ends > now)
 }
 
-/// The kubeconfig of a node, from the one it began with.
+/// Builds the node's kubeconfig from the bootstrap kubeconfig.
 fn kubeconfig(bootstrap: &Kubeconfig, pair: &Path) -> Result<String, String> {
     let context = bootstrap
         .contexts
@@ -203,15 +205,15 @@ fn kubeconfig(bootstrap: &Kubeconfig, pair: &Path) -> Result<String, String> {
     serde_json::to_string_pretty(&text).map_err(|e| e.to_string())
 }
 
-/// Prepares the node's client certificate: by a bootstrap kubeconfig, or by what the kubeconfig embeds. Returns whether a new
-/// one is due at once.
+/// Prepares the node's client certificate, from a bootstrap kubeconfig or from a certificate embedded in the
+/// kubeconfig. Returns whether a renewal is due immediately.
 pub async fn prepare(config: &Config, clock: Clock) -> anyhow::Result<bool> {
     bootstrap(config, clock).await?;
     Ok(adopt(config, clock.now()))
 }
 
-/// Sees to it that there is a kubeconfig that can be used: with a bootstrap kubeconfig a missing one is made, and one
-/// whose certificate has ended is made anew. Waits as long as it takes.
+/// Ensures a usable kubeconfig: if it is missing or its certificate has expired, requests a certificate with the
+/// bootstrap kubeconfig. Retries with back-off until this succeeds.
 async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
     let (Some(kubeconfig_path), Some(bootstrap_path)) =
         (&config.kubeconfig, &config.bootstrap_kubeconfig)
@@ -292,22 +294,21 @@ async fn first(
     Ok(())
 }
 
-/// A certificate that is renewed when it is due, or when the node's addresses are no longer those that it is for.
+/// A certificate that is renewed when due, or when it lacks an address or name of the node.
 #[derive(Debug, Clone)]
 pub struct Renewed {
     pair: Pair,
     signer: &'static str,
     usages: &'static [&'static str],
     node: String,
-    /// The names and addresses that the node reports, where the certificate is for them.
+    /// The names and addresses that the node reports; `None` for the client certificate.
     addresses: Option<watch::Receiver<Vec<NodeAddress>>>,
-    /// Whether the first renewal is due at once, whatever the present certificate's lifetime is.
+    /// Whether the first renewal is due immediately, regardless of the certificate's validity.
     is_forced: bool,
 }
 
 impl Renewed {
-    /// The certificate by which the node shows who it is. With `is_forced` it is renewed at once: it was copied from the
-    /// kubeconfig.
+    /// The client certificate. With `is_forced` it is renewed immediately, because it was copied from the kubeconfig.
     #[must_use]
     pub fn client(config: &Config, is_forced: bool) -> Renewed {
         Renewed {
@@ -320,7 +321,7 @@ impl Renewed {
         }
     }
 
-    /// The one with which it serves, for all names and addresses that it reports.
+    /// The serving certificate, for all names and addresses that the node reports.
     #[must_use]
     pub fn serving(config: &Config, addresses: watch::Receiver<Vec<NodeAddress>>) -> Renewed {
         Renewed {
@@ -333,24 +334,24 @@ impl Renewed {
         }
     }
 
-    /// The names and addresses that the certificate is to be for.
+    /// The names and addresses for the certificate.
     fn names(&self) -> Vec<String> {
         let reported = self.addresses.as_ref().map(|known| served(&known.borrow()));
         let (names, ips) = reported.unwrap_or_default();
         [names, ips].concat()
     }
 
-    /// Whether there is something to ask for: a certificate to serve with is asked for once the node has an address, as
-    /// names alone are not enough (the gate `AllowDNSOnlyNodeCSR` is off).
+    /// Whether a request is possible. A serving certificate needs an IP address: a request with names alone is not
+    /// allowed (the gate `AllowDNSOnlyNodeCSR` is off).
     fn can_be_asked_for(&self) -> bool {
         let addresses = self.addresses.as_ref();
         addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
     }
 
-    /// Waits until it is time to look again.
+    /// Waits until the next check is due.
     async fn idle(&mut self) {
         let changed = async {
-            // Whoever knows the addresses lives as long as the agent.
+            // The sender lives as long as the agent.
             if let Some(addresses) = &mut self.addresses
                 && addresses.changed().await.is_ok()
             {
@@ -365,7 +366,7 @@ impl Renewed {
     }
 }
 
-/// Whether an apiserver answers, if only to refuse us.
+/// Whether an apiserver answers, even with a rejection.
 async fn answers(client: &Client) -> bool {
     matches!(
         client.apiserver_version().await,
@@ -373,7 +374,7 @@ async fn answers(client: &Client) -> bool {
     )
 }
 
-/// Since when a node has had no certificate that can be used; none if it has one.
+/// Since when the node has had no valid certificate; `None` if it has one.
 fn without(
     lifetime: Option<(Timestamp, Timestamp)>,
     before: Option<Timestamp>,
@@ -385,8 +386,8 @@ fn without(
     }
 }
 
-/// Whether a certificate is to be renewed: late in its life, or because it is not for all of these names. Those that a
-/// signer was asked for last are not asked for again.
+/// Whether a renewal is due: late in the certificate's validity, or because it lacks some of the names. Names in
+/// `answered` were already requested last time, and are not requested again.
 fn is_due(
     present: &[u8],
     names: &[String],
@@ -394,7 +395,7 @@ fn is_due(
     now: Timestamp,
 ) -> bool {
     let fits = answered.is_some_and(|last| last == names) || signing::is_for(present, names);
-    // Nodes that began together are not due together.
+    // Spreads the renewals of nodes that started together.
     let share = f64::from(now.subsec_nanosecond() % 1000) / 1000.0;
     let due = signing::lifetime(present)
         .filter(|_| fits)
@@ -402,13 +403,13 @@ fn is_due(
     due.is_none_or(|due| due <= now)
 }
 
-/// Renews a certificate when it is due. Returns when the node has lost its own for good: the API answers, and what is left
-/// is to begin anew with a bootstrap token (kubelet spec, chapter 15).
+/// Renews a certificate when due. Returns when the node's client certificate is invalid and cannot be renewed although
+/// the API answers: only a bootstrap token can help then (`pkg/kubelet/certificate/bootstrap`).
 pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<Metrics>) {
     metrics.renewals_failed(kept.signer == CLIENT, 0);
     let mut again = AGAIN;
     let mut since = None;
-    // A signer may leave out what was asked for: it is not asked for the same again.
+    // The last requested names: a signer may omit some of them, which must not cause repeated requests.
     let mut answered = None;
     loop {
         let (now, names) = (clock.now(), kept.names());
@@ -552,7 +553,7 @@ mod tests {
     async fn a_serving_certificate_waits_for_the_nodes_address() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
         assert!(Renewed::client(&config, false).can_be_asked_for());
-        // A cloud controller has not told any yet.
+        // The cloud controller has not set any address yet.
         let addresses = watch::channel(reported(&[])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());
         assert!(!kept.can_be_asked_for());

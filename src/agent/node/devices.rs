@@ -1,9 +1,10 @@
-//! The device manager: registers device plugins, follows their devices, and asks them for what containers need
-//! (kubelet spec, 14.4). What there is and who has it decides [`Devices`]; the ledger's actor reserves in it when a pod is
-//! admitted, and the plugins are asked in a task of the pod's own. No lock is held while a plugin is asked.
+//! The device manager: registers device plugins, watches their devices, and requests the devices of
+//! containers (`pkg/kubelet/cm/devicemanager`). [`Devices`] decides which pod gets which device. The
+//! ledger's actor reserves devices when it admits a pod, and a separate task per pod calls the
+//! plugins. No lock is held during a call to a plugin.
 //!
-//! What containers have is kept in the kubelet's checkpoint before they start, so that a restart of this agent, or an
-//! exchange for the kubelet, leaves every container its devices.
+//! The devices of containers are written to the kubelet's checkpoint before containers start. So every container keeps
+//! its devices after a restart, or a switch from or to the kubelet.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt as _;
@@ -34,23 +35,23 @@ use crate::devices::{
 };
 use crate::host::HostError;
 
-/// The socket that plugins register at.
+/// The name of the registration socket.
 const SOCKET: &str = "kubelet.sock";
-/// The file beside it that keeps who has what.
+/// The name of the checkpoint file, in the same directory.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
-/// How long a container that starts waits for a plugin that has not registered since the agent started, before that is told.
+/// How long a starting container waits for a plugin that has not registered since the agent started.
 const COMES_BACK: Duration = Duration::from_secs(5);
-/// How long a checkpoint that could not be written, or a runtime that did not answer, waits for the next try.
+/// Pause after a failure to write the checkpoint, or to list the runtime's pods.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// A plugin that has registered.
+/// A registered plugin.
 struct Registered {
     number: u64,
     plugin: Plugin,
     options: Options,
-    /// The socket that it has registered with: its own, or one in the directory of registrations.
+    /// The socket of the registration: the plugin's own, or one in the registration directory.
     by: PathBuf,
-    /// Its stream of devices has ended, or its socket has gone.
+    /// Whether its device stream is closed, or its socket was removed.
     gone: bool,
     _follower: AbortOnDropHandle<()>,
 }
@@ -58,7 +59,7 @@ struct Registered {
 #[derive(Default)]
 struct State {
     devices: Devices,
-    /// By resource.
+    /// By resource name.
     plugins: BTreeMap<String, Registered>,
     registrations: u64,
 }
@@ -86,7 +87,8 @@ fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
 }
 
 impl DeviceManager {
-    /// No plugins yet; who has what is read from the directory of plugins' sockets.
+    /// Creates a manager without plugins. Reads the assigned devices from the
+    /// checkpoint in the directory of plugin sockets.
     #[must_use]
     pub fn new(dir: &Path, now: Timestamp) -> DeviceManager {
         let checkpoint = Checkpoint::new(dir.join(CHECKPOINT));
@@ -105,7 +107,7 @@ impl DeviceManager {
         lock(&self.state)
     }
 
-    /// Changes something; whether it did is the answer of `change`, and is passed on.
+    /// Applies `change`, which returns whether it changed the state, and returns the same.
     fn change(&self, change: impl FnOnce(&mut State) -> bool) -> bool {
         let changed = change(&mut self.lock());
         if changed {
@@ -114,41 +116,41 @@ impl DeviceManager {
         changed
     }
 
-    /// Looks at the devices.
+    /// Reads the devices.
     pub fn look<T>(&self, look: impl FnOnce(&Devices) -> T) -> T {
         look(&self.lock().devices)
     }
 
-    /// Is told of every change.
+    /// Notified of every change.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.checkpoint.changes()
     }
 
-    /// What the Node advertises: capacity and allocatable.
+    /// The devices in the Node's status: capacity and allocatable.
     #[must_use]
     pub fn amounts(&self) -> (Amounts, Amounts) {
         self.look(Devices::amounts)
     }
 
-    /// Decides which devices a pod gets. Nothing is kept of it before the plugins have answered.
+    /// Decides which devices a pod gets. The checkpoint contains them only after the plugins have answered.
     pub(super) fn decide<T>(&self, decide: impl FnOnce(&mut Devices) -> T) -> T {
         decide(&mut self.lock().devices)
     }
 
-    /// A pod's devices are free again.
+    /// Releases a pod's devices.
     pub(super) fn release(&self, uid: &str) {
         self.change(|state| state.devices.release(uid));
     }
 
-    /// The plugin of a resource, if it is there.
+    /// The plugin of a resource, if it is registered and alive.
     fn plugin(&self, resource: &str) -> Option<(Plugin, Options)> {
         let state = self.lock();
         let found = state.plugins.get(resource).filter(|p| !p.gone)?;
         Some((found.plugin.clone(), found.options))
     }
 
-    /// Asks the plugins for what containers need for the devices that are set aside for them, and keeps it.
+    /// Calls `Allocate` for the reserved devices of containers, and stores the answers in the checkpoint.
     async fn ask(&self, context: &Context, uid: &str, slots: &[Slot]) -> Result<(), DeviceError> {
         for slot in slots {
             let resource = &slot.resource;
@@ -186,14 +188,14 @@ impl DeviceManager {
         })
     }
 
-    /// Writes the checkpoint where it is not up to date.
+    /// Writes the checkpoint if it is not up to date.
     async fn save(&self) -> Result<(), HostError> {
         let text = || format::write(self.look(Devices::to_keep));
         self.checkpoint.save(text).await
     }
 
-    /// What a container that is about to start gets with its devices; plugins that want it are told. The error is a
-    /// `CreateContainerConfigError`.
+    /// Returns the settings that a starting container gets for its devices, after `PreStartContainer` of the plugins
+    /// that require it. Errors become a `CreateContainerConfigError`.
     pub async fn prepare(&self, uid: &str, container: &str) -> Result<Given, String> {
         let awaited = |devices: &Devices| devices.awaited(uid, container).map(str::to_owned);
         let mut changes = self.changes();
@@ -223,7 +225,8 @@ impl DeviceManager {
         Ok(self.look(|devices| devices.given(uid, container)))
     }
 
-    /// The socket that a plugin has registered with has gone; the answer is whether it is that of the newest one.
+    /// Marks a plugin as gone because its registration socket was removed. Returns
+    /// whether it was the plugin's current registration.
     pub fn lose(&self, resource: &str, by: &Path, now: Timestamp) -> bool {
         let number = {
             let state = self.lock();
@@ -254,7 +257,7 @@ impl DeviceManager {
     }
 }
 
-/// Asks the plugins for a pod that has been admitted, in a task of its own, and answers whether it stays so.
+/// Requests the devices of an admitted pod in a separate task, and sends the final decision about its admission.
 pub(super) fn allocate(
     context: &Arc<Context>,
     pod: Arc<Pod>,
@@ -269,7 +272,7 @@ pub(super) fn allocate(
         };
         tracing::warn!(%error, pod = %pod::full_name(&pod), "a pod does not get its devices");
         context.devices.lock().devices.abandon(uid);
-        // Nobody waits where the pod is ending: its end releases it.
+        // A dropped reply means that the pod is terminating, which releases its resources.
         if !reply.is_closed() {
             context.ledger.release(uid);
         }
@@ -277,8 +280,8 @@ pub(super) fn allocate(
     });
 }
 
-/// Registers the plugin behind a socket: it is asked what it wants, and its devices are followed from now on. `by` is the
-/// socket that it has registered with. Errors have the words of upstream's `pkg/kubelet/cm/devicemanager` (`manager.go`,
+/// Registers the plugin with this socket: requests its options and starts to watch its devices. `by` is the socket of
+/// the registration. Errors have the words of upstream's `pkg/kubelet/cm/devicemanager` (`manager.go`,
 /// `plugin/v1beta1/api.go`), since operators of plugins search for them.
 pub async fn register(
     context: &Arc<Context>,
@@ -321,14 +324,14 @@ pub async fn register(
             _follower: AbortOnDropHandle::new(tokio::spawn(follow)),
         };
         state.devices.register(resource, number);
-        // Whoever registered before is not followed any more.
+        // Replaces an earlier registration, whose devices are no longer watched.
         state.plugins.insert(resource.to_owned(), registered);
         true
     });
     Ok(())
 }
 
-/// Follows a plugin's devices until it goes.
+/// Watches a plugin's devices until the stream ends.
 async fn follow(context: Arc<Context>, resource: String, number: u64, plugin: Plugin) {
     let ended = async {
         let mut listing = plugin.list().await?;
@@ -380,11 +383,11 @@ impl Register for Registrar {
     }
 }
 
-/// Takes plugins' sockets away and makes ours anew: by that plugins see that they have to register again.
+/// Removes the sockets of plugins and creates the registration socket. The removal makes plugins register again.
 fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     crate::sys::file::make_for_plugins(dir)?;
     let own = dir.join(SOCKET);
-    // Plugins whose agent lives must not lose their sockets.
+    // If another agent is listening, its plugins must keep their sockets.
     crate::sys::link::clear(&own)?;
     for entry in std::fs::read_dir(dir)?.flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
@@ -394,7 +397,7 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     crate::sys::link::listen(&own)
 }
 
-/// Serves registrations and keeps the checkpoint, until the process ends.
+/// Serves registrations and writes the checkpoint until the process exits.
 pub async fn run(
     context: Arc<Context>,
     roster: watch::Receiver<Roster>,
@@ -417,7 +420,7 @@ pub async fn run(
     );
 }
 
-/// Writes the checkpoint after changes, and drops resources whose plugin does not come back.
+/// Writes the checkpoint after changes, and drops resources whose plugin does not return in time.
 async fn keep(context: &Context) {
     let manager = &context.devices;
     let mut changes = manager.changes();
@@ -442,7 +445,7 @@ async fn keep(context: &Context) {
     }
 }
 
-/// Tells pods whose devices have another health than before, until nobody listens any more.
+/// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
 async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let mut changes = context.devices.changes();
     let mut told = BTreeMap::new();
@@ -463,7 +466,7 @@ async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     }
 }
 
-/// Releases the devices of pods that went while no agent ran, once it is known which there are.
+/// Releases the devices of pods that were deleted while no agent was running, once all pods are known.
 async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;

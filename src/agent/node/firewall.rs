@@ -1,14 +1,14 @@
-//! The chains of iptables that kube-proxy and network plugins look for (`makeIPTablesUtilChains`).
+//! The iptables chains that kube-proxy and network plugins expect (`makeIPTablesUtilChains`).
 
 use std::time::Duration;
 
 use crate::host::iptables;
 
-/// How often they are looked for.
+/// Interval between checks.
 const LOOK: Duration = Duration::from_secs(60);
 
-/// Keeps the chains of iptables that others look for, until the process ends: a firewall that is loaded anew removes them.
-/// A machine without iptables has nobody who needs them.
+/// Recreates the chains until the process exits, as reloading a firewall removes them. On a
+/// machine without iptables no chains are needed.
 pub async fn keep_chains() {
     let mut last = Ok(false);
     loop {

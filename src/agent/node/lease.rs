@@ -1,4 +1,4 @@
-//! The node's lease: that it is renewed says that the node is alive (kubelet spec, 12.6). Nothing else is waited for.
+//! Renews the node's Lease, which is the node's heartbeat (KEP-589). Waits for no other task.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use super::deadline;
 use crate::agent::Context;
 use crate::core::backoff::Doubling;
 
-/// The pauses after a renewal that failed.
+/// Back-off after a failed renewal.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(7));
 
-/// Renews the lease four times in its duration, for as long as the Node object is there.
+/// Renews the lease four times in its duration, while the Node object exists.
 pub(super) async fn keep(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;

@@ -1,5 +1,5 @@
-//! Releases the addresses that failed sandboxes left behind. The runtime cannot call DEL if a plugin of the chain or the
-//! network's configuration is missing: libcni stops at the first plugin that fails, and the lease of host-local stays.
+//! Releases addresses of failed sandboxes. If a plugin of the chain or the network's configuration is missing, the
+//! runtime cannot complete DEL: libcni stops at the first plugin that fails, and the lease of host-local stays.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -10,22 +10,23 @@ use crate::agent::Context;
 use crate::core::node::leases::Attachments;
 use crate::sys::leases::release_orphaned;
 
-/// How often leases are checked.
+/// Interval between checks.
 const EVERY: Duration = Duration::from_secs(300);
-/// The deadline of the questions to the runtime.
+/// Timeout for requests to the runtime.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-/// The time that a runtime may need after the deadline of `RunPodSandbox` to give up a sandbox.
+/// How long a runtime may take to remove a sandbox after the deadline of `RunPodSandbox`.
 const CLEANUP: Duration = Duration::from_secs(60);
 
-/// Runs until the process ends. Nothing else waits for it.
+/// Runs until the process exits. No other task waits for this.
 pub(super) async fn keep(context: &Context) {
-    // The client's deadline for RunPodSandbox is twice that of other calls. The listing is that much older than the check.
+    // The client's deadline for RunPodSandbox is twice that of other calls, and the listing may
+    // be older than the check by [`ANSWER_TIMEOUT`].
     let patience = context.config.runtime_timeout * 2 + CLEANUP + ANSWER_TIMEOUT;
     let mut networks = BTreeSet::new();
     loop {
         match timeout(ANSWER_TIMEOUT, context.runtime.attachments()).await {
             Ok(Ok(found)) => {
-                // A configuration that was removed leaves leases, too.
+                // Networks whose configuration was removed still have leases.
                 networks.extend(found.networks);
                 let all = Attachments {
                     networks: networks.clone(),

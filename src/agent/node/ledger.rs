@@ -1,6 +1,6 @@
-//! The actor that owns what the node's pods share: admission, preemption, eviction, the end with the machine, room to grow,
-//! claims of one pod alone, and resources of a pod's own. It decides with [`Ledger`] and [`Managers`] and tells workers
-//! through their inboxes; whoever waits for room is answered when there is some.
+//! The actor that owns resources shared by the node's pods: admission, preemption, eviction, termination at shutdown,
+//! resizes, ReadWriteOncePod claims, and exclusive resources. [`Ledger`] and [`Managers`] decide. Decisions go to the
+//! inboxes of workers, and a request that waits for room is answered when there is room.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -63,11 +63,11 @@ enum Request {
     VolumesRetried,
 }
 
-/// How to reach the actor; clones reach the same one.
+/// A handle to send requests to the actor; clones share it.
 #[derive(Clone)]
 pub struct LedgerHandle {
-    /// Unbounded: who asks waits for the answer, and of what is told there is one for each end of a pod. So the order in which
-    /// pods ask is the order in which they are decided about.
+    /// Unbounded: each caller awaits its reply, and requests without a reply occur a few times per pod. Requests are
+    /// handled in the order in which they are sent.
     requests: mpsc::UnboundedSender<Request>,
     pinning: watch::Receiver<Arc<Pinning>>,
 }
@@ -79,7 +79,7 @@ pub struct Requests {
     pinning: watch::Sender<Arc<Pinning>>,
 }
 
-/// A handle and what [`run`] needs to answer it. `managers` give pods resources of their own.
+/// Creates a handle and the receiving end. `managers` assign exclusive resources to pods.
 #[must_use]
 pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
     #[expect(
@@ -100,23 +100,24 @@ pub fn channel(managers: Managers) -> (LedgerHandle, Requests) {
     (handle, requests)
 }
 
-/// A pod has asked to be admitted. Who drops this does not want to be any more.
+/// A pending admission. Dropping it withdraws the request.
 #[derive(Debug)]
 pub struct Admission(oneshot::Receiver<Result<(), Refusal>>);
 
 impl Admission {
-    /// Whether the pod is admitted, or why not; for a critical pod it waits until others have made room.
+    /// Waits for the decision. A critical pod waits until other pods have been preempted.
     pub async fn answer(self) -> Result<(), Refusal> {
         match self.0.await {
             Ok(answer) => answer,
-            // The actor has ended with the process.
+            // The actor ends only with the process.
             Err(_) => std::future::pending().await,
         }
     }
 }
 
 impl LedgerHandle {
-    /// Sends a request. The actor lives as long as the process: where it is gone, so are the callers.
+    /// Sends a request and waits for the reply. The actor lives as long as the
+    /// process; without it, the callers end as well.
     async fn ask<T>(&self, request: impl FnOnce(oneshot::Sender<T>) -> Request) -> T {
         let (reply, answer) = oneshot::channel();
         if self.requests.send(request(reply)).is_ok()
@@ -133,25 +134,25 @@ impl LedgerHandle {
         }
     }
 
-    /// Asks for a pod to be admitted, at once: pods are decided about in the order in which they ask.
+    /// Requests admission. The request is sent immediately, and pods are admitted in the order of requests.
     pub fn admit(&self, pod: Arc<Pod>, inbox: Inbox) -> Admission {
         let (reply, answer) = oneshot::channel();
         self.tell(Request::Admit { pod, inbox, reply });
         Admission(answer)
     }
 
-    /// Whether a pod may have the sizes that its spec has; `has` is the pod with those that it has. If not, it gets
-    /// [`Input::RoomFreed`] when there is room for it and its turn has come.
+    /// Requests the sizes in the pod's spec; `has` is the pod with its current sizes. If the request does not fit, the
+    /// worker gets [`Input::RoomFreed`] when it does.
     pub async fn grow(&self, pod: Arc<Pod>, has: Arc<Pod>) -> Result<(), Refusal> {
         self.ask(|reply| Request::Grow { pod, has, reply }).await
     }
 
-    /// A pod has the sizes that its spec has, and asks for no others any more.
+    /// Withdraws a resize: the pod has the sizes of its spec.
     pub async fn withdraw(&self, pod: Arc<Pod>) {
         self.ask(|reply| Request::Withdraw { pod, reply }).await;
     }
 
-    /// Whether the pod has a claim that only one pod may have at a time.
+    /// Acquires a claim that only one pod may use at a time (ReadWriteOncePod). Returns whether the pod has it.
     pub async fn hold_alone(&self, pod: &Pod, namespace: &str, claim: &str) -> bool {
         let (uid, namespace, claim) = (
             pod::uid(pod).to_owned(),
@@ -167,13 +168,13 @@ impl LedgerHandle {
         .await
     }
 
-    /// Tells a pod to end. Whether it is here and has not been told before.
+    /// Evicts a pod. Returns false if the pod is unknown or already terminating.
     pub async fn evict(&self, eviction: Eviction) -> bool {
         self.ask(|reply| Request::Evict { eviction, reply }).await
     }
 
-    /// Tells a pod to end whatever it was told before: the machine is being shut down, or the pod is to end sooner. Whether it
-    /// is here.
+    /// Terminates a pod even if it is already terminating: for the machine's shutdown, or to shorten its
+    /// grace period. Returns whether the pod exists.
     pub async fn end(&self, uid: &str, verdict: Verdict) -> bool {
         let uid = uid.to_owned();
         self.ask(|reply| Request::End {
@@ -184,14 +185,14 @@ impl LedgerHandle {
         .await
     }
 
-    /// What the pod asked for may be given to others: it has left its source, or none of its containers runs any more. That
-    /// is said before its final phase is told, as the scheduler sends the next pod then.
+    /// Releases the pod's requests for other pods, because the pod has left its source or has no running containers any
+    /// more. Sent before the terminal phase is published, because the scheduler then sends the next pod.
     pub fn uncount(&self, uid: &str, has_stopped: bool) {
         let uid = uid.to_owned();
         self.tell(Request::Uncount { uid, has_stopped });
     }
 
-    /// The pod holds nothing any more.
+    /// Removes the pod after all its resources are released.
     pub fn release(&self, uid: &str) {
         self.tell(Request::Release(uid.to_owned()));
     }
@@ -201,29 +202,29 @@ impl LedgerHandle {
         self.ask(Request::Pods).await
     }
 
-    /// What containers have of processors and memory for themselves, as it is now.
+    /// A copy of the current assignments of exclusive CPUs and memory.
     pub async fn managers(&self) -> Managers {
         self.ask(Request::Managers).await
     }
 
-    /// Which processors and memory containers are bound to, as it changes.
+    /// The CPUs and NUMA nodes that containers are bound to, as a watch.
     #[must_use]
     pub fn pinning(&self) -> watch::Receiver<Arc<Pinning>> {
         self.pinning.clone()
     }
 
-    /// A storage driver has come or gone.
+    /// Wakes pods that wait for volumes, because a storage driver was registered or removed.
     pub fn drivers_changed(&self) {
         self.tell(Request::VolumesRetried);
     }
 
-    /// Volumes that one pod alone may have were given back by one that is gone.
+    /// Wakes pods that wait for volumes, because a deleted pod has released volumes that only one pod may use.
     pub fn volumes_freed(&self) {
         self.tell(Request::VolumesRetried);
     }
 }
 
-/// A critical pod that waits for room.
+/// A pod that waits for admission.
 struct Waiting {
     pod: Arc<Pod>,
     inbox: Inbox,
@@ -237,18 +238,18 @@ struct Actor {
     waiting: Vec<Waiting>,
     /// Pods of the API that wait until the Node is known, in the order of their requests.
     before_node: Vec<Waiting>,
-    /// The moment from which times are counted.
+    /// The origin of the ledger's times.
     begun: tokio::time::Instant,
     managers: Managers,
     pinning: watch::Sender<Arc<Pinning>>,
-    /// Whether what the managers have given is not in their checkpoints yet.
+    /// Whether the checkpoints lack assignments of the managers.
     unsaved: bool,
-    /// Pods that were admitted, and what devices plugins are still to be asked. They are told once the checkpoints are
-    /// written: what they start with must not be given to others after a restart.
+    /// Admitted pods, with the allocations to request from device plugins. They are notified after the checkpoints are
+    /// written: their resources must not be assigned to other pods after a restart.
     granted: Vec<(Waiting, Vec<Slot>)>,
 }
 
-/// Answers requests until the process ends.
+/// Handles requests until the process exits.
 pub async fn run(context: Arc<Context>, mut requests: Requests) {
     let mut actor = Actor {
         context,
@@ -265,9 +266,9 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
     manager_metrics::begin(&actor.context.metrics, &actor.managers);
     loop {
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
-            // All arms are cancel-safe.
+            // All branches are cancel-safe.
             request = requests.queue.recv() => match request {
                 Some(request) => actor.answer(request),
                 None => return,
@@ -338,17 +339,17 @@ impl Actor {
         }
     }
 
-    /// The Node is known: the pods that waited for that are admitted in their order.
+    /// Admits the pods that waited for the Node, in the order of their requests.
     fn admit_held(&mut self) {
         for waiting in std::mem::take(&mut self.before_node) {
-            // A pod that was deleted meanwhile does not wait any more.
+            // A dropped reply means that the pod was deleted.
             if !waiting.reply.is_closed() {
                 self.admit(waiting);
             }
         }
     }
 
-    /// Waits until a pod has been awaited for too long.
+    /// Waits for the deadline of a preempted pod.
     async fn overdue(&self) {
         match self.ledger.next_overdue() {
             Some(at) => tokio::time::sleep_until(self.begun + at).await,
@@ -356,7 +357,7 @@ impl Actor {
         }
     }
 
-    /// Critical pods wait no longer for pods that do not stop.
+    /// Stops waiting for preempted pods that exceeded their deadline, and retries the admission of critical pods.
     fn give_up_overdue(&mut self) {
         for victim in self.ledger.give_up_overdue(self.begun.elapsed()) {
             let message = "Container runtime did not kill the pod within specified grace period.";
@@ -371,7 +372,7 @@ impl Actor {
     }
 
     fn admit_waiting(&mut self) {
-        // A pod that was deleted while it waited does not wait any more.
+        // A dropped reply means that the pod was deleted while it waited.
         self.waiting.retain(|waiting| !waiting.reply.is_closed());
         for waiting in std::mem::take(&mut self.waiting) {
             self.admit(waiting);
@@ -423,7 +424,7 @@ impl Actor {
         }
     }
 
-    /// Tells pods that they are admitted, and asks device plugins for what they are to have.
+    /// Notifies admitted pods. If a pod needs devices, these are allocated first.
     fn tell_granted(&mut self) {
         for (waiting, slots) in std::mem::take(&mut self.granted) {
             if slots.is_empty() {
@@ -434,8 +435,8 @@ impl Actor {
         }
     }
 
-    /// Gives an admitted pod resources of its own, all that it asks for or nothing; the answer is for what devices
-    /// plugins are still to be asked.
+    /// Assigns exclusive resources to an admitted pod, either all of them or none. Returns
+    /// the allocations to request from device plugins.
     fn give(&mut self, pod: &Pod) -> Result<Vec<Slot>, Refusal> {
         let (context, managers) = (&self.context, &mut self.managers);
         let begun = Instant::now();
@@ -451,7 +452,7 @@ impl Actor {
             let possible = admit::check_swap(&now, pod, context.swaps())
                 .and_then(|()| self.managers.resize(&now, pod));
             if let Err(infeasible) = possible {
-                // It goes on with what it has, and waits for nothing.
+                // The pod keeps its current sizes and waits for no others.
                 self.ledger.withdraw(&now);
                 return Err(infeasible);
             }
@@ -464,7 +465,8 @@ impl Actor {
         self.ledger.grow(pod, room)
     }
 
-    /// Gives those that wait to grow what has become free, in their order, and tells them to ask again. The others wait on.
+    /// Grants freed resources to pods that wait for a resize, in their order, and
+    /// wakes their workers. The others keep waiting.
     fn retry_growth(&mut self, trigger: &str) {
         let mut waiting = self.ledger.waiting_to_grow();
         loop {
@@ -479,14 +481,14 @@ impl Actor {
                 }
                 !grows
             });
-            // One that has got more of one thing may have left some of another to one before it.
+            // A granted resize may reduce another resource, so that an earlier pod in the list fits now.
             if waiting.is_empty() || waiting.len() == before {
                 return;
             }
         }
     }
 
-    /// Tells what is bound to what, if that has changed. Before a pod is told that it is admitted.
+    /// Publishes the binding of containers if it changed. Runs before a pod learns of its admission.
     fn publish(&mut self) {
         let now = self.managers.pinning();
         self.unsaved |= self.pinning.send_if_modified(|pinning| {
@@ -498,8 +500,8 @@ impl Actor {
         });
     }
 
-    /// Writes what the managers have given. What cannot be written is tried again after the next request; pods start
-    /// nevertheless, as with a kubelet.
+    /// Writes the checkpoints of the managers. A failure is retried after the next
+    /// request; pods start nevertheless, as in the kubelet.
     async fn save(&mut self) {
         if !self.unsaved {
             return;
@@ -525,7 +527,7 @@ impl Actor {
         }
     }
 
-    /// What volumes wait for may be there: those that failed are tried again.
+    /// Wakes all workers, so that they retry failed volumes.
     fn retry_volumes(&self) {
         for inbox in self.inboxes.values() {
             inbox.send(Input::DriversChanged);
@@ -542,7 +544,7 @@ impl Actor {
         }
     }
 
-    /// What a pod had of the node's resources goes to those that wait; what was its alone only once it has stopped.
+    /// Offers a pod's resources to waiting pods; exclusive resources only after the pod has stopped.
     fn make_room(&mut self, uid: &str, has_stopped: bool) {
         if has_stopped {
             self.context.devices.release(uid);
@@ -554,14 +556,14 @@ impl Actor {
     }
 }
 
-/// An answer that nobody waits for any more is dropped.
+/// Handles a reply whose receiver was dropped.
 pub(super) fn answered<T>(result: Result<(), T>) {
     if result.is_err() {
         tracing::debug!("the worker that asked has turned to something else");
     }
 }
 
-/// What pods may use, and what is advertised of devices; `uid` is the pod that asks.
+/// Resources that pods may use, including advertised devices; `uid` is the requesting pod.
 fn allocatable(context: &Context, uid: &str) -> Amounts {
     let mut amounts = context.allocatable();
     amounts.extend(context.devices.look(|d| d.allocatable_for(uid)));

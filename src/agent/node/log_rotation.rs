@@ -1,7 +1,7 @@
-//! What is done for all pods from time to time: logs that have grown are rotated (kubelet spec, 8.7).
+//! Rotates container logs that have grown too large (`pkg/kubelet/logs/container_log_manager.go`).
 //!
-//! Two steps: a log is moved aside and the runtime opens a new one, which takes moments, and then what was moved aside
-//! before is compressed, which may take minutes. The first waits for nobody's second, so that logs that grow fast stay small.
+//! There are two steps. First the log is renamed and the runtime opens a new one, which is fast. Then earlier logs are
+//! compressed, which may take minutes. No rename waits for a compression, so that fast-growing logs stay small.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -16,10 +16,10 @@ use crate::core::lock::lock;
 use crate::cri::{RunningContainer, RuntimeError};
 use crate::host::{HostError, HostErrorKind, Log};
 
-/// How many logs are moved aside at once, so that a runtime that does not answer for one holds up no other.
+/// Limit for parallel renames, so that a runtime that hangs for one log does not delay others.
 const MOVES: usize = 16;
 
-/// A step of rotations: so many at a time, and for each container one.
+/// A step of the rotation: limits parallel runs, and runs once per container at a time.
 struct Step {
     under_way: Mutex<BTreeSet<String>>,
     places: Semaphore,
@@ -33,7 +33,7 @@ impl Step {
         }
     }
 
-    /// Does the step for a container; nothing if it is done for that one already, or waits for its place.
+    /// Runs the step for a container. `None` if the step is already running or queued for this container.
     async fn take<T>(&self, id: &str, work: impl Future<Output = T>) -> Option<T> {
         if !lock(&self.under_way).insert(id.to_owned()) {
             return None;
@@ -52,7 +52,7 @@ struct Rotation {
     compressions: Step,
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let rotation = Arc::new(Rotation {
         moves: Step::new(MOVES),
@@ -66,17 +66,17 @@ pub async fn run(context: Arc<Context>) {
             let rotation = Arc::clone(&rotation);
             tasks.spawn(async move { rotation.handle(&container, exists).await });
         }
-        // A panic ends the process: what comes of a task need not be looked at.
+        // A panic terminates the process, so results of tasks are not checked.
         while tasks.try_join_next().is_some() {}
         tokio::time::sleep_until(next).await;
     }
 }
 
-/// The containers whose log is too large, or is not there.
+/// The running containers whose log is too large or missing, with whether the log exists.
 async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
     let running = match context.runtime.running().await {
         Ok(running) => running,
-        // That the runtime does not answer is said elsewhere.
+        // Other tasks report that the runtime does not answer.
         Err(error) => {
             tracing::debug!(%error, "no log is rotated: the runtime cannot say what runs");
             return vec![];
@@ -85,7 +85,7 @@ async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
     let logs: Vec<Log> = running.iter().map(log_of).collect();
     let sizes = context.host.log_sizes(&logs).await;
     let most = context.config.logs.max_size;
-    // One that somebody removed is made anew.
+    // A missing log was removed by another program; the runtime must open a new one.
     let is_due = |size: &Option<u64>| size.is_none_or(|bytes| bytes > most);
     let measured = running.into_iter().zip(sizes);
     measured
@@ -95,7 +95,7 @@ async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
 }
 
 impl Rotation {
-    /// Both steps for a container. While its files are being compressed, its log may be moved aside again.
+    /// Runs both steps for a container. While its files are compressed, its log may be renamed again.
     async fn handle(&self, container: &RunningContainer, exists: bool) {
         let (context, log) = (&self.context, log_of(container));
         let moving = rotate(context, &container.id, &log, exists);
@@ -132,20 +132,20 @@ fn log_of(container: &RunningContainer) -> Log {
 /// Why a log was not rotated.
 #[derive(Debug, thiserror::Error)]
 enum NotRotated {
-    /// It cannot be moved.
+    /// The log cannot be renamed.
     #[error("{0}")]
     Host(#[from] HostError),
-    /// What was moved aside is back in its place.
+    /// The runtime did not open a new log; the renamed log was restored.
     #[error("the runtime does not open the log anew: {0}")]
     Runtime(#[from] RuntimeError),
 }
 
-/// Has the runtime open a log anew.
+/// Makes the runtime open the log file again.
 async fn reopen(context: &Context, id: &str) -> Result<(), NotRotated> {
     Ok(context.runtime.reopen_log(id).await?)
 }
 
-/// Moves a log aside, if it is there, and has the runtime open a new one.
+/// Renames an existing log, and makes the runtime open a new one.
 async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<(), NotRotated> {
     if !exists {
         return reopen(context, id).await;
@@ -153,7 +153,7 @@ async fn rotate(context: &Context, id: &str, log: &Log, exists: bool) -> Result<
     let stamp = context.clock.now().strftime("%Y%m%d-%H%M%S").to_string();
     let files = context.config.logs.max_files;
     let aside = match context.host.move_log_aside(log, files, &stamp).await {
-        // Somebody has removed it since it was measured.
+        // Removed since the measurement.
         Err(error) if error.kind == HostErrorKind::NotFound => return reopen(context, id).await,
         moved => moved?,
     };

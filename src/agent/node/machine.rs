@@ -1,11 +1,12 @@
-//! What the agent asks of the machine before it starts, and what it sets for itself (kubelet spec, 16.2).
+//! Requirements on the machine before the agent starts, and limits of the agent's process
+//! (`pkg/kubelet/cm/container_manager_linux.go`).
 
 use anyhow::bail;
 
 use crate::config::Config;
 use crate::sys::{beneath, machine, process};
 
-/// The kernel's settings that `protectKernelDefaults` insists on, below `/proc/sys`.
+/// The sysctls that `protectKernelDefaults` requires, below `/proc/sys`.
 const KERNEL: [(&str, i64); 6] = [
     ("vm/overcommit_memory", 1),
     ("vm/panic_on_oom", 0),
@@ -15,7 +16,7 @@ const KERNEL: [(&str, i64); 6] = [
     ("kernel/keys/root_maxbytes", 25_000_000),
 ];
 
-/// Why this machine is refused, as sentences with their remedies; none where it is not.
+/// Why the agent must not start on this machine, as sentences with remedies; empty if it may.
 #[must_use]
 pub fn refusals(config: &Config) -> Vec<String> {
     let mut refusals = vec![];
@@ -43,7 +44,7 @@ pub fn refusals(config: &Config) -> Vec<String> {
     refusals
 }
 
-/// Refuses a machine that the configuration does not allow, and sets this process's own limits.
+/// Fails if the agent must not start on this machine; otherwise sets the limits of this process.
 pub fn prepare(config: &Config) -> anyhow::Result<()> {
     let refusals = refusals(config);
     if !refusals.is_empty() {
@@ -56,7 +57,7 @@ pub fn prepare(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Which of the kernel's settings are not as `protectKernelDefaults` insists on.
+/// The sysctls that violate `protectKernelDefaults`.
 fn unprotected() -> Option<String> {
     let wrong = KERNEL.iter().filter_map(|(name, wanted)| {
         let found = machine::sysctl(name);
@@ -74,7 +75,7 @@ fn unprotected() -> Option<String> {
     })
 }
 
-/// As many open files as are wanted, or as many as can be had.
+/// Raises the limit of open files to `wanted`, or as far as possible.
 fn raise_open_files(wanted: u64) {
     match process::limit_open_files(wanted) {
         Ok(limit) if limit < wanted => tracing::warn!(

@@ -1,5 +1,4 @@
-//! What the managers of the node's resources do, counted under the kubelet's names (kubelet spec, chapter 18; kubelet's
-//! `metrics/metrics.go`).
+//! Metrics of the resource managers, under the kubelet's names (`pkg/kubelet/metrics/metrics.go`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -58,7 +57,7 @@ const NOT_ALIGNED: Family = family(
     "Cumulative number of containers or pods whose resources could not be aligned, by what they were to be aligned to.",
     &["scope", "boundary"],
 );
-/// 0.05 × 2ⁿ, fifteen of them.
+/// 0.05 × 2ⁿ, 15 buckets.
 const MILLISECONDS: &[f64] = &[
     0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6, 819.2,
 ];
@@ -87,7 +86,7 @@ fn count(metrics: &Metrics, count: Count, by: u64) {
     metrics.count(family, labels, by);
 }
 
-/// Has what can be counted from now on stand there with 0, as the kubelet does.
+/// Creates the counters with a value of 0, as the kubelet does.
 pub fn begin(metrics: &Metrics, managers: &Managers) {
     let plain = [
         Count::Alignment,
@@ -128,7 +127,7 @@ pub fn write_protected(rules: &Rules, pods: &[&Pod], page: &mut Page) {
     );
 }
 
-/// A pod was admitted or not, which took so long.
+/// Records a decision of the managers about a pod, and its duration.
 pub fn admitted(metrics: &Metrics, counts: &[Count], took: Duration) {
     for each in counts {
         count(metrics, *each, 1);
@@ -137,7 +136,7 @@ pub fn admitted(metrics: &Metrics, counts: &[Count], took: Duration) {
     metrics.observe(ADMISSION_MS, MILLISECONDS, &[], took);
 }
 
-/// Writes how many processors are shared and how many are somebody's. Without a static policy both are 0.
+/// Writes the sizes of the shared pool of CPUs and of the exclusive CPUs. Both are 0 without a static policy.
 pub fn write(managers: &Managers, page: &mut Page) {
     let cpus = managers.cpus();
     let shared = cpus.map_or(0, |cpus| cpus.free().len());

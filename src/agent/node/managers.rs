@@ -1,6 +1,5 @@
-//! The world around the managers of the node's resources ([`crate::core::node::managers`]): the machine's layout and the
-//! checkpoints at the start, and containers bound to the processors that they should run on and the memory that they should
-//! use.
+//! Connects the resource managers ([`crate::core::node::managers`]) to the machine: reads its topology and the
+//! checkpoints at startup, and binds containers to their CPUs and NUMA nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -21,7 +20,7 @@ use crate::core::pod::pinning::Pinning;
 use crate::cri::RunningContainer;
 use crate::sys::{file, machine, topology};
 
-/// The most that a checkpoint may be long, in bytes.
+/// Size limit of a checkpoint, in bytes.
 const LIMIT: u64 = 16 << 20;
 
 fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
@@ -30,7 +29,7 @@ fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
         .with_context(|| format!("{} cannot be read", path.display()))
 }
 
-/// The managers as the configuration wants them, with what they or a kubelet gave before.
+/// Creates the configured managers, with the assignments that an earlier agent or a kubelet stored.
 pub fn start(config: &Config) -> anyhow::Result<Managers> {
     let machine = match config.managers.bind() || config.managers.alignment.is_some() {
         false => Machine::default(),
@@ -64,8 +63,8 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
     Ok(())
 }
 
-/// Binds containers to the processors and the memory that they should use, when those change and every `cpuManagerReconcilePeriod`,
-/// and takes back what pods have that are not there any more.
+/// Binds containers to their CPUs and NUMA nodes, whenever assignments change and every `cpuManagerReconcilePeriod`.
+/// Also releases assignments of pods that no longer exist.
 pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
     if !context.config.managers.bind() {
         return std::future::pending().await;
@@ -84,7 +83,7 @@ pub async fn keep(context: Arc<Context>, roster: watch::Receiver<Roster>) {
     }
 }
 
-/// The processors and NUMA nodes that a container is bound to, as lists; an empty one binds to nothing.
+/// The CPUs and NUMA nodes that a container is bound to, as lists; an empty list is no restriction.
 #[derive(Default, Clone, PartialEq, Eq)]
 struct Bound {
     cpus: String,
@@ -104,7 +103,7 @@ impl Bound {
     }
 }
 
-/// What containers were bound to last, by their ids.
+/// The last binding of each container, by its id.
 #[derive(Default)]
 struct Binder {
     bound: BTreeMap<String, Bound>,
@@ -162,7 +161,7 @@ impl Binder {
     }
 }
 
-/// Pods that went while no agent ran have left what they had.
+/// Releases assignments of pods that were deleted while no agent was running.
 async fn release_stale(
     context: &Context,
     roster: &watch::Receiver<Roster>,

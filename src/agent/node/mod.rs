@@ -1,23 +1,24 @@
-//! The Node object and what keeps it true (kubelet spec, chapter 12): loops that do not wait for each other.
+//! Publishes the Node object and keeps it up to date. Independent loops run in parallel:
 //!
-//! | Loop | What it does |
+//! | Loop | Purpose |
 //! |---|---|
-//! | `runtime::poll` | asks the runtime how it is |
-//! | `runtime::images` | lists its images |
-//! | `runtime::pod_addresses` | tells it the pod CIDR |
+//! | `runtime::poll` | polls the runtime's status |
+//! | `runtime::images` | lists the runtime's images |
+//! | `runtime::pod_addresses` | sets the runtime's pod CIDR |
 //! | `status::keep` | registers the node (`registration`) and patches its status |
 //! | `lease::keep` | renews the lease |
 //! | `own::follow` | watches the Node object |
-//! | `cgroup_tree::keep` | gives the cgroups above pods, and those of the system, their values |
-//! | `leases::keep` | releases the addresses that failed sandboxes left |
-//! | `own_cgroups::keep` | moves the agent and the system's processes to their cgroups, where they are to have some |
+//! | `cgroup_tree::keep` | sets the values of the cgroups above pods, and of the system's cgroups |
+//! | `leases::keep` | releases the addresses of failed sandboxes |
+//! | `own_cgroups::keep` | moves the agent and system processes to their configured cgroups |
 //!
-//! Beside them `pressure` watches over memory, disks and process ids, and evicts pods where they run short; `oom` says when the kernel had to kill; `shutdown`
-//! ends them in their order with the machine; `devices::run` registers device plugins; `claims::run` gives back what pods have left of dynamic resources, and
-//! `slices::run` takes back what drivers that are gone have offered; `network::follow` reads the machine's addresses and its resolver configuration again, and
-//! `managers::keep` binds containers to the processors and the memory that they should use.
+//! Other tasks: `pressure` monitors memory, disks and process ids, and evicts pods; `oom` reports
+//! out-of-memory kills; `shutdown` terminates pods when the machine shuts down; `devices::run` registers
+//! device plugins; `claims::run` releases leftover resource claims; `slices::run` deletes ResourceSlices of
+//! unavailable drivers; `network::follow` updates the machine's addresses and resolver configuration;
+//! `managers::keep` binds containers to their CPUs and NUMA nodes.
 //!
-//! What they tell each other is the newest value in a `watch` channel. Every request has a deadline.
+//! The loops exchange the latest values through `watch` channels. Every request has a deadline.
 
 mod api;
 mod cgroup_tree;
@@ -84,13 +85,13 @@ fn limits(config: &Config) -> Limits<'_> {
     }
 }
 
-/// What pods may use: the machine's capacity less what is set aside.
+/// The resources that pods may use: the machine's capacity minus reservations.
 #[must_use]
 pub fn allocatable(machine: &Machine, config: &Config) -> Amounts {
     capacity::allocatable(&size(machine), limits(config))
 }
 
-/// How long a request of the heartbeat may take: when the next is due, it is too late.
+/// Timeout of heartbeat requests: a request must complete before the next heartbeat is due.
 fn deadline(context: &Context) -> Duration {
     let lease = u64::try_from(context.config.lease_seconds).unwrap_or(40);
     context
@@ -100,7 +101,7 @@ fn deadline(context: &Context) -> Duration {
         .max(Duration::from_secs(1))
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub async fn run(
     context: Arc<Context>,
     network: watch::Sender<Network>,

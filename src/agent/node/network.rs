@@ -1,5 +1,5 @@
-//! What pods inherit of the machine's network: its addresses, where `--node-ip` names none, and its resolver
-//! configuration. Both may change, or come only after a boot, and are read again with every status of the node.
+//! The machine's addresses, if `--node-ip` specifies none, and its resolver configuration, which pods inherit. Both may
+//! change or become available after a boot, so they are read again with every status of the node.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use crate::host::{HostError, blocking};
 use crate::sys::failure::doing;
 use crate::sys::{addresses, file};
 
-/// The largest resolver configuration that is read.
+/// Size limit of the resolver configuration, in bytes.
 const LIMIT: u64 = 64 << 10;
 
-/// How long the node's name may take to be resolved.
+/// Timeout for resolving the node's name.
 const RESOLVED: Duration = Duration::from_secs(3);
 
-/// The node's addresses as they are now, or why there are none.
+/// The node's current addresses, or why there are none.
 pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     let machine = addresses::read().await?;
     if !config.node_ips.is_empty() {
@@ -45,7 +45,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     own.map(|ip| vec![ip.to_string()]).ok_or_else(missing)
 }
 
-/// The same for a start: without an address, pods that ask for it wait until there is one.
+/// Like [`addresses()`], for startup: without an address, pods that need one wait until the node has one.
 pub async fn first_addresses(config: &Config) -> Vec<String> {
     let external = config.external_cloud && config.kubeconfig.is_some();
     if origin(external, config.has_node_ip, None) == Origin::Later {
@@ -57,7 +57,7 @@ pub async fn first_addresses(config: &Config) -> Vec<String> {
     })
 }
 
-/// The local address of each family that the node has, in its order.
+/// The loopback address of each address family of the node, in the order of its addresses.
 fn local_servers(node_ips: &[String]) -> Vec<String> {
     let local = |ip: &String| if ip.contains(':') { "::1" } else { "127.0.0.1" };
     let servers: Vec<String> = node_ips.iter().map(|ip| local(ip).into()).collect();
@@ -67,10 +67,11 @@ fn local_servers(node_ips: &[String]) -> Vec<String> {
     }
 }
 
-/// Name resolution of pods, by the node's own (`resolvConf`). A file that cannot be read is an error.
+/// The DNS settings of pods, derived from the node's resolver configuration
+/// (`resolvConf`). Fails if the file cannot be read.
 pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, HostError> {
     let own = if config.resolv_conf.is_empty() {
-        // Nothing of the node's: a server on the same machine, and the root alone to search.
+        // Without a `resolvConf` pods get a name server on the same machine and the root as the only search domain.
         Resolver {
             servers: local_servers(node_ips),
             searches: vec![".".into()],
@@ -88,7 +89,8 @@ pub fn try_resolver(config: &Config, node_ips: &[String]) -> Result<Resolver, Ho
     })
 }
 
-/// The same for a start: without the file, pods have the cluster's servers alone until it is there.
+/// Like [`try_resolver`], for startup: without the file, pods get only the
+/// cluster's name servers until the file exists.
 pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     try_resolver(config, node_ips).unwrap_or_else(|error| {
         tracing::error!(
@@ -103,7 +105,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     })
 }
 
-/// The addresses of the host of pods as they are now: the Node's where a cloud controller sets them.
+/// The current addresses of pods on the host network: those of the Node if a cloud controller sets them.
 async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
     let config = &context.config;
     let external = config.external_cloud && context.node.api().is_some();
@@ -121,7 +123,7 @@ async fn of_host(context: &Context) -> Result<Vec<String>, HostError> {
     }
 }
 
-/// Follows what changes, until the process ends. What cannot be read stays as it was.
+/// Updates the addresses and the DNS settings until the process exits. After a failure, the last value stays valid.
 pub async fn follow(context: Arc<Context>) {
     let (mut complaint, mut node) = (None, context.node.subscribe());
     let is_told = context.config.external_cloud;

@@ -1,4 +1,5 @@
-//! Says so at the node when the kernel kills processes because the machine has no memory left (kubelet spec, 12.9).
+//! Emits an event about the node when the kernel kills processes because the machine is out of memory
+//! (`pkg/kubelet/oom/oom_watcher_linux.go`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use crate::sys::kmsg::KernelLog;
 /// The event's reason.
 const REASON: &str = "SystemOOM";
 
-/// Runs until the process ends. `log` is the kernel's log; without one there is nothing to say.
+/// Runs until the process exits. `log` is the kernel log; without it no events are emitted.
 pub async fn run(context: Arc<Context>, log: Option<PathBuf>) {
     if let Some(path) = log {
         let Err(error) = follow(&context, path.clone()).await;

@@ -1,4 +1,4 @@
-//! Our own Node object: as it was last seen, and seen anew when that matters.
+//! This node's Node object: caches the latest version, and reads it again when needed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,44 +17,44 @@ use crate::core::pod;
 use crate::kubeapi::cache::revision;
 use crate::sealed::Keeper;
 
-/// How long a pod's admission waits for the Node as it is now.
+/// Timeout for reading the Node during a pod's admission.
 const FRESH: Duration = Duration::from_secs(5);
-/// The pauses after a watch that was interrupted.
+/// Back-off after an interrupted watch.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(5));
 
-/// How long the Node object must be missing until the agent registers the node again, where `registerNode` is true. Who
-/// removes a node from its cluster stops the agent within this time.
+/// How long the Node object must be missing until the agent registers the node again, if `registerNode` is true. To
+/// remove a node from the cluster, stop its agent within this time.
 pub const REGISTER_AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// The Node that a pod is admitted to. Only [`OwnNode::admitting`] makes one, so no pod of the API is admitted to a node
-/// that is not known.
+/// The Node that a pod is admitted to. Only [`OwnNode::admitting`] creates one, so no
+/// pod of the API is admitted to an unknown node.
 pub struct Admitting(Arc<Node>);
 
 impl Admitting {
-    /// Its object.
+    /// The Node object.
     #[must_use]
     pub fn node(&self) -> &Node {
         &self.0
     }
 }
 
-/// Our own Node object.
+/// The state of this node's Node object.
 pub struct OwnNode {
     name: String,
     api: Option<Arc<dyn NodeApi>>,
-    /// As this agent registers it; it stands in for an object that does not exist.
+    /// The object as this agent registers it; replaces an object that does not exist.
     initial: Arc<Node>,
     registers: bool,
-    /// As it was last seen; it stays when the object is deleted, as pods that run still refer to it.
+    /// The last version. Kept after a deletion, as running pods still refer to it.
     seen: watch::Sender<Option<Arc<Node>>>,
-    /// Whether the object has been deleted since.
+    /// Whether the object was deleted and not recreated.
     deleted: watch::Sender<bool>,
-    /// Whether it is known which object there is, or that there is none.
+    /// Whether the object, or its absence, is known.
     known: watch::Sender<bool>,
 }
 
 impl OwnNode {
-    /// Nothing is known of it yet. Without an API the configuration says all.
+    /// Creates an unknown Node. Without an API, the Node consists of the configuration alone.
     #[must_use]
     pub fn new(config: &Config, api: Option<Arc<dyn NodeApi>>) -> OwnNode {
         let initial = registration::fresh(config, NodeStatus::default());
@@ -69,9 +69,9 @@ impl OwnNode {
         }
     }
 
-    /// The Node that a pod is admitted to; none while that is not known, and the pod has to wait. A static pod does not
-    /// wait: an API may never answer. What is not known, or does not exist, is as this agent registers it (the kubelet's
-    /// `getNodeAnyWay`, and the wait of its `NewSourceApiserver`).
+    /// The Node for a pod's admission; `None` while the Node is unknown and the pod has to wait. Static pods never
+    /// wait, as the API may never answer. An unknown or missing Node is replaced by the one that this agent registers
+    /// (upstream's `getNodeAnyWay`, and the wait in `NewSourceApiserver`).
     #[must_use]
     pub fn admitting(&self, pod: &Pod) -> Option<Admitting> {
         let seen = self.seen.borrow().clone();
@@ -80,13 +80,13 @@ impl OwnNode {
         node.map(Admitting)
     }
 
-    /// Waits until it is known which object there is, or that there is none.
+    /// Waits until the object, or its absence, is known.
     pub async fn known(&self) {
-        // The sender is our own: this cannot fail.
+        // This object owns the sender, so the wait cannot fail.
         let _ = self.known.subscribe().wait_for(|known| *known).await;
     }
 
-    /// No apiserver answers, and the pods of before are started: the object as it was kept counts for their admission.
+    /// Uses the stored Node for admission, because no apiserver answers and the earlier pods are started.
     pub fn assume(&self, kept: Option<Node>) {
         if let Some(kept) = kept {
             self.seen.send_if_modified(|known| {
@@ -100,24 +100,24 @@ impl OwnNode {
         self.known.send_replace(true);
     }
 
-    /// The API that it is in; none where there are only static pods.
+    /// The API of the object; `None` if there are only static pods.
     #[must_use]
     pub fn api(&self) -> Option<Arc<dyn NodeApi>> {
         self.api.clone()
     }
 
-    /// As it was last seen.
+    /// The last version.
     pub fn borrow(&self) -> watch::Ref<'_, Option<Arc<Node>>> {
         self.seen.borrow()
     }
 
-    /// Tells of each version that is seen.
+    /// Watches the versions of the Node.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<Option<Arc<Node>>> {
         self.seen.subscribe()
     }
 
-    /// Asks the API for the Node as it is now. Whether it answered.
+    /// Reads the Node from the API. Returns whether this succeeded.
     pub async fn refresh(&self) -> bool {
         let Some(api) = &self.api else { return false };
         match within(FRESH, api.get(&self.name)).await {
@@ -136,7 +136,8 @@ impl OwnNode {
         }
     }
 
-    /// A version has been seen. One older than what is known changes nothing: answers and watch may overtake each other.
+    /// Applies a version from an answer or from the watch. Ignores versions older than
+    /// the known one, as both may overtake each other.
     pub fn see(&self, mut node: Node) {
         node.metadata.managed_fields = None;
         let node = Arc::new(node);
@@ -153,7 +154,7 @@ impl OwnNode {
         self.set_deleted(false);
     }
 
-    /// The object is not there, or not any more.
+    /// Records that the object does not exist.
     pub(super) fn lose(&self) {
         self.known.send_replace(true);
         if self.seen.borrow().is_some() {
@@ -161,7 +162,7 @@ impl OwnNode {
         }
     }
 
-    /// Whether the object was deleted, and is not back.
+    /// Whether the object was deleted and not recreated.
     #[must_use]
     pub fn is_deleted(&self) -> bool {
         *self.deleted.borrow()
@@ -192,11 +193,11 @@ impl OwnNode {
         }
     }
 
-    /// Waits until the object is there.
+    /// Waits until the object exists.
     pub async fn present(&self) -> Arc<Node> {
         let (mut seen, mut deleted) = (self.seen.subscribe(), self.deleted.subscribe());
         loop {
-            // The senders are our own: neither wait can fail.
+            // This object owns the senders, so the waits cannot fail.
             let _ = deleted.wait_for(|deleted| !*deleted).await;
             if let Ok(node) = seen.wait_for(Option::is_some).await
                 && let Some(node) = node.clone()
@@ -208,7 +209,7 @@ impl OwnNode {
     }
 }
 
-/// Keeps the Node for a start without an apiserver: what admission reads of it.
+/// Stores the Node's fields that admission needs, for a start without an apiserver.
 pub async fn seal(context: Arc<Context>, keeper: Keeper) {
     let mut seen = context.node.subscribe();
     loop {
@@ -223,7 +224,7 @@ pub async fn seal(context: Arc<Context>, keeper: Keeper) {
     }
 }
 
-/// Watches the Node from the start on: its labels and taints decide which pods are admitted, its pod CIDR is the runtime's.
+/// Watches the Node: its labels and taints determine which pods are admitted, its pod CIDR is passed to the runtime.
 pub(super) async fn follow(context: &Context) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;

@@ -1,5 +1,5 @@
-//! The cgroups of the agent itself and of the system's processes (`kubeletCgroups`, `systemCgroups`; the kubelet's
-//! `container_manager_linux.go`).
+//! The cgroups of the agent and of system processes (`kubeletCgroups`, `systemCgroups`;
+//! `pkg/kubelet/cm/container_manager_linux.go`).
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use crate::config::OwnCgroups;
 use crate::host::blocking;
 use crate::sys::{cgroup, meter, process};
 
-/// How often it is looked whether all are where they should be, as in the kubelet.
+/// Interval between checks of the processes' cgroups, as in the kubelet.
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Moves the agent to its cgroup. One in a container stays where its runtime has put it.
+/// Moves the agent to its cgroup. An agent in a container stays in the container's cgroup.
 fn place_agent(to: &str) -> Result<(), String> {
     let is_on_host = process::is_on_host();
     let is_on_host = is_on_host.map_err(|e| format!("the process namespace is not known: {e}"))?;
@@ -24,7 +24,7 @@ fn place_agent(to: &str) -> Result<(), String> {
     cgroup::join(to, pid).map_err(|e| e.to_string())
 }
 
-/// Moves everybody to where he should be; the answer is what could not be done.
+/// Moves processes to their cgroups. Returns the failures.
 fn place(wanted: &OwnCgroups) -> Vec<String> {
     let mut failed = vec![];
     if let Some(to) = &wanted.system {
@@ -34,14 +34,14 @@ fn place(wanted: &OwnCgroups) -> Vec<String> {
             Err(error) => failed.push(error.to_string()),
         }
     }
-    // After the system: the agent may have been in the root, too.
+    // After the system processes: the agent may also have been in the root cgroup.
     if let Some(to) = &wanted.agent {
         failed.extend(place_agent(to).err());
     }
     failed
 }
 
-/// Keeps them there. A failure is told when it is another one than before.
+/// Keeps processes in their cgroups. Logs failures when they change.
 pub(super) async fn keep(context: &Context) {
     let wanted = &context.config.own_cgroups;
     if *wanted == OwnCgroups::default() {

@@ -1,4 +1,4 @@
-//! The Node object's registration: its labels, annotations and taints (kubelet spec, 12.1).
+//! Registers the Node object: its labels, annotations and taints (`pkg/kubelet/kubelet_node_status.go`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,12 +17,12 @@ use crate::core::node::addresses::PROVIDED;
 use crate::core::version::arch;
 use crate::kubeapi::pods::ApiFailure;
 
-/// The pauses between tries to register.
+/// Back-off between attempts to register.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(100), Duration::from_secs(7));
-/// Tells the controller that volumes are attached by it.
+/// Annotation for the attach/detach controller: it attaches the node's volumes.
 const ATTACH: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 
-/// The labels that say what the machine is: they are kept right for as long as the agent runs.
+/// Labels that describe the platform. The agent restores them whenever they are changed.
 fn platform_labels() -> [(&'static str, &'static str); 4] {
     [
         ("kubernetes.io/os", "linux"),
@@ -40,8 +40,8 @@ fn labels(config: &Config) -> BTreeMap<String, String> {
     labels
 }
 
-/// Labels that a Node which exists already gets too: they are the machine's. Others are the administrator's once the
-/// Node is there.
+/// Labels of the machine, which are also set on an existing Node. Other labels
+/// belong to the administrator once the Node exists.
 const RECONCILED: [&str; 11] = [
     "kubernetes.io/hostname",
     "kubernetes.io/os",
@@ -56,7 +56,7 @@ const RECONCILED: [&str; 11] = [
     "beta.kubernetes.io/instance-type",
 ];
 
-/// The addresses that `--node-ip` named, for the cloud controller.
+/// The addresses of `--node-ip`, as an annotation for the cloud controller.
 fn provided(config: &Config) -> Option<String> {
     let ips: Vec<String> = config.node_ips.iter().map(ToString::to_string).collect();
     (config.external_cloud && !ips.is_empty()).then(|| ips.join(","))
@@ -75,7 +75,7 @@ fn taints(config: &Config) -> Vec<Taint> {
     taints
 }
 
-/// A Node as it is made.
+/// The Node object as this agent creates it.
 pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
     let attach = [(ATTACH, "true".to_owned())];
     let annotations = attach
@@ -99,7 +99,7 @@ pub(super) fn fresh(config: &Config, status: NodeStatus) -> Node {
     }
 }
 
-/// The merge patch that puts a Node's own labels and annotations right; none where they are.
+/// The merge patch that restores a Node's own labels and annotations; `None` if they are correct.
 fn mended(config: &Config, found: &Node) -> Option<Value> {
     let labels: BTreeMap<String, Option<String>> = labels(config)
         .into_iter()
@@ -124,7 +124,7 @@ fn mended(config: &Config, found: &Node) -> Option<Value> {
     (!metadata.is_empty()).then(|| json!({"metadata": metadata}))
 }
 
-/// The merge patch for labels about the platform that somebody has changed; none where they are right.
+/// The merge patch that restores changed platform labels; `None` if they are correct.
 pub(super) fn platform_patch(node: &Node) -> Option<Value> {
     let wrong: BTreeMap<&str, &str> = platform_labels()
         .into_iter()
@@ -133,7 +133,7 @@ pub(super) fn platform_patch(node: &Node) -> Option<Value> {
     (!wrong.is_empty()).then(|| json!({"metadata": {"labels": wrong}}))
 }
 
-/// Makes the Node object.
+/// Creates the Node object.
 async fn create(
     context: &Context,
     api: &dyn NodeApi,
@@ -149,7 +149,7 @@ async fn create(
     Ok(made)
 }
 
-/// The Node object, made if it does not exist. Taints count only when it is made.
+/// Returns the Node object, and creates it if it does not exist. Taints are set at creation only.
 async fn once(
     context: &Context,
     api: &dyn NodeApi,
@@ -165,7 +165,7 @@ async fn once(
             )));
         }
         None => match create(context, api, status).await {
-            // A node that may not make itself may have been made by others.
+            // A node without the permission to create its Node may have one that another client created.
             Err(refusal @ (ApiFailure::AlreadyExists(_) | ApiFailure::Forbidden(_))) => {
                 within(limit, api.get(name)).await?.ok_or(refusal)?
             }
@@ -178,7 +178,7 @@ async fn once(
     }
 }
 
-/// Registers the node, however long that takes. `status` makes its first status.
+/// Registers the node, with back-off until it succeeds. `status` computes the first status.
 pub(super) async fn register(
     context: &Context,
     api: &dyn NodeApi,

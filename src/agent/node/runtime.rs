@@ -1,4 +1,4 @@
-//! What the container runtime says of itself, asked again and again, and what it is told of the node.
+//! Polls the container runtime for its status and images, and sets the runtime's pod CIDR.
 
 use std::time::Duration;
 
@@ -12,25 +12,25 @@ use crate::core::node::conditions::joined;
 use crate::core::node::runtime_health::{Answer, RuntimeHealth};
 use crate::cri::{Features, Image, RuntimeErrorKind};
 
-/// How often the runtime is asked while it is not ready, and when it is.
+/// Interval between status requests while the runtime is not ready, and while it is.
 const POLL: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
-/// How long one question to it may take.
+/// Timeout of a status request.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long a list of all images may take.
+/// Timeout for listing all images.
 const LISTING: Duration = Duration::from_secs(30);
-/// The most names of an image that a Node tells.
+/// Limit for names of one image in the Node's status.
 const NAMES: usize = 5;
 
-/// What the runtime said last.
+/// The last known state of the runtime.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct RuntimeView {
-    /// Whether it has been asked at all.
+    /// Whether a first status request has completed, successfully or not.
     pub asked: bool,
-    /// For instance `containerd://1.7.2`.
+    /// For example `containerd://1.7.2`.
     pub version: String,
-    /// Why the node is not ready on its account.
+    /// Why the runtime keeps the node from being ready.
     pub problems: Vec<String>,
-    /// What it can do.
+    /// The features that the runtime reports.
     pub features: Features,
 }
 
@@ -42,7 +42,7 @@ fn publish<T: PartialEq>(channel: &watch::Sender<T>, value: T) {
     });
 }
 
-/// Asks the runtime how it is: every five seconds, and five times a second while it is not well.
+/// Polls the runtime's status: every five seconds, or five times per second while the runtime is not ready.
 pub(super) async fn poll(
     context: &Context,
     views: &watch::Sender<RuntimeView>,
@@ -57,7 +57,7 @@ pub(super) async fn poll(
                 let not_ready = status.network_not_ready.as_ref();
                 let reason = |why: &String| format!("container runtime network not ready: {why}");
                 let state = not_ready.map_or(Network::Ready, |why| Network::NotReady(reason(why)));
-                // Pods that wait for the network need the features.
+                // Published first: pods that wait for the network need the features.
                 publish(&context.features, status.features.clone());
                 publish(network, state);
                 (view.version, view.features) = (status.version, status.features);
@@ -86,7 +86,7 @@ pub(super) async fn poll(
     }
 }
 
-/// Lists images as often as the node's status is computed. What was listed last counts while the runtime cannot say.
+/// Lists images as often as the node's status is computed. After a failure, the last list stays valid.
 pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<ContainerImage>>>) {
     let most = usize::try_from(context.config.max_images).unwrap_or(usize::MAX);
     loop {
@@ -99,14 +99,14 @@ pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<
     }
 }
 
-/// The largest images as a Node tells them: digests before tags, and few names each.
+/// The largest images in the format of the Node's status: digests before tags, and at most [`NAMES`] names each.
 fn largest(mut images: Vec<Image>, most: usize) -> Vec<ContainerImage> {
     images.sort_by(|a, b| b.size.cmp(&a.size).then_with(|| a.id.cmp(&b.id)));
     let reported = |mut image: Image| {
         image.names.sort_by_key(|name| !name.contains('@'));
         image.names.truncate(NAMES);
         ContainerImage {
-            // The API drops an empty list: it would differ from what it says in each round.
+            // The API drops an empty list, so an empty list would differ from the stored status in every round.
             names: (!image.names.is_empty()).then_some(image.names),
             size_bytes: i64::try_from(image.size).ok(),
         }
@@ -123,7 +123,7 @@ fn pod_cidrs(node: &Node) -> Option<String> {
         .filter(|one| !one.is_empty())
 }
 
-/// Tells the runtime the addresses of this node's pods, whenever they change: some write their CNI configuration by it.
+/// Sets the runtime's pod CIDR when it changes: some runtimes generate their CNI configuration from it.
 pub(super) async fn pod_addresses(context: &Context) {
     let mut node = context.node.subscribe();
     let mut told: Option<String> = None;

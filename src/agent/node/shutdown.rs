@@ -1,8 +1,9 @@
-//! The machine's shutdown (KEP-2000, KEP-2712; kubelet spec, 12.8): it is made to wait; when it is announced the node takes
-//! no more pods and says so, the pods end phase by phase, lowest priority first, and what became of them is written before
-//! the machine goes on. [`crate::core::node::shutdown`] decides who ends when and how.
+//! Graceful shutdown of the machine (KEP-2000, KEP-2712; `pkg/kubelet/nodeshutdown`). An inhibitor delays the shutdown.
+//! When it is announced, the node rejects further pods and reports itself not ready. Pods terminate phase by phase,
+//! lowest priority first, and their statuses are written before the machine continues. [`crate::core::node::shutdown`]
+//! decides when and how each pod terminates.
 //!
-//! A shutdown that is called off leaves a node as any other: what has ended stays so, but for static pods.
+//! After a cancelled shutdown the node works as before. Terminated pods stay terminated, except static pods.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -23,18 +24,18 @@ use crate::core::pod;
 use crate::sys::file;
 use crate::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
 
-/// The pauses between tries to listen.
+/// Back-off between attempts to connect to logind.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(30));
-/// How long pods wait for the Node to say that it shuts down.
+/// Maximum time to wait until the Node reports the shutdown.
 const REPORT: Duration = Duration::from_secs(1);
-/// How long the statuses of pods that have ended are waited for: without an apiserver they would not be written at all.
+/// Maximum time to wait for the statuses of terminated pods. Without an apiserver they are never written.
 const FLUSH: Duration = Duration::from_secs(2);
-/// How often it is looked whether pods have ended.
+/// Interval between checks whether pods have terminated.
 const LOOK: Duration = Duration::from_millis(50);
-/// The most that the state file may be long, in bytes.
+/// Size limit of the state file, in bytes.
 const LIMIT: u64 = 4096;
 
-/// Runs until the process ends. Without grace periods no shutdown waits.
+/// Runs until the process exits. Without grace periods, shutdowns are not delayed.
 pub async fn run(
     context: Arc<Context>,
     announcer: Option<Arc<dyn Announcer>>,
@@ -73,7 +74,7 @@ pub async fn run(
     }
 }
 
-/// The pods are ending; the answer is the static pods that were told to.
+/// A shutdown in progress; the task returns the static pods that it terminated.
 struct Ending {
     call_off: CancellationToken,
     told: AbortOnDropHandle<BTreeSet<String>>,
@@ -82,14 +83,14 @@ struct Ending {
 struct Watch<'a> {
     context: &'a Arc<Context>,
     hints: mpsc::Sender<Hint>,
-    /// Held while nothing is announced.
+    /// Delays the shutdown; held while no shutdown is announced.
     inhibitor: Option<Inhibitor>,
-    /// From the announcement of a shutdown on, until it is called off.
+    /// Set from the announcement of a shutdown until its cancellation.
     ending: Option<Ending>,
 }
 
 impl Watch<'_> {
-    /// Follows what is announced. Ends with the reason why there are no more announcements.
+    /// Follows announcements. Returns the reason when there are no more.
     async fn listen(&mut self, announcer: &dyn Announcer, pauses: &mut Doubling) -> String {
         let needed = self.context.config.shutdown.total();
         match announcer.listen(needed).await {
@@ -106,7 +107,7 @@ impl Watch<'_> {
         announcements: &mut dyn Announcements,
         pauses: &mut Doubling,
     ) -> Result<(), LogindError> {
-        // What was announced while nobody listened counts too.
+        // A shutdown may have been announced before the subscription.
         let mut is_shutting_down = announcements.is_shutting_down().await?;
         loop {
             if is_shutting_down {
@@ -118,7 +119,7 @@ impl Watch<'_> {
                         self.inhibitor = Some(inhibitor);
                         tracing::info!("a shutdown of the machine waits for pods");
                     }
-                    // It was announced since we asked: there is no time to lose.
+                    // Announced since the query: begin immediately.
                     Err(LogindError::UnderWay) => self.begin(),
                     Err(error) => return Err(error),
                 }
@@ -167,7 +168,7 @@ impl Watch<'_> {
         });
     }
 
-    /// The machine goes on: so does the node.
+    /// Handles a cancelled shutdown: restarts static pods, and accepts pods again.
     async fn call_off(&mut self) {
         let Some(Ending { call_off, told }) = self.ending.take() else {
             return;
@@ -192,7 +193,7 @@ impl Watch<'_> {
     }
 }
 
-/// Static pods that were not taken because of the shutdown.
+/// Static pods that were rejected because of the shutdown.
 fn rejected(pods: &KnownPods) -> BTreeSet<String> {
     let is_rejected = |known: &&Known| {
         let status = known.object.as_ref().and_then(|o| o.status.as_ref());
@@ -202,14 +203,14 @@ fn rejected(pods: &KnownPods) -> BTreeSet<String> {
     rejected.map(|k| pod::uid(&k.pod).to_owned()).collect()
 }
 
-/// Ends all pods. `told` are the static ones among those that were told.
+/// Terminates all pods, and adds the static ones to the set.
 async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
     let mut began = Instant::now();
     let mut times = Times {
         start: Some(context.clock.now()),
         end: None,
     };
-    // A disk that hangs, of which there may be no more to be had, holds up no pod's end.
+    // A disk that hangs or is no longer available must not delay the termination of pods.
     let noted = tokio::time::timeout(REPORT, note(context, times));
     let (noted, ()) = tokio::join!(noted, report(context));
     if noted.is_err() {
@@ -222,7 +223,7 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
         let is_static = phase.pods.iter().filter(|p| pod::is_static(p));
         told.extend(is_static.map(|p| pod::uid(p).to_owned()));
         end_phase(context, phase, deadline).await;
-        // The apiserver may be a pod of the next phase; nobody loses time by that.
+        // The apiserver may be a pod of the next phase. The wait is not added to the phase's period.
         let is_last = place + 1 == phases.len();
         let longest = Instant::now() + FLUSH;
         flush(
@@ -241,7 +242,7 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
     note(context, times).await;
 }
 
-/// Ends the pods of a phase, and waits until they have, at most until its end.
+/// Terminates the pods of a phase, and waits for them until the phase's deadline.
 async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
     let names: Vec<String> = phase.pods.iter().map(|p| pod::full_name(p)).collect();
     tracing::info!(
@@ -270,7 +271,7 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
     }
 }
 
-/// Waits until the API knows what became of the pods of a phase.
+/// Waits until the API has the terminal statuses of a phase's pods.
 async fn flush(context: &Context, phase: &Phase, until: Instant) {
     let uids: BTreeSet<&str> = phase.pods.iter().map(|p| pod::uid(p)).collect();
     let mut roster = context.roster.subscribe();
@@ -283,13 +284,13 @@ async fn flush(context: &Context, phase: &Phase, until: Instant) {
     }
 }
 
-/// The pods that still hold something.
+/// The pods that still use resources.
 async fn remaining(context: &Context, uids: &BTreeSet<&str>) -> impl Iterator<Item = Arc<Pod>> {
     let pods = context.ledger.pods().await.into_iter();
     pods.filter(|p| uids.contains(pod::uid(p)))
 }
 
-/// Whether the API has the last status of a pod, or nothing where it could be.
+/// Whether the API has the pod's terminal status, or has no object for it.
 fn is_written(known: &KnownPods, uid: &str) -> bool {
     let Some(known) = known.iter().find(|k| pod::uid(&k.pod) == uid) else {
         return true;
@@ -302,7 +303,7 @@ fn is_written(known: &KnownPods, uid: &str) -> bool {
     object.is_none_or(|object| pod::is_terminal(object))
 }
 
-/// Waits until the Node says that it shuts down: nobody should send pods here any more.
+/// Waits until the Node reports the shutdown, so that no more pods are scheduled here.
 async fn report(context: &Context) {
     if context.node.api().is_none() {
         return;
@@ -332,7 +333,7 @@ fn last_times(root: &Path) -> Result<Times, String> {
     }
 }
 
-/// Writes down when the shutdown began and ended, for the metrics after the next start.
+/// Stores the start and end of the shutdown, for metrics after the next start.
 async fn note(context: &Context, times: Times) {
     context.metrics.shut_down(times);
     let path = context.config.root_dir.join(STATE_FILE);

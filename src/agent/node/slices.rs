@@ -1,6 +1,7 @@
-//! ResourceSlices of drivers that are gone are deleted, so that no pod is given devices that nobody prepares (kubelet spec,
-//! 14.6): all of this node's when the agent starts, as drivers publish theirs anew when they are gone, and those of a driver
-//! that nobody has answered for [`GRACE`].
+//! Deletes ResourceSlices of unavailable drivers, so that no pod is assigned devices that no driver can
+//! prepare (KEP-4381; `pkg/kubelet/cm/dra/plugin/dra_plugin_manager.go`). When the agent starts, all slices
+//! of this node are deleted, as running drivers publish theirs again. Later, a driver's slices are deleted
+//! after the driver was unreachable for [`GRACE`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,26 +14,26 @@ use crate::agent::{Context, NodeApi};
 use crate::core::backoff::Doubling;
 use crate::kubeapi::pods::ApiFailure;
 
-/// How long a driver may be away, as the kubelet has it: as long as an upgrade of it may take.
+/// How long a driver may be unreachable, as in the kubelet: an upgrade of the driver may take as long.
 const GRACE: Duration = Duration::from_secs(30);
-/// How often it is looked whether somebody is behind the sockets of drivers: one that is killed leaves them.
+/// Interval between checks of the drivers' sockets: a driver that is killed leaves its sockets behind.
 const LOOK: Duration = Duration::from_secs(10);
-/// The pauses before another try.
+/// Back-off after a failed deletion.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(300));
-/// How long one request may take.
+/// Timeout of a request.
 const REQUEST: Duration = Duration::from_secs(30);
 
-/// Slices that are to be deleted.
+/// A scheduled deletion.
 struct Due {
     at: Instant,
     retry: Doubling,
 }
 
-/// What is to be deleted, by driver; under none, the slices of all drivers.
+/// Scheduled deletions by driver; `None` stands for the slices of all drivers.
 #[derive(Default)]
 struct Deletions {
     due: BTreeMap<Option<String>, Due>,
-    /// Drivers whose slices were deleted since they were seen last.
+    /// Drivers whose slices were deleted since they were last reachable.
     done: BTreeSet<String>,
 }
 
@@ -41,7 +42,7 @@ impl Deletions {
         self.due.entry(driver).or_insert(Due { at, retry: RETRY });
     }
 
-    /// Whether a driver is there is known anew.
+    /// Records whether a driver is reachable.
     fn see(&mut self, driver: &str, usable: bool, now: Instant) {
         if usable {
             self.done.remove(driver);
@@ -51,7 +52,7 @@ impl Deletions {
         }
     }
 
-    /// Deletes what is due.
+    /// Executes the deletions that are due.
     async fn carry_out(&mut self, api: &dyn NodeApi, node: &str) {
         let now = Instant::now();
         let mut done = vec![];
@@ -62,7 +63,7 @@ impl Deletions {
                     tracing::debug!(?driver, "ResourceSlices of this node are deleted");
                     done.push(driver.clone());
                 }
-                // An apiserver without dynamic resources.
+                // The apiserver does not serve dynamic resource allocation.
                 Err(ApiFailure::NotFound(_)) => done.push(driver.clone()),
                 Err(error) => {
                     tracing::debug!(%error, ?driver, "ResourceSlices cannot be deleted yet");
@@ -82,7 +83,7 @@ impl Deletions {
     }
 }
 
-/// Deletes slices until the process ends.
+/// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let Some(api) = context.node.api() else {
         return std::future::pending().await;

@@ -1,4 +1,4 @@
-//! The API of an agent that has none: static pods only. What would be told to an API is dropped.
+//! The API of an agent without an apiserver, which runs static pods only. Writes are dropped.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
 };
 
-/// No API.
+/// The absent API.
 pub struct NoApi;
 
 fn none<T>() -> Result<T, ApiFailure> {

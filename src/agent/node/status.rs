@@ -1,4 +1,4 @@
-//! The Node's status: computed in rounds, and patched where it has changed (kubelet spec, 12.2).
+//! The Node's status: computed in rounds, and patched if it has changed (`pkg/kubelet/kubelet_node_status.go`).
 
 use std::time::Duration;
 
@@ -29,26 +29,27 @@ use crate::core::version::{REPORTED, arch};
 use crate::cri::{Features, Handler};
 use crate::kubeapi::pods::ApiFailure;
 
-/// What this agent can do that the scheduler and the API ask for: only what truly works.
+/// The features that the agent declares to the scheduler and the API
+/// (KEP-5328). Only fully implemented features are listed.
 const DECLARED: &[&str] = &[
     "ExtendWebSocketsToKubelet",
     "InPlacePodLevelResourcesVerticalScaling",
     "InPlacePodVerticalScalingInitContainers",
     "RestartAllContainersOnContainerExits",
 ];
-/// How long the first status waits for the runtime's first answer and its images.
+/// How long the first status waits for the runtime's first status and its images.
 const FIRST: Duration = Duration::from_secs(1);
-/// How long it waits to know whether the agent's own API can be served.
+/// How long the first status waits until the agent's HTTP API is served or has failed.
 const TRIED: Duration = Duration::from_secs(2);
-/// The first pause after a round that failed; it doubles until the next round is due.
+/// First back-off after a failed round; it doubles up to the interval between rounds.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// What a status is made of besides what never changes.
+/// The variable inputs of a status.
 #[derive(Debug)]
 pub(super) struct Inputs {
-    /// What the runtime says.
+    /// The runtime's state.
     pub view: watch::Receiver<RuntimeView>,
-    /// Its images, once they have been listed.
+    /// The runtime's images; `None` until they have been listed.
     pub images: watch::Receiver<Option<Vec<ContainerImage>>>,
 }
 
@@ -85,7 +86,7 @@ fn system_info(context: &Context, runtime: &str) -> NodeSystemInfo {
     }
 }
 
-/// Why the node is not ready, if it is not: all that is wrong, in the kubelet's order.
+/// Why the node is not ready, with all problems in the kubelet's order; `None` if it is ready.
 fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
     let shutting_down = *context.shutting_down.borrow();
     let ending = shutting_down.then(|| shutdown::NOT_READY.to_owned());
@@ -96,18 +97,18 @@ fn problem(context: &Context, view: &RuntimeView) -> Option<String> {
     joined(&problems)
 }
 
-/// The API has it that these volumes are in use: pods may go on that wait for that.
+/// Notifies pods that wait until these volumes are reported in use.
 fn set_reported(context: &Context, in_use: &[String]) {
     context.csi.set_reported(in_use);
     context.disks.set_reported(in_use);
 }
 
-/// The names and addresses that a Node reports after a round, from what it says before it and the agent's own.
+/// The node's names and addresses after a round: the agent's own, or else those that the Node already has.
 fn reported(own: Option<&Vec<NodeAddress>>, old: &NodeStatus) -> Vec<NodeAddress> {
     own.or(old.addresses.as_ref()).cloned().unwrap_or_default()
 }
 
-/// The status as of now; `old` is what the Node object says.
+/// Computes the status; `old` is the Node's current status.
 fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Extended) -> NodeStatus {
     let (config, view) = (&context.config, inputs.view.borrow().clone());
     let own = addresses(addresses::Sources {
@@ -144,7 +145,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
             context.clock.now(),
         )),
         images: inputs.images.borrow().clone(),
-        // An empty list is said only where another one stands: what is not said stays.
+        // An empty list is written only to clear a non-empty one, as the patch keeps missing fields.
         volumes_in_use: Some(Vec::from_iter(in_use))
             .filter(|v| !v.is_empty() || old.volumes_in_use.iter().flatten().next().is_some()),
         daemon_endpoints: config.serving.enabled.then(|| NodeDaemonEndpoints {
@@ -162,7 +163,7 @@ fn compute(context: &Context, inputs: &Inputs, old: &NodeStatus, extended: Exten
     }
 }
 
-/// Whether a Node was last kept by another agent, whose devices this one does not have.
+/// Whether the Node's status is from another agent, whose devices this agent does not have.
 fn was_another_agents(status: &NodeStatus) -> bool {
     let version = status
         .node_info
@@ -171,14 +172,14 @@ fn was_another_agents(status: &NodeStatus) -> bool {
     version.is_some_and(|v| !v.is_empty() && !v.contains("+holdfast"))
 }
 
-/// The rounds so far.
+/// The state across rounds.
 struct Rounds<'a> {
     context: &'a Context,
     api: &'a dyn NodeApi,
     inputs: Inputs,
-    /// When this agent reported a status last; its first round does in any case, as the kubelet's.
+    /// The time of this agent's last report. The first round always reports, as in the kubelet.
     reported: Option<Instant>,
-    /// How often one was.
+    /// The number of reports.
     reports: u64,
     extended: Extended,
 }
@@ -191,7 +192,7 @@ impl Rounds<'_> {
         self.reported.is_none_or(|at| at.elapsed() >= after)
     }
 
-    /// One round: what differs from what the Node object says is written.
+    /// Runs one round: patches the differences to the Node object.
     async fn round(&mut self, node: &Node) -> Result<(), ApiFailure> {
         let (context, limit) = (self.context, deadline(self.context));
         let name = &context.config.node_name;
@@ -238,7 +239,7 @@ impl Rounds<'_> {
     }
 }
 
-/// Tells of a start: of the agent, and of the machine where it has been booted since the Node was last kept.
+/// Emits events about the start of the agent, and about a reboot since the Node's last status.
 fn tell_start(context: &Context, before: &NodeStatus) {
     let name = &context.config.node_name;
     context
@@ -254,8 +255,8 @@ fn tell_start(context: &Context, before: &NodeStatus) {
     }
 }
 
-/// Waits until the Node object has been missing for a minute, and nothing runs any more of the pods that the API does not
-/// have. Only then may the scheduler send pods here again: it may have replaced those elsewhere meanwhile.
+/// Waits until the Node object has been missing for a minute, and no pod without an API object is left. Before
+/// that the scheduler must not send pods here: the missing pods may run elsewhere already.
 async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
     if !context.config.register_node {
         return std::future::pending().await;
@@ -274,9 +275,9 @@ async fn missing(context: &Context, roster: &mut watch::Receiver<Roster>) {
     );
 }
 
-/// Registers the node and keeps its status: a round is due every `nodeStatusUpdateFrequency`, when the runtime's state,
-/// the machine's addresses or what is short change, when our own API can be served or cannot, when the machine is shut down,
-/// and when a volume's use has to be told.
+/// Registers the node and keeps its status up to date. A round runs every `nodeStatusUpdateFrequency`, and whenever one
+/// of these changes: the runtime's state, the machine's addresses, pressures, devices, whether the agent's HTTP API is
+/// served, shutdown, or a volume's use.
 pub(super) async fn keep(
     context: &Context,
     mut inputs: Inputs,
@@ -285,12 +286,12 @@ pub(super) async fn keep(
     let Some(api) = context.node.api() else {
         return std::future::pending().await;
     };
-    // A first status that says little would be followed by a second one at once.
+    // Otherwise an incomplete first status would be followed by a second one immediately.
     let known = async {
         let _ = inputs.view.wait_for(|view| view.asked).await;
         let _ = inputs.images.wait_for(Option::is_some).await;
     };
-    // Nor is a node ready whose API is not served, and that takes a moment to be known.
+    // A node is not ready before its API is served, which takes a moment.
     let tried = tokio::time::timeout(TRIED, context.unserved.is_tried());
     let _ = tokio::join!(tokio::time::timeout(FIRST, known), tried);
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
@@ -299,7 +300,7 @@ pub(super) async fn keep(
     tell_start(context, &before);
     let another = was_another_agents(&before);
     context.node.see(node);
-    // A node that was ready before does not lose it for the moment that its CSINode takes.
+    // A node that was ready must not become unready only because its CSINode is not written yet.
     let _ = tokio::time::timeout(FIRST, context.csi.is_ready()).await;
     let (mut view, mut ips) = (inputs.view.clone(), context.node_ips.subscribe());
     let mut pressures = context.pressures.subscribe();
@@ -352,7 +353,7 @@ pub(super) async fn keep(
                 if pauses.is_first() {
                     tracing::error!(%error, node = context.config.node_name, "the Node object cannot be kept up to date; it is tried again");
                 }
-                // What is known of it may be what is wrong.
+                // The cached Node may be outdated.
                 context.node.refresh().await;
                 pauses.pause()
             }
@@ -365,7 +366,7 @@ pub(super) async fn keep(
             Ok(()) = shutting_down.changed() => {}
             Ok(()) = unserved.changed() => {}
             Ok(()) = devices.changed() => {}
-            // Pods wait for it to be said.
+            // Pods wait for this report.
             () = context.csi.in_use_changed() => {}
             () = context.disks.in_use_changed() => {}
             () = tokio::time::sleep(wait) => {}

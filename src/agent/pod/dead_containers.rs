@@ -1,5 +1,5 @@
-//! Removing containers that have ended, by age and number (upstream's `kuberuntime_gc.go`). Workers remove what a newer
-//! instance has replaced as they go; this holds the rules for the node as a whole, whatever workers are doing.
+//! Removes exited containers by age and number (upstream's `pkg/kubelet/kuberuntime/kuberuntime_gc.go`). Workers remove
+//! replaced instances as they go; this task enforces the node's limits independently of them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use crate::core::node::collection::{
 };
 use crate::core::pod;
 
-/// How often it is looked.
+/// Interval between collections.
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub async fn run(context: Arc<Context>) {
     let mut failing = false;
     loop {
@@ -30,7 +30,7 @@ pub async fn run(context: Arc<Context>) {
                 };
                 let error = result.map_or_else(|error| error, all);
                 tracing::warn!(error, "dead containers could not all be removed");
-                // Once is nothing: the runtime may just have been restarted.
+                // A single failure emits no event: the runtime may have just restarted.
                 if std::mem::replace(&mut failing, true) {
                     let name = &context.config.node_name;
                     let events = &context.events;
@@ -41,7 +41,7 @@ pub async fn run(context: Arc<Context>) {
     }
 }
 
-/// What becomes of each dead container. `short` is whether the node is short of disk.
+/// Decides about each exited container. `short` is whether the node is short of disk.
 pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, String> {
     let dead = context.runtime.dead_containers().await;
     let dead = dead.map_err(|e| format!("containers cannot be listed: {e}"))?;
@@ -64,7 +64,7 @@ pub async fn look(context: &Context, short: bool) -> Result<Vec<ContainerFate>, 
     Ok(of_containers(dead, rules, standing, short, now))
 }
 
-/// Removes those that go, with their logs; the answer is how many, and why others could not be removed.
+/// Removes the chosen containers with their logs. Returns how many, and the failures.
 pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failures) {
     let going = fates.iter().filter(|f| matches!(f.fate, Fate::Goes(_)));
     let (mut removed, mut failures) = (0, Failures::new());
@@ -109,7 +109,7 @@ pub async fn remove(context: &Context, fates: &[ContainerFate]) -> (usize, Failu
     (removed, failures)
 }
 
-/// Looks, and removes what goes; the answer is as for [`remove`].
+/// Decides and removes. Returns the same as [`remove`].
 pub async fn collect(context: &Context, short: bool) -> Result<(usize, Failures), String> {
     let fates = look(context, short).await?;
     Ok(remove(context, &fates).await)

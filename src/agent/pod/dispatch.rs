@@ -1,6 +1,6 @@
-//! From sources to workers: merges what the API and the files want, keeps one worker a pod, and hands
-//! on what happens to its inbox. It waits for nothing but the next thing to hand on, and a change costs what the pods
-//! of its name cost, not what all pods of the node do.
+//! Merges the pods of the API and of static sources, runs one worker for each pod, and forwards everything that happens
+//! to the worker's inbox. The dispatcher awaits nothing except its inputs. An update costs time in proportion to the
+//! pods of the same name, not to all pods of the node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -27,39 +27,40 @@ use crate::kubeapi::Cache;
 use crate::kubeapi::cache::Changes;
 use crate::sealed::Keeper;
 
-/// How long the dispatcher waits for news before it says that it is there all the same.
+/// Maximum time between heartbeats of an idle dispatcher.
 const TURN: Duration = Duration::from_secs(60);
 
 struct Worker {
     inbox: Inbox,
     update: Update,
     full_name: String,
-    /// A static pod of its name waits for its end: it is static itself, or only the runtime knows it.
+    /// Blocks static pods of the same name until this worker returns: the pod
+    /// is static itself, or only the runtime knows it.
     holds_name: bool,
 }
 
-/// What the dispatcher knows of pods, for tasks that clean up after them; by full name.
+/// The pods that the dispatcher knows, for tasks that clean up after pods; by full name.
 #[derive(Debug, Default)]
 pub struct Roster {
-    /// All sources have been read at least once.
+    /// Whether all sources have been read at least once.
     pub complete: bool,
-    /// Mirrors whose static pod is gone, as is its worker.
+    /// Mirror pods whose static pod and its worker no longer exist.
     pub orphaned_mirrors: BTreeMap<String, Arc<Pod>>,
     uids: BTreeMap<String, BTreeSet<String>>,
-    /// How many names have a uid: several where manifests claim the same one.
+    /// How many names use a uid: several if manifests specify the same uid.
     names: BTreeMap<String, usize>,
-    /// Pods that have a worker and are in no source any more.
+    /// Pods that have a worker but are in no source any more.
     leaving: BTreeMap<String, BTreeSet<String>>,
 }
 
 impl Roster {
-    /// Whether pods that are in no source any more still have something on this node.
+    /// Whether this node still has anything of pods that are in no source any more.
     #[must_use]
     pub fn has_leaving(&self) -> bool {
         !self.leaving.is_empty()
     }
 
-    /// The pods of a name that leave; the answer is whether they are others than before.
+    /// Sets the leaving pods of a name. Returns whether they changed.
     fn set_leaving(&mut self, name: &str, uids: BTreeSet<String>) -> bool {
         let before = match uids.is_empty() {
             true => self.leaving.remove(name),
@@ -91,7 +92,7 @@ impl Roster {
         }
     }
 
-    /// What is known under a name now; the answer is whether that is something else than before.
+    /// Sets the uids and the orphaned mirror of a name. Returns whether they changed.
     fn set(&mut self, name: &str, uids: BTreeSet<String>, orphan: Option<&Arc<Pod>>) -> bool {
         let same = match self.uids.get(name) {
             Some(known) => *known == uids,
@@ -111,17 +112,17 @@ impl Roster {
     }
 }
 
-/// What runs while the sources are followed.
+/// The inputs of the dispatcher.
 pub struct Inputs {
-    /// The pods bound to this node; none when there are only static pods.
+    /// The pods bound to this node; `None` if there are only static pods.
     pub api: Option<Cache<Pod>>,
     /// Static pods.
     pub statics: watch::Receiver<Statics>,
-    /// What may have changed in the runtime.
+    /// Possible changes in the runtime.
     pub hints: mpsc::Receiver<Hint>,
-    /// What is known from before, for a start without an apiserver.
+    /// State stored for an offline start.
     pub keeper: Option<Keeper>,
-    /// The uids under which left-overs are being removed.
+    /// The uids whose leftovers are being removed.
     pub clearing: watch::Receiver<BTreeSet<String>>,
 }
 
@@ -129,23 +130,23 @@ struct Dispatcher {
     context: Arc<Context>,
     desired: Desired,
     workers: BTreeMap<String, Worker>,
-    /// The uids of the workers of each full name.
+    /// The worker uids of each full name.
     names: BTreeMap<String, BTreeSet<String>>,
     seen: Seen,
     finished: mpsc::Sender<String>,
     roster: watch::Sender<Roster>,
     network: Network,
-    /// The uids under which left-overs are being removed, and the names of static pods that wait for that.
+    /// The uids whose leftovers are being removed, and the names of static pods that wait for the removal.
     clearing: watch::Receiver<BTreeSet<String>>,
     uncleared: BTreeSet<String>,
-    /// The API has been listed, or there is none.
+    /// Whether the API has been listed, or there is none.
     has_api: bool,
     has_statics: bool,
-    /// When each static pod has appeared, by uid.
+    /// The appearance number of each static pod, by uid.
     appearances: BTreeMap<String, u64>,
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub async fn run(
     context: Arc<Context>,
     mut inputs: Inputs,
@@ -182,7 +183,7 @@ pub async fn run(
             sealed_pods,
         ));
     }
-    // What has been read already is a change, too.
+    // Static pods that were read before this point count as a change.
     inputs.statics.mark_changed();
     loop {
         dispatcher.context.pulse.turns();
@@ -193,9 +194,9 @@ pub async fn run(
             }
         };
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
-            // All arms are cancel-safe: receivers and watches keep what has not been taken.
+            // All branches are cancel-safe: receivers and watches keep values that were not taken.
             Some(uid) = endings.recv() => dispatcher.ended(&uid),
             Some(hint) = inputs.hints.recv() => dispatcher.hand_on(hint),
             Ok(()) = networks.changed() => {
@@ -220,8 +221,8 @@ pub async fn run(
     }
 }
 
-/// No apiserver since the start: static pods start with what was kept for them, and the pods of before go on where the
-/// configuration has it so; nothing is removed.
+/// Handles a start without an apiserver: static pods start with stored objects. If the configuration allows it, the
+/// pods that were bound here earlier continue. Nothing is removed.
 async fn use_sealed(
     context: Arc<Context>,
     api: Cache<Pod>,
@@ -249,7 +250,7 @@ async fn use_sealed(
         "no apiserver answers: the pods that were bound here before are started from what was kept"
     );
     found.send_replace(Some(last));
-    // The dispatcher follows `found` for as long as the process lives.
+    // The dispatcher reads `found` until the process exits.
     found.closed().await;
 }
 
@@ -302,7 +303,7 @@ impl Dispatcher {
                 self.names.remove(&worker.full_name);
             }
         }
-        // A static pod may have waited for the name.
+        // A static pod may be waiting for the name.
         self.update([worker.full_name].into());
         if self.workers.contains_key(uid) {
             let is_static = pod::is_static(&worker.update.pod);
@@ -312,7 +313,7 @@ impl Dispatcher {
 
     fn objects_changed(&mut self, changes: Changes<Pod>) {
         if !std::mem::replace(&mut self.has_api, true) {
-            // Until now these were the sealed pods.
+            // Until now, these were the pods stored for an offline start.
             let listed = changes.into_values().filter_map(|change| change.now);
             let mut names = self.desired.replace_objects(listed.collect());
             names.extend(self.all_names());
@@ -330,9 +331,9 @@ impl Dispatcher {
         self.update(names);
     }
 
-    /// Hands on the last state of a pod that was deleted or replaced: how long its containers may take to stop. No other
-    /// update may show it, as an apiserver writes a forced deletion's grace period right before it deletes the object. A pod
-    /// that is missing in a list has its last known state (upstream's `calculateEffectiveGracePeriod`).
+    /// Applies the last state of a pod that was deleted or replaced, for its grace period. No other update may contain
+    /// it, as the apiserver sets the grace period of a forced deletion just before it deletes the object. A pod that is
+    /// missing in a list has its last known state (upstream's `calculateEffectiveGracePeriod`).
     fn take_last(&mut self, last: Arc<Pod>) {
         let Some(worker) = self.workers.get_mut(pod::uid(&last)) else {
             return;
@@ -343,7 +344,7 @@ impl Dispatcher {
         worker.update.object = Some(Arc::clone(&last));
         worker.update.pod = last;
         if !(self.has_api && self.has_statics) {
-            // Until all sources have been read nothing is removed; the deletion itself is known already.
+            // Until all sources have been read no pod is removed, but a known deletion takes effect.
             worker.inbox.send(Input::Update(worker.update.clone()));
         }
     }
@@ -355,7 +356,7 @@ impl Dispatcher {
         }
     }
 
-    /// Stops a static pod that starts again when it has gone: the dispatcher wants it still.
+    /// Stops a static pod and starts it again afterwards, as its source still contains it.
     fn start_again(&mut self, uid: &str) {
         let Some(worker) = self.workers.get_mut(uid) else {
             return;
@@ -385,7 +386,7 @@ impl Dispatcher {
         self.update(names);
     }
 
-    /// All sources have been read: what is in none of them is not wanted.
+    /// Whether all sources have been read, so that pods in none of them can be removed.
     fn is_ready(&self) -> bool {
         self.has_api && self.has_statics
     }
@@ -397,8 +398,7 @@ impl Dispatcher {
         names
     }
 
-    /// Tells the workers of some names what is wanted now, and starts those that are missing in the order in which they are
-    /// admitted.
+    /// Sends the desired state of some names to their workers. Starts missing workers in the order of admission.
     fn update(&mut self, names: BTreeSet<String>) {
         let mut wanted = vec![];
         for name in &names {
@@ -409,7 +409,7 @@ impl Dispatcher {
             self.publish_desired(name, &updates);
             wanted.extend(updates);
         }
-        // Before anything is started: nobody takes its directories for left-overs from now on.
+        // Published before any worker starts, so that the cleanup does not take the pod's directories for leftovers.
         self.publish_roster(&names);
         wanted.sort_by_cached_key(Update::admission_order);
         for update in wanted {
@@ -440,7 +440,8 @@ impl Dispatcher {
             }
             if !is_wanted && !worker.update.removed {
                 worker.update.removed = true;
-                // The scheduler has given away what it asked for; who comes next is admitted after this.
+                // The scheduler has already reassigned the pod's requests; the
+                // pods that follow are admitted after this release.
                 self.context.ledger.uncount(uid, false);
                 worker.inbox.send(Input::Update(worker.update.clone()));
             }
@@ -450,7 +451,7 @@ impl Dispatcher {
     fn want(&mut self, update: Update) {
         let uid = pod::uid(&update.pod).to_owned();
         if let Some(worker) = self.workers.get_mut(&uid) {
-            // A pod that left its source does not come back under the same uid until it has ended.
+            // A pod that left its source is not revived with the same uid before it has terminated.
             if !worker.update.removed && differs(&worker.update, &update) {
                 worker.update = update.clone();
                 worker.inbox.send(Input::Update(update));
@@ -459,8 +460,8 @@ impl Dispatcher {
             }
             return;
         }
-        // A static pod waits until the one before it under the same name has gone. A pod of the API does not: the one before
-        // may hang, and was deleted by force so that this one can take its place.
+        // A static pod waits until the earlier pod of the same name has terminated. A pod of the API does not wait: its
+        // predecessor may hang, and was force-deleted so that this one can replace it.
         let full_name = pod::full_name(&update.pod);
         if pod::is_static(&update.pod) {
             if self.is_held(&full_name) {
@@ -474,7 +475,7 @@ impl Dispatcher {
         self.start(uid, full_name, update);
     }
 
-    /// Whether a static pod of this name has to wait.
+    /// Whether static pods of this name have to wait.
     fn is_held(&self, full_name: &str) -> bool {
         let mut uids = self.names.get(full_name).into_iter().flatten();
         uids.any(|uid| self.workers.get(uid).is_some_and(|w| w.holds_name))
@@ -483,7 +484,8 @@ impl Dispatcher {
     fn start(&mut self, uid: String, full_name: String, update: Update) {
         let (inbox, now) = (Inbox::default(), self.context.clock.now());
         let decider = Decider::new(update.clone(), self.network.clone(), now);
-        // Asked here and not in the pod's task, where pods that are started together would ask in any order.
+        // Requested here, not in the pod's task: tasks of pods that start
+        // together would request admission in random order.
         let admission = (decider.state == State::Syncing).then(|| {
             let pod = Arc::clone(decider.pod());
             self.context.ledger.admit(pod, inbox.clone())
@@ -497,7 +499,7 @@ impl Dispatcher {
         );
         let (finished, id) = (self.finished.clone(), uid.clone());
         let span = tracing::info_span!("pod", pod = full_name, uid);
-        // Boxed: a future that is moved into another one takes its place twice, for as long as the pod lives.
+        // Boxed: a future that is moved into another one occupies twice its size as long as the pod lives.
         let work = Box::pin(work.instrument(span));
         tokio::spawn(async move {
             work.await;
@@ -516,7 +518,7 @@ impl Dispatcher {
         self.workers.insert(uid, worker);
     }
 
-    /// Pods that only the runtime knows are ended.
+    /// Starts workers that stop the pods that only the runtime knows.
     fn adopt_orphans(&mut self, listed: &[ListedPod]) {
         for orphan in listed {
             if self.workers.contains_key(&orphan.uid) {
@@ -550,7 +552,8 @@ impl Dispatcher {
 
     fn publish_roster(&self, names: &BTreeSet<String>) {
         let complete = self.is_ready();
-        // Whoever follows it deletes orphaned mirrors: an event that changes nothing is no reason to try again.
+        // The task that deletes orphaned mirrors is woken by changes only: an
+        // event without a change must not cause a retry.
         self.roster.send_if_modified(|roster| {
             let mut changed = std::mem::replace(&mut roster.complete, complete) != complete;
             for name in names {
@@ -568,7 +571,7 @@ impl Dispatcher {
     }
 }
 
-/// Whether a worker has to get an update. A manifest has no resourceVersion, and may keep its uid when it changes.
+/// Whether a worker needs an update. A manifest has no `resourceVersion`, and may keep its uid when it changes.
 fn differs(known: &Update, update: &Update) -> bool {
     let version = |u: &Update| {
         let object = u.object.as_ref().map(|o| (o.uid(), o.resource_version()));

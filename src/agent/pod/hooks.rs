@@ -1,4 +1,4 @@
-//! Running lifecycle hooks (upstream's `lifecycle/handlers.go`).
+//! Runs lifecycle hooks (upstream's `pkg/kubelet/lifecycle/handlers.go`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::core::pod::probe::{self, Hook, Http};
 use crate::cri::{Exec, RuntimeError, RuntimeErrorKind};
 use crate::probes::HttpError;
 
-/// A hook's HTTP request is bounded by the caller; this is only so that none is left for ever.
+/// Upper limit for a hook's HTTP request, so that no request leaks. The caller sets the actual deadline.
 const HTTP_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Runs a hook in the container `id`; `ip` is the pod's own address, which pods on the host's network lack.
-/// The error is what went wrong. The caller bounds the time.
+/// Runs a hook in the container `id`. `ip` is the pod's own address; pods on the host network have none. Returns the
+/// error message if the hook fails. The caller limits the time.
 pub async fn run(
     context: &Context,
     pod: &Pod,
@@ -35,7 +35,7 @@ pub async fn run(
         Hook::Exec(command) => match exec(context, id, &command).await {
             Ok(done) if done.code == 0 => Ok(()),
             Ok(done) => {
-                // What it printed may be secret: it is in the log at the highest verbosity only.
+                // The output may be secret, so it is logged at trace level only.
                 tracing::trace!(
                     output = probe::limited(&done.output),
                     "a lifecycle hook failed"
@@ -61,14 +61,14 @@ pub async fn run(
                     .pod(pod, None, Kind::Warning, "LifecycleHTTPFallback", message);
                 Ok(())
             }
-            // Any answer will do.
+            // Any HTTP answer is a success.
             other => other.map(|_| ()).map_err(|e| e.to_string()),
         },
     }
 }
 
-/// Runs a command in a container. The call goes on where this is dropped, and ends with the container: containerd 2.1 may take
-/// long to stop a container while an ExecSync that its client has cut off is still there.
+/// Runs a command in a container. If the returned future is dropped, the call continues until the container exits.
+/// containerd 2.1 may take long to stop a container while an ExecSync is pending whose client has cancelled.
 async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, RuntimeError> {
     let (runtime, id, command) = (
         Arc::clone(&context.runtime),
@@ -77,7 +77,7 @@ async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, R
     );
     let call = async move { runtime.exec(&id, &command, None).await };
     let ended = tokio::spawn(call.in_current_span()).await;
-    // It is not aborted, and a panic ends the process: it fails only when the process ends.
+    // The task is never aborted and a panic terminates the process, so this fails only during exit.
     ended.unwrap_or_else(|error| {
         Err(RuntimeError {
             kind: RuntimeErrorKind::Failed,
@@ -87,7 +87,7 @@ async fn exec(context: &Context, id: &str, command: &[String]) -> Result<Exec, R
     })
 }
 
-/// Counts a sleep that does not come to its end.
+/// Counts a `sleep` hook that is dropped before it completes.
 struct Cut<'a>(&'a Context);
 
 impl Drop for Cut<'_> {
@@ -96,7 +96,7 @@ impl Drop for Cut<'_> {
     }
 }
 
-/// The same request in plain HTTP, without what only TLS should carry.
+/// Repeats a request over plain HTTP, without the headers that only TLS may carry.
 async fn plain(context: &Context, request: &Http) -> Result<(), String> {
     let mut request = Http {
         tls: false,

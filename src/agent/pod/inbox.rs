@@ -1,5 +1,5 @@
-//! A worker's inbox: the one place where everything that can happen to a pod arrives. Sending never
-//! waits. What says the same twice lies in it once, so it is bounded by what there is to say.
+//! A worker's inbox, the only input of a pod's worker. Sending never blocks. A message replaces a queued one that it
+//! supersedes, so the length is bounded by the number of distinct subjects.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,23 +11,23 @@ use super::sync::Asset;
 use crate::core::lock::lock;
 use crate::core::pod::worker::{Input, Key, Outcome};
 
-/// What lies in an inbox.
+/// A message in the inbox.
 pub enum Message {
-    /// Something has happened.
+    /// An input for the worker.
     Input(Input),
-    /// An operation has ended.
+    /// The result of an operation.
     Done(Report),
 }
 
-/// How an operation ended.
+/// The result of an operation.
 pub struct Report {
-    /// Which beginning of it: one that was cancelled reports to nobody.
+    /// The serial of this run: reports of cancelled runs are dropped.
     pub serial: u64,
-    /// What it was about.
+    /// The key of the operation.
     pub key: Key,
-    /// What came of it.
+    /// Its outcome.
     pub outcome: Outcome,
-    /// What it made for later operations.
+    /// The value that it produced for later operations.
     pub asset: Option<Asset>,
 }
 
@@ -37,7 +37,7 @@ struct Shared {
     arrived: Notify,
 }
 
-/// An inbox; clones are the same one.
+/// An inbox; clones share it.
 #[derive(Clone, Default)]
 pub struct Inbox(Arc<Shared>);
 
@@ -46,7 +46,7 @@ impl Inbox {
         lock(&self.0.messages)
     }
 
-    /// Something has happened. An older input that this one supersedes is replaced.
+    /// Adds an input, or replaces a queued input that it supersedes.
     pub fn send(&self, input: Input) {
         let mut messages = self.messages();
         let superseded = messages.iter_mut().find_map(|message| match message {
@@ -61,13 +61,13 @@ impl Inbox {
         self.0.arrived.notify_one();
     }
 
-    /// An operation has ended.
+    /// Adds the result of an operation.
     pub fn report(&self, report: Report) {
         self.messages().push_back(Message::Done(report));
         self.0.arrived.notify_one();
     }
 
-    /// The next message; at `wake_at` a tick if none has come. Only the worker takes from its inbox.
+    /// Returns the next message, or a tick if none arrives by `wake_at`. Only the worker calls this.
     pub async fn next(&self, wake_at: Option<Instant>) -> Message {
         loop {
             if let Some(message) = self.messages().pop_front() {
@@ -80,9 +80,9 @@ impl Inbox {
                 }
             };
             tokio::select! {
-                // In this order, so that a simulated run replays exactly.
+                // The order is fixed, so that a simulated run replays exactly.
                 biased;
-                // A permit that is stored makes this return at once: no arrival is missed.
+                // `Notify` stores a permit, so an arrival before this wait is not missed.
                 () = self.0.arrived.notified() => {}
                 () = due => return Message::Input(Input::Tick),
             }
@@ -90,10 +90,10 @@ impl Inbox {
     }
 }
 
-/// Whether `new` says all that `old` said.
+/// Whether `new` contains everything that `old` contains.
 fn supersedes(new: &Input, old: &Input) -> bool {
     match (new, old) {
-        // That a pod was removed is not taken back (its source may list a successor).
+        // A removal is not revoked, even if the source lists a successor.
         (Input::Update(_), Input::Update(old)) => !old.removed,
         (
             Input::Probed { id, kind, .. },
@@ -103,7 +103,7 @@ fn supersedes(new: &Input, old: &Input) -> bool {
                 ..
             },
         ) => id == before && kind == which,
-        // What happens to one thing happens in this order, and the last says most.
+        // Events of one subject are ordered by kind; the highest contains the most.
         (Input::Happened(new), Input::Happened(old)) => new.id == old.id && new.kind >= old.kind,
         (Input::Hint, Input::Hint)
         | (Input::VolumesChanged, Input::VolumesChanged)
@@ -139,7 +139,7 @@ mod tests {
             inbox.send(happened("b", EventKind::Created));
             inbox.send(happened("b", EventKind::Stopped));
         }
-        // What comes out of order takes nothing away.
+        // An event out of order replaces nothing.
         inbox.send(happened("b", EventKind::Started));
         let messages = inbox.messages();
         let kept = messages.iter().map(|message| match message {

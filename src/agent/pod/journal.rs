@@ -1,4 +1,4 @@
-//! The journals of all pods: written by workers as they go, read by whoever asks why.
+//! The journals of all pods: workers write the steps that they take, `holdfast explain` reads them.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
@@ -25,22 +25,23 @@ use crate::core::pod::worker::{self, Facts, Turn, Worker};
 use crate::core::repeated::RepeatedFailures;
 use crate::sys::clock::Clock;
 
-/// How many pods that have gone are remembered.
+/// Limit for journals of deleted pods.
 const GONE: usize = 64;
-/// How many of these are not compressed: an encoder costs more than the rest of a pod's end, and nothing where few pods go.
+/// How many of these stay uncompressed. Compressing costs more than the rest of a pod's cleanup, and
+/// saves little on a node where few pods are deleted.
 const FRESH: usize = 16;
 
-/// A worker's record as it is kept.
+/// A worker's record, in the form in which it is stored.
 #[derive(Default)]
 enum Recorded {
-    /// The worker has not begun.
+    /// The worker has not started.
     #[default]
     Nothing,
-    /// The worker adds to it.
+    /// The worker is appending.
     Growing(Box<Record>),
-    /// The pod has gone: JSON. Thousands of pieces, between which the allocator could give nothing back, are one.
+    /// The pod was deleted; its record is one JSON text. Thousands of small allocations would fragment the heap.
     Written(Vec<u8>),
-    /// The pod went before others: a tenth of that, compressed.
+    /// The pod was deleted before the last [`FRESH`] ones: the JSON text compressed to a tenth.
     Packed(Vec<u8>),
 }
 
@@ -58,7 +59,7 @@ impl Recorded {
         }
     }
 
-    /// Nothing is added any more. One that cannot be written stays as it is.
+    /// Converts a growing record to JSON. Leaves a record that cannot be encoded unchanged.
     fn finish(&mut self) {
         if let Recorded::Growing(record) = self
             && let Ok(mut bytes) = serde_json::to_vec(record)
@@ -68,7 +69,7 @@ impl Recorded {
         }
     }
 
-    /// Makes a finished one small.
+    /// Compresses a record that is JSON.
     fn pack(&mut self) {
         let Recorded::Written(json) = self else {
             return;
@@ -83,7 +84,7 @@ impl Recorded {
     }
 }
 
-/// One pod's journal; clones are the same one.
+/// One pod's journal; clones share it.
 #[derive(Clone)]
 pub struct Log {
     journal: Arc<Mutex<Journal>>,
@@ -94,7 +95,7 @@ pub struct Log {
     failures: Arc<Mutex<RepeatedFailures<(Step, String)>>>,
 }
 
-/// Closes a step that nobody waits for any more.
+/// Marks a step as dropped if its future is dropped before it completes.
 struct Open<'a> {
     log: &'a Log,
     step: Step,
@@ -115,13 +116,13 @@ impl Log {
         lock(&self.journal)
     }
 
-    /// What is written so far.
+    /// Returns a copy of the journal.
     #[must_use]
     pub fn read(&self) -> Journal {
         self.journal().clone()
     }
 
-    /// Does a step and notes how it ends; one that is dropped is noted as such.
+    /// Runs a step and records its result; a dropped future is recorded as such.
     pub async fn step<T, E: std::fmt::Display>(
         &self,
         step: Step,
@@ -151,12 +152,12 @@ impl Log {
         result
     }
 
-    /// A step is begun.
+    /// Records the start of a step.
     pub fn begin(&self, step: Step, subject: &str) {
         self.journal().begin(step, subject, self.clock.now());
     }
 
-    /// A step has ended.
+    /// Records the result of a step.
     pub fn end(&self, step: Step, subject: &str, progress: Progress) {
         let result = match &progress {
             Progress::Running => "running",
@@ -178,7 +179,7 @@ impl Log {
         }
     }
 
-    /// Logs a failure. One that repeats is logged after pauses that grow, with the number of repetitions in between.
+    /// Logs a failure. A repeated failure is logged with growing pauses and the number of repetitions in between.
     pub(super) fn log_failure(&self, step: Step, subject: &str, why: &str) {
         let key = (step, subject.to_owned());
         let due = lock(&self.failures).record(key, why, self.clock.now());
@@ -193,13 +194,13 @@ impl Log {
         }
     }
 
-    /// How long all steps of a kind took together.
+    /// The total duration of all steps of a kind.
     #[must_use]
     pub fn took(&self, step: Step) -> std::time::Duration {
         self.journal().took(step).try_into().unwrap_or_default()
     }
 
-    /// A step failed that is not tried here.
+    /// Records a failed step that is retried elsewhere; `next` is the time of the retry.
     pub fn fail(&self, step: Step, subject: &str, why: &str, next: Option<Timestamp>) {
         let (mut journal, now) = (self.journal(), self.clock.now());
         journal.begin(step, subject, now);
@@ -209,29 +210,29 @@ impl Log {
         }
     }
 
-    /// A failure is over without having been tried again.
+    /// Clears a failure without a retry.
     pub fn close(&self, step: Step, subject: &str) {
         self.journal().close(step, subject, self.clock.now());
     }
 
-    /// A failure is over: what was asked is well again, wholly or not yet.
+    /// Clears a failure because its subject has recovered, completely if `whole`.
     pub fn recover(&self, step: Step, subject: &str, whole: bool) {
         self.journal()
             .recover(step, subject, whole, self.clock.now());
     }
 
-    /// Why no container can be started yet, if something fails.
+    /// The failure that blocks every container of the pod from starting, if there is one.
     #[must_use]
     pub fn held_up(&self) -> Option<String> {
         explain::held_up(&self.journal())
     }
 
-    /// What failed is tried again at this time.
+    /// Sets the time of the next retry.
     pub fn again(&self, next: Timestamp) {
         self.journal().again(next);
     }
 
-    /// What the pod waits for while nothing is under way or fails.
+    /// Sets what the pod waits for while no step is running or failing.
     pub fn waits(&self, waiting: Option<String>) {
         self.journal().waiting = waiting;
     }
@@ -240,17 +241,17 @@ impl Log {
         lock(&self.record)
     }
 
-    /// A worker begins: from here on its turns are recorded.
+    /// Starts recording a new worker's turns.
     pub fn start_record(&self, record: Record) {
         *self.recorded() = Recorded::Growing(Box::new(record));
     }
 
-    /// The status of a static pod as its worker has it; of other pods the API tells it.
+    /// The status of a static pod, as its worker computed it. Other pods have their status in the API.
     fn status(&self) -> MutexGuard<'_, Option<Arc<PodStatus>>> {
         lock(&self.status)
     }
 
-    /// A turn of the worker.
+    /// Records one turn of the worker.
     pub fn record(&self, facts: &Facts, input: worker::Input, turn: &Turn, worker: &Worker) {
         if pod::is_static(worker.pod()) {
             let mut status = self.status();
@@ -263,13 +264,13 @@ impl Log {
         }
     }
 
-    /// The record so far.
+    /// Returns a copy of the record.
     #[must_use]
     pub fn read_record(&self) -> Option<Record> {
         self.recorded().read()
     }
 
-    /// The state machine took a step.
+    /// Records a transition of the state machine.
     pub fn decided(&self, before: State, input: Input, state: State) {
         self.journal()
             .decided(self.clock.now(), before, input, state);
@@ -279,7 +280,7 @@ impl Log {
 struct PodLog {
     namespace: String,
     name: String,
-    /// How many were opened before it.
+    /// Sequence number: how many journals had been opened when this one was.
     place: u64,
     log: Log,
 }
@@ -287,13 +288,13 @@ struct PodLog {
 #[derive(Default)]
 struct PodLogs {
     pods: BTreeMap<String, PodLog>,
-    /// Uids of pods that have gone, oldest first.
+    /// Uids of deleted pods, oldest first.
     gone: VecDeque<String>,
     opened: u64,
 }
 
 impl PodLogs {
-    /// The pods of a name: those that are still there first, and of those the one that came last.
+    /// The pods of a name: existing pods first, and the most recently opened one before others.
     fn of(&self, namespace: &str, name: &str) -> Vec<(&String, &PodLog)> {
         let named = |(_, log): &(&String, &PodLog)| log.namespace == namespace && log.name == name;
         let mut logs: Vec<_> = self.pods.iter().filter(named).collect();
@@ -302,7 +303,7 @@ impl PodLogs {
     }
 }
 
-/// All journals, by uid.
+/// All journals, by pod uid.
 #[derive(Default)]
 pub struct Journals(Mutex<PodLogs>);
 
@@ -311,7 +312,7 @@ impl Journals {
         lock(&self.0)
     }
 
-    /// The journal of a pod, a new one if there is none.
+    /// Returns the journal of a pod, and creates it if needed.
     pub fn open(&self, pod: &Pod, clock: Clock, metrics: &Arc<Metrics>) -> Log {
         let mut all = self.lock();
         all.gone.retain(|uid| uid != pod::uid(pod));
@@ -337,7 +338,7 @@ impl Journals {
             .clone()
     }
 
-    /// The pod has gone: its journal stays for a while.
+    /// Marks a pod as deleted. Its journal is kept until [`GONE`] other pods were deleted.
     pub fn gone(&self, uid: &str) {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         if let Some(log) = log {
@@ -360,14 +361,14 @@ impl Journals {
         }
     }
 
-    /// The status of a static pod, once its worker has one.
+    /// The status of a static pod; `None` before its worker has computed one.
     #[must_use]
     pub fn status(&self, uid: &str) -> Option<Arc<PodStatus>> {
         let log = self.lock().pods.get(uid).map(|kept| kept.log.clone());
         log.and_then(|log| log.status().clone())
     }
 
-    /// The record of the pod of a name that came last.
+    /// The record of the most recent pod of a name.
     #[must_use]
     pub fn record(&self, namespace: &str, name: &str) -> Option<Record> {
         let all = self.lock();
@@ -375,7 +376,7 @@ impl Journals {
         logs.first().and_then(|(_, kept)| kept.log.read_record())
     }
 
-    /// The journals of the pods of a name, with their uids; those that are still there come first, the newest before all.
+    /// The journals of the pods of a name, with their uids: existing pods first, and the most recent one before others.
     #[must_use]
     pub fn find(&self, namespace: &str, name: &str) -> Vec<(String, Journal)> {
         let all = self.lock();
@@ -423,7 +424,7 @@ mod tests {
         }
         assert!(matches!(&*log.recorded(), Recorded::Packed(bytes) if bytes.len() < 2_000));
         assert_eq!(journals.record("n", "p"), Some(record.clone()));
-        // The same pod again: its new worker has a record of its own.
+        // A new worker of the same pod starts its own record.
         let again = journals.open(worker.pod(), Clock::system(), &Arc::default());
         again.start_record(record);
         assert!(matches!(&*again.recorded(), Recorded::Growing(_)));

@@ -1,4 +1,4 @@
-//! Mirror pods: how static pods are seen in the API (upstream's `pod/mirror_client.go`).
+//! Mirror pods: the objects that show static pods in the API (upstream's `pkg/kubelet/pod/mirror_client.go`).
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::core::pod;
 use crate::core::pod::worker::Update;
 use crate::kubeapi::pods::ApiFailure;
 
-/// Back-off while the apiserver is silent.
+/// Back-off while the apiserver does not answer.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 
-/// The mirror of a static pod.
+/// Builds the mirror of a static pod.
 fn of(pod: &Pod, node: &Node) -> Pod {
     let mut mirror = pod.clone();
     let hash = pod
@@ -43,10 +43,10 @@ fn of(pod: &Pod, node: &Node) -> Pod {
     mirror
 }
 
-/// Creates the mirror of a static pod, and replaces one of another manifest.
+/// Creates the mirror of a static pod, and replaces a mirror of another manifest.
 ///
-/// While the Node object is unknown or the apiserver does not answer, this waits, and retries as soon as either changes: static
-/// pods run before their apiserver does, which is no failure of theirs. `on_wait` gets what it waits for.
+/// While the Node object is unknown or the apiserver does not answer, this waits and retries as soon as either changes:
+/// static pods may run before their apiserver does, which is not an error. `on_wait` receives the reason of the wait.
 pub async fn reconcile(
     context: &Context,
     update: &Update,
@@ -73,10 +73,10 @@ pub async fn reconcile(
         on_wait(&reason);
         let is_unknown = node.borrow().is_none();
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
             () = recovery.next() => pauses.reset(),
-            // The context owns the sender. A known Node changes with every heartbeat, which is no reason to retry.
+            // The context owns the sender. A known Node changes with every heartbeat, which must not cause a retry.
             _ = node.changed(), if is_unknown => {}
             () = tokio::time::sleep(pauses.pause()) => {}
         }
@@ -105,7 +105,7 @@ async fn delete(context: &Context, mirror: &Pod) -> Result<(), ApiFailure> {
     }
 }
 
-/// Removes a mirror.
+/// Deletes a mirror.
 pub async fn remove(context: &Context, mirror: &Pod) -> Result<(), Fault> {
     let deleted = delete(context, mirror).await;
     deleted.map_err(|error| Fault::later(format!("the mirror pod cannot be removed: {error}")))

@@ -1,4 +1,4 @@
-//! Pods: where they come from, their workers, what the workers carry out, and what is reported.
+//! Pods: their sources, their workers, the operations of workers, and the published status.
 
 pub mod dead_containers;
 pub mod dispatch;

@@ -1,6 +1,6 @@
-//! Clearing up after pods that are gone: directories and cgroups that no pod owns, and mirrors without
-//! their static pod. Tasks of their own, with deadlines and back-off: a driver or an apiserver that does
-//! not answer holds up nothing else.
+//! Cleans up after deleted pods: directories and cgroups without a pod, and mirror pods without
+//! their static pod. Every removal runs in a separate task, with its own back-off, so that an
+//! unresponsive driver or apiserver delays only its own pod.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -22,17 +22,17 @@ use crate::core::pod;
 use crate::core::repeated::RepeatedFailures;
 use crate::cri::RuntimeError;
 
-/// How often directories and cgroups without a pod are looked for.
+/// Interval between searches for directories and cgroups without a pod.
 const ORPHAN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
-/// After how long it is said that removing what one pod has left is not done. It goes on: what was begun and not waited for
-/// could take away the directories of a static pod that comes back under its uid.
+/// Interval between warnings about a removal that is still running. The removal is not cancelled: if it continued
+/// unobserved, it could delete the directories of a static pod that is recreated with the same uid.
 const SLOW_REMOVAL: Duration = Duration::from_secs(150);
-/// How long deleting one mirror may take.
+/// Timeout for deleting one mirror pod.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a failed removal or deletion waits, doubling up to the longest.
+/// Back-off after a failed removal or deletion.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// What has come of the removals: which are under way, and when those that failed are tried again.
+/// The state of removals: those in progress, and the retry times of failed ones.
 #[derive(Default)]
 struct Removals {
     under_way: BTreeSet<String>,
@@ -40,7 +40,8 @@ struct Removals {
 }
 
 impl Removals {
-    /// Which of the `orphans` it is time for. They are under way from now on; those that are orphans no more are forgotten.
+    /// Marks the `orphans` that are due as in progress, and returns them.
+    /// Forgets failures of pods that are no longer orphans.
     fn begin(&mut self, orphans: &BTreeSet<String>, now: Instant) -> Vec<String> {
         self.failed.retain(|uid, _| orphans.contains(uid));
         let waits = |uid: &String| self.failed.get(uid).is_some_and(|(_, at)| *at > now);
@@ -62,7 +63,7 @@ impl Removals {
         }
     }
 
-    /// When the next one is tried again.
+    /// The time of the next retry.
     fn next(&self) -> Option<Instant> {
         let waiting = self
             .failed
@@ -72,14 +73,14 @@ impl Removals {
     }
 }
 
-/// The pods whose left-overs are being removed, by uid. A static pod whose manifest comes back under the same uid is not
-/// started meanwhile: its directories would be taken away from under it.
+/// The uids of pods whose leftovers are being removed. A static pod with one of these uids must not start yet, as the
+/// removal would delete its directories.
 pub type Clearing = watch::Sender<BTreeSet<String>>;
 
-/// Failed removals or deletions by uid, which are logged after pauses that grow.
+/// Failed removals or deletions by uid, logged with growing pauses.
 type Failures = Arc<Mutex<RepeatedFailures<String>>>;
 
-/// One of them, until this is dropped.
+/// Marks a uid as being cleared until dropped.
 struct Cleared {
     clearing: Clearing,
     uid: String,
@@ -101,26 +102,26 @@ impl Drop for Cleared {
     }
 }
 
-/// Removes what pods that are gone have left, until the process ends. A worker ends when all that its pod held is given
-/// back: so these are pods of an agent that was stopped or killed before that.
+/// Removes leftovers of deleted pods until the process exits. A worker returns only after all resources of its pod are
+/// released, so leftovers come from an earlier agent that was stopped or killed.
 pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, clearing: Clearing) {
-    // The dispatcher lives as long as the process.
+    // The dispatcher runs as long as the process.
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return;
     }
-    // Each in a task of its own: a driver that hangs for one pod holds up no other.
+    // Each removal has its own task: a driver that hangs for one pod does not delay others.
     let mut tasks = JoinSet::<(String, bool)>::new();
     let (mut removals, mut unseen) = (Removals::default(), RETRY);
     let failures = Failures::default();
     let mut look_at = Instant::now();
     loop {
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
-            // Cancel-safe: a task's end is taken or stays.
+            // Cancel-safe: a finished task is either taken or stays in the set.
             Some(ended) = tasks.join_next() => {
                 let now = Instant::now();
-                // No task is aborted, and a panic ends the process.
+                // Tasks are never aborted, and a panic terminates the process.
                 if let Ok((uid, has_failed)) = ended {
                     removals.ended(&uid, has_failed, now);
                     look_at = look_at.min(removals.next().unwrap_or(look_at));
@@ -136,8 +137,9 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
                 unseen.reset();
                 for uid in removals.begin(&orphans, now) {
                     let cleared = Cleared::begin(&clearing, &uid);
-                    // It may be wanted again since it was looked for. The dispatcher says whom it wants before it asks what is
-                    // being removed: one of both sees the other.
+                    // The pod may have been recreated since the search. The dispatcher publishes its
+                    // pods before it reads `clearing`, and this task sets `clearing` before it reads
+                    // the roster: at least one of them sees the other.
                     if roster.borrow().has(&uid) {
                         removals.ended(&uid, false, now);
                     } else {
@@ -159,7 +161,7 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
     }
 }
 
-/// The pods that have left something and that nobody knows any more.
+/// Returns the uids with leftovers on this node that are unknown to the dispatcher and the runtime.
 async fn find(
     context: &Context,
     roster: &watch::Receiver<Roster>,
@@ -171,7 +173,7 @@ async fn find(
     Ok(leftovers.into_iter().filter(|uid| !is_known(uid)).collect())
 }
 
-/// Removes what a pod has left.
+/// Removes the volumes, cgroups and directories of a deleted pod.
 async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let unknown = context.host.unknown_volumes(uid).await;
     let is_published = context.csi.has_volumes(uid);
@@ -179,13 +181,13 @@ async fn clear(context: &Context, uid: &str) -> Result<(), VolumeError> {
     context.metrics.force_cleaned(unknown, taken.is_err());
     taken?;
     if is_published {
-        // Pods that waited for them need not wait for their next try.
+        // Pods that wait for these volumes can retry immediately.
         context.ledger.volumes_freed();
     }
     Ok(context.host.remove_leftovers(uid).await?)
 }
 
-/// Removes what a pod has left, and says so; the answer is its uid and whether that has failed.
+/// Removes a pod's leftovers and logs the result. Returns the uid, and whether the removal failed.
 async fn remove(
     context: Arc<Context>,
     uid: String,
@@ -226,8 +228,8 @@ async fn remove(
     (uid, removed.is_err())
 }
 
-/// The mirrors that the API is to be asked to delete, by uid: not those whose deletion it has taken, and that wait for a
-/// finalizer. One that somebody deletes gracefully waits for the node's own DELETE.
+/// The mirror pods that need a DELETE, by uid. Leaves out mirrors whose deletion the API has accepted and which wait
+/// for a finalizer. A mirror that a user deletes gracefully still needs the node's DELETE.
 fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>> {
     let mirrors = orphaned.values();
     mirrors
@@ -236,12 +238,12 @@ fn undeleted(orphaned: &BTreeMap<String, Arc<Pod>>) -> BTreeMap<String, Arc<Pod>
         .collect()
 }
 
-/// Deletes mirrors whose static pod is gone, until the process ends. Each in a task of its own, with a back-off of its own.
+/// Deletes mirror pods without their static pod, until the process exits. Each mirror has its own task and back-off.
 pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<Roster>) {
     let mut tasks = JoinSet::<(String, bool)>::new();
     let mut removals = Removals::default();
     let failures = Failures::default();
-    // The API has taken their deletion, and the watch may not have shown it yet.
+    // Deletions that the API has accepted, though the watch may not have reported them yet.
     let mut accepted = BTreeSet::new();
     loop {
         let mirrors = undeleted(&roster.borrow_and_update().orphaned_mirrors);
@@ -256,11 +258,12 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
         }
         let again = removals.next();
         tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
-            // Cancel-safe: a task's end is taken or stays, and the newest roster is read at the top of the loop.
+            // Cancel-safe: a finished task is either taken or stays in the set,
+            // and the loop reads the latest roster at its top.
             Some(ended) = tasks.join_next() => {
-                // No task is aborted, and a panic ends the process.
+                // Tasks are never aborted, and a panic terminates the process.
                 if let Ok((uid, has_failed)) = ended {
                     removals.ended(&uid, has_failed, Instant::now());
                     if !has_failed {
@@ -274,7 +277,7 @@ pub async fn delete_mirrors(context: Arc<Context>, mut roster: watch::Receiver<R
     }
 }
 
-/// Deletes a mirror; the answer is its uid and whether that has failed.
+/// Deletes a mirror pod. Returns its uid, and whether the deletion failed.
 async fn delete_mirror(
     context: Arc<Context>,
     mirror: Arc<Pod>,
@@ -326,7 +329,7 @@ mod tests {
         removals.ended("a", false, at(3));
         removals.ended("b", true, at(150));
         assert_eq!(removals.next(), Some(at(151)));
-        // Somebody else has removed it.
+        // Another client has removed the orphan.
         assert!(removals.begin(&of(&[]), at(151)).is_empty());
         assert_eq!(removals.next(), None);
         assert_eq!(removals.begin(&of(&["b"]), at(151)), ["b"]);

@@ -1,5 +1,5 @@
-//! The probes of one pod: a task for every container instance and kind, its result in the worker's
-//! inbox when it changes (upstream's `prober/worker.go`).
+//! The probes of one pod: one task for each container instance and kind of probe. A changed result goes to the worker's
+//! inbox (upstream's `pkg/kubelet/prober/worker.go`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,50 +24,51 @@ use crate::core::pod::worker::{Input, Worker};
 use crate::core::pod::{self, Role};
 use crate::cri::RuntimeErrorKind;
 
-/// How many times in a row a probe that cannot be asked is tried.
+/// How often a probe is attempted before its result is unknown.
 const TRIES: usize = 3;
-/// A container that was up this long before the agent started keeps what was known of it.
+/// A container that started more than this before the agent was already running when the agent started.
 const ADOPTED: SignedDuration = SignedDuration::from_secs(10);
 
-/// The tasks of one container instance. Dropping a guard ends its task, when the probe under way has its answer: containerd 2.1
-/// may take long to stop a container while an ExecSync that its client has cut off is still there. Upstream's probes are not
-/// cut off either (`worker.stop`).
+/// The probe tasks of one container instance. Dropping a guard stops its task after the probe in progress has
+/// completed. containerd 2.1 may take long to stop a container while an ExecSync is pending whose client has cancelled.
+/// Upstream does not cancel probes either (`worker.stop`).
 struct Instance {
     name: String,
     tasks: BTreeMap<Kind, DropGuard>,
     started: Arc<watch::Sender<bool>>,
 }
 
-/// A pod's probes. Dropping it ends them.
+/// A pod's probes. Dropping it stops them.
 pub struct Probing {
     inbox: Inbox,
     instances: BTreeMap<String, Instance>,
     log: Log,
 }
 
-/// What a task needs.
+/// The state of one probe task.
 struct Prober {
     context: Arc<Context>,
     pod: Arc<Pod>,
     role: Role,
     container: Container,
     id: String,
-    /// The pod's own address. A pod of the host network has the node's, which may change while it runs.
+    /// The pod's own address. `None` for a pod on the host network, which uses the
+    /// node's address; that may change while the pod runs.
     ip: Option<String>,
     kind: Kind,
     timing: Timing,
     first: Instant,
-    /// The result that stands.
+    /// The current result.
     last: Option<bool>,
     inbox: Inbox,
     started: Arc<watch::Sender<bool>>,
-    /// What it finds is of no interest any more.
+    /// Cancelled when the result is no longer needed.
     stop: CancellationToken,
     log: Log,
 }
 
 impl Probing {
-    /// No probes yet; results go to the worker's inbox.
+    /// Creates an instance without probes; results go to `inbox`.
     #[must_use]
     pub fn new(inbox: Inbox, log: Log) -> Probing {
         Probing {
@@ -77,8 +78,8 @@ impl Probing {
         }
     }
 
-    /// Brings the tasks in line with the containers that run: new ones are begun, others end. Those
-    /// whose start has not ended wait for it.
+    /// Starts probes of containers that are running, and stops those of containers that are not. A container whose
+    /// start has not completed gets its probes later.
     pub fn follow(&mut self, context: &Arc<Context>, worker: &Worker, observed: &ObservedPod) {
         let (pod, starting) = (worker.pod(), worker.starting());
         let mut running = vec![];
@@ -119,7 +120,7 @@ impl Probing {
         self.instances.retain(|id, instance| {
             let stays = running.contains(id);
             if !stays {
-                // What its probes said last is history with it.
+                // Closes the steps of this instance, so that its last results are not reported any more.
                 Kind::ALL
                     .into_iter()
                     .for_each(|kind| self.log.close(step(kind), &instance.name));
@@ -173,7 +174,7 @@ impl Probing {
                 stop: stop.clone(),
                 log: self.log.clone(),
             };
-            // On its own: a turn of the pod's worker ends long before its probes do.
+            // Without a parent: a probe outlives the worker's turn that starts it.
             let span = tracing::info_span!(parent: None, "container", pod = pod::full_name(pod), uid = pod::uid(pod), container = container.name);
             tokio::spawn(tracing::Instrument::instrument(prober.run(), span));
             tasks.insert(kind, stop.drop_guard());
@@ -188,8 +189,8 @@ impl Probing {
         );
     }
 
-    /// The pod ends: liveness and startup probes stop, as no container is restarted any more, those of sidecars neither
-    /// (KEP-4438 would change that). Readiness is still published.
+    /// Stops liveness and startup probes of a terminating pod, as no container is restarted any more. Sidecars are no
+    /// exception (KEP-4438 would change that). Readiness is still published.
     pub fn ending(&mut self, pod: &Pod, observed: &ObservedPod) {
         for (_, container) in pod::containers(pod) {
             if let Some(seen) = observed.newest(&container.name)
@@ -201,7 +202,7 @@ impl Probing {
         }
     }
 
-    /// Ends all probes.
+    /// Stops all probes.
     pub fn stop(&mut self) {
         for instance in std::mem::take(&mut self.instances).into_values() {
             Kind::ALL
@@ -211,9 +212,9 @@ impl Probing {
     }
 }
 
-/// How long the first probe of a container that has run since `since` waits: until its delay is over. Containers that
-/// were found running at the agent's start are spread over their period besides, so that a restart of the agent is no
-/// burst.
+/// Time until the first probe of a container that has run since `since`: the rest of
+/// `initialDelaySeconds`. Containers that were running when the agent started are also spread over their
+/// period, so that a restart of the agent causes no burst.
 fn first_probe(
     agent_started: Timestamp,
     now: Timestamp,
@@ -241,7 +242,7 @@ fn step(kind: Kind) -> Step {
 }
 
 impl Prober {
-    /// Waits for something, unless the probe is to end before.
+    /// Waits for a future; `None` if the probe is stopped first.
     async fn unless_stopped<T>(&self, wait: impl Future<Output = T>) -> Option<T> {
         self.stop.run_until_cancelled(wait).await
     }
@@ -250,7 +251,7 @@ impl Prober {
         let mut started = self.started.subscribe();
         let begin = async {
             if self.kind != Kind::Startup {
-                // The sender is this probe's own, too.
+                // This task owns a sender, so the channel cannot close.
                 let _ = started.wait_for(|s| *s).await;
             }
             tokio::time::sleep_until(self.first).await;
@@ -259,7 +260,7 @@ impl Prober {
             return;
         }
         let mut ticks = tokio::time::interval(self.timing.period);
-        // A slow answer moves the next question; questions never pile up.
+        // After a slow probe the next one is delayed; probes never accumulate.
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut counter = Counter::default();
         if self.kind != Kind::Liveness {
@@ -275,8 +276,8 @@ impl Prober {
             let result = counter.step(good, &self.timing);
             let changed = result.is_some_and(|result| self.last.replace(result) != Some(result));
             if good {
-                // A failure below its threshold is over too, though it never was a result.
-                // Liveness counts as good until it has failed.
+                // A success also clears failures below the threshold, which never became a result.
+                // Liveness counts as successful until it fails.
                 let whole = self.last.unwrap_or(self.kind == Kind::Liveness);
                 if changed && whole {
                     self.log
@@ -292,7 +293,7 @@ impl Prober {
             if self.kind == Kind::Startup && result {
                 self.started.send_replace(true);
             }
-            // Liveness is good from the beginning: only its failure is news.
+            // Liveness starts as successful, so only its failure is a change.
             if self.kind != Kind::Liveness || !result {
                 self.inbox.send(Input::Probed {
                     id: self.id.clone(),
@@ -301,7 +302,7 @@ impl Prober {
                 });
             }
             if self.kind == Kind::Startup || (self.kind == Kind::Liveness && !result) {
-                // It has said what it can say about this instance.
+                // This probe is finished for this container instance.
                 return;
             }
         }
@@ -317,7 +318,7 @@ impl Prober {
         );
     }
 
-    /// Probes once; `None` if the probe could not run, or was stopped meanwhile.
+    /// Probes once. `None` if the probe could not run, or was stopped meanwhile.
     async fn ask(&self) -> Option<bool> {
         let begun = Instant::now();
         let mut answer = self.answer().await;
@@ -447,7 +448,7 @@ mod tests {
             failures: 3,
         };
         let at = |second| Timestamp::from_second(second).expect("a time");
-        // Started by this agent, just now and a while ago.
+        // Started by this agent: just now, 50 s ago, and long ago.
         let own = |now| first_probe(at(0), at(now), "c", at(100), &timing);
         assert_eq!(own(100), Duration::from_secs(300));
         assert_eq!(own(150), Duration::from_secs(250));

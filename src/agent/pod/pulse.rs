@@ -1,4 +1,4 @@
-//! Signs of life: when the dispatcher began its last turn, and when the runtime's pods were listed last.
+//! Heartbeats of the agent: the start of the dispatcher's last turn, and the last listing of the runtime's pods.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::core::lock::lock;
 
-/// The signs of life of this agent.
+/// The heartbeats of this agent.
 #[derive(Debug)]
 pub struct Pulse {
     turned: Mutex<Instant>,
@@ -15,7 +15,7 @@ pub struct Pulse {
 }
 
 impl Default for Pulse {
-    /// What has not happened yet counts from now on.
+    /// Heartbeats that have not occurred yet count from the creation.
     fn default() -> Pulse {
         let now = Instant::now();
         Pulse {
@@ -26,23 +26,23 @@ impl Default for Pulse {
 }
 
 impl Pulse {
-    /// The dispatcher begins a turn.
+    /// Records the start of a dispatcher turn.
     pub fn turns(&self) {
         *lock(&self.turned) = Instant::now();
     }
 
-    /// How long ago the dispatcher began its last turn.
+    /// Time since the start of the dispatcher's last turn.
     #[must_use]
     pub fn since_turn(&self) -> Duration {
         lock(&self.turned).elapsed()
     }
 
-    /// The runtime's pods were listed.
+    /// Records a listing of the runtime's pods.
     pub fn lists(&self) {
         *lock(&self.listed) = Instant::now();
     }
 
-    /// How long ago the runtime's pods were listed last.
+    /// Time since the last listing of the runtime's pods.
     #[must_use]
     pub fn since_listing(&self) -> Duration {
         lock(&self.listed).elapsed()

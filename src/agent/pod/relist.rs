@@ -1,6 +1,6 @@
-//! Noticing what happens in the runtime (upstream's `pleg/`): events where it has them, listing
-//! where it has not, and a slow listing as audit in any case. Both only hint; the worker looks itself, where an event
-//! tells something that it does not know.
+//! Detects changes in the runtime (upstream's `pkg/kubelet/pleg`). If the runtime has an event stream, its events are
+//! used, with a slow listing as a safety net; otherwise a fast listing. Both are only hints: a worker that does not
+//! know what a hint reports reads the pod's state from the runtime.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -16,32 +16,33 @@ use crate::core::lock::lock;
 use crate::core::pod::observed::RuntimeEvent;
 use crate::cri::{ListedPod, RuntimeError, RuntimeErrorKind};
 
-/// How often the runtime is listed without events, and with them.
+/// Interval between listings without and with runtime events.
 const PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-/// The pause after a subscription to the runtime's events that failed.
+/// Pause after a failed subscription to runtime events.
 const RESUBSCRIBE: Duration = Duration::from_secs(5);
 
-/// How long nothing must have happened before memory is given back.
+/// Idle time after which the allocator returns memory.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// What workers last saw, by uid: a listing that shows the same is no news.
+/// The state that each worker last observed, as a fingerprint by pod uid. A
+/// listing with the same fingerprint is no change.
 #[derive(Clone, Default)]
 pub struct Seen(Arc<Mutex<BTreeMap<String, u64>>>);
 
 impl Seen {
-    /// A worker has seen this.
+    /// Sets the state that a worker has observed.
     pub fn set(&self, uid: &str, fingerprint: u64) {
         lock(&self.0).insert(uid.to_owned(), fingerprint);
     }
 
-    /// The worker is gone.
+    /// Forgets a worker that has returned.
     pub fn forget(&self, uid: &str) {
         lock(&self.0).remove(uid);
     }
 
-    /// Pods with a running sandbox or container that no active worker tracks: a call that was cut off may have made a sandbox
-    /// after its pod finished.
+    /// Returns pods with a running sandbox or container, but without an active worker: a cancelled call may have
+    /// created a sandbox after its pod finished.
     fn unwatched(&self, listed: &[ListedPod]) -> Vec<String> {
         let seen = lock(&self.0);
         let unseen = listed
@@ -63,24 +64,24 @@ impl Seen {
     }
 }
 
-/// What is found.
+/// A change for the dispatcher.
 #[derive(Debug)]
 pub enum Hint {
-    /// This static pod, which the node has ended, is to start anew.
+    /// Restart this static pod, which the node has stopped.
     StartAnew(String),
-    /// Something may have changed in this pod.
+    /// The state of this pod may have changed.
     Pod(String),
-    /// This has happened to a sandbox or a container of a pod.
+    /// An event of a sandbox or a container.
     Event(RuntimeEvent),
-    /// The devices of this pod have another health than before.
+    /// The health of this pod's devices changed.
     Devices(String),
-    /// The runtime answers again, after it had not.
+    /// The runtime answers again after an outage.
     RuntimeBack,
-    /// All pods that the runtime has.
+    /// All pods of the runtime.
     Listed(Vec<ListedPod>),
 }
 
-/// Waits until it has been quiet for long enough after something happened.
+/// Waits for [`QUIET`] after the last activity; never returns without activity.
 async fn trimming(quiet_since: Option<Instant>) {
     match quiet_since {
         Some(since) => tokio::time::sleep_until(since + QUIET).await,
@@ -88,10 +89,10 @@ async fn trimming(quiet_since: Option<Instant>) {
     }
 }
 
-/// The stream of the runtime's events.
+/// The runtime's event stream.
 type Stream = mpsc::Receiver<RuntimeEvent>;
 
-/// A listing, and a subscription before it where there is none.
+/// The result of a listing. Without an event stream, the round subscribes first.
 struct Round {
     subscription: Option<Result<Stream, RuntimeError>>,
     listing: Result<Vec<ListedPod>, RuntimeError>,
@@ -112,7 +113,7 @@ async fn round(context: Arc<Context>, subscribes: bool) -> Round {
     }
 }
 
-/// The next event; never, where there is no stream. `None` if the stream was closed. Cancel-safe.
+/// Returns the next event, or `None` if the stream was closed. Never returns without a stream. Cancel-safe.
 async fn next_event(stream: Option<&mut Stream>) -> Option<RuntimeEvent> {
     match stream {
         Some(stream) => stream.recv().await,
@@ -129,13 +130,13 @@ struct Relist {
     hints: mpsc::Sender<Hint>,
     stream: Option<Stream>,
     has_events: bool,
-    /// When a subscription is tried again.
+    /// The time of the next subscription attempt.
     next_try: Instant,
     failing: bool,
     was_away: bool,
     last: Option<Instant>,
-    /// When something happened last. After an idle period the allocator returns memory: the last to free much are workers
-    /// that end, some time after their containers.
+    /// The time of the last activity. After an idle period the allocator returns memory. Most memory is freed late, by
+    /// workers that return some time after their containers exited.
     quiet_since: Option<Instant>,
 }
 
@@ -212,7 +213,7 @@ impl Relist {
 
     async fn take_event(&mut self, event: Option<RuntimeEvent>) -> Result<(), Closed> {
         let Some(event) = event else {
-            // The runtime may have been started again, sooner than it is listed.
+            // The runtime may have restarted between two listings.
             (self.stream, self.was_away) = (None, true);
             self.next_try = self.next_try.max(Instant::now() + PERIOD.0);
             return Ok(());
@@ -222,11 +223,11 @@ impl Relist {
     }
 }
 
-/// Runs until the receiver is gone.
+/// Runs until the receiver is dropped.
 pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
     let mut roster = context.roster.subscribe();
     let mut relist = Relist::new(context, seen, hints);
-    // Events are read while a listing is under way: a runtime that does not answer the one may still send the others.
+    // Events are read during a listing: a runtime that does not answer the listing may still send events.
     let (mut under_way, mut next) = (OptionFuture::<BoxFuture<Round>>::default(), Instant::now());
     let mut is_listing = false;
     loop {
@@ -235,7 +236,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
             (under_way, is_listing) = (Some(round.boxed()).into(), true);
         }
         let taken = tokio::select! {
-            // In this order, so that a simulated run replays exactly.
+            // The order is fixed, so that a simulated run replays exactly.
             biased;
             // Cancel-safe: a received event is handled before the next wait.
             event = next_event(relist.stream.as_mut()) => {
@@ -245,7 +246,7 @@ pub async fn run(context: Arc<Context>, seen: Seen, hints: mpsc::Sender<Hint>) {
                 }
                 taken
             }
-            // Cancel-safe: the future stays, and is polled on.
+            // Cancel-safe: the future is kept and polled again.
             Some(round) = &mut under_way, if is_listing => {
                 (under_way, is_listing) = (None.into(), false);
                 let taken = relist.take(round).await;

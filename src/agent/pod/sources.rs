@@ -1,5 +1,5 @@
-//! Static pods from a directory and from a URL (upstream's `config/`). A file that cannot be read or parsed is
-//! reported and skipped; the others are kept.
+//! Static pods from a directory and from a URL (upstream's `pkg/kubelet/config`). A file that cannot be read or parsed
+//! is reported and skipped; the other pods stay.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -19,10 +19,10 @@ use crate::core::pod::references;
 use crate::core::pod::static_uid::Started;
 use crate::sys;
 
-/// The largest manifest that is read, in bytes.
+/// Size limit of a manifest, in bytes.
 const FILE_LIMIT: u64 = 10 << 20;
 
-/// What the sources want; `None` where one has not been read yet.
+/// The static pods of each source; `None` for a source that was not read yet.
 #[derive(Default, Clone, PartialEq)]
 pub struct Statics {
     files: Option<Vec<Arc<Pod>>>,
@@ -32,7 +32,7 @@ pub struct Statics {
 }
 
 impl Statics {
-    /// What all sources together want, once each has been read.
+    /// Static pods from files, with all sources read.
     #[must_use]
     pub fn of(pods: Vec<Arc<Pod>>) -> Statics {
         Statics {
@@ -42,7 +42,7 @@ impl Statics {
         }
     }
 
-    /// The same with other appearances.
+    /// Replaces the appearance numbers.
     #[must_use]
     pub fn appearing(self, appearances: BTreeMap<String, u64>) -> Statics {
         Statics {
@@ -51,14 +51,14 @@ impl Statics {
         }
     }
 
-    /// When each pod has appeared, by uid: another number says that its manifest was removed meanwhile and written again. A
-    /// reader that is slow sees no listing without it.
+    /// The appearance number of each pod, by uid. A new number means that the manifest was removed and written again.
+    /// Slow readers need the number, as they may miss the listing in between.
     #[must_use]
     pub fn appearances(&self) -> &BTreeMap<String, u64> {
         &self.appearances
     }
 
-    /// Counts the pods that a source did not have before, or whose manifest was removed since and is there again.
+    /// Assigns a new number to each pod that is new in its source, or whose manifest was removed and written again.
     fn count(&mut self, before: &[Arc<Pod>], now: &[Arc<Pod>], rewritten: &BTreeSet<String>) {
         let uids = |pods: &[Arc<Pod>]| -> BTreeSet<String> {
             pods.iter().map(|p| pod::uid(p).to_owned()).collect()
@@ -75,7 +75,7 @@ impl Statics {
         }
     }
 
-    /// All pods, once every source has been read.
+    /// All static pods; `None` until every source has been read.
     #[must_use]
     pub fn pods(&self) -> Option<Vec<Arc<Pod>>> {
         Some(
@@ -92,7 +92,7 @@ impl Statics {
 
 type Found = watch::Sender<Statics>;
 
-/// Starts following the directory and the URL.
+/// Starts to watch the directory and to poll the URL.
 pub fn start(context: &Arc<Context>) -> watch::Receiver<Statics> {
     let (found, statics) = watch::channel(Statics::default());
     let (context, found) = (Arc::clone(context), Arc::new(found));
@@ -109,7 +109,7 @@ fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
     });
 }
 
-/// Pods with the time at which they were seen first: those of before keep theirs (kubelet's `recordFirstSeenTime`).
+/// Annotates pods with the time they were first seen; pods in `before` keep theirs (upstream's `recordFirstSeenTime`).
 fn seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc<Pod>> {
     for pod in &mut pods {
         let known = before.iter().find(|b| pod::uid(b) == pod::uid(pod));
@@ -122,7 +122,7 @@ fn seen(mut pods: Vec<Arc<Pod>>, before: &[Arc<Pod>], now: Timestamp) -> Vec<Arc
     pods
 }
 
-/// The uids under which static pods run. Waits for the runtime, without which none could be started.
+/// Loads the uids of static pods. Retries until the runtime answers, as no static pod can start without it.
 async fn uids(context: &Context) -> KeptUids {
     let mut pauses = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
     loop {
@@ -146,7 +146,7 @@ async fn uids(context: &Context) -> KeptUids {
 async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     let Some(dir) = context.config.static_pod_path.clone() else {
         tell(&found, |statics| statics.files = Some(vec![]));
-        // Nothing will change; the sender must stay.
+        // The file source is empty for good; the sender must not be dropped.
         return std::future::pending::<()>().await;
     };
     let uids = Arc::new(uids(&context).await);
@@ -187,7 +187,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 });
                 errors
             }
-            // It does not say that there are no pods.
+            // An unreadable directory does not mean that its pods were removed.
             Err(error) => {
                 if !reported.contains(&error) {
                     tracing::error!(
@@ -203,8 +203,9 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     }
 }
 
-/// The uids of pods whose file was removed and written again between two listings. The kubelet handles each event of the
-/// directory, so its pod stops and starts again (`produceWatchEvent` in `config/file_linux.go`).
+/// Returns the uids of pods whose file was removed and written again between two listings. The kubelet handles each
+/// event of the directory, so its pod stops and starts again (`produceWatchEvent` in
+/// `pkg/kubelet/config/file_linux.go`).
 fn rewritten(removed: &BTreeSet<OsString>, before: &Files, now: &Files) -> BTreeSet<String> {
     let rewritten = removed.iter().filter_map(|name| {
         let uid = before.get(name)?;
@@ -234,7 +235,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
                     statics.url = Some(pods);
                 });
             }
-            // The pods of before stay until there is an answer that can be read.
+            // The pods of the last valid answer stay.
             Err(error) if error != reported => {
                 tracing::error!(%error, url, "the static pods of the URL cannot be read; it is tried again");
                 reported = error;
@@ -245,7 +246,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
     }
 }
 
-/// The pods of the directory as it is now, where the runtime has these; a file that would be skipped is an error.
+/// Reads the directory once, for the given pods of the runtime. A file that the agent would skip is an error.
 pub fn once(config: &crate::config::Config, started: Vec<Started>) -> Result<Vec<Pod>, String> {
     let Some(dir) = &config.static_pod_path else {
         return Ok(vec![]);
@@ -259,7 +260,7 @@ pub fn once(config: &crate::config::Config, started: Vec<Started>) -> Result<Vec
     }
 }
 
-/// One pod, or a list of them.
+/// Parses the URL's answer: a pod or a list of pods.
 fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String> {
     if text.trim().is_empty() {
         return Ok(vec![]);
@@ -273,7 +274,7 @@ fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String>
     let items: Vec<serde_json::Value> = match value["kind"].as_str() {
         Some("PodList" | "List") => {
             let items = value["items"].as_array().cloned().unwrap_or_default();
-            // Items of a list need not repeat what the list says.
+            // Items of a list may omit `kind` and `apiVersion`.
             items
                 .into_iter()
                 .map(|mut item| {
@@ -299,30 +300,30 @@ fn parse_url(text: &str, url: &str, node: &str) -> Result<Vec<Arc<Pod>>, String>
     Ok(pods)
 }
 
-/// Where a static pod came from.
+/// The source of a static pod.
 struct Origin<'a> {
-    /// As its annotation says it.
+    /// The value of its `kubernetes.io/config.source` annotation.
     source: &'static str,
-    /// What makes the same manifest elsewhere another pod.
+    /// Distinguishes equal manifests of different sources: part of the pod's hash.
     identity: String,
-    /// The uid of a pod, by its full name and a digest of its manifest and identity.
+    /// Returns the uid of a pod, from its full name and the digest of its manifest and identity.
     uid: &'a dyn Fn(&str, &str) -> String,
 }
 
-/// The uids of pods by the names of their files.
+/// Pod uids by file name.
 type Files = BTreeMap<OsString, String>;
 
-/// The pods of a directory.
+/// The contents of a directory.
 #[derive(Debug, Default, PartialEq)]
 struct Listed {
     pods: Vec<Arc<Pod>>,
     files: Files,
-    /// What is wrong with the other files.
+    /// Errors of the skipped files.
     errors: Vec<String>,
 }
 
-/// The files of a directory that are not hidden, sorted; none where there is no directory. As with the kubelet, the path of
-/// one file stands for itself.
+/// The regular files of a directory that are not hidden, sorted; empty if there is no directory. If the path is a file,
+/// returns this file, as in the kubelet.
 fn manifests(dir: &Path) -> Result<Vec<PathBuf>, String> {
     if dir.is_file() {
         return Ok(vec![dir.to_owned()]);
@@ -347,8 +348,8 @@ fn manifests(dir: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(paths)
 }
 
-/// All pods of a directory, and what is wrong with the other files. An error is what says nothing of pods: the directory,
-/// or a file in it, cannot be read.
+/// Reads all pods of a directory, and the errors of skipped files. Fails if the directory or one of its files cannot be
+/// read: then the directory's pods are unknown.
 fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
     let Listed {
         mut pods,
@@ -358,7 +359,7 @@ fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
     for path in manifests(dir)? {
         let text = match sys::file::read_text(&path, FILE_LIMIT) {
             Ok(text) => text,
-            // It was removed meanwhile.
+            // Removed since the listing.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
                 errors.push(format!("{}: {error}", path.display()));
@@ -394,7 +395,7 @@ fn read_dir(dir: &Path, node: &str, uids: &KeptUids) -> Result<Listed, String> {
     })
 }
 
-/// Parses one manifest and gives it what only a static pod needs.
+/// Parses one manifest and completes it as a static pod.
 fn parse(text: &str, path: &Path, node: &str, uids: &KeptUids) -> Result<Pod, String> {
     let origin = Origin {
         source: "file",
@@ -408,11 +409,11 @@ fn decode(text: &str) -> Result<serde_json::Value, String> {
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
     let documents = serde_saphyr::from_multiple_with_options::<serde_json::Value>(text, options)
         .map_err(|e| format!("not YAML or JSON: {e}"))?;
-    // As with the kubelet, the first document counts; a last line of `---` begins none.
+    // As in the kubelet, the first document counts; a trailing `---` starts no document.
     documents.into_iter().next().ok_or("it is empty".into())
 }
 
-/// Gives a container of a static pod what the API gives others by default.
+/// Sets the defaults that the apiserver would set on a container.
 fn complete_container(container: &mut Container, list: &str) -> Result<(), String> {
     if container.name.is_empty() {
         return Err(format!("spec.{list}[].name: Required value"));
@@ -439,7 +440,7 @@ fn complete_container(container: &mut Container, list: &str) -> Result<(), Strin
     let Some(resources) = &mut container.resources else {
         return Ok(());
     };
-    // Who is limited and requests nothing requests as much.
+    // A limit without a request is also the request.
     for (name, limit) in resources.limits.iter().flatten() {
         let requests = resources.requests.get_or_insert_default();
         requests
@@ -449,7 +450,7 @@ fn complete_container(container: &mut Container, list: &str) -> Result<(), Strin
     Ok(())
 }
 
-/// Makes a static pod of a manifest.
+/// Completes a manifest as a static pod: defaults, uid, annotations and node name.
 fn complete(
     value: serde_json::Value,
     text: &str,
@@ -500,7 +501,7 @@ fn complete(
     let name = metadata.name.insert(format!("{name}-{node}"));
     let namespace = metadata.namespace.get_or_insert_with(|| "default".into());
     let full_name = pod::full_name_of(namespace, name);
-    // Any change of the manifest, its path or the node makes another pod.
+    // A change of the manifest, its path or the node's name results in another pod.
     let digest = || digest(&format!("{text}{}", origin.identity));
     let uid = metadata
         .uid
@@ -514,7 +515,7 @@ fn complete(
     Ok(pod)
 }
 
-/// 128 bits of FNV-1a as 32 hexadecimal digits.
+/// 128-bit FNV-1a as 32 hexadecimal digits.
 fn digest(text: &str) -> String {
     format!("{:032x}", crate::core::digest::fnv128(text.bytes()))
 }
@@ -528,7 +529,7 @@ mod tests {
     fn what_cannot_be_read_does_not_say_that_there_are_no_pods() {
         let dir = tempfile::tempdir().expect("a directory");
         let uids = KeptUids::load(dir.path(), vec![]);
-        // A file in the place of a directory: the kernel answers with another error than for one that is not there.
+        // A path component that is a file: the kernel's error differs from the one for a missing directory.
         let file = dir.path().join("file");
         let manifest = "---\napiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n---\n";
         std::fs::write(&file, manifest).expect("written");
@@ -593,7 +594,7 @@ mod tests {
         let first = seen(read("i"), &[], at(1));
         assert_eq!(time(&first), "1970-01-01T00:00:01.000000000Z");
         assert_eq!(seen(read("i"), &first, at(2)), first);
-        // Another manifest is another pod.
+        // A changed manifest is another pod.
         let other = seen(read("j"), &first, at(3));
         assert_eq!(time(&other), "1970-01-01T00:00:03.000000000Z");
     }
@@ -735,7 +736,7 @@ mod tests {
             pod::uid(&pods[0])
         );
 
-        // A pod that another agent started from this file keeps its uid, also after the file was touched.
+        // A pod that another agent started from this file keeps its uid, even after the file was touched.
         let kubelets = "0123456789abcdef0123456789abcdef";
         let started = vec![Started {
             full_name: "web-n1_default".into(),

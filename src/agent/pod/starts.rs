@@ -1,9 +1,10 @@
-//! What is being started on the node: how many sandboxes the runtime makes at once, and whether anything is under way.
+//! Limits how many sandboxes the runtime creates at the same time, and reports when no start is in progress.
 //!
-//! Making a sandbox keeps a processor busy: a network plugin, a shim and two runs of the runtime's binary. When 50 begin
-//! together, all of them take turns on the processors and on the runtime's locks, none is done soon, and all together take
-//! a fifth longer than a few at a time (BENCHMARKS.md). So a few are made at a time, in the order in which they are wanted.
-//! What can wait while pods are started waits for a lull, as it would take turns with them, too.
+//! Creating a sandbox keeps a processor busy: a network plugin, a shim and two runs of the runtime's binary.
+//! If 50 sandboxes are created together, they compete for processors and for the runtime's locks: none is
+//! ready soon, and all together take a fifth longer than a few at a time (BENCHMARKS.md). So sandboxes are
+//! created a few at a time, in the order of their requests. Work that can be postponed waits for an idle
+//! period between starts, as it would compete as well.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -11,14 +12,14 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::Instant;
 
-/// How many are made at once, of each processor.
+/// Sandboxes created at the same time, for each processor.
 const OF_EACH_PROCESSOR: u32 = 3;
 
-/// How long a sandbox that is being made keeps its slot, and how long a start counts as one. What takes longer waits for
-/// something else than a processor, such as a network plugin whose server does not answer or a hook, and keeps nothing back.
+/// How long a sandbox keeps its slot, and how long a start counts as in progress. A longer start does not wait for a
+/// processor but for a network plugin, a server or a hook, and must not delay others.
 const HOLDS_FOR: Duration = Duration::from_secs(1);
 
-/// How long what can wait does so at most.
+/// Maximum delay of postponed work.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The starts of a node.
@@ -28,20 +29,20 @@ pub struct Starts {
     under_way: watch::Sender<usize>,
 }
 
-/// Follows the starts of a node, for as long as they live, to find when none is under way.
+/// Waits for idle periods between the starts of a node.
 #[derive(Debug, Clone)]
 pub struct Lull(watch::Receiver<usize>);
 
 impl Lull {
-    /// Waits for a lull, but not for more than some seconds from `since`. Cancel-safe.
+    /// Waits until no start is in progress, but at most [`PATIENCE`] after `since`. Cancel-safe.
     pub async fn wait(&mut self, since: Instant) {
         let lull = self.0.wait_for(|count| *count == 0);
-        // Without anything that starts there is nothing to wait for, either.
+        // An error means that the node's starts were dropped, so nothing is in progress.
         let _ = tokio::time::timeout_at(since + PATIENCE, lull).await;
     }
 }
 
-/// One of those under way, until it is dropped.
+/// Counts as a start in progress until dropped.
 struct UnderWay<'a>(&'a watch::Sender<usize>);
 
 impl<'a> UnderWay<'a> {
@@ -57,7 +58,7 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// Carries out `work`, and lets go of `held` when that is done or has taken long.
+/// Runs `work`, and drops `held` when the work is done or has taken [`HOLDS_FOR`].
 async fn holding<F: Future>(held: impl Sized, work: F) -> F::Output {
     let mut work = pin!(work);
     match tokio::time::timeout(HOLDS_FOR, &mut work).await {
@@ -70,7 +71,7 @@ async fn holding<F: Future>(held: impl Sized, work: F) -> F::Output {
 }
 
 impl Starts {
-    /// With as many slots for sandboxes as suit so many processors.
+    /// Creates slots for this number of processors.
     #[must_use]
     pub fn for_processors(count: u32) -> Starts {
         let slots = count.max(1).saturating_mul(OF_EACH_PROCESSOR);
@@ -80,11 +81,11 @@ impl Starts {
         }
     }
 
-    /// Makes a sandbox as soon as there is a slot.
+    /// Creates a sandbox as soon as a slot is free.
     pub async fn sandbox<F: Future>(&self, make: F) -> F::Output {
-        // It counts while it waits for its slot, too: others are under way then.
+        // A sandbox that waits for a slot counts too: other starts are in progress.
         let start = UnderWay::among(&self.under_way);
-        // The semaphore is never closed; without a slot it would only be slower.
+        // The semaphore is never closed; without a slot the creation would only be slower.
         let slot = self.slots.acquire().await.ok();
         holding((start, slot), make).await
     }
@@ -94,7 +95,7 @@ impl Starts {
         holding(UnderWay::among(&self.under_way), start).await
     }
 
-    /// When none is under way or waits for its slot.
+    /// Returns a gate that opens when no start is in progress or waiting for a slot.
     #[must_use]
     pub fn lull(&self) -> Lull {
         Lull(self.under_way.subscribe())
@@ -208,7 +209,7 @@ mod tests {
             async { drop(tokio::join!(hangs, of_sandboxes, given_up)) },
             join_all([50, 150, 250, 450, 1050, 1600].map(after))
         );
-        // The one that was given up had no slot yet.
+        // The abandoned one had no slot yet.
         assert_eq!(counts, [6, 5, 2, 1, 0, 0]);
     }
 }

@@ -1,5 +1,5 @@
-//! The uids of static pods, as the runtime has them and as they are kept from one start to the next
-//! (`core::pod::static_uid`).
+//! The uids of static pods, from the runtime and from the file in which they
+//! persist across restarts (`core::pod::static_uid`).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,10 +16,10 @@ use crate::core::pod::static_uid::{Started, Uids, is_static};
 use crate::cri::{ListedPod, Runtime, RuntimeError};
 use crate::sys::file;
 
-/// The largest file that is read.
+/// Size limit of the file, in bytes.
 const LIMIT: u64 = 1 << 20;
 
-/// The static pods that the runtime has, whoever started them.
+/// Returns the static pods of the runtime, including those that another agent started.
 pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError> {
     let mut observed = vec![];
     for pod in runtime.list().await? {
@@ -31,7 +31,7 @@ pub async fn started(runtime: &dyn Runtime) -> Result<Vec<Started>, RuntimeError
     Ok(of_observed(&observed))
 }
 
-/// The same of what was observed already.
+/// Like [`started`], for pods that were already observed.
 #[must_use]
 pub fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
     let statics = observed.iter().filter(|(pod, _)| is_static(&pod.uid));
@@ -46,14 +46,14 @@ pub fn of_observed(observed: &[(ListedPod, ObservedPod)]) -> Vec<Started> {
     started.collect()
 }
 
-/// The uids, with the file in which they are kept.
+/// The uids, and the file that stores them.
 pub struct KeptUids {
     path: PathBuf,
     uids: Mutex<Uids>,
 }
 
 impl KeptUids {
-    /// Of what the runtime has, and of what is kept below the root directory. Blocking.
+    /// Combines the runtime's pods with the file below the root directory. Blocking.
     #[must_use]
     pub fn load(root_dir: &Path, started: Vec<Started>) -> KeptUids {
         let path = root_dir.join("static_pod_uids");
@@ -63,13 +63,13 @@ impl KeptUids {
         }
     }
 
-    /// The uid of a manifest's pod.
+    /// Returns the uid for a manifest.
     pub fn of(&self, full_name: &str, digest: &str, changed: Option<Timestamp>) -> String {
         let mut uids = lock(&self.uids);
         uids.of(full_name, digest, changed)
     }
 
-    /// Writes what the next start must know, where it has changed. Blocking.
+    /// Writes the uids to the file if they changed. Blocking.
     pub fn save(&self) {
         let kept = {
             let uids = lock(&self.uids);
@@ -87,14 +87,14 @@ impl KeptUids {
     }
 }
 
-/// What was kept; a file that cannot be read is as good as none.
+/// Reads the file; an unreadable file counts as empty.
 fn read(path: &Path) -> BTreeMap<String, String> {
     let text = file::read_text(path, LIMIT).ok();
     text.and_then(|text| serde_json::from_str(&text).ok())
         .unwrap_or_default()
 }
 
-/// When a file was changed last, its name or its owner included; of a link, what it leads to counts too.
+/// The last change of a file, including its name and owner. For a symbolic link, the later change of link and target.
 pub fn changed(path: &Path) -> Option<Timestamp> {
     let of = |metadata: fs::Metadata| {
         let nanoseconds = i32::try_from(metadata.ctime_nsec()).ok()?;

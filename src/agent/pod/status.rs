@@ -1,5 +1,4 @@
-//! Publishing the status of one pod: the newest wanted status wins, what lies between is skipped, and
-//! failures are tried again.
+//! Publishes the status of one pod: writes the latest status, skips intermediate ones, and retries failures.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -21,18 +20,19 @@ use crate::kubeapi::pods::{ApiFailure, PodApi};
 use crate::sys::clock::Clock;
 
 const RETRY: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(10));
-/// How many conflicts in a row are retried at once with the object as it is now; the next retry waits for the first pause.
+/// Limit for immediate retries after conflicts, each with the latest
+/// object; the next retry waits for the first back-off.
 const MAX_CONFLICTS: u32 = 5;
 
 #[derive(Default, Clone)]
 struct Wanted {
     version: u64,
     status: Arc<PodStatus>,
-    /// The object to write to; none for a static pod without a mirror.
+    /// The object to write to; `None` for a static pod without a mirror.
     object: Option<Arc<Pod>>,
 }
 
-/// Writes one pod's status. Dropping it stops writing.
+/// Writes one pod's status. Dropping it stops the writer.
 pub struct StatusWriter {
     wanted: watch::Sender<Wanted>,
     written: watch::Receiver<u64>,
@@ -41,7 +41,7 @@ pub struct StatusWriter {
 }
 
 impl StatusWriter {
-    /// Starts with nothing to write.
+    /// Starts a writer without a status.
     #[must_use]
     pub fn start(api: Arc<dyn PodApi>, metrics: Arc<Metrics>, clock: Clock) -> StatusWriter {
         let (wanted, changes) = watch::channel(Wanted::default());
@@ -55,7 +55,7 @@ impl StatusWriter {
         }
     }
 
-    /// Wants `status` to be on `object`.
+    /// Requests that `status` be written to `object`.
     pub fn want(&self, object: Option<Arc<Pod>>, status: &Arc<PodStatus>) {
         self.wanted.send_if_modified(|wanted| {
             let same = wanted.status == *status
@@ -65,7 +65,7 @@ impl StatusWriter {
                     .map(|o| (o.uid(), o.resource_version()))
                     == object.as_ref().map(|o| (o.uid(), o.resource_version()));
             if !same {
-                // An agent that has just started goes on from what the API has.
+                // After a restart of the agent, containers count as terminated relative to the API's status.
                 let before = match wanted.version {
                     0 => object.as_ref().and_then(|o| o.status.as_ref()),
                     _ => Some(&*wanted.status),
@@ -81,16 +81,16 @@ impl StatusWriter {
         });
     }
 
-    /// Waits until the newest wanted status has been written, or its object is gone.
+    /// Waits until the latest status has been written, or its object was deleted.
     pub async fn flush(&self) {
         let version = self.wanted.borrow().version;
         let mut written = self.written.clone();
-        // The task ends only with the writer, which is borrowed here.
+        // The task ends only when the writer is dropped, and the writer is borrowed here.
         let _ = written.wait_for(|w| *w >= version).await;
     }
 }
 
-/// An object as the API has answered with it, without the rest of the pod.
+/// The parts of an API answer that the writer needs.
 struct Answered {
     uid: Option<String>,
     version: Option<String>,
@@ -99,7 +99,7 @@ struct Answered {
 }
 
 impl Answered {
-    /// Whether it says more than `object`, as the watch has shown it.
+    /// Whether this is newer than `object`, which the watch delivered.
     fn is_newer(&self, object: &Pod) -> bool {
         self.uid == object.uid() && self.revision > revision(object)
     }
@@ -116,8 +116,8 @@ impl From<Pod> for Answered {
     }
 }
 
-/// What is to be written to an object, from the newest that is known of it: an answer that is `newer`, or what the watch has
-/// shown. An end that stands there stays; a static pod's mirror binds nobody.
+/// Builds the patch for an object, based on `newer`, the API's last answer, or else on the object from the watch. A
+/// published terminal status stays, except on mirrors of static pods. `None` if there is nothing to write.
 fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Value> {
     let (base, version) = match newer {
         Some(newer) => (&newer.status, &newer.version),
@@ -136,7 +136,7 @@ fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Val
     status::patch(target, base, &wanted)
 }
 
-/// Reads an object that somebody else has written to.
+/// Reads the object again after another client has written to it.
 async fn read_anew(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> {
     let namespace = object.namespace().unwrap_or_default();
     let pod = api.pod(&namespace, &object.name_any()).await?;
@@ -146,8 +146,8 @@ async fn read_anew(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailur
     }
 }
 
-/// Whether a failure may mean that the pod was removed. The apiserver's node authorizer then refuses ("no relationship
-/// found between node and this object"), and the watch shows the removal soon.
+/// Whether a failure may mean that the pod was deleted. The apiserver's node authorizer then rejects requests ("no
+/// relationship found between node and this object"), and the watch reports the deletion soon.
 fn may_be_gone(error: &ApiFailure, pauses: &Doubling) -> bool {
     matches!(error, ApiFailure::Forbidden(_)) && !pauses.is_longest()
 }
@@ -159,7 +159,7 @@ async fn write(
     metrics: Arc<Metrics>,
     clock: Clock,
 ) {
-    // What the API had last, by its answers: newer than what the watch has shown so far.
+    // The API's last answer, if newer than the object from the watch.
     let mut last: Option<Answered> = None;
     let mut pauses = RETRY;
     let mut failures = RepeatedFailures::default();
@@ -169,7 +169,7 @@ async fn write(
         loop {
             let wanted = changes.borrow_and_update().clone();
             let object = wanted.object.as_deref();
-            // The watch has caught up: one copy of the status is enough.
+            // The watch has caught up: drop this copy of the status.
             last = last.filter(|last| object.is_none_or(|object| last.is_newer(object)));
             let patch = object.and_then(|object| due(object, last.as_ref(), &wanted.status));
             let (Some(object), Some(patch)) = (object, patch) else {
@@ -186,7 +186,7 @@ async fn write(
                         if conflicts < MAX_CONFLICTS {
                             continue;
                         }
-                        // A client that writes all the time must not delay the status by pauses that grow.
+                        // A client that writes constantly must not delay the status by growing back-off.
                         (conflicts, pauses) = (0, RETRY);
                     }
                     Err(error) => answer = Err(error),
@@ -201,7 +201,7 @@ async fn write(
                     break;
                 }
                 Err(error) if error.is_gone() => {
-                    // The object is gone, or another one has its name: there is nobody to tell.
+                    // The object was deleted or replaced: there is nothing to write to.
                     done.send_replace(wanted.version);
                     break;
                 }
@@ -217,9 +217,9 @@ async fn write(
                         tracing::warn!(%error, pod, retry_in = ?pause, repetitions, "the pod's status could not be written");
                     }
                     tokio::select! {
-                        // In this order, so that a simulated run replays exactly.
+                        // The order is fixed, so that a simulated run replays exactly.
                         biased;
-                        // Cancel-safe: the newest value is read at the top of the loop in any case.
+                        // Cancel-safe: the loop reads the latest value at its top in any case.
                         () = tokio::time::sleep(pause) => {}
                         changed = changes.changed() => if changed.is_err() { return },
                     }

@@ -1,5 +1,6 @@
-//! One pod's worker: takes what lies in its inbox, lets `core::pod::worker` decide, begins and cancels
-//! operations as that says, and sleeps on its inbox and the time that it asked for; never on a tick.
+//! The worker of one pod. Takes a message from its inbox, lets `core::pod::worker` decide, and
+//! starts and cancels operations as decided. Then it sleeps until the next message or the time
+//! that core returned; there is no periodic tick.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -34,14 +35,14 @@ use crate::core::pod::status::devices::OfPod as DeviceHealth;
 use crate::core::pod::worker::{Facts, Input, Key, Op, Rules, Turn, Update, Worker};
 use crate::sys::clock::Watch;
 
-/// An operation under way. Dropping it cancels it.
+/// An operation in progress. Dropping it cancels the operation.
 struct Running {
     serial: u64,
     begun: Instant,
     _task: AbortOnDropHandle<()>,
 }
 
-/// A worker with what it needs of the world.
+/// A worker and its connections to the rest of the agent.
 struct Shell {
     worker: Worker,
     tools: Arc<Tools>,
@@ -49,14 +50,14 @@ struct Shell {
     probing: Probing,
     assets: Assets,
     running: BTreeMap<Key, Running>,
-    /// A start was cancelled, and the runtime has not been looked at since.
+    /// Whether a start was cancelled since the runtime was last observed.
     cut_off: bool,
     serial: u64,
     first_seen: Timestamp,
     clock: Watch,
-    /// The pod has been seen running, or was when this agent started.
+    /// Whether the pod has been observed running, or was running when this agent started.
     ran: bool,
-    /// It does not count any more for what the node has left.
+    /// Whether the ledger has released the pod's requests.
     uncounted: bool,
     exits: Exits,
     turns: u64,
@@ -67,7 +68,7 @@ fn has_run(worker: &Worker) -> bool {
     object.is_some_and(|object| pod::phase(object) != "Pending")
 }
 
-/// Runs until the pod has ended and nothing of it is left.
+/// Runs until the pod has terminated and all its resources are released.
 pub async fn run(
     context: Arc<Context>,
     worker: Worker,
@@ -89,7 +90,7 @@ pub async fn run(
         pod::uid(worker.pod()).to_owned(),
     );
     let starts = TaskTracker::new();
-    // It is waited for again and again; it is never the last time.
+    // Closed immediately so that `wait()` can be called repeatedly; new tasks may still be tracked.
     starts.close();
     log.start_record(Record::new(
         rules(&context, &Assets::default()),
@@ -125,7 +126,7 @@ pub async fn run(
         turns: 0,
     };
     if !shell.device_health().is_empty() {
-        // An agent before this one has given it devices.
+        // An earlier agent has assigned devices to the pod.
         shell.tools.inbox.send(Input::Devices(BTreeMap::new()));
     }
     let mut input = Input::Tick;
@@ -161,7 +162,7 @@ impl Shell {
         &self.tools.log
     }
 
-    /// The health of the devices that the pod's containers have now.
+    /// The health of the devices of the pod's containers.
     fn device_health(&self) -> DeviceHealth {
         let (pod, context) = (self.worker.pod(), self.context());
         let mut health = context
@@ -175,11 +176,11 @@ impl Shell {
         health
     }
 
-    /// The next thing that happened. What cancelled operations report is dropped.
+    /// Returns the next input. Drops results of cancelled operations.
     async fn next_input(&mut self, wake_at: Option<Instant>) -> Input {
         loop {
             match self.tools.inbox.next(wake_at).await {
-                // The news may have waited: what is true by now counts.
+                // The message may be old: read the current health.
                 Message::Input(Input::Devices(_)) => return Input::Devices(self.device_health()),
                 Message::Input(input) => return input,
                 Message::Done(report) => {
@@ -218,7 +219,7 @@ impl Shell {
         })
     }
 
-    /// What an input leads to; that the clock has moved comes before it.
+    /// Handles an input. If the clock was changed, this is handled first.
     fn take(&mut self, input: Input) -> Option<Option<Instant>> {
         if let Some(by) = self.clock.moved() {
             tracing::info!(%by, "the clock was set, or this machine slept: deadlines move with it");
@@ -227,8 +228,8 @@ impl Shell {
         self.turn(input)
     }
 
-    /// One turn: the decision, and everything that it says is begun. The answer is when to wake up, or
-    /// nothing if the pod has left this node.
+    /// Runs one turn: lets core decide, and starts the resulting operations. Returns the time to
+    /// wake up, or `None` if the pod has left this node.
     fn turn(&mut self, input: Input) -> Option<Option<Instant>> {
         self.turns += 1;
         let now = self.context().clock.now();
@@ -289,8 +290,8 @@ impl Shell {
         Some(wait)
     }
 
-    /// Logs that a pod was removed while its containers are to be stopped: after a forced deletion the API shows nothing of
-    /// the stop.
+    /// Logs that a pod was removed from its source while its containers are still being stopped: after a forced
+    /// deletion the API no longer shows the pod.
     fn log_removal(&self, was_removed: bool) {
         let is_new = !was_removed && self.worker.update().removed;
         if let (State::Terminating { grace, .. }, true) = (self.worker.state, is_new) {
@@ -321,11 +322,12 @@ impl Shell {
         }
     }
 
-    /// Probes and the audit follow what was seen.
+    /// Updates probes and the known fingerprint after an observation.
     fn follow(&mut self, turn: &Turn) {
         let uid = pod::uid(self.worker.pod());
         if let State::Finished { .. } = self.worker.state {
-            // It looks no more: its ended containers stay listed, or are removed, and neither is news.
+            // A finished worker observes nothing: its exited containers stay
+            // listed or are removed, and neither is a change.
             self.seen.forget(uid);
         } else if turn.observed || !turn.decisions.is_empty() || !turn.begin.is_empty() {
             let observed = self.worker.observed.as_ref();
@@ -347,7 +349,7 @@ impl Shell {
         }
     }
 
-    /// Logs how containers exited: a crash loop is named in the log of the node.
+    /// Logs exits of containers, so that the node's log names a crash loop.
     fn log_exits(&mut self, turn: &Turn) {
         let Some(observed) = self.worker.observed.as_ref().filter(|_| turn.observed) else {
             return;
@@ -365,7 +367,8 @@ impl Shell {
         }
     }
 
-    /// Nothing runs any more under a final phase: others may have what the pod asked for, before the scheduler gives it away.
+    /// Releases the requests of a pod whose containers have stopped and whose terminal status is published: other pods
+    /// may use them before the scheduler reassigns them.
     fn uncount(&mut self) {
         if self.worker.has_told_its_end() && !std::mem::replace(&mut self.uncounted, true) {
             let uid = pod::uid(self.worker.pod());
@@ -373,10 +376,11 @@ impl Shell {
         }
     }
 
-    /// Steps 1 and 3: the startup latency at the first sight of the pod running, and the status writer.
+    /// Steps 1 and 3: records the startup latency when the pod is first observed
+    /// running, and passes the status to the writer.
     fn announce(&mut self) {
         let object = self.worker.update().status_object().cloned();
-        // Not the newest one: that waits for its moment, whatever the API shows meanwhile.
+        // Sends the status that is due, not the latest: a delayed status must not be published early.
         if let Some(published) = self.worker.published() {
             self.tools.writer.want(object, published);
         }
@@ -406,7 +410,7 @@ impl Shell {
         });
     }
 
-    /// Begins an operation in a task of its own, which reports to the inbox.
+    /// Starts an operation in its own task, which reports to the inbox.
     fn begin(&mut self, op: Op) {
         if self.serial == 0 {
             let after = self.context().clock.now().duration_since(self.first_seen);
@@ -437,7 +441,7 @@ impl Shell {
                 asset,
             });
         };
-        // The worker's own span names the pod in the log, also where nobody traces.
+        // The worker's span adds the pod to log lines, even without tracing.
         let work = work.instrument(span).instrument(tracing::Span::current());
         let task = tokio::spawn(work);
         self.running.insert(
@@ -457,7 +461,7 @@ fn object_of(update: &Update) -> Option<(Option<String>, Option<String>)> {
     Some((metadata.uid.clone(), metadata.resource_version.clone()))
 }
 
-/// What an operation is traced as.
+/// The trace span of an operation.
 fn span(pod: &Pod, state: State) -> tracing::Span {
     tracing::info_span!(
         target: "trace::pod",

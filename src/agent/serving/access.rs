@@ -1,4 +1,4 @@
-//! Who asks, and whether they may (kubelet spec, 13.3). What nobody allows is refused.
+//! Authentication and authorization of requests (`pkg/kubelet/server/auth.go`). Requests are denied by default.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -19,19 +19,19 @@ use crate::core::serving::Needs;
 use crate::https::{Body, Peer, text};
 use crate::kubeapi::reviews::{Identity, NodeAsk, Reviews};
 
-/// How many answers are remembered.
+/// Limit for entries of each cache.
 const REMEMBERED: usize = 1024;
-/// For how long it is remembered that a token is nobody's.
+/// How long an invalid token is cached.
 const NOBODY: Duration = Duration::from_secs(10);
-/// How many tokens are under review at once. Whether somebody may is asked beside them, so that wrong tokens do not hold up
-/// those who show a certificate, or a token that is known.
+/// Limit for parallel token reviews. Access reviews do not count, so that invalid tokens cannot delay
+/// clients with a certificate or a cached token.
 const REVIEWS: usize = 8;
-/// How many tokens wait for their review; whoever comes then is told to come again.
+/// Limit for tokens that wait for a review; further requests are rejected with 429.
 const WAITING: usize = 64;
-/// How many of these places one address has: another's tokens are reviewed beside a flood of it.
+/// How many waiting or reviewed tokens one address may have, so that a flood from one address does not block others.
 const OF_ONE: usize = 16;
 
-/// Answers that count for a while.
+/// A cache whose entries expire.
 struct Answers<K, V>(Mutex<HashMap<K, (Instant, V)>>);
 
 impl<K: Hash + Eq, V: Clone> Answers<K, V> {
@@ -59,29 +59,29 @@ impl<K: Hash + Eq, V: Clone> Answers<K, V> {
     }
 }
 
-/// Decides over requests.
+/// Authenticates and authorizes requests.
 pub struct Access {
     serving: Serving,
     node: String,
     reviews: Option<Arc<dyn Reviews>>,
-    /// Whose tokens are, by the digest of the token: the token itself is not kept.
+    /// Identities by the digest of their token; tokens themselves are not stored.
     tokens: Answers<String, Identity>,
-    /// Tokens that are nobody's. Apart, so that a flood of them does not push out the others.
+    /// Invalid tokens. A separate cache, so that a flood of them does not evict valid ones.
     nobodys: Answers<String, ()>,
     decisions: Answers<(Identity, &'static str, &'static str), bool>,
-    /// Held while a token is reviewed.
+    /// A permit is held during a token review.
     reviewing: Semaphore,
-    /// Held while a token waits for its review or is reviewed.
+    /// A permit is held while a token waits for its review and during the review.
     waiting: Semaphore,
-    /// How many of these places each address has taken.
+    /// The number of these permits by address.
     taken: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// A place that an address has taken.
+/// A permit counted for an address.
 struct Taken<'a>(&'a Mutex<HashMap<IpAddr, usize>>, IpAddr);
 
 impl<'a> Taken<'a> {
-    /// Takes one more, if the address has not all that it may have.
+    /// Counts a permit; `None` if the address has reached its limit.
     fn one(places: &'a Mutex<HashMap<IpAddr, usize>>, address: IpAddr) -> Option<Taken<'a>> {
         let mut all = lock(places);
         let count = all.entry(address).or_default();
@@ -104,7 +104,7 @@ impl Drop for Taken<'_> {
     }
 }
 
-/// Whom a trusted client certificate (DER) stands for.
+/// The identity of a trusted client certificate (DER).
 fn of_certificate(der: &[u8]) -> Option<Identity> {
     let (name, mut groups) = subject(der)?;
     groups.push("system:authenticated".to_owned());
@@ -115,7 +115,7 @@ fn of_certificate(der: &[u8]) -> Option<Identity> {
     })
 }
 
-/// The token that a request shows. Credentials of another kind say nothing here.
+/// The request's bearer token. Other kinds of credentials are ignored.
 fn bearer(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(AUTHORIZATION)?.to_str().ok()?.trim();
     let mut parts = value.splitn(3, ' ');
@@ -128,7 +128,8 @@ fn unauthorized() -> Response<Body> {
 }
 
 impl Access {
-    /// For a node; without `reviews` nobody can be asked.
+    /// Creates the checks of a node. Without `reviews`, tokens are rejected, and access is
+    /// denied if the configuration requires reviews.
     #[must_use]
     pub fn new(serving: Serving, node: &str, reviews: Option<Arc<dyn Reviews>>) -> Access {
         Access {
@@ -144,17 +145,17 @@ impl Access {
         }
     }
 
-    /// Who asks; the answer otherwise.
+    /// Authenticates a request. Returns the error response if this fails.
     async fn who(&self, peer: &Peer, headers: &HeaderMap) -> Result<Identity, Response<Body>> {
         let shown = peer.certificate.as_deref();
         if let Some(identity) = shown.and_then(|c| c.holds()).and_then(of_certificate) {
             return Ok(identity);
         }
-        // A token that does not hold is no reason to be taken for nobody.
+        // A request with an invalid token is rejected, not treated as anonymous.
         if let (true, Some(token)) = (self.serving.tokens, bearer(headers)) {
             return self.of_token(peer, token).await;
         }
-        // Neither is a certificate that does not, where certificates count.
+        // The same applies to an untrusted certificate if client certificates are configured.
         if self.serving.anonymous && shown.is_none() {
             return Ok(Identity {
                 name: "system:anonymous".into(),
@@ -186,7 +187,7 @@ impl Access {
         let _taken = Taken::one(&self.taken, peer.address.ip()).ok_or_else(busy)?;
         let _waiting = self.waiting.try_acquire().map_err(|_| busy())?;
         let _reviewing = self.reviewing.acquire().await.map_err(|_| busy())?;
-        // Another request may have shown the same one meanwhile.
+        // Another request may have had the same token reviewed meanwhile.
         if let Some(known) = known() {
             return known.ok_or_else(unauthorized);
         }
@@ -237,7 +238,7 @@ impl Access {
         Ok(false)
     }
 
-    /// Whether a request is answered; how it is refused otherwise.
+    /// Authenticates and authorizes a request. Returns the error response if the request is denied.
     pub async fn check(
         &self,
         peer: &Peer,
@@ -278,7 +279,7 @@ mod tests {
     use crate::kubeapi::pods::ApiFailure;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// Knows one token, and lets its owner read metrics.
+    /// Reviews that accept one token and let its owner read metrics.
     #[derive(Default)]
     struct Fixed {
         asked: AtomicUsize,
@@ -417,7 +418,7 @@ mod tests {
             code(&access, &nobody, Some("good"), "GET", "/metrics").await,
             200
         );
-        // Wrong ones push out no right one.
+        // Invalid tokens do not evict valid ones.
         for n in 0..2 * REMEMBERED {
             let wrong = format!("wrong{n}");
             let answer = code(&access, &nobody, Some(&wrong), "GET", "/metrics").await;
@@ -436,14 +437,14 @@ mod tests {
         let begin = |n: usize| code(&access, &peers[n], Some(&tokens[n]), "GET", "/metrics");
         let mut one = std::pin::pin!(futures::future::join_all((0..OF_ONE).map(begin)));
         assert!(futures::poll!(one.as_mut()).is_pending());
-        // One address has all that it may have; others go on.
+        // The first address has reached its limit; other addresses are not affected.
         for (address, expected) in [(0, 429), (1, 401)] {
             let other = from(address);
             let new = code(&access, &other, Some("down"), "GET", "/metrics");
             let mut new = std::pin::pin!(new);
             match expected {
                 429 => assert_eq!(new.await, 429),
-                // It waits for one of the reviews under way.
+                // Waits until a review in progress completes.
                 _ => assert!(futures::poll!(new.as_mut()).is_pending()),
             }
         }

@@ -1,8 +1,9 @@
-//! `/metrics/cadvisor`: cAdvisor's names, labels and units, as a kubelet with its defaults shows them (kubelet spec, 13.7).
+//! `/metrics/cadvisor`: cAdvisor's names, labels and units, as a kubelet with default settings
+//! exports them (`pkg/kubelet/server/server.go`).
 //!
-//! Shown are the machine (`/`), all pods and their classes, the agent and the runtime, and every pod, sandbox and container
-//! that runs. What a default kubelet leaves out stays out: figures of single processors, TCP, huge pages, the scheduler. Of the
-//! machine's filesystems those that pods bring along (overlays, tmpfs volumes, volumes of drivers) are left out.
+//! Contains the machine (`/`), all pods and QoS classes, the agent and the runtime, and every running pod, sandbox and
+//! container. Metrics that a default kubelet disables are left out: single CPUs, TCP, huge pages, the scheduler.
+//! Filesystems of pods (overlays, tmpfs volumes, CSI volumes) are left out of the machine's.
 
 mod families;
 
@@ -27,15 +28,15 @@ use crate::sys::machine::Machine;
 use crate::sys::meter::Processes;
 use crate::sys::topology;
 
-/// Writes families: the head once, and only where there is a sample.
+/// Writes families: the header once, and only if there is a sample.
 struct Writer {
     page: Page,
-    /// The time of the reading, in milliseconds.
+    /// The time of the measurement, in milliseconds.
     at: i64,
 }
 
 impl Writer {
-    /// A family: what `each` gives of every cgroup.
+    /// Writes a family with the samples that `each` returns for every cgroup.
     fn family<'a>(
         &mut self,
         (name, kind, help): (&str, &str, &str),
@@ -57,7 +58,7 @@ impl Writer {
     }
 }
 
-/// The cgroups of a reading with their labels.
+/// The cgroups of a measurement, with their labels.
 fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown<'a>> {
     let machine = &snapshot.machine;
     let booted = i64::try_from(machine.booted).unwrap_or(0);
@@ -88,11 +89,11 @@ fn shown<'a>(snapshot: &'a Snapshot, v2: bool, sandbox_image: &str) -> Vec<Shown
     let mut all = vec![Shown {
         interfaces: &machine.interfaces,
         filesystems: &machine.filesystems,
-        // The machine's swap is no limit beside its memory.
+        // The machine's swap is a limit of its own, not an addition to memory.
         swap_limit: machine.swap.0,
         ..of(names, &machine.usage, &machine.own, booted)
     }];
-    // A cgroup is shown once, whatever the summary calls it; the machine is shown already.
+    // Each cgroup is written once, even if several parts of the summary share it; the machine is written already.
     let mut seen = BTreeSet::from(["/"]);
     let systems = snapshot.systems.iter();
     let systems = systems.filter(|s| seen.insert(s.cgroup.as_str()));
@@ -138,7 +139,7 @@ static NO_PROCESSES: Processes = Processes {
     open_files: None,
 };
 
-/// What has a label of its own, besides disks and interfaces.
+/// Metrics with additional labels, except those of disks and interfaces.
 fn labelled(out: &mut Writer, all: &[Shown<'_>]) {
     out.family(
         (
@@ -189,7 +190,7 @@ fn labelled(out: &mut Writer, all: &[Shown<'_>]) {
     );
 }
 
-/// What went over interfaces.
+/// Network traffic of interfaces.
 fn network(out: &mut Writer, all: &[Shown<'_>]) {
     for (direction, done, sent) in [
         ("receive", "received", false),
@@ -220,7 +221,7 @@ fn network(out: &mut Writer, all: &[Shown<'_>]) {
     }
 }
 
-/// The machine's disks and partitions by number and by name.
+/// The machine's disks and partitions, by number and by name.
 struct Disks<'a> {
     names: BTreeMap<(u32, u32), String>,
     counters: BTreeMap<&'a str, &'a DiskCounters>,
@@ -239,13 +240,13 @@ impl<'a> Disks<'a> {
         self.names.get(&device).map_or("", String::as_str)
     }
 
-    /// What the kernel counts of the device below a filesystem; nothing of one that is on none.
+    /// The kernel's counters of a filesystem's device; `None` without a device.
     fn below(&self, device: &str) -> Option<&'a DiskCounters> {
         self.counters.get(device.strip_prefix("/dev/")?).copied()
     }
 }
 
-/// The requests that cgroups made of disks.
+/// Disk requests of cgroups.
 fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     for (name, help, kind, of_disk) in REQUESTS {
         out.family((name, "counter", help), all, true, |s, sample| {
@@ -263,7 +264,7 @@ fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
                     told.push(device);
                 }
             }
-            // A filesystem on the whole disk has the labels that the disk had already.
+            // A filesystem directly on a disk would have the same labels as the disk above.
             let rest = s
                 .filesystems
                 .iter()
@@ -278,7 +279,7 @@ fn requests(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     }
 }
 
-/// What went to and from disks, and the room on filesystems.
+/// Disk traffic, and usage of filesystems.
 fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     for (name, help, get) in ROOM {
         out.family((name, "gauge", help), all, true, |s, sample| {
@@ -332,7 +333,7 @@ fn disks(out: &mut Writer, all: &[Shown<'_>], disks: &Disks<'_>) {
     );
 }
 
-/// The machine's own.
+/// Metrics of the machine itself.
 fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
     let labels = [
         ("boot_id", machine.boot_id.as_str()),
@@ -356,7 +357,7 @@ fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
             "Number of CPU sockets.",
             groups(Level::Socket),
         ),
-        // Of mainframes alone.
+        // Exist on mainframes only.
         ("machine_cpu_books", "Number of CPU books.", 0.0),
         ("machine_cpu_drawers", "Number of CPU drawers.", 0.0),
         (
@@ -377,7 +378,7 @@ fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
     ] {
         out.single(name, "gauge", help, &labels, value);
     }
-    // Without Intel's library, which a default kubelet lacks too, there is no such memory.
+    // As in a default kubelet, which is built without Intel's library, these values are zero.
     let name = "machine_nvm_capacity";
     let help = "NVM capacity value labeled by NVM mode (memory mode or app direct mode).";
     out.family(name, "gauge", help);
@@ -395,7 +396,7 @@ fn machine(out: &mut Page, machine: &Machine, topology: &Topology, swap: u64) {
     version(out, machine);
 }
 
-/// What runs here.
+/// Versions.
 fn version(out: &mut Page, machine: &Machine) {
     let version = [
         ("cadvisorRevision", ""),
@@ -413,7 +414,7 @@ fn version(out: &mut Page, machine: &Machine) {
     );
 }
 
-/// What a reading says of cgroups.
+/// Writes the metrics of all cgroups.
 fn containers(snapshot: &Snapshot, v2: bool, sandbox_image: &str) -> Page {
     let all = shown(snapshot, v2, sandbox_image);
     let mut out = Writer {

@@ -1,4 +1,4 @@
-//! `POST /checkpoint/…`: a container's state in a file, by the runtime (kubelet spec, 13.2; KEP-2008).
+//! `POST /checkpoint/…`: the runtime writes a container's state to a file (KEP-2008).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use crate::https::{Body, text};
 use crate::sys::failure::doing;
 use crate::sys::machine::Room;
 
-/// A checkpoint is as large as the container's memory: it is made only while this part of the disk, one in so many, is
-/// free (CVE-2025-0426).
+/// A checkpoint is as large as the container's memory, so it is created only while at
+/// least a tenth of the disk is free (CVE-2025-0426).
 const FREE: u64 = 10;
 
-/// Makes one.
+/// Creates a checkpoint.
 pub async fn make(
     server: &Arc<Server>,
     place: &Place,

@@ -1,8 +1,8 @@
-//! Commands with input in containers of containerd: the agent serves their streams and runs them through containerd's
-//! tasks, because containerd's own streaming server loses short input (see `cri::exec`).
+//! Commands with input, in containers of containerd. The agent serves the streams and runs the command through
+//! containerd's tasks, because containerd's own streaming server loses short input (see `cri::exec`).
 //!
-//! A session behaves as containerd's (`execInternal` in `internal/cri/server/container_execsync.go`). The command
-//! survives its client: its input ends, its output is discarded, and it is deleted when it exits.
+//! A session behaves like containerd's (`execInternal` in `internal/cri/server/container_execsync.go`). If the client
+//! disconnects, the command continues: its input is closed, its output is discarded, and it is deleted when it exits.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -26,20 +26,20 @@ use crate::cri::{ExecProcess, PreparedExec, Stdio};
 use crate::https::{Carried, CommandStreams, Output, OutputKind, carried, serve_command};
 use crate::sys::fifo::{self, Fifos};
 
-/// The directory of FIFOs below the root directory.
+/// The directory of FIFOs, below the root directory.
 const DIRECTORY: &str = "exec";
 const STDIN: &str = "stdin";
 const STDOUT: &str = "stdout";
 const STDERR: &str = "stderr";
-/// Bytes of output that are read at once.
+/// Size of an output buffer, in bytes.
 const PIECE: usize = 32 << 10;
-/// The largest JSON of one terminal size.
+/// Size limit of one terminal size in JSON, in bytes.
 const MAX_SIZE_LENGTH: usize = 4 << 10;
-/// Pauses between attempts to delete a command.
+/// Back-off between attempts to delete a command.
 const RETRIES: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// A stream that serves a command with input. `None` if the runtime's own streaming server must serve the request: the
-/// command has no input, the client speaks an older protocol, or the runtime has no such tasks.
+/// Returns a stream that serves a command with input. Returns `None` if the runtime's own streaming server must serve
+/// the request: the command has no input, the client uses an older protocol, or the runtime does not support tasks.
 pub(super) async fn session(
     server: &Server,
     place: &Place,
@@ -74,7 +74,7 @@ pub(super) async fn session(
     Ok(Some(serve_command(channels_of(streams), run)))
 }
 
-/// Whether a client speaks a protocol that [`serve_command`] serves, over SPDY or through a WebSocket.
+/// Whether [`serve_command`] supports the client's protocol, over SPDY or WebSocket.
 fn is_supported(headers: &HeaderMap) -> bool {
     if carried(headers) == Some(Carried::Command) {
         return true;
@@ -101,7 +101,7 @@ async fn create_fifos(
     tokio::task::spawn_blocking(move || Fifos::create(&parent, &name, names)).await?
 }
 
-/// Runs a command with the streams of its client, and sends its status.
+/// Runs a command with its client's streams, and sends its exit status.
 async fn conduct(
     prepared: PreparedExec,
     fifos: Fifos,
@@ -122,7 +122,7 @@ async fn conduct(
     }
 }
 
-/// Creates and starts a command; the answer is its exit code, or the reason in the words of containerd.
+/// Creates and starts a command. Returns its exit code, or an error in containerd's words.
 async fn run(
     prepared: &PreparedExec,
     fifos: &Fifos,
@@ -136,7 +136,7 @@ async fn run(
         stdout: &fifos.path(STDOUT),
         stderr: stderr.as_deref(),
     };
-    // The shim opens its ends only once these are open.
+    // The shim blocks until these ends are open.
     let readers = Readers::open(fifos, tty);
     let readers = readers.map_err(|e| format!("failed to create exec {id:?}: {e}"))?;
     let created = prepared.create(stdio).await;
@@ -156,10 +156,10 @@ async fn run(
     attend(process, inward, readers, Some(output), &gone).await
 }
 
-/// Our ends of a command's outputs.
+/// The agent's ends of a command's outputs.
 struct Readers {
     stdout: PipeReader,
-    /// `None` with a terminal, which has one output.
+    /// `None` with a terminal, which has a single output.
     stderr: Option<PipeReader>,
 }
 
@@ -172,8 +172,8 @@ impl Readers {
     }
 }
 
-/// Moves the streams of a running command until it exits and its outputs close. Other processes may hold the
-/// outputs: then the session lasts until its client leaves, as containerd's does.
+/// Copies the streams of a running command until it exits and its outputs are closed. If other processes keep the
+/// outputs open, the session lasts until the client disconnects, as with containerd.
 async fn attend(
     process: &ExecProcess,
     inward: impl Future<Output = ()>,
@@ -215,7 +215,8 @@ async fn attend(
     Ok(code)
 }
 
-/// Writes the client's input to a command, and then its end. A terminal's input has no end: only the command closes it.
+/// Copies the client's input to a command, and then closes the command's
+/// input. The input of a terminal is never closed.
 async fn feed(process: &ExecProcess, fifos: &Fifos, tty: bool, input: mpsc::Receiver<Vec<u8>>) {
     if let Err(error) = copy_input(fifos, input).await {
         tracing::debug!(%error, "a command reads no more input");
@@ -236,7 +237,8 @@ async fn copy_input(fifos: &Fifos, mut input: mpsc::Receiver<Vec<u8>>) -> std::i
     Ok(())
 }
 
-/// Sends a command's output to the client. After the client has left, output is discarded so that the command goes on.
+/// Copies a command's output to the client. After the client has disconnected, output
+/// is discarded, so that the command can continue.
 async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind) {
     let mut piece = vec![0; PIECE];
     loop {
@@ -261,7 +263,7 @@ async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind)
     }
 }
 
-/// A terminal's size, as clients send it.
+/// A terminal size in the client's format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Size {
@@ -271,7 +273,7 @@ struct Size {
     height: u16,
 }
 
-/// Takes the complete sizes from the front of `bytes`. `None` if the bytes are not JSON of sizes.
+/// Removes complete sizes from the front of `bytes` and returns them. `None` if the bytes are not valid.
 fn take_sizes(bytes: &mut Vec<u8>) -> Option<Vec<Size>> {
     let mut found = vec![];
     let mut values = serde_json::Deserializer::from_slice(bytes).into_iter();
@@ -288,7 +290,7 @@ fn take_sizes(bytes: &mut Vec<u8>) -> Option<Vec<Size>> {
     Some(found)
 }
 
-/// Gives a command's terminal the sizes of the client's.
+/// Applies the client's terminal sizes to the command's terminal.
 async fn resize(process: &ExecProcess, mut sizes: mpsc::Receiver<Vec<u8>>) {
     let mut begun = vec![];
     while let Some(bytes) = sizes.recv().await {
@@ -306,7 +308,7 @@ async fn resize(process: &ExecProcess, mut sizes: mpsc::Receiver<Vec<u8>>) {
     }
 }
 
-/// Waits until a command without client exits, and deletes it. Retries until containerd answers.
+/// Waits until a command without a client exits, and deletes it. Retries until containerd answers.
 async fn outlive(process: ExecProcess, fifos: Fifos) {
     let mut retries = RETRIES;
     loop {
@@ -335,7 +337,7 @@ async fn tidy(process: &ExecProcess, fifos: &Fifos) -> Result<(), String> {
     process.delete().await.map_err(|e| e.to_string())
 }
 
-/// Takes over the commands of an earlier agent that did not end in its time.
+/// Takes over commands of an earlier agent that are still running or not deleted.
 pub(super) fn adopt_leftovers(context: &Arc<Context>) {
     let parent = context.config.root_dir.join(DIRECTORY);
     let left = match fifo::leftovers(&parent) {
@@ -349,7 +351,7 @@ pub(super) fn adopt_leftovers(context: &Arc<Context>) {
         return;
     };
     for (name, fifos) in left {
-        // Other directories are removed.
+        // A directory with another name is removed when `fifos` is dropped.
         if let Some((container, id)) = name.rsplit_once('.') {
             tokio::spawn(outlive(tasks.find(container, id), fifos));
         }

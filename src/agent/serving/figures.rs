@@ -1,5 +1,5 @@
-//! What the node, its pods and their containers use: read when somebody asks, from cgroup files, the pods' network
-//! namespaces and the filesystems. Those who ask at the same time share one reading.
+//! Resource usage of the node, its pods and their containers. Read on request, from cgroup files, the pods' network
+//! namespaces and the filesystems. Concurrent requests share one measurement.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -28,35 +28,35 @@ use crate::host::blocking;
 use crate::sys::machine::Room;
 use crate::sys::meter::{self, Processes, Whole};
 
-/// For how long a reading counts.
+/// How long a measurement is reused.
 const FRESH: Duration = Duration::from_secs(1);
-/// For how long a cgroup's settings count, at least and at most: each has its turn, not all at once.
+/// How long a cgroup's settings are reused, at least and at most: spread, so that they are not all read at once.
 const SET: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
-/// For how long what a pod has on the disk counts: counting costs more.
+/// How long a pod's disk usage is reused, as it is expensive to measure.
 const COUNTED: Duration = Duration::from_secs(60);
-/// How long it is waited for such a count; what takes longer is there the next time.
+/// Maximum time to wait for a measurement of disk usage; a later result is available to the next request.
 const COUNT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long it is waited for what the runtime runs, where what it said before will do.
+/// Maximum time to wait for the runtime's list of containers if an earlier list is available.
 pub const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A container that runs.
+/// A running container.
 #[derive(Debug, Clone)]
 pub struct ContainerFigures {
-    /// Its name.
+    /// The container's name.
     pub name: String,
     /// The runtime's id.
     pub id: String,
-    /// Its image, as its status names it.
+    /// The image in the container's status.
     pub image: String,
-    /// Its cgroup.
+    /// The container's cgroup.
     pub cgroup: String,
-    /// What it used.
+    /// The usage of the cgroup.
     pub usage: Usage,
-    /// What its processes have; with [`Depth::All`] alone.
+    /// Data of its processes; only with [`Depth::All`].
     pub processes: Processes,
-    /// Processor time a second since the reading before, in nanoseconds.
+    /// CPU time per second since the previous measurement, in nanoseconds.
     pub rate: Option<u64>,
-    /// When it began.
+    /// The container's start time.
     pub started: Option<Timestamp>,
 }
 
@@ -65,71 +65,71 @@ pub struct ContainerFigures {
 pub struct SandboxFigures {
     /// The runtime's id.
     pub id: String,
-    /// Its cgroup, where it is known.
+    /// The sandbox's cgroup, if it is known.
     pub cgroup: Option<String>,
-    /// What it used; with [`Depth::All`] alone.
+    /// The usage of the cgroup; only with [`Depth::All`].
     pub usage: Usage,
-    /// What its processes have: the pod's interfaces, unless it is on the node's network.
+    /// Data of its processes: the pod's network interfaces, unless the pod is on the host network.
     pub processes: Processes,
 }
 
-/// A pod with a container that runs.
+/// A pod with a running container.
 #[derive(Debug, Clone)]
 pub struct PodFigures {
     /// The pod.
     pub pod: Arc<Pod>,
-    /// Its cgroup; none where pods have none, then it used what its containers used.
+    /// The pod's cgroup. `None` if pods have no cgroups; the usage is then the sum of its containers.
     pub cgroup: Option<String>,
-    /// What it used.
+    /// The usage of the pod.
     pub usage: Usage,
-    /// As for a container.
+    /// As in [`ContainerFigures`].
     pub rate: Option<u64>,
-    /// Its sandbox.
+    /// The pod's sandbox.
     pub sandbox: SandboxFigures,
-    /// When it was taken.
+    /// The time of the pod's admission (`status.startTime`).
     pub started: Option<Timestamp>,
-    /// Its containers.
+    /// The pod's containers.
     pub containers: Vec<ContainerFigures>,
 }
 
-/// A part of the node that is counted by itself.
+/// A separately measured part of the node.
 #[derive(Debug, Clone)]
 pub struct SystemFigures {
-    /// The summary's name of it: `pods`, `kubelet`, `runtime`, `misc`; empty for a class of pods.
+    /// The name in the summary: `pods`, `kubelet`, `runtime`, `misc`; empty for a QoS class.
     pub name: &'static str,
-    /// Its cgroup.
+    /// The part's cgroup.
     pub cgroup: String,
-    /// What it used.
+    /// The usage of the cgroup.
     pub usage: Usage,
-    /// As for a container.
+    /// As in [`ContainerFigures`].
     pub rate: Option<u64>,
-    /// When it began; none if nobody knows, then it is as old as the machine.
+    /// The start time; `None` if unknown, then the machine's boot time applies.
     pub started: Option<Timestamp>,
-    /// What its processes have.
+    /// Data of its processes.
     pub processes: Processes,
 }
 
-/// One reading.
+/// One measurement.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// When.
+    /// The time of the measurement.
     pub at: Timestamp,
-    /// How much was read.
+    /// How much was measured.
     pub depth: Depth,
     /// The machine.
     pub machine: Whole,
-    /// As for a container.
+    /// As in [`ContainerFigures`].
     pub rate: Option<u64>,
-    /// The agent's filesystem.
+    /// The filesystem of the root directory.
     pub root: Room,
     /// The pods.
     pub pods: Vec<PodFigures>,
-    /// All pods together, their classes, the agent, the runtime and the system's processes, as far as they have cgroups.
+    /// All pods together, QoS classes, the agent, the runtime and system processes, as far as they have cgroups.
     pub systems: Vec<SystemFigures>,
 }
 
 impl Snapshot {
-    /// Processor time by cgroup; the machine's is that of `/`.
+    /// CPU time by cgroup; `/` is the machine.
     fn cpu(&self) -> HashMap<String, u64> {
         let pods = self.pods.iter().flat_map(|p| {
             let containers = p.containers.iter().map(|c| (&c.cgroup, &c.usage));
@@ -144,70 +144,71 @@ impl Snapshot {
     }
 }
 
-/// How full something on the disk is.
+/// The usage of a volume.
 #[derive(Debug, Clone, Default)]
 pub struct VolumeFigures {
-    /// The volume's name in its pod.
+    /// The volume's name in the pod.
     pub name: String,
     /// The pod's namespace.
     pub namespace: String,
-    /// Its claim.
+    /// The claim's name.
     pub claim: Option<String>,
-    /// Bytes: used, all, free.
+    /// Bytes: used, capacity, available.
     pub bytes: (u64, u64, u64),
-    /// Inodes: used, all, free.
+    /// Inodes: used, capacity, free.
     pub inodes: (u64, u64, u64),
-    /// What its driver says is wrong with it.
+    /// Whether the CSI driver reports the volume as abnormal.
     pub abnormal: Option<bool>,
 }
 
-/// What a pod has on the disk.
+/// The disk usage of a pod.
 #[derive(Debug, Clone, Default)]
 pub struct DiskFigures {
-    /// Its volumes.
+    /// The pod's volumes.
     pub volumes: Vec<VolumeFigures>,
     /// Bytes of logs, by container.
     pub logs: BTreeMap<String, u64>,
     /// Writable layers, by container.
     pub layers: BTreeMap<String, Layer>,
-    /// Bytes of all this that counts as the node's own disk.
+    /// Bytes that count as local ephemeral storage.
     pub ephemeral: u64,
 }
 
-/// What a cgroup may.
+/// The settings of a cgroup.
 struct Settings {
-    /// They are read anew then.
+    /// When they are read again.
     until: Instant,
     depth: Depth,
     texts: Texts,
 }
 
-/// A reading and when it was made.
+/// A measurement with its monotonic time.
 type Dated = (Instant, Arc<Snapshot>);
 
-/// The readings that are kept.
+/// The stored measurements.
 #[derive(Default)]
 pub struct Figures {
-    /// The last, and one before it that is old enough for a rate.
+    /// The last measurement, and an earlier one that is old enough to compute a rate.
     last: Mutex<(Option<Dated>, Option<Dated>)>,
     /// The settings of cgroups.
     settings: std::sync::Mutex<HashMap<String, Settings>>,
-    /// The cgroup that the runtime runs in, once it is known.
+    /// The runtime's cgroup, once it is known.
     runtime: OnceLock<String>,
-    /// How the machine's processors are laid out.
+    /// The CPU topology of the machine.
     pub topology: OnceCell<Topology>,
-    /// By uid; each pod's own turn.
+    /// By pod uid; each pod has its own lock.
     disks: std::sync::Mutex<HashMap<String, Disk>>,
-    /// What the runtime ran when it was last asked.
+    /// The runtime's last list of running containers.
     running: Running,
 }
 
-/// The containers that run, as far as the runtime has said.
+/// The last list of running containers.
 #[derive(Default)]
 struct Running(std::sync::Mutex<Option<Vec<RunningContainer>>>);
 
 impl Running {
-    /// What the runtime says now; where it fails or is slow, what it said before: containers run on without it.
+    /// Returns the runtime's current list. If the runtime fails or is slow, returns the previous list,
+    /// as containers run independently of the runtime.
     async fn ask(
         &self,
         asked: impl Future<Output = Result<Vec<RunningContainer>, RuntimeError>>,
@@ -228,14 +229,14 @@ impl Running {
     }
 }
 
-/// The containers that run, or that ran when the runtime last answered.
+/// The running containers, or those of the runtime's last answer.
 pub async fn running(server: &Server) -> Result<Vec<RunningContainer>, RuntimeError> {
     let asked = server.context.runtime.running();
     server.figures.running.ask(asked).await
 }
 
 impl Figures {
-    /// The volumes of claims that have been counted. Nothing is counted for it.
+    /// The measured volumes of claims. Starts no measurement.
     pub fn known_volumes(&self) -> Vec<VolumeFigures> {
         let all = lock(&self.disks);
         let known = all.values().filter_map(|disk| {
@@ -247,7 +248,7 @@ impl Figures {
         known.flatten().filter(|v| v.claim.is_some()).collect()
     }
 
-    /// The bytes of a pod's logs, by container, as far as they have been counted. Nothing is counted for it.
+    /// The measured sizes of a pod's logs in bytes, by container. Starts no measurement.
     pub fn known_logs(&self, uid: &str) -> BTreeMap<String, u64> {
         let all = lock(&self.disks);
         let known = all.get(uid).and_then(|disk| {
@@ -262,7 +263,7 @@ impl Figures {
 type Layers = BTreeMap<(String, String), Layer>;
 type Disk = Arc<Mutex<Option<(Instant, DiskFigures)>>>;
 
-/// Processor time a second between two readings.
+/// CPU time per second between two measurements.
 fn rate(before: Option<u64>, now: u64, elapsed: Duration) -> Option<u64> {
     let nanos = u128::from(now.checked_sub(before?)?);
     u64::try_from(nanos * 1_000_000_000 / elapsed.as_nanos().max(1)).ok()
@@ -279,7 +280,7 @@ fn began(pod: &Pod, container: &str) -> Option<Timestamp> {
         .map(|t| t.0)
 }
 
-/// The present reading.
+/// The current measurement.
 pub async fn snapshot(server: &Arc<Server>, depth: Depth) -> Result<Arc<Snapshot>, RuntimeError> {
     let mut kept = server.figures.last.lock().await;
     if let Some((at, known)) = kept.0.clone() {
@@ -294,12 +295,12 @@ pub async fn snapshot(server: &Arc<Server>, depth: Depth) -> Result<Arc<Snapshot
     Ok(fresh)
 }
 
-/// Reads cgroups, and says what they used a second since the reading before.
+/// Reads cgroups, and computes rates since the previous measurement.
 struct Meter {
     depth: Depth,
     before: HashMap<String, u64>,
     elapsed: Duration,
-    /// The settings of the readings before, and those of this one.
+    /// The settings of earlier measurements, and those of this one.
     settings: (
         RefCell<HashMap<String, Settings>>,
         RefCell<HashMap<String, Settings>>,
@@ -307,7 +308,7 @@ struct Meter {
 }
 
 impl Meter {
-    /// What a cgroup used.
+    /// Reads the usage of a cgroup.
     fn usage(&self, cgroup: &str) -> Option<Usage> {
         let (before, now) = (&self.settings.0, &self.settings.1);
         let known = before.borrow_mut().remove(cgroup);
@@ -361,7 +362,7 @@ impl Meter {
         })
     }
 
-    /// What the processes of a cgroup have, where it is asked for.
+    /// Reads data of a cgroup's processes, if the depth includes them.
     fn processes(&self, place: &str) -> Processes {
         if self.depth < Depth::All {
             return Processes::default();
@@ -427,11 +428,11 @@ impl Meter {
     }
 }
 
-/// The summary's name of a part of the node, its cgroup, and since when it is there.
+/// The summary's name of a part of the node, its cgroup, and its start time.
 type System = (&'static str, String, Option<Timestamp>);
 
-/// The agent, the runtime and the system's processes, as far as they have cgroups. The agent is on its way to the cgroup
-/// that the configuration names, wherever it is now.
+/// The agent, the runtime and system processes, as far as they have cgroups. The agent's configured cgroup takes
+/// precedence over its current one, as the agent is being moved there.
 fn others(
     own: &OwnCgroups,
     agent: Option<String>,
@@ -447,16 +448,16 @@ fn others(
     all.into_iter().flatten().collect()
 }
 
-/// A pod with the cgroups that are its own.
+/// A pod with its cgroups.
 struct Placed {
     known: Known,
     cgroup: Option<String>,
-    /// The runtime's id and the cgroup.
+    /// The runtime's id of the sandbox, and its cgroup.
     sandbox: (String, Option<String>),
     containers: Vec<(String, RunningContainer)>,
 }
 
-/// The pods with a container that runs.
+/// The pods with a running container.
 fn placed(server: &Server, running: Vec<RunningContainer>) -> Vec<Placed> {
     let context = &server.context;
     let mut by_pod: HashMap<String, Vec<RunningContainer>> = HashMap::new();
@@ -532,7 +533,7 @@ async fn read(
                 .collect(),
             machine,
         };
-        // Those that are not met any more go when their time is over.
+        // Settings of cgroups that were not measured are dropped when they expire.
         let (before, now) = of_meter.settings;
         let mut kept = before.into_inner();
         kept.retain(|_, settings| settings.until > Instant::now());
@@ -547,9 +548,9 @@ async fn read(
     })
 }
 
-/// What pods have on the disk, as far as it is known in time.
+/// The disk usage of pods, as far as it can be measured in time.
 pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String, DiskFigures> {
-    // Asked once, and only if something is counted: it costs the runtime a look at every container.
+    // Requested once, and only if a pod is measured: the runtime has to inspect every container.
     let layers: Arc<OnceCell<Layers>> = Arc::default();
     let mut found = HashMap::new();
     let mut tasks = vec![];
@@ -577,7 +578,7 @@ pub async fn disks(server: &Arc<Server>, pods: &[PodFigures]) -> HashMap<String,
     }
     let until = Instant::now() + COUNT_TIMEOUT;
     for task in tasks {
-        // One that is late goes on, and is there the next time.
+        // A late measurement continues, and is available to the next request.
         if let Ok(Ok((uid, figures))) = tokio::time::timeout_at(until, task).await {
             found.insert(uid, figures);
         }
@@ -621,7 +622,7 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
         figures.layers.insert(container.name.clone(), layer);
     }
     for mut volume in csi::figures(context, pod::uid(pod)).await {
-        // What is published under the name of a persistent volume is known in the pod by its claim.
+        // A CSI volume is stored under its persistent volume's name; in the pod it has the name of the claim's volume.
         if let Some(claim) = &volume.claim {
             let named = claims::of_pod(pod)
                 .into_iter()

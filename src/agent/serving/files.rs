@@ -1,4 +1,4 @@
-//! The files that the agent's API speaks TLS with.
+//! The certificate and key files of the agent's HTTP API.
 
 use std::path::PathBuf;
 
@@ -7,14 +7,14 @@ use crate::agent::node::credentials::Pair;
 use crate::config::Config;
 use crate::https::TlsFiles;
 
-/// Whether the serving certificate is one that is asked for and has not been had yet.
+/// Whether the serving certificate is requested from the API and was not issued yet.
 pub(super) fn is_awaited(config: &Config) -> bool {
     let serving = &config.serving;
     let asked = serving.certificate.is_none() && serving.asks_for_certificate;
     asked && !Pair::serving(&config.cert_dir).current().exists()
 }
 
-/// The files that TLS is spoken with; a self-signed certificate is made where none is named.
+/// The TLS files. Creates a self-signed certificate if the configuration names none.
 pub(super) fn of(context: &Context) -> Result<TlsFiles, String> {
     let config = &context.config;
     let (certificate, key) = match &config.serving.certificate {
@@ -36,7 +36,7 @@ pub(super) fn of(context: &Context) -> Result<TlsFiles, String> {
     })
 }
 
-/// `kubelet.crt` and `kubelet.key`: made once, for the node's names and addresses.
+/// Creates `kubelet.crt` and `kubelet.key` once, for the node's names and addresses.
 fn self_signed(
     dir: &std::path::Path,
     node: &str,

@@ -1,4 +1,4 @@
-//! Compression of answers that are long and asked for often.
+//! Compression of large answers.
 
 use std::io::Write as _;
 
@@ -11,7 +11,7 @@ use super::Refusal;
 use crate::host::blocking;
 use crate::https::{Body, full};
 
-/// Whether a client takes what gzip has compressed.
+/// Whether the client accepts gzip.
 fn is_taken(headers: &HeaderMap) -> bool {
     let values = headers.get_all(ACCEPT_ENCODING).iter();
     let mut codings = values
@@ -30,7 +30,7 @@ fn gzip(bytes: &[u8]) -> std::io::Result<Vec<u8>> {
     encoder.finish()
 }
 
-/// An answer, compressed if the client, whose headers these are, takes it so.
+/// Compresses an answer if the request's headers accept it.
 pub(super) async fn compressed(
     headers: &HeaderMap,
     response: Response<Body>,

@@ -1,7 +1,7 @@
-//! The ports of the agent's API, and what the Node says while one of them cannot be served.
+//! The ports of the agent's HTTP API, and the node's condition while one of them cannot be served.
 //!
-//! A kubelet that cannot listen exits, and its node is not ready. This agent keeps its pods going, and the node is not
-//! ready either, as nobody can read logs, run commands or measure there.
+//! A kubelet that cannot listen exits, so its node becomes not ready. This agent keeps its pods running, and the node
+//! is not ready either, as logs, exec and metrics are not available.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -17,19 +17,19 @@ use crate::agent::{Context, Kind};
 use crate::https::{Protocol, Tls};
 use crate::sys::ports;
 
-/// How long what cannot be served at once is nobody's concern: another agent may be about to end.
+/// How long a failure to serve is ignored: another agent may be about to exit.
 const GRACE: Duration = Duration::from_secs(1);
-/// The pause before it is tried again within that time, and after it.
+/// Interval between attempts, within [`GRACE`] and after it.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
 /// A server of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
-    /// The one with TLS, which the control plane uses.
+    /// The TLS server, which the control plane uses.
     Main,
     /// `readOnlyPort`.
     ReadOnly,
-    /// `healthzPort`. The node is ready without it, as a kubelet's is.
+    /// `healthzPort`. The node is ready without it, as with the kubelet.
     Healthz,
 }
 
@@ -43,21 +43,21 @@ impl Part {
     }
 }
 
-/// What is known of the agent's API.
+/// The state of the agent's HTTP API.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tried {
-    /// Whether it is known of the main part if it can be served.
+    /// Whether the main server is served or has failed.
     main: bool,
-    /// Why parts are not served.
+    /// Why servers are not served.
     problems: BTreeMap<Part, String>,
 }
 
-/// Why parts of the agent's API are not served.
+/// Why servers of the agent's HTTP API are not served.
 #[derive(Debug, Default)]
 pub struct Unserved(watch::Sender<Tried>);
 
 impl Unserved {
-    /// Why the node is not ready on their account, in the order of the parts.
+    /// Why the node is not ready because of them, in the order of [`Part`].
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let known = self.0.borrow();
@@ -66,26 +66,26 @@ impl Unserved {
         counted.map(|(_, why)| why.clone()).collect()
     }
 
-    /// Changes when one of them can be served, or cannot, or for another reason.
+    /// Watches the state of the servers.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<Tried> {
         self.0.subscribe()
     }
 
-    /// Returns when it is known whether the main part can be served, or when nobody wants it to be yet.
+    /// Waits until the main server is served or has failed, or is not required yet.
     pub async fn is_tried(&self) {
         let mut known = self.0.subscribe();
-        // The sender is ours: it is not dropped.
+        // This object owns the sender, so the wait cannot fail.
         let _ = known.wait_for(|known| known.main).await;
     }
 
-    /// The main part is served, or nobody wants it to be yet.
+    /// Records that the main server is served, or is not required yet.
     pub(super) fn settle(&self) {
         self.0
             .send_if_modified(|known| !std::mem::replace(&mut known.main, true));
     }
 
-    /// Notes why a part is not served; whether that is news.
+    /// Records why a server is not served. Returns whether this is a change.
     fn set(&self, part: Part, why: &str) -> bool {
         self.0.send_if_modified(|known| {
             known.main |= part == Part::Main;
@@ -94,14 +94,14 @@ impl Unserved {
         })
     }
 
-    /// Notes that a part is served; whether that is news.
+    /// Records that a server is served. Returns whether this is a change.
     fn clear(&self, part: Part) -> bool {
         self.0
             .send_if_modified(|known| known.problems.remove(&part).is_some())
     }
 }
 
-/// Tries until it works, as long as that takes. After [`GRACE`] what hinders it is noted, and `tell` is told of it once.
+/// Retries with back-off until it succeeds. A failure after [`GRACE`] is recorded and reported once.
 async fn until<T, A: Future<Output = Result<T, String>>>(
     unserved: &Unserved,
     part: Part,
@@ -138,7 +138,7 @@ fn tell(context: &Context, part: Part, why: &str) {
     }
 }
 
-/// Listens for a part; the error names who has the port, as far as that can be seen.
+/// Listens on a port. The error names the process that uses the port, if it can be determined.
 async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
     let error = match TcpListener::bind(address).await {
         Ok(listener) => return Ok(listener),
@@ -155,7 +155,7 @@ async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
     })
 }
 
-/// Listens for a part, as long as it takes: what else the agent does goes on meanwhile.
+/// Listens on a port, and retries until it succeeds. Other tasks of the agent continue meanwhile.
 pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> TcpListener {
     let unserved = &context.unserved;
     let told = |why: &str| tell(context, part, why);
@@ -166,8 +166,8 @@ pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> Tc
     listener
 }
 
-/// What TLS is spoken with, once it is there. A node whose serving certificate somebody still has to approve is ready, as
-/// a kubelet's is: who approves may run in a pod that is to start here.
+/// Waits for the TLS files. A node whose serving certificate is not approved yet is ready, as with the kubelet: the
+/// approver may run in a pod of this node.
 pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
     let mut said = false;
     while files::is_awaited(&context.config) {
@@ -206,7 +206,7 @@ mod tests {
     async fn what_cannot_be_served_for_a_second_is_told_once_and_taken_back() {
         let unserved = Unserved::default();
         let (began, told) = (Instant::now(), RefCell::new(vec![]));
-        // Taken for twelve seconds.
+        // The port is in use for twelve seconds.
         let attempt = || {
             let is_free = began.elapsed() >= Duration::from_secs(12);
             std::future::ready(if is_free { Ok(()) } else { Err("taken".into()) })

@@ -1,6 +1,6 @@
-//! The agent's own questions and answers on this machine: a unix socket in its root directory that only
-//! root may use. `GET /explain/NAMESPACE/NAME`, `GET /record/NAMESPACE/NAME` and `GET /gc` answer with JSON; `POST /gc`
-//! removes what `GET /gc` names.
+//! A unix socket in the root directory for Holdfast's own commands, accessible to root
+//! only. `GET /explain/NAMESPACE/NAME`, `GET /record/NAMESPACE/NAME` and `GET /gc` return
+//! JSON; `POST /gc` removes what `GET /gc` reports.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::core::pod::explain::{self, Fetching};
 use crate::core::pod::record::Report;
 use crate::sys::link;
 
-/// The socket's name below the root directory.
+/// The socket's name, below the root directory.
 pub const SOCKET: &str = "holdfast.sock";
-/// How many ask at once; more wait.
+/// Limit for parallel connections; further ones wait.
 const AT_ONCE: usize = 8;
-/// How long an answer may take, the removal of images included.
+/// Timeout for an answer, including the removal of images.
 const ANSWERING: Duration = Duration::from_secs(600);
 
-/// Answers until the process ends. Without the socket the agent works all the same.
+/// Serves until the process exits. If the socket cannot be created, the agent runs without it.
 pub async fn run(context: Arc<Context>) {
     let path = context.config.root_dir.join(SOCKET);
     let listener = match link::listen(&path) {
@@ -44,7 +44,7 @@ pub async fn run(context: Arc<Context>) {
             });
             let serve = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service);
-            // Whoever asks and does not listen is not waited for.
+            // Does not block on a client that has stopped reading.
             if tokio::time::timeout(ANSWERING, serve).await.is_err() {
                 tracing::debug!("a question on the local socket was given up");
             }
@@ -53,7 +53,7 @@ pub async fn run(context: Arc<Context>) {
     link::serve(listener, AT_ONCE, serve).await;
 }
 
-/// What is being fetched. A runtime that cannot say is no reason to say nothing at all.
+/// The runtime's pulls in progress; `None` if the runtime does not report them.
 async fn fetching(context: &Context) -> Option<Fetching> {
     match context.runtime.fetching().await {
         Ok(fetching) => Some(Fetching {
@@ -67,7 +67,7 @@ async fn fetching(context: &Context) -> Option<Fetching> {
     }
 }
 
-/// The explanation of a pod, if the agent knows one of this name.
+/// The explanation of a pod; `None` if the agent does not know a pod of this name.
 async fn explanation(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
     let (uid, journal) = context.journals.find(namespace, name).into_iter().next()?;
     let fetching = if journal.is_pulling() {
@@ -82,7 +82,7 @@ async fn explanation(context: &Context, namespace: &str, name: &str) -> Option<A
     Some(serde_json::to_string(&explanation))
 }
 
-/// The last turns of a pod's worker, if the agent knows one of this name.
+/// The recorded turns of a pod's worker; `None` if the agent does not know a pod of this name.
 fn record(context: &Context, namespace: &str, name: &str) -> Option<Answer> {
     let report = Report {
         version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -1,4 +1,5 @@
-//! `/containerLogs`, and the node's own log files (kubelet spec, 13.5).
+//! `/containerLogs`, and the node's own log files
+//! (`pkg/kubelet/kuberuntime/kuberuntime_logs.go`, `pkg/kubelet/server/server.go`).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,22 +27,22 @@ use crate::host::serving::logfile::{LogFile, Next};
 use crate::https::{Body, BoxError, text};
 use crate::sys::watch::Changes;
 
-/// How many pieces wait for a reader who is slow.
+/// Limit for pieces that wait for a slow client.
 const AHEAD: usize = 2;
-/// How often a log that does not change is looked at in any case, and how often it is asked whether its container runs.
+/// Maximum time between reads of a log without changes, and between checks whether its container is running.
 const LOOK: (Duration, Duration) = (Duration::from_secs(5), Duration::from_millis(500));
-/// How long it is waited for what a runtime still writes to a file that was rotated.
+/// How long to wait for writes of the runtime to a log that was rotated.
 const REST: Duration = Duration::from_millis(50);
-/// What a container writes in so short a time is sent together.
+/// Output of a container within this time is sent together.
 const TOGETHER: Duration = Duration::from_millis(10);
 
-/// The instance whose log is meant.
+/// The container instance of a log.
 #[derive(Debug, PartialEq, Eq)]
 struct Instance {
     attempt: u32,
-    /// The runtime's id, while it runs.
+    /// The runtime's id, if the instance is running.
     running: Option<String>,
-    /// Of one that the runtime has forgotten, what is said if its log has gone as well.
+    /// For an instance that the runtime does not have: the error message if its log does not exist either.
     forgotten: Option<String>,
 }
 
@@ -58,8 +59,8 @@ pub(super) fn status<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerS
         .find(|s| s.name == container)
 }
 
-/// The instance that a status tells as the last one. While a container waits to be started again, that is the newest,
-/// and the runtime may have no other.
+/// The instance that a status reports as the last one. While a container waits for its restart this is the
+/// newest one, and the runtime may have no other.
 fn last<'a>(
     told: Option<&ContainerStatus>,
     observed: &'a ObservedPod,
@@ -75,8 +76,8 @@ fn last<'a>(
     named.or(newest.filter(|c| waits && c.state == ContainerState::Exited))
 }
 
-/// The id of the instance whose log is meant, by the status alone, in the kubelet's order and words
-/// (`validateContainerLogStatus`). None for one that has ended and whose id is not known.
+/// The id of the log's instance, from the status alone, in the kubelet's order and words
+/// (`validateContainerLogStatus`). `None` for a terminated instance with an unknown id.
 fn told_id(
     told: Option<&ContainerStatus>,
     name: &str,
@@ -114,7 +115,7 @@ fn told_id(
     Err(format!("{about} is waiting to start: {why}"))
 }
 
-/// What is said of an instance, by its id in the status, whose log cannot be had.
+/// The error message when an instance's log is not available; `id` is the one in the status.
 fn unavailable(id: Option<&str>, name: &str, container: &str) -> String {
     match id {
         Some(id) => format!("unable to retrieve container logs for {id}"),
@@ -126,7 +127,7 @@ fn bad(why: String) -> Refusal {
     Refusal(StatusCode::BAD_REQUEST, why)
 }
 
-/// Chooses the instance. Pure. Where the runtime has none, the log may still be here, as long as its pod is.
+/// Chooses the instance. Pure. If the runtime does not have it, its log may still exist as long as the pod does.
 fn instance(
     known: &Known,
     observed: &ObservedPod,
@@ -150,7 +151,7 @@ fn instance(
         });
     }
     let name = known.pod.name_any();
-    // The status comes after the runtime.
+    // The status may be older than the runtime's answer.
     let nothing = ContainerStatus::default();
     let told = told.or(newest.map(|_| &nothing));
     let id = told_id(told, &name, container, previous).map_err(bad)?;
@@ -166,7 +167,7 @@ fn instance(
     })
 }
 
-/// The pod whose container a request names, and who says what of it.
+/// Finds the pod of the request's container.
 fn find(server: &Server, place: &Place) -> Result<Known, Refusal> {
     let known = server.find(place).ok_or_else(|| {
         Refusal(
@@ -240,7 +241,7 @@ pub(super) fn stream(pieces: mpsc::Receiver<Bytes>) -> Response<Body> {
     response
 }
 
-/// A log that is followed while its container runs.
+/// A log that is followed while its container is running.
 struct Following {
     context: Arc<Context>,
     dir: PathBuf,
@@ -249,7 +250,7 @@ struct Following {
 }
 
 impl Following {
-    /// Whether more may come. What cannot be told is taken for running.
+    /// Whether more output may follow. An unknown state counts as running.
     async fn goes_on(&self) -> bool {
         let Some(id) = &self.id else { return false };
         match self.context.runtime.observe(&self.uid).await {
@@ -262,7 +263,8 @@ impl Following {
     }
 }
 
-/// Reads to the present end of a log; none if nobody wants more, or no more can be read.
+/// Reads to the current end of a log. `None` if the client has
+/// disconnected, has enough lines, or the log cannot be read.
 async fn read_to_end(
     mut log: LogFile,
     decoder: &mut Decoder,
@@ -302,7 +304,7 @@ async fn read_to_end(
     }
 }
 
-/// Reads until nothing more comes or nobody listens any more.
+/// Reads until the log is complete or the client disconnects.
 async fn read(
     mut log: LogFile,
     mut decoder: Decoder,
@@ -310,10 +312,10 @@ async fn read(
     to: mpsc::Sender<Bytes>,
 ) {
     let mut asked: Option<Instant> = None;
-    // Whether something has come since it was asked: it may have been the last.
+    // Whether there was output since the last check of the container.
     let mut news = true;
     let mut ended = false;
-    // Before reading: what is written from now on ends the wait below.
+    // Watched before reading: later writes end the wait below.
     let mut changes = follow.as_ref().map(|f| Changes::with_writes(&f.dir));
     loop {
         let Some(back) = read_to_end(log, &mut decoder, &to).await else {
@@ -323,7 +325,7 @@ async fn read(
         let (Some(follow), Some(changes), false) = (&follow, &mut changes, ended) else {
             let out = decoder.finish();
             if !out.is_empty() {
-                // Whoever has gone does not miss it.
+                // The client may have disconnected.
                 let _ = to.send(out.into()).await;
             }
             return;
@@ -336,7 +338,7 @@ async fn read(
             news = false;
             asked = Some(Instant::now());
             if !follow.goes_on().await {
-                // Once more: it may have written between the reading and the asking.
+                // Read again: the container may have written after the last read.
                 ended = true;
                 continue;
             }
@@ -352,12 +354,12 @@ async fn read(
     }
 }
 
-/// `GET /logs/…`: a file of the node's log directory, or what is in a directory.
+/// `GET /logs/…`: a file of the node's log directory, or the list of a directory.
 pub async fn of_node(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, true).await
 }
 
-/// A file alone.
+/// Serves a file, but no directories.
 pub async fn of_file(path: &str) -> Result<Response<Body>, Refusal> {
     below(path, false).await
 }
@@ -369,7 +371,7 @@ async fn below(path: &str, lists: bool) -> Result<Response<Body>, Refusal> {
         let dir = crate::sys::beneath::Dir::open(root)?;
         Ok(match dir.list(&path) {
             Ok(names) => lists.then_some(Err(names)),
-            // The links to logs in `containers` have absolute paths.
+            // The links in `containers` are absolute.
             Err(_) => dir.open_linked(root, &path).ok().map(Ok),
         })
     });
@@ -468,7 +470,7 @@ mod tests {
                 &[(2, Exited)][..],
                 Some(2),
             ),
-            // The status comes after the runtime.
+            // The status is older than the runtime's answer.
             (&waiting, ended("containerd://id1"), &[(2, Exited)], Some(2)),
             (&waiting, json!({}), &[(2, Exited)], Some(2)),
             (
@@ -504,7 +506,8 @@ mod tests {
         assert!(choose(&[(0, Running)], true).is_err_and(|r| r.1 == "previous terminated container \"c\" in pod \"p\" not found"));
     }
 
-    /// A state of one word: a waiting container's reason, that it runs, or the id of one that has ended (`-` for none).
+    /// A container state from one word: a waiting reason, `runs`, or the id of
+    /// a terminated instance (`-` for an unknown id).
     fn state(word: &str) -> Value {
         match word {
             "" => json!({}),
@@ -517,7 +520,7 @@ mod tests {
         }
     }
 
-    /// The states now and before, which one is asked for, whether its log is looked for all the same, and what is said.
+    /// Current and last state, the requested instance, whether its log is opened, and the message.
     const WITHOUT_LOGS: &str = "
 / now no # is waiting to start - no logs yet
 ErrImagePull/ now no # is waiting to start: image can't be pulled

@@ -1,4 +1,4 @@
-//! `/metrics` and its parts: the kubelet's names, labels and units (kubelet spec, 13.7 and chapter 18).
+//! `/metrics` and its subpaths: the kubelet's names, labels and units (`pkg/kubelet/metrics`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(super) fn broken(error: crate::cri::RuntimeError) -> Refusal {
     Refusal(StatusCode::INTERNAL_SERVER_ERROR, error.message)
 }
 
-/// A part of `/metrics` by its name.
+/// Returns a subpath of `/metrics` by its name.
 pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Refusal> {
     match name {
         "resource" => resource(server).await,
@@ -47,7 +47,7 @@ pub async fn part(server: &Arc<Server>, name: &str) -> Result<Response<Body>, Re
     }
 }
 
-/// `/metrics/resource`: what autoscalers and `kubectl top` read.
+/// `/metrics/resource`, which autoscalers and `kubectl top` read.
 async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let mut out = Page::default();
     let snapshot = match figures::snapshot(server, Depth::Figures).await {
@@ -124,14 +124,14 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     Ok(page(out))
 }
 
-/// Whether reading the figures failed (1) or not (0). Its older name, `scrape_error`, is deprecated since 1.29 and hidden
+/// Whether the measurement failed (1) or not (0). Its older name, `scrape_error`, is deprecated since 1.29 and hidden
 /// (`pkg/kubelet/metrics/collectors/resource_metrics.go`); no other metric of the kubelet is deprecated in 1.36.
 fn scrape_error(out: &mut Page, value: f64) {
     let help = "1 if there was an error while getting container metrics, 0 otherwise";
     out.single("resource_scrape_error", "gauge", help, &[], value);
 }
 
-/// What containers may swap, and when they began.
+/// The swap limit and the start time of containers.
 fn settings_of_containers(out: &mut Page, snapshot: &Snapshot) {
     let at = Some(snapshot.at.as_millisecond());
     let name = "container_swap_limit_bytes";
@@ -158,7 +158,7 @@ fn settings_of_containers(out: &mut Page, snapshot: &Snapshot) {
     });
 }
 
-/// Calls for each container with its labels.
+/// Calls `each` for each container, with its labels.
 fn each_container(
     snapshot: &Snapshot,
     mut each: impl FnMut(&PodFigures, &ContainerFigures, &[(&str, &str)]),
@@ -199,7 +199,7 @@ fn probes(server: &Arc<Server>) -> Response<Body> {
     page(out)
 }
 
-/// The volumes of pods, and the managers of the node.
+/// The volumes of pods, and the node's resource managers.
 async fn what_is_managed(out: &mut Page, context: &Context) {
     let name = "volume_manager_total_volumes";
     out.family(name, "gauge", "Number of volumes in Volume Manager");
@@ -235,7 +235,7 @@ async fn what_is_managed(out: &mut Page, context: &Context) {
     );
 }
 
-/// The pods and containers that run, and the containers that have ended, as far as the runtime says.
+/// The running pods and containers, and the dead containers, as the runtime reports them.
 async fn what_runs(out: &mut Page, server: &Server) {
     let ended = server.context.runtime.dead_containers();
     let ended = tokio::time::timeout(figures::PATIENCE, ended);
@@ -265,7 +265,7 @@ async fn what_runs(out: &mut Page, server: &Server) {
     }
 }
 
-/// The volumes of claims, as far as they have been counted. Nothing is counted for it.
+/// The volumes of claims that were measured. Starts no measurement.
 fn volumes(out: &mut Page, server: &Server) {
     let volumes = server.figures.known_volumes();
     for (name, help, get) in [
@@ -317,7 +317,7 @@ fn volumes(out: &mut Page, server: &Server) {
     abnormal(out, &volumes);
 }
 
-/// What drivers say of the volumes' health.
+/// The health of volumes, as CSI drivers report it.
 fn abnormal(out: &mut Page, volumes: &[figures::VolumeFigures]) {
     let name = "kubelet_volume_stats_health_status_abnormal";
     out.family(
@@ -336,7 +336,7 @@ fn abnormal(out: &mut Page, volumes: &[figures::VolumeFigures]) {
     }
 }
 
-/// The bytes of containers' logs, as far as they have been counted. Nothing is counted for it.
+/// The measured sizes of containers' logs in bytes. Starts no measurement.
 fn logs(out: &mut Page, server: &Server) {
     let name = "kubelet_container_log_filesystem_used_bytes";
     out.family(
@@ -362,7 +362,7 @@ fn logs(out: &mut Page, server: &Server) {
     }
 }
 
-/// The pods that this node is to have.
+/// The pods assigned to this node.
 fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
     let statics = roster.iter().filter(|k| pod::is_static(&k.pod)).count();
     let name = "kubelet_desired_pods";
@@ -418,7 +418,7 @@ fn pods_of_the_node(out: &mut Page, roster: &KnownPods) {
     );
 }
 
-/// The same by where they are in their life.
+/// The pods assigned to this node, by lifecycle.
 fn working_pods(out: &mut Page, roster: &KnownPods) {
     let name = "kubelet_working_pods";
     out.family(
@@ -442,7 +442,7 @@ fn working_pods(out: &mut Page, roster: &KnownPods) {
     }
 }
 
-/// The resizes of pods that wait or are being carried out.
+/// Pending and running resizes of pods.
 fn resizes(out: &mut Page, roster: &KnownPods) {
     let resizes = |kind: &str, reason: Option<&str>| {
         let has = |known: &&Known| {
@@ -471,7 +471,7 @@ fn resizes(out: &mut Page, roster: &KnownPods) {
     );
 }
 
-/// Where a pod is in its life, in the kubelet's words.
+/// The lifecycle of a pod, in the kubelet's words.
 fn lifecycle_of(known: &Known) -> &'static str {
     if pod::is_terminal(known.told()) {
         "terminated"

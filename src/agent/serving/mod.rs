@@ -1,6 +1,6 @@
-//! The agent's HTTP API: the kubelet's, on its port (kubelet spec, chapter 13).
+//! The agent's HTTP API: the kubelet's endpoints on the kubelet's port (`pkg/kubelet/server/server.go`).
 //!
-//! Every path is authenticated and authorised before it is looked at. What is shown is read when it is asked for.
+//! Every request is authenticated and authorized before it is routed. Data is read on request.
 
 mod access;
 mod cadvisor;
@@ -47,43 +47,43 @@ pub use figures::VolumeFigures;
 pub use listen::Unserved;
 pub use sessions::Sessions;
 
-/// What the main listener gives away.
+/// Limits of the main listener.
 const MAIN: Limits = Limits {
     strangers_give_way: false,
     connections: 512,
     idle: Some(Duration::from_secs(90)),
 };
-/// What the others do.
+/// Limits of the other listeners.
 const SIDE: Limits = Limits {
     strangers_give_way: false,
     connections: 32,
     idle: Some(Duration::from_secs(30)),
 };
 
-/// A pod of this node, and the object in the API that tells its status.
+/// A pod of this node, and the API object with its status.
 #[derive(Debug, Clone)]
 pub struct Known {
-    /// As its source has it.
+    /// The pod as read from its source.
     pub pod: Arc<Pod>,
     /// The pod itself, or a static pod's mirror.
     pub object: Option<Arc<Pod>>,
-    /// When this agent has seen it first.
+    /// When this agent first observed the pod.
     pub seen: Timestamp,
 }
 
 impl Known {
-    /// The object whose status counts.
+    /// The object with the authoritative status.
     pub(super) fn told(&self) -> &Pod {
         self.object.as_ref().unwrap_or(&self.pod)
     }
 }
 
-/// All pods that this node is to have.
+/// All pods assigned to this node.
 #[derive(Debug, Clone, Default)]
 pub struct KnownPods(BTreeMap<String, Vec<Known>>);
 
 impl KnownPods {
-    /// The pods of a full name are these now. Those that were known before were seen then.
+    /// Sets the pods of a full name. A known pod keeps the time of its first observation.
     pub fn set(&mut self, name: &str, mut pods: Vec<Known>) {
         for known in &mut pods {
             let before = self.0.get(name).into_iter().flatten();
@@ -98,13 +98,13 @@ impl KnownPods {
         }
     }
 
-    /// All of them, in the order of their names.
+    /// All pods, in the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = &Known> {
         self.0.values().flatten()
     }
 }
 
-/// Why something is not answered as asked: the code and a sentence.
+/// An error response: the status code and a sentence.
 #[derive(Debug, PartialEq, Eq)]
 struct Refusal(StatusCode, String);
 
@@ -117,24 +117,24 @@ impl Refusal {
     }
 }
 
-/// The API.
+/// The server of the HTTP API.
 pub struct Server {
     context: Arc<Context>,
     access: Access,
     figures: figures::Figures,
     sessions: Sessions,
-    /// Where the runtime keeps its images, and the image of sandboxes.
+    /// The directory of the runtime's images, and the sandbox image.
     images: tokio::sync::OnceCell<(PathBuf, String)>,
 }
 
-/// The method and the family of the path of a request, as metrics and traces name them.
+/// The method and the path family of a request, for metrics and traces.
 fn named(request: &Request<Incoming>) -> (&'static str, &'static str) {
     let method = serving::known_method(request.method().as_str());
     (method, serving::family(request.uri().path()))
 }
 
 impl Server {
-    /// The pod that a path names.
+    /// Finds the pod of a path.
     fn find(&self, place: &Place) -> Option<Known> {
         let fits = |known: &&Known| {
             let pod = &known.pod;
@@ -147,7 +147,7 @@ impl Server {
         self.context.roster.borrow().iter().find(fits).cloned()
     }
 
-    /// What the runtime says of its images, asked once.
+    /// The runtime's image directory and sandbox image, read once.
     async fn of_images(&self) -> Result<&(PathBuf, String), RuntimeError> {
         let ask = || async {
             let stock = self.context.runtime.stock().await?;
@@ -160,7 +160,7 @@ impl Server {
         self.images.get_or_try_init(ask).await
     }
 
-    /// The filesystem of the runtime's images; nothing where the runtime does not say where that is.
+    /// The filesystem of the runtime's images; empty if the runtime does not report it.
     async fn image_filesystem(&self) -> ImageFilesystem {
         let asked = self.context.runtime.image_filesystem().await;
         asked.unwrap_or_else(|error| {
@@ -169,8 +169,8 @@ impl Server {
         })
     }
 
-    /// Counts a request. It is being answered until what this gives has gone: the request and the body of the answer keep
-    /// it, and so does the session of a request that leaves HTTP.
+    /// Counts a request. It is in flight until the returned value is dropped. The request, the answer's body and an
+    /// upgraded session each hold a reference.
     fn count(
         &self,
         request: &mut Request<Incoming>,
@@ -214,7 +214,7 @@ impl Server {
             .unwrap_or_else(|Refusal(code, why)| text(code, why))
     }
 
-    /// Why an endpoint is turned off.
+    /// The error response of a disabled endpoint.
     fn closed(&self, endpoint: &Endpoint) -> Option<Refusal> {
         let config = &self.context.config.serving;
         if !config.debugging {
@@ -264,7 +264,7 @@ impl Server {
     }
 }
 
-/// Serves until the process ends.
+/// Serves until the process exits.
 pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessions: Sessions) {
     let serving = context.config.serving.clone();
     if !serving.enabled {

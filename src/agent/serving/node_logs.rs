@@ -1,4 +1,4 @@
-//! `GET /logs/?query=…`: what the node's services have logged (kubelet spec, 13.2).
+//! `GET /logs/?query=…`: logs of the node's services (KEP-2258; `pkg/kubelet/kubelet_server_journal.go`).
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -15,12 +15,12 @@ use super::logs;
 use crate::core::serving::log_query::{self, LogQuery, Searched};
 use crate::https::Body;
 
-/// How long a search may take.
+/// Timeout of a query.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(30);
-/// How much is read at once.
+/// Size of a read buffer, in bytes.
 const PIECE: usize = 64 << 10;
 
-/// Answers a search; none if nothing is searched.
+/// Answers a query; `None` if the request is not a query.
 pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
     let Some(query) =
         LogQuery::parse(query).map_err(|why| Refusal(StatusCode::UNPROCESSABLE_ENTITY, why))?
@@ -33,7 +33,7 @@ pub async fn search(query: &str) -> Result<Option<Response<Body>>, Refusal> {
     }
 }
 
-/// From the journal; what is not there, from a service's own file.
+/// Reads the journal. If it has no entries, reads the service's own log file.
 async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<Body>, Refusal> {
     let mut command = Command::new("journalctl");
     command
@@ -76,7 +76,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
     }
     let (sender, pieces) = mpsc::channel(2);
     tokio::spawn(async move {
-        // The program ends with this task, and with who reads.
+        // The program is stopped when this task returns or the client disconnects.
         let copy = pass_on(first, out, errors, sender);
         if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
             tracing::warn!("a search of the node's journal took too long and was ended");
@@ -86,7 +86,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
     Ok(logs::stream(pieces))
 }
 
-/// Hands on what has come already, what comes, and at last the errors.
+/// Forwards the output already read, then further output, and finally the errors.
 async fn pass_on(
     first: Vec<u8>,
     mut out: ChildStdout,
@@ -104,12 +104,12 @@ async fn pass_on(
         () = to.closed() => return,
     };
     if !errors.is_empty() {
-        // Whoever has gone does not miss them.
+        // The client may have disconnected.
         let _ = to.send(errors.into()).await;
     }
 }
 
-/// Collects what a program has to say about its failing.
+/// Collects the program's error output.
 fn errors_of(child: &mut Child) -> JoinHandle<Vec<u8>> {
     let errors = child.stderr.take();
     tokio::spawn(async move {

@@ -1,5 +1,5 @@
-//! The podresources API (v1, and v1alpha1 for those who still ask so): which container has which of the node's devices, and
-//! which processors and memory for itself, for monitoring agents, on `pod-resources/kubelet.sock` in the root directory (kubelet spec, 14.7).
+//! The podresources API for monitoring agents (KEP-606; `pkg/kubelet/apis/podresources`): the devices, exclusive CPUs
+//! and memory of each container. Served in v1 and v1alpha1 on `pod-resources/kubelet.sock` in the root directory.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -26,9 +26,9 @@ use crate::devices::{PodResources, serve_pod_resources};
 
 /// The directory of the socket, below the root directory.
 const DIRECTORY: &str = "pod-resources";
-/// The socket in it.
+/// The name of the socket.
 const SOCKET: &str = "kubelet.sock";
-/// How many questions are answered in a second, and at once, as the kubelet has it.
+/// The limit of requests per second and the burst, as in the kubelet.
 const RATE: (f64, f64) = (100.0, 10.0);
 
 fn listen(dir: &Path) -> std::io::Result<UnixListener> {
@@ -39,7 +39,7 @@ fn listen(dir: &Path) -> std::io::Result<UnixListener> {
     crate::sys::link::listen(&dir.join(SOCKET))
 }
 
-/// Answers until the process ends. Without the socket the agent works all the same.
+/// Serves until the process exits. If the socket cannot be created, the agent runs without it.
 pub async fn run(context: Arc<Context>) {
     let dir = context.config.root_dir.join(DIRECTORY);
     let listener = match listen(&dir) {
@@ -59,7 +59,7 @@ struct Answers {
     bucket: Mutex<Bucket>,
 }
 
-/// Devices as the API has them: one entry for each device and NUMA node.
+/// Devices in the API's format: one entry for each device and NUMA node.
 fn devices(rows: Vec<(String, String, BTreeSet<i64>)>) -> Vec<pb::ContainerDevices> {
     let entry = |resource: &str, id: &str, node: Option<i64>| pb::ContainerDevices {
         resource_name: resource.to_owned(),
@@ -97,7 +97,7 @@ fn cpu_ids<'a>(cpus: impl IntoIterator<Item = &'a u32>) -> Vec<i64> {
     cpus.into_iter().copied().map(i64::from).collect()
 }
 
-/// What is prepared of the claims that a container refers to.
+/// The prepared devices of the claims that a container refers to.
 fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::DynamicResource> {
     let held = claims.held(pod, container).into_iter();
     let claim = held.map(|(claim, drivers)| {
@@ -125,14 +125,14 @@ fn claimed(pod: &Pod, container: &Container, claims: &Claims) -> Vec<pb::Dynamic
     claim.collect()
 }
 
-/// Who has what.
+/// The assignments of all containers.
 struct Held<'a> {
     devices: &'a Devices,
     claims: &'a Claims,
     managers: &'a Managers,
 }
 
-/// What a container has for itself.
+/// The resources assigned to a container.
 fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::ContainerResources {
     let (uid, name, managers) = (pod::uid(pod), &container.name, held.managers);
     let cpus = managers.cpus();
@@ -148,7 +148,7 @@ fn of_container(pod: &Pod, container: &Container, held: &Held<'_>) -> pb::Contai
     }
 }
 
-/// What a pod's containers have that run for as long as it does.
+/// The resources of a pod's containers that run as long as the pod does.
 fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
     let containers = pod::containers(pod);
     let lasting = containers
@@ -162,7 +162,7 @@ fn of_pod(pod: &Pod, held: &Held<'_>) -> pb::PodResources {
     }
 }
 
-/// A pod as the version `v1alpha1` has it: the devices of the containers that are no init containers.
+/// A pod in version `v1alpha1`: the devices of regular containers only.
 fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
     let containers = pod::containers(pod);
     let regular = containers.iter().filter(|(role, _)| *role == Role::Regular);
@@ -184,7 +184,7 @@ fn of_pod_v1alpha1(pod: &Pod, held: &Devices) -> alpha::PodResources {
 }
 
 impl Answers {
-    /// Looks at who has what. The managers are the ledger's, and asked for before.
+    /// Reads the assignments. The caller has obtained `managers` from the ledger.
     fn look<T>(&self, managers: &Managers, look: impl FnOnce(&Held<'_>) -> T) -> T {
         let context = &self.context;
         context.devices.look(|devices| {
@@ -222,7 +222,7 @@ impl PodResources for Answers {
 
     async fn list_v1alpha1(&self) -> Vec<alpha::PodResources> {
         self.context.metrics.pod_resources_v1alpha1();
-        // As in the kubelet, those that have ended as well.
+        // As in the kubelet, including terminated pods.
         let pods = self.context.ledger.pods().await;
         let list = |held: &Devices| pods.iter().map(|p| of_pod_v1alpha1(p, held)).collect();
         self.context.devices.look(list)

@@ -1,4 +1,4 @@
-//! Commands, attachments and forwarded ports that are under way. They end with the agent, which gives them some time.
+//! Open sessions of exec, attach and port-forward. They end with the agent, which waits for them for a limited time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,19 +10,19 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::Refusal;
 
-/// How many are open at once; each costs memory.
+/// Limit for open sessions, as each uses memory.
 const MOST: usize = 512;
-/// How long a stop waits for them.
+/// Maximum time that a shutdown waits for open sessions.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// The sessions; clones are the same ones.
+/// The open sessions; clones share them.
 #[derive(Debug, Clone)]
 pub struct Sessions {
     places: Arc<Semaphore>,
     open: TaskTracker,
 }
 
-/// A session that is under way, for as long as this is kept.
+/// An open session; dropping it closes the session.
 #[derive(Debug)]
 pub struct Session {
     _place: OwnedSemaphorePermit,
@@ -39,7 +39,7 @@ impl Default for Sessions {
 }
 
 impl Sessions {
-    /// Begins one, if there is room and the agent is not about to stop.
+    /// Opens a session. Fails if there are too many, or the agent is stopping.
     pub(super) fn begin(&self) -> Result<Session, Refusal> {
         match Arc::clone(&self.places).try_acquire_owned() {
             Ok(place) => Ok(Session {
@@ -57,8 +57,7 @@ impl Sessions {
         }
     }
 
-    /// Begins no more, and waits until those that are under way have ended, but not for ever. The rest end with the
-    /// process.
+    /// Rejects further sessions, and waits for open ones for at most [`DRAIN`]. The rest end with the process.
     pub async fn drain(&self) {
         self.places.close();
         self.open.close();

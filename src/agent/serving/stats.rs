@@ -1,4 +1,4 @@
-//! `/stats/summary` (kubelet spec, 13.6).
+//! `/stats/summary` (`pkg/kubelet/server/stats/summary.go`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -27,8 +27,8 @@ fn time(at: Timestamp) -> Value {
     serde_json::to_value(seconds(at)).unwrap_or_default()
 }
 
-/// Pressure in the summary's spelling. The totals are the kernel's microseconds: the format speaks of nanoseconds, but that is
-/// what every kubelet sends.
+/// Pressure in the format of the summary. Totals are in microseconds, as the kernel reports them. The format specifies
+/// nanoseconds, but the kubelet sends microseconds.
 fn psi(pressure: Option<Pressure>) -> Option<Value> {
     let of = |w: Waited| json!({"total": w.total, "avg10": w.averages[0], "avg60": w.averages[1], "avg300": w.averages[2]});
     pressure.map(|p| json!({"full": of(p.full), "some": of(p.some)}))
@@ -65,7 +65,7 @@ fn swap(at: Timestamp, usage: &Usage) -> Value {
     swap
 }
 
-/// What every part has of its cgroup. The pressure on disks is not asked for with the processors and the memory alone.
+/// Usage of a cgroup. Disk pressure is left out of a summary with CPU and memory only.
 fn of_cgroup(at: Timestamp, usage: &Usage, rate: Option<u64>, whole: bool) -> Map<String, Value> {
     let mut of = Map::from_iter([
         ("cpu".to_owned(), cpu(at, usage, rate)),
@@ -96,8 +96,8 @@ fn room(at: Timestamp, room: &Room, used: Option<u64>) -> Value {
         "inodesFree": room.inodes_free, "inodes": room.inodes, "inodesUsed": room.inodes.saturating_sub(room.inodes_free)})
 }
 
-/// What something of the runtime's has of a filesystem: its own bytes and files, and the filesystem's room. The room is left
-/// out where the runtime names no filesystem that there is here.
+/// Usage of a filesystem by images or by a container: its own bytes and inodes, and the filesystem's capacity. The
+/// capacity is left out if the runtime's mount point does not exist here.
 fn part(at: Timestamp, of: Option<&Room>, bytes: u64, inodes: Option<u64>) -> Value {
     let mut value = match of {
         Some(of) => room(at, of, Some(bytes)),
@@ -114,10 +114,10 @@ fn part(at: Timestamp, of: Option<&Room>, bytes: u64, inodes: Option<u64>) -> Va
     value
 }
 
-/// The room of the filesystems that pods and images lie on.
+/// The capacity of the filesystems of pods and images.
 struct Rooms<'a> {
     root: &'a Room,
-    /// Those that the runtime names, by their directories.
+    /// The filesystems that the runtime reports, by directory.
     of_runtime: BTreeMap<PathBuf, Room>,
 }
 
@@ -127,7 +127,7 @@ impl Rooms<'_> {
         part(at, room, images.bytes, images.inodes)
     }
 
-    /// A container's writable layer, which may lie on another filesystem than the pod's directory.
+    /// A container's writable layer, which may be on another filesystem than the pod's directory.
     fn layer(&self, at: Timestamp, layer: &Layer) -> Value {
         let inodes = Some(layer.inodes).filter(|inodes| *inodes > 0);
         part(
@@ -139,7 +139,7 @@ impl Rooms<'_> {
     }
 }
 
-/// Asks for the room at each of these.
+/// Reads the capacity of the filesystem of each directory.
 async fn rooms(dirs: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, Room> {
     let read = move || {
         let room = |dir: PathBuf| Some((dir.clone(), Room::of(&dir).ok()?));
@@ -150,7 +150,7 @@ async fn rooms(dirs: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, Room> {
 
 fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -> Value {
     let (used, all, free) = volume.bytes;
-    // A directory of the node's own disk can have all of it.
+    // A directory without its own limit can use the node's filesystem.
     let (all, free) = if all == 0 {
         (root.capacity, root.available)
     } else {
@@ -309,7 +309,7 @@ mod tests {
         assert_eq!(rooms.layer(at, &layer("/images", 3)), here);
         let uncounted = rooms.layer(at, &layer("/images", 0));
         assert_eq!(uncounted.get("inodesUsed"), None, "{uncounted}");
-        // Where the runtime names no filesystem, nothing is said of another one.
+        // If the runtime reports no filesystem, the capacity of another one must not be used.
         let nowhere = json!({"time": time(at), "usedBytes": 7});
         assert_eq!(rooms.layer(at, &layer("", 0)), nowhere);
         let of = ImageFilesystem {

@@ -1,5 +1,6 @@
-//! Commands, attachments and forwarded ports: the runtime makes a stream, and the connection is handed on to it as it
-//! is, SPDY or WebSocket (kubelet spec, 13.4). Commands with input are the exception: see [`exec`].
+//! Sessions of exec, attach and port-forward: the runtime serves a stream, and the client's
+//! connection is forwarded to it unchanged, as SPDY or WebSocket (`pkg/kubelet/server/server.go`).
+//! Commands with input are the exception: see [`exec`].
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ fn broken(error: RuntimeError) -> Refusal {
     Refusal(code, error.message)
 }
 
-/// The streams that are asked for. Whether an attachment has a terminal is up to its container.
+/// The requested streams. For attach, the container determines whether there is a terminal.
 fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, Refusal> {
     let tty = match endpoint {
         Endpoint::Attach(place) => server.find(place).and_then(|known| {
@@ -47,7 +48,7 @@ fn streams(server: &Server, endpoint: &Endpoint, text: &str) -> Result<Streams, 
     streams.map_err(Refusal::of)
 }
 
-/// The runtime's id of a container that runs.
+/// The runtime's id of a running container.
 pub(super) async fn running(server: &Server, place: &Place) -> Result<String, Refusal> {
     let known = server
         .find(place)
@@ -69,7 +70,7 @@ pub(super) async fn running(server: &Server, place: &Place) -> Result<String, Re
     })
 }
 
-/// The URL at which the runtime serves what an endpoint asks for.
+/// The URL of the runtime's stream for an endpoint.
 async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String, Refusal> {
     let runtime = &server.context.runtime;
     let values = |key: &str| {
@@ -134,7 +135,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
     }
 }
 
-/// `/exec`, `/attach` and `/portForward`.
+/// Serves `/exec`, `/attach` and `/portForward`.
 pub async fn hand_on(
     server: &Arc<Server>,
     endpoint: &Endpoint,
@@ -146,7 +147,7 @@ pub async fn hand_on(
             "Upgrade request required".into(),
         ));
     }
-    // The session counts as a request that is being answered until it ends.
+    // The session counts as a request in flight until it is closed.
     let answering = request.extensions().get::<Arc<Answering>>().cloned();
     let held = (server.sessions.begin()?, answering);
     if let Endpoint::Exec(place) = endpoint
@@ -194,7 +195,7 @@ fn failed(what: impl Display) -> Refusal {
     )
 }
 
-/// Hands a request's connection on to the runtime's stream.
+/// Forwards a request's connection to the runtime's stream.
 async fn carry(
     server: &Server,
     endpoint: &Endpoint,
@@ -232,7 +233,7 @@ async fn carry(
         .map_err(failed)
 }
 
-/// The same streams as the module of connections names them.
+/// Converts the streams to the type of the connection module.
 pub(super) fn channels_of(streams: Streams) -> Channels {
     Channels {
         stdin: streams.stdin,
@@ -242,7 +243,7 @@ pub(super) fn channels_of(streams: Streams) -> Channels {
     }
 }
 
-/// `POST /run/…?cmd=`: runs a command and answers with what it said.
+/// `POST /run/…?cmd=`: runs a command and returns its output.
 pub async fn run(
     server: &Arc<Server>,
     place: &Place,
@@ -264,7 +265,7 @@ pub async fn run(
     said(&command, done).map(|output| text(StatusCode::OK, output))
 }
 
-/// What a command said, if it succeeded.
+/// The output of a command that succeeded.
 fn said(command: &[String], done: Exec) -> Result<String, Refusal> {
     if done.code == 0 {
         return Ok(done.output);

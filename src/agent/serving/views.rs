@@ -1,4 +1,4 @@
-//! What can be looked at: pods, configuration, status.
+//! Read-only views: pods, configuration, status.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub(super) fn as_json(value: &impl serde::Serialize) -> Response<Body> {
     }
 }
 
-/// `PUT /debug/flags/v`: how much the agent logs from now on.
+/// `PUT /debug/flags/v`: sets the verbosity of the agent's log.
 pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
     let refuse = |why: String| Refusal(StatusCode::BAD_REQUEST, why);
     let body = Limited::new(request.into_body(), 16)
@@ -55,7 +55,7 @@ pub async fn verbosity(request: Request<Incoming>) -> Result<Response<Body>, Ref
     ))
 }
 
-/// `/healthz`, and the check below it that is named.
+/// `/healthz`, and the named check below it.
 pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     let health = Health {
         last_turn: context.pulse.since_turn(),
@@ -66,8 +66,8 @@ pub fn health(context: &Context, check: &str, query: &str) -> Response<Body> {
     text(code, told)
 }
 
-/// A pod of the API as a kubelet has it: marked with where it came from and when it was seen first. The API is not told
-/// (pkg/kubelet/config/config.go). Static pods have been marked by who read them.
+/// Annotates a pod of the API with its source and the time of its first observation, as the kubelet does
+/// (`pkg/kubelet/config/config.go`); the API object is unchanged. Static pods have these annotations already.
 fn marked(mut pod: Pod, seen: Timestamp) -> Pod {
     if !pod::is_static(&pod) {
         let annotations = pod.metadata.annotations.get_or_insert_default();
@@ -77,8 +77,8 @@ fn marked(mut pod: Pod, seen: Timestamp) -> Pod {
     pod
 }
 
-/// `/pods`: the pods of all sources as they came, each with the status that is known of it. A static pod's is its worker's
-/// where there is no mirror.
+/// `/pods`: the pods of all sources with their known status. A static pod
+/// without a mirror has the status of its worker.
 pub fn pods(server: &Arc<Server>) -> Response<Body> {
     let of = |known: &Known| {
         let mut pod = Pod::clone(&known.pod);
@@ -95,7 +95,7 @@ pub fn pods(server: &Arc<Server>) -> Response<Body> {
     as_json(&json!({"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items}))
 }
 
-/// `/runningpods/`: what the runtime has.
+/// `/runningpods/`: the pods of the runtime.
 pub async fn running(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let all = server
         .context

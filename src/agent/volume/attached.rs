@@ -1,12 +1,14 @@
-//! Volumes that must not be mounted by a node before the attach-detach controller lists them for it: nobody then gives them to
-//! another node while they are mounted (kubelet spec, 9.2).
+//! Volumes that a node must not mount before the attach-detach controller lists them as
+//! attached (`pkg/kubelet/volumemanager/reconciler`). Otherwise the controller could attach a
+//! volume to another node while it is mounted here.
 //!
-//! The order matters. The node reports that the volume is in use; then it reads whether the controller lists it as
-//! attached. The controller does it the other way round: it takes the volume off its list, reads whether it is in use,
-//! and only then detaches it. So either the node sees that it is not listed, or the controller that it is in use.
+//! The order matters. The node reports that the volume is in use, and then reads whether the controller
+//! lists it as attached. The controller uses the reverse order: it removes the volume from its list, reads
+//! whether the volume is in use, and only then detaches it. So either the node sees that the volume is not
+//! listed, or the controller sees that it is in use.
 //!
-//! This is so of disks that the node attaches by itself (iSCSI, Fibre Channel), too: the controller keeps book of which node has
-//! which, and lists one that only one node may write to for one node alone.
+//! The same applies to disks that the node attaches without a driver (iSCSI, Fibre Channel): the controller tracks
+//! their nodes, and lists a disk with a single writer for one node only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -24,17 +26,17 @@ use crate::core::volume::disks;
 use crate::core::volume::resolved::{Problem, ResolvedVolume};
 use crate::host::volume::disks::all_places;
 
-/// The disks that this node attaches by itself.
+/// The disks that this node attaches without a driver.
 pub struct AttachedDisks {
-    /// Those of pods, by the pod's uid and its name for the volume; as nodes name them.
+    /// The unique names of pods' disks, by the pod's uid and the volume's name.
     of_pods: Mutex<BTreeMap<(String, String), String>>,
-    /// What was there when the agent started: the places, and the names that their disks may have.
+    /// Mount points found when the agent started, with the unique names that their disks may have.
     found: Mutex<BTreeMap<PathBuf, Vec<String>>>,
     reported: Reported,
 }
 
 impl AttachedDisks {
-    /// Those that an agent before this one has left below its root directory.
+    /// Finds the disks that an earlier agent has left below its root directory.
     #[must_use]
     pub fn new(root: &Path) -> AttachedDisks {
         let names = |place: PathBuf| {
@@ -49,7 +51,7 @@ impl AttachedDisks {
         }
     }
 
-    /// Those that this node has, or is about to have.
+    /// The unique names of disks that this node uses or is about to use.
     #[must_use]
     pub fn in_use(&self) -> BTreeSet<String> {
         let mut found = lock(&self.found);
@@ -58,15 +60,15 @@ impl AttachedDisks {
         lock(&self.of_pods).values().cloned().chain(left).collect()
     }
 
-    /// The node's status says now that these are in use. It counts for those that pods still have.
+    /// Records that the node's status reports these disks in use. Ignores those that no pod uses any more.
     pub fn set_reported(&self, names: &[String]) {
-        // Under the lock: what is forgotten meanwhile must not come back.
+        // Under the lock, so that a disk that is forgotten meanwhile is not added again.
         let of_pods = lock(&self.of_pods);
         let now = of_pods.values().filter(|name| names.contains(name));
         self.reported.set(now.cloned().collect());
     }
 
-    /// Returns when [`AttachedDisks::in_use`] has changed.
+    /// Waits until [`AttachedDisks::in_use`] has changed.
     pub async fn in_use_changed(&self) {
         self.reported.changed().await;
     }
@@ -79,7 +81,7 @@ impl AttachedDisks {
         }
     }
 
-    /// A pod has none any more.
+    /// Removes the disks of a pod.
     pub(super) fn forget(&self, uid: &str) {
         let mut of_pods = lock(&self.of_pods);
         let before = of_pods.len();
@@ -93,7 +95,8 @@ impl AttachedDisks {
     }
 }
 
-/// Says that a pod's disk is in use, and waits until it is listed, where `is_needed`: what is mounted was listed before.
+/// Reports a pod's disk in use. If `is_needed`, waits until the controller
+/// lists the disk; a mounted disk was listed before.
 pub(super) async fn of_disk(
     context: &Context,
     pod: &Pod,
@@ -102,7 +105,7 @@ pub(super) async fn of_disk(
     is_needed: bool,
 ) -> Result<(), Problem> {
     context.disks.note(pod::uid(pod), &resolved.volume, name);
-    // Without an API nobody lists it, and no other node can have it from there.
+    // Without an API there is no controller, so no other node can get the disk from it.
     if !is_needed || context.node.api().is_none() {
         return Ok(());
     }
@@ -129,7 +132,7 @@ pub(super) async fn of_disk(
 async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
     context.disks.reported.lists(name).await?;
     let node = &context.config.node_name;
-    // What was seen before may be older than the report.
+    // The cached Node may be older than the report.
     if !context.node.refresh().await {
         return Err(unanswered(context, name));
     }
@@ -141,7 +144,7 @@ async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
     }
 }
 
-/// Why it is not known whether a volume is listed.
+/// The error when the API does not answer whether a volume is listed.
 pub(super) fn unanswered(context: &Context, volume: &str) -> String {
     let node = &context.config.node_name;
     format!(
@@ -149,7 +152,7 @@ pub(super) fn unanswered(context: &Context, volume: &str) -> String {
     )
 }
 
-/// Waits until the node's status lists a volume as attached; whether it does.
+/// Waits until the node's status lists a volume as attached. Returns whether it does.
 pub(super) async fn is_listed(context: &Context, volume: &str) -> bool {
     let lists = |node: &Node| {
         let status = node.status.as_ref();
@@ -196,7 +199,7 @@ mod tests {
         assert_eq!(*reported.borrow(), all(&[&other]), "another pod has it");
         disks.forget("w");
         assert!(reported.borrow().is_empty() && disks.in_use().is_empty());
-        // A report that was under way meanwhile says nothing of what is gone.
+        // A late report must not add released disks again.
         disks.set_reported(&[other]);
         assert!(reported.borrow().is_empty());
     }

@@ -1,6 +1,6 @@
-//! Volumes that become larger (kubelet spec, 9.5). A pod that comes to a volume does not get it before it is as large as its
-//! claim is to have it, unless its driver has to do that elsewhere. A pod that has it goes on: a failure is told, and it is
-//! tried again after a pause.
+//! Expands volumes (KEP-284; `pkg/volume/csi/expander.go`). A new pod gets a volume only after the filesystem has the
+//! size of the claim, unless the driver cannot expand it on the node. A pod that already uses the volume continues:
+//! failures are reported, and retried with back-off.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -16,14 +16,14 @@ use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::csi::CsiError;
 use crate::host::HostError;
 
-/// Why a volume was not grown.
+/// Why a volume was not expanded.
 pub(super) struct NotGrown {
     why: String,
-    /// Nothing was done, and nothing is under way.
+    /// Whether the outcome is certain: nothing was done, and nothing is in progress.
     is_final: bool,
-    /// It would fail again.
+    /// Whether a retry would fail as well.
     infeasible: bool,
-    /// It would fail again while a pod of this node has the volume.
+    /// Whether a retry would fail as long as a pod of this node uses the volume.
     in_use: bool,
 }
 
@@ -37,14 +37,14 @@ impl NotGrown {
         }
     }
 
-    /// Its driver has no call for that.
+    /// The driver does not support `NodeExpandVolume`.
     pub(super) fn unsupported(driver: &str) -> NotGrown {
         let why = format!("NodeExpand is not supported by the CSI driver {driver}");
         NotGrown::new(why, true)
     }
 
-    /// Where this failure follows on another and the claim asks for another size by now, whoever resizes the volume is to go
-    /// on with that one, and the node has to give this one up.
+    /// Marks a repeated failure as infeasible if the claim requests another size by now: the resize controller
+    /// continues with that size, and the node must abandon this one.
     pub(super) fn or_superseded(self, grown: &Grown, has_failed: bool) -> NotGrown {
         let given_up = self.is_final && has_failed && grown.is_superseded;
         NotGrown {
@@ -78,7 +78,7 @@ impl From<Problem> for NotGrown {
 impl From<CsiError> for NotGrown {
     fn from(error: CsiError) -> NotGrown {
         NotGrown {
-            // As the kubelet writes it, but for one colon.
+            // The kubelet's message, except for one colon.
             why: format!("Expander.NodeExpand failed to expand the volume : {error}"),
             is_final: error.certain,
             infeasible: error.infeasible,
@@ -87,28 +87,28 @@ impl From<CsiError> for NotGrown {
     }
 }
 
-/// A volume of a pod that may have grown behind its filesystem.
+/// A pod's volume that may be larger than its filesystem.
 pub(super) struct Growing<'a> {
     pub context: &'a Context,
     pub pod: &'a Pod,
     /// The name of the persistent volume.
     pub volume: &'a str,
-    /// The name that the node has for it.
+    /// The unique name of the volume on the node.
     pub key: String,
     /// The plugin in metrics.
     pub plugin: &'a str,
     pub grown: &'a Grown,
-    /// The pod's containers wait for the volume.
+    /// Whether the pod's containers wait for the volume.
     pub waits: bool,
 }
 
 impl Growing<'_> {
-    /// Grows the volume, if that is due, and says so. The answer is when to try again what has failed; a pod that waits for the
-    /// volume does not get it so, and paces its tries itself.
+    /// Expands the volume if this is due, and reports the result. Returns the time of the next attempt after a failure.
+    /// If the pod's containers wait for the volume, a failure is an error instead, and the caller retries.
     ///
     /// # Errors
     ///
-    /// Why a pod that waits for the volume cannot have it.
+    /// If the pod's containers wait for the volume and must not use it yet.
     pub(super) async fn attempt(
         &self,
         grow: impl Future<Output = Result<(), NotGrown>>,
@@ -154,7 +154,7 @@ impl Growing<'_> {
         }
     }
 
-    /// Counts a try to grow a volume that its pod has already: one that comes with its mount is a part of that.
+    /// Records an expansion of a volume in use. An expansion during the mount is part of that operation.
     fn count(&self, outcome: &Result<(), NotGrown>, begun: Instant) {
         self.context.metrics.volume(VolumeOperation {
             name: "volume_fs_resize",
@@ -165,7 +165,7 @@ impl Growing<'_> {
         });
     }
 
-    /// Tells pod and claim that the volume is as large as it should be, and the claim what it has now.
+    /// Emits events about pod and claim, and publishes the new size in the claim's status.
     async fn tell_success(&self) -> Result<(), NotGrown> {
         let (context, volume) = (self.context, self.volume);
         let node = &context.config.node_name;
@@ -176,7 +176,7 @@ impl Growing<'_> {
         tell_size(context, self.grown).await
     }
 
-    /// Tells a pod that has the volume why it stays as small as it is: its claim has it in its status.
+    /// Emits an event about the pod that uses the volume; the claim has the failure in its status.
     fn tell_pod(&self, why: &str) {
         let volume = self.volume;
         let message =
@@ -186,8 +186,8 @@ impl Growing<'_> {
     }
 }
 
-/// Makes the filesystem of a local volume as large as its device has become, where the claim does not know of it. See
-/// [`Growing::attempt`].
+/// Expands the filesystem of a local volume to the size of its device, if the claim
+/// has a smaller size. See [`Growing::attempt`].
 pub(super) async fn of_local(
     context: &Context,
     pod: &Pod,
@@ -227,7 +227,7 @@ pub(super) async fn of_local(
     again
 }
 
-/// Tells the claim that its volume is about to be grown here, if anybody wants to know.
+/// Publishes in the claim's status that the expansion begins, if the claim tracks the resize.
 pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
     if !grown.is_followed {
         return Ok(());
@@ -237,7 +237,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGro
         .map_err(|e| NotGrown::new(format!("the claim could not be told: {e}"), false))
 }
 
-/// Tells the claim of a failure, if anybody wants to know.
+/// Publishes a failure in the claim's status, if the claim tracks the resize.
 async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     if !grown.is_followed || !failed.is_final {
         return;
@@ -253,7 +253,7 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     }
 }
 
-/// Tells pod and claim that a volume which nobody may write to here stays as small as it is here.
+/// Emits events about pod and claim that a read-only volume is not expanded.
 pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: &Grown) {
     let message = format!(
         "MountVolume.NodeExpandVolume failed for volume {volume:?} requested read-only file system"
@@ -268,7 +268,7 @@ pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: 
     );
 }
 
-/// An event of the pod, and the same of its claim.
+/// Emits the same event about the pod and the claim.
 fn tell_both(
     context: &Context,
     pod: &Pod,
@@ -280,7 +280,7 @@ fn tell_both(
     context.events.claim(grown, kind, reason, message);
 }
 
-/// Tells the claim what its volume has now, unless it says so already.
+/// Publishes the volume's size in the claim's status, unless it is there already.
 async fn tell_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
     if grown.is_told {
         return Ok(());
@@ -322,7 +322,7 @@ mod tests {
             (true, true, true, true),
             (true, true, false, false),
             (true, false, true, false),
-            // It may be under way: what it comes to is not known.
+            // The operation may still be in progress, so its outcome is unknown.
             (false, true, true, false),
         ] {
             let failed = NotGrown::from(error(certain, false, false));

@@ -1,4 +1,4 @@
-//! The SELinux labels that pods want their volumes with: what is counted of them, and what cannot be had (KEP-1710).
+//! The SELinux labels that pods require for their volumes: metrics, and conflicts between labels (KEP-1710).
 
 use k8s_openapi::api::core::v1::{Pod, Volume};
 
@@ -8,8 +8,8 @@ use crate::core::volume::csi;
 use crate::core::volume::resolved::{Problem, ResolvedVolume, Source};
 use crate::core::volume::selinux::{self, Admission};
 
-/// Counts the label of a volume that a pod is to have, and refuses one whose label is not clear: of those that one pod alone
-/// may use, as only these are mounted with their label. Where there is no SELinux there are no labels.
+/// Records the label of a pod's volume. Rejects conflicting labels of volumes that only one pod may use, as only these
+/// are mounted with a label. Does nothing without SELinux.
 pub(super) async fn admit(
     context: &Context,
     pod: &Pod,
@@ -34,11 +34,11 @@ pub(super) async fn admit(
     if !mounts_with_label(context, resolved).await? {
         return Ok(());
     }
-    // As these families write it, unlike others.
+    // The format of these metrics, unlike others.
     let plugin = resolved.qualified_plugin().replacen(':', "/", 1);
     let (uid, mut name) = (pod::uid(pod), resolved.name.clone());
     if mode == selinux::INLINE {
-        // The pod's own: another pod's of this name is another volume.
+        // Inline volumes belong to their pod: those of other pods with the same name are different volumes.
         name = format!("{uid}/{name}");
     }
     let labels = [plugin.as_str(), mode];

@@ -1,5 +1,5 @@
-//! A pod's volumes: what they are made from is followed, they are set up side by side, and what a change in
-//! the API makes of them is in the container as soon as it is known (kubelet spec, chapter 9).
+//! A pod's volumes. They are set up in parallel; the objects that they are made from are watched, and changes are
+//! applied to running containers immediately (`pkg/kubelet/volumemanager`).
 
 mod attached;
 pub mod csi;
@@ -49,55 +49,55 @@ use crate::kubeapi::pods::ApiFailure;
 /// The volumes of one pod.
 pub struct Volumes {
     held: Held,
-    /// When they were asked for first.
+    /// When they were first requested.
     begun: Option<Instant>,
-    /// They have been set up at least once.
+    /// Whether all volumes have been set up at least once.
     set_up: bool,
-    /// What they are made from, and for as long as it is followed.
+    /// The watched references to ConfigMaps and Secrets; dropping the value ends the watch.
     following: Option<(References, Following)>,
-    /// The volumes resolved so far, by their names.
+    /// The resolved volumes that are set up, by name.
     resolved: BTreeMap<String, Arc<ResolvedVolume>>,
-    /// Called when something that they are made from has changed.
+    /// Called when a watched object has changed.
     changed: OnChange,
-    /// Those whose files are being given to the pod's group.
+    /// Volumes whose files are being changed to the pod's group.
     telling: Telling,
-    /// Waits for the end of what is under way for them, and says that something has changed then.
+    /// Waits for operations in progress, and then calls `changed`.
     waiting: Option<AbortOnDropHandle<()>>,
 }
 
-/// The volumes of a pod are there.
+/// The volumes of a pod, set up.
 pub struct SetUp {
-    /// What they and environments are made from.
+    /// The objects for volumes and environments.
     pub fetched: Fetched,
-    /// Why what was set up before could not be refreshed, if it could not.
+    /// Why volumes that were set up before could not be refreshed; `None` after success.
     pub outdated: Option<String>,
-    /// When something is to be tried again that holds nothing up.
+    /// The time of the next attempt for an operation that blocks nothing.
     pub again: Option<Timestamp>,
 }
 
-/// What volumes are made from, beside their pod.
+/// The inputs of volumes, in addition to their spec.
 struct MadeFrom<'a> {
     around: Surroundings<'a>,
     fetched: &'a Fetched,
-    /// How much memory the node's pods have, in bytes.
+    /// The allocatable memory of the node, in bytes.
     memory: u64,
-    /// They were set up before.
+    /// Whether the volumes were set up before.
     known: bool,
 }
 
-/// A volume is there.
+/// A volume that is set up.
 struct Made {
-    /// Its files need no SELinux label of their own: they have it from the mount, or can have none.
+    /// Whether the runtime must not relabel the files: they are mounted with a label, or do not support labels.
     labelled: bool,
     /// See [`SetUp::again`].
     again: Option<Timestamp>,
 }
 
-/// Why the volumes of a pod are not all there.
+/// Why a pod's volumes are not set up.
 pub enum NotSetUp {
-    /// It is tried again.
+    /// A failure that is retried.
     Failed(Fault),
-    /// The node has as many as it can have attached: the pod is not taken.
+    /// The node's limit of attached volumes is reached: the pod is rejected.
     LimitExceeded(String),
 }
 
@@ -107,16 +107,16 @@ impl From<ApiFailure> for NotSetUp {
     }
 }
 
-/// A problem that a pod was told of.
+/// A problem that was reported to the pod.
 struct Told {
     fault: Fault,
     is_under_way: bool,
-    /// Whether it is that the volume is not attached.
+    /// Set if the volume is not attached.
     unattached: Option<Unattached>,
 }
 
 impl Volumes {
-    /// Nothing is set up; `changed` is called when something that they are made from has changed.
+    /// Creates volumes that are not set up; `changed` is called when a watched object has changed.
     #[must_use]
     pub fn new(changed: OnChange) -> Volumes {
         Volumes {
@@ -131,7 +131,7 @@ impl Volumes {
         }
     }
 
-    /// Follows the objects that the pod refers to, and only these.
+    /// Watches exactly the objects that the pod refers to.
     fn follow(&mut self, context: &Context, pod: &Pod) {
         let wanted = references::of(pod);
         if self
@@ -141,7 +141,7 @@ impl Volumes {
         {
             return;
         }
-        // The new ones first, so that what stays is not given up in between.
+        // The new watch starts before the old one ends, so that shared objects stay cached.
         let following = context.api.follow(
             &pod.namespace().unwrap_or_default(),
             &wanted.config_maps,
@@ -151,7 +151,7 @@ impl Volumes {
         self.following = Some((wanted, following));
     }
 
-    /// A volume is set up.
+    /// Records a volume that is set up.
     fn has_come(&mut self, context: &Context, resolved: ResolvedVolume) {
         if !self.resolved.contains_key(&resolved.volume)
             && let Some(begun) = self.begun
@@ -163,7 +163,7 @@ impl Volumes {
         self.resolved.insert(name, Arc::new(resolved));
     }
 
-    /// Says which volumes the pod is to have, and which it has.
+    /// Publishes the pod's desired and actual volumes as metrics.
     fn count(&self, context: &Context, pod: &Pod) {
         let used = pod::used_volumes(pod);
         let wanted = pod::spec(pod).volumes.iter().flatten();
@@ -181,8 +181,8 @@ impl Volumes {
         context.metrics.pod_has_volumes(pod::uid(pod), counted);
     }
 
-    /// Sets up what is missing and refreshes what has changed. `known` says that they were set up before: then
-    /// what cannot be refreshed stays as it was.
+    /// Sets up missing volumes and refreshes the others. If `known`, they were set up before,
+    /// and a failed refresh leaves a volume unchanged.
     pub async fn set_up(
         &mut self,
         context: &Context,
@@ -213,7 +213,7 @@ impl Volumes {
                 .unwrap_or(0),
             known,
         };
-        // What no container has may not even be there.
+        // Volumes that no container uses may not even exist.
         let used = pod::used_volumes(pod);
         let volumes = pod::spec(pod).volumes.iter().flatten();
         let volumes = volumes.filter(|volume| used.contains(&volume.name));
@@ -254,7 +254,7 @@ impl Volumes {
         }
     }
 
-    /// Sets up a volume, or refreshes it, and tells the pod what came of it.
+    /// Sets up or refreshes a volume, and emits an event about a failure.
     async fn set_up_one(
         &self,
         context: &Context,
@@ -274,7 +274,7 @@ impl Volumes {
         Ok((made, again))
     }
 
-    /// The attempt itself; `named` gets the name that others know the volume by.
+    /// Sets up or refreshes a volume; `named` receives its unique name.
     async fn attempt(
         &self,
         context: &Context,
@@ -296,7 +296,7 @@ impl Volumes {
         }
         let outcome = one(context, volume, &resolved, from, &self.held, is_new).await;
         let failed = outcome.as_ref().err();
-        // Looking once more at what is set up is no operation, and what is under way is none yet.
+        // A refresh without a failure is not an operation, and an operation in progress has no result yet.
         let has_ended = match failed {
             Some(problem) => !problem.is_under_way(),
             None => is_new,
@@ -315,7 +315,7 @@ impl Volumes {
         Ok((resolved, again))
     }
 
-    /// Tells a pod why it does not have a volume; `name` is the persistent volume's, if that is known.
+    /// Emits an event about a failure; `name` is the persistent volume's name, if it is known.
     fn tell_problem(
         &self,
         context: &Context,
@@ -348,7 +348,7 @@ impl Volumes {
         }
     }
 
-    /// What is under way is tried again as soon as it has ended, and not only after the pause that follows a failure.
+    /// Retries operations in progress as soon as they complete, instead of after a back-off.
     fn wait(&mut self, context: &Context, pod: &Pod) {
         let (host, uid) = (Arc::clone(&context.host), pod::uid(pod).to_owned());
         let changed = Arc::clone(&self.changed);
@@ -359,7 +359,7 @@ impl Volumes {
         self.waiting = Some(AbortOnDropHandle::new(tokio::spawn(end)));
     }
 
-    /// Why the pod is given up, if the node can have no more volumes attached.
+    /// Why the pod fails, if the node's limit of attached volumes is reached.
     fn limit_exceeded(&self, pod: &Pod, unattached: &[Unattached]) -> Option<String> {
         let waited = self.begun?.elapsed();
         let mounted = self.resolved.keys().map(String::as_str).collect();
@@ -367,7 +367,7 @@ impl Volumes {
     }
 }
 
-/// Tells a pod of a device that it has from now on.
+/// Emits an event about a newly mapped block device.
 fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
     let (events, reason) = (&context.events, "SuccessfulMountVolume");
     for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
@@ -375,7 +375,8 @@ fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
     }
 }
 
-/// Counts an attempt to set up a volume. That a disk has another filesystem than its volume asks for, the volume is told.
+/// Records an attempt to set up a volume. If a disk has a different filesystem than its
+/// persistent volume, emits an event about the volume.
 fn tell_attempt(
     context: &Context,
     pod: &Pod,
@@ -403,7 +404,7 @@ fn tell_attempt(
     }
 }
 
-/// Tells that a volume is given to the pod's group though other pods have it under another one.
+/// Emits a warning if a volume is changed to the pod's group while other pods use it with another group.
 async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume) {
     let (Some(found), Some(wanted)) = (
         context.host.group_of_others(pod, resolved).await,
@@ -421,8 +422,8 @@ async fn warn_of_others(context: &Context, pod: &Pod, resolved: &ResolvedVolume)
         .pod(pod, None, Kind::Warning, reason, message);
 }
 
-/// Takes away the volumes of a pod, those of drivers first, with what was in its emptyDirs. A driver that is gone holds up its
-/// own alone: disks and exports of others, which somebody else may wait for, go all the same.
+/// Removes the volumes of a pod with the contents of its emptyDirs, CSI volumes first. A missing driver blocks only its
+/// own volumes: other disks and exports, which other pods may need, are released nevertheless.
 pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let unpublished = csi::unpublish(context, uid).await;
     let each = |taken: TakenAway| {
@@ -446,7 +447,7 @@ pub async fn tear_down(context: &Context, uid: &str) -> Result<(), VolumeError> 
     Ok(())
 }
 
-/// Resolves a volume that is set up again: what a claim was bound to stays, but it may have grown.
+/// Resolves a volume that is refreshed: a claim's binding stays, but its volume may have been expanded.
 async fn again(
     context: &Context,
     pod: &Pod,
@@ -471,7 +472,7 @@ async fn again(
     fresh.unwrap_or_else(|| known.clone())
 }
 
-/// Resolves a volume; a claim and its volume are read as they are now.
+/// Resolves a volume; reads the claim and its persistent volume from the API.
 async fn resolve(
     context: &Context,
     pod: &Pod,
@@ -506,7 +507,7 @@ async fn resolve(
     resolved::resolve(pod, volume, Some(&claimed), here)
 }
 
-/// A disk that asks for passwords, with them; they are held only while it is set up.
+/// Adds the CHAP passwords to a disk that requires them. They are kept only while it is set up.
 async fn passwords(
     context: &Context,
     resolved: &ResolvedVolume,
@@ -551,7 +552,7 @@ async fn passwords(
     }))
 }
 
-/// One volume. `is_new` says that the pod had it not yet.
+/// Sets up one volume. `is_new` is whether this agent sets it up for the pod for the first time.
 async fn one(
     context: &Context,
     volume: &Volume,
@@ -561,7 +562,7 @@ async fn one(
     is_new: bool,
 ) -> Result<Made, Problem> {
     let (around, fetched) = (&from.around, from.fetched);
-    // Containers that run have it from an agent before this one.
+    // Containers that are running already have it from an earlier agent.
     let waits = is_new && !from.known;
     if let Source::Csi(served) = &resolved.source {
         return Box::pin(csi::publish(context, around.pod, served, is_new, waits)).await;

@@ -1,4 +1,4 @@
-//! The ConfigMaps and Secrets that one pod refers to, fetched together before they are needed.
+//! The ConfigMaps and Secrets that one pod refers to, read together before they are needed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,13 +11,13 @@ use crate::core::pod::references;
 use crate::core::volume::resolved::ResolvedVolume;
 use crate::kubeapi::pods::{ApiFailure, PodApi};
 
-/// What was found. What is missing is absent; whether that matters the reader knows.
+/// The objects that were found. A missing object is absent; its user decides whether this is an error.
 #[derive(Default)]
 pub struct Fetched {
     namespace: String,
     maps: BTreeMap<String, Arc<ConfigMap>>,
     secrets: BTreeMap<String, Arc<Secret>>,
-    /// The pod's volumes, resolved, by their names.
+    /// The pod's resolved volumes, by name.
     pub resolved: BTreeMap<String, Arc<ResolvedVolume>>,
 }
 
@@ -43,7 +43,7 @@ fn found<K>(result: Result<K, ApiFailure>) -> Result<Option<K>, ApiFailure> {
     }
 }
 
-/// Fetches everything the pod refers to. An error is one that trying again may cure.
+/// Reads all objects that the pod refers to. Errors are temporary.
 pub async fn fetch(api: &dyn PodApi, pod: &Pod) -> Result<Fetched, ApiFailure> {
     let namespace = pod.namespace().unwrap_or_default();
     let wanted = references::of(pod);

@@ -1,4 +1,4 @@
-//! Tells a pod that one of its volumes is still being given to its group (kubelet spec, 9.7).
+//! Emits events while a volume's files are still being changed to the pod's group (`pkg/volume/volume_linux.go`).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,12 +13,12 @@ use crate::core::lock::lock;
 use crate::core::volume::permissions::{self, Giving};
 use crate::sys::ownership;
 
-/// The volumes of a pod that are told of, by the directories whose files are given.
+/// The volumes of a pod with such events, by the directory whose files are being changed.
 #[derive(Default)]
 pub(super) struct Telling(Mutex<BTreeMap<PathBuf, AbortOnDropHandle<()>>>);
 
 impl Telling {
-    /// Tells of a volume until all of its files are given, unless that is being done.
+    /// Emits events about a volume until all of its files are changed. Does nothing if this is running already.
     pub(super) fn begin(&self, events: &Events, pod: &Pod, giving: &Giving) {
         let mut all = lock(&self.0);
         all.retain(|_, telling| !telling.is_finished());
@@ -38,7 +38,7 @@ async fn tell(events: Events, pod: Pod, giving: Giving) {
     for told in 0.. {
         let left = permissions::due(told).saturating_sub(elapsed);
         tokio::time::sleep_until(now + left).await;
-        // Another one may have been begun since: it has a half minute of its own.
+        // A later change of the group has its own events.
         let Some(far) = far().filter(|far| far.begun == begun) else {
             return;
         };
@@ -82,7 +82,7 @@ mod tests {
         };
         let telling = Telling::default();
         let mut passes = async |seconds: u64| {
-            // As with every try to set the volume up.
+            // As in every attempt to set up the volume.
             telling.begin(&events, &pod, &giving);
             tokio::time::sleep(Duration::from_secs(seconds)).await;
             heard()
@@ -98,7 +98,7 @@ mod tests {
         );
         go.send(()).expect("it waits");
         assert!(given.join().expect("given").is_ok());
-        // Nothing is told of it any more, and it is not waited for.
+        // No further events, and the task has returned.
         assert!(passes(600).await.is_empty());
         assert!(lock(&telling.0).values().all(|handle| handle.is_finished()));
     }

@@ -1,5 +1,5 @@
-//! What the API gives out for one pod alone: service account tokens, certificates, and the roots to trust. Kept while
-//! the pod runs, and fetched anew in time (kubelet spec, 9.3 and 9.8).
+//! Credentials that the API issues to a single pod: service account tokens and pod certificates (KEP-1205, KEP-4317),
+//! and trust bundles (KEP-3257). They are cached while the pod runs, and renewed in time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,41 +17,42 @@ use crate::core::volume::resolved::Problem;
 use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
 
-/// How often a request for a certificate is looked at before the volume's next try does so.
+/// Pauses between reads of a pending certificate request, before the volume's next attempt reads it.
 const LOOKS: [Duration; 4] = [
     Duration::from_millis(50),
     Duration::from_millis(200),
     Duration::from_millis(500),
     Duration::from_secs(1),
 ];
-/// A request that nobody has decided upon is given up after this long.
+/// How long a pending request is kept before it is replaced.
 const UNDECIDED: SignedDuration = SignedDuration::from_mins(10);
 
-/// A certificate that was asked for.
+/// A pending certificate request.
 struct Asked {
     request: String,
     key: String,
     at: Timestamp,
 }
 
-/// What has come of a source's certificates.
+/// The certificates of one projected source.
 #[derive(Default)]
 struct Certified {
     issued: Option<(Credential, Timestamp, Timestamp)>,
     asked: Option<Asked>,
 }
 
-/// What one pod was given.
+/// The credentials of one pod.
 #[derive(Default)]
 pub struct Held {
     /// By volume and path.
     tokens: Mutex<BTreeMap<(String, String), Issued>>,
-    /// By volume and place of the source.
+    /// By volume and index of the source.
     certificates: Mutex<BTreeMap<(String, usize), Certified>>,
 }
 
 impl Held {
-    /// What the projected sources of a volume need, fetched where it is missing or old.
+    /// Returns the credentials for the projected sources of a volume, and
+    /// requests those that are missing or need renewal.
     pub async fn fetch(
         &self,
         context: &Context,
@@ -136,7 +137,7 @@ impl Held {
         source: &CertificateSource,
     ) -> Result<Credential, Problem> {
         let place = (volume.to_owned(), source.place);
-        // Taken out while the API is asked; what is learnt is put back, whatever comes of it.
+        // Removed during the request to the API; inserted again with all changes, even after a failure.
         let mut certified = self
             .certificates
             .lock()
@@ -169,7 +170,7 @@ impl Held {
     }
 }
 
-/// Sees to it that there is a certificate that need not be renewed yet.
+/// Ensures a certificate that does not need renewal yet.
 async fn certify(
     context: &Context,
     pod: &Pod,
@@ -213,7 +214,7 @@ async fn certify(
         };
         match certificates::outcome(found.status.as_ref(), now) {
             Outcome::Pending => {}
-            // It stays as it is: asking again would be refused again.
+            // The request is kept: a new one would be denied as well.
             Outcome::Refused(why) => return Err(Problem::later(format!("{about} was {why}"))),
             Outcome::Issued {
                 chain,
@@ -239,7 +240,7 @@ async fn certify(
     )))
 }
 
-/// Makes a key and asks for a certificate.
+/// Generates a key and requests a certificate.
 async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result<Asked, Problem> {
     let Some(node) = context.node.borrow().clone() else {
         return Err(Problem::later("the node is not registered yet"));
@@ -268,7 +269,7 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
     })
 }
 
-/// A key of this kind, PEM, and a request that is signed with it, DER. Takes long for RSA.
+/// Generates a key of this kind (PEM), and a request signed with it (DER). Slow for RSA.
 fn make(kind: &str) -> Result<(String, Vec<u8>), HostError> {
     let failed =
         |e: rcgen::Error| HostError::failed(format!("a key of type {kind} cannot be made: {e}"));
@@ -305,7 +306,7 @@ mod tests {
             let (_, csr) =
                 x509_parser::certification_request::X509CertificationRequest::from_der(&request)
                     .expect(kind);
-            // The parser's own crypto knows no P-521.
+            // The parser's crypto library does not support P-521.
             assert!(
                 kind == "ECDSAP521" || csr.verify_signature().is_ok(),
                 "{kind}"

@@ -1,14 +1,14 @@
-//! What the node's status says of volumes in use (kubelet spec, 9.2).
+//! The volumes that the node's status reports in use (`pkg/kubelet/volumemanager/volume_manager.go`).
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
 
-/// How long a volume waits until the node's status says that it is in use, or that it is attached.
+/// How long a volume waits until the node's status reports it in use, or lists it as attached.
 pub(super) const REPORTING: Duration = Duration::from_secs(10);
 
-/// The volumes that the node's status says are in use, of those that still are, as nodes name them.
+/// The unique names of volumes that are in use and that the node's status reports so.
 #[derive(Default)]
 pub(super) struct Reported {
     names: watch::Sender<BTreeSet<String>>,
@@ -16,7 +16,7 @@ pub(super) struct Reported {
 }
 
 impl Reported {
-    /// The node's status says this now.
+    /// Sets the reported volumes.
     pub(super) fn set(&self, now: BTreeSet<String>) {
         self.names.send_if_modified(|names| {
             let changed = *names != now;
@@ -25,24 +25,24 @@ impl Reported {
         });
     }
 
-    /// Others are not in use any more. For the next pod they are reported anew: until then the controller may have given them
-    /// to another node.
+    /// Removes other volumes, which are not in use any more. For the next pod they must be reported again: until then
+    /// the controller may attach them to another node.
     pub(super) fn retain(&self, keep: impl Fn(&str) -> bool) {
         self.names
             .send_modify(|names| names.retain(|name| keep(name)));
     }
 
-    /// The status is to say something else than it does.
+    /// Requests a new status.
     pub(super) fn outdated(&self) {
         self.changed.notify_one();
     }
 
-    /// Returns when that has been said.
+    /// Waits for a request of [`Reported::outdated`].
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
 
-    /// Waits until the status says that a volume is in use.
+    /// Waits until the status reports a volume in use.
     pub(super) async fn lists(&self, volume: &str) -> Result<(), String> {
         let mut names = self.names.subscribe();
         let says = names.wait_for(|names| names.contains(volume));
@@ -54,7 +54,7 @@ impl Reported {
         }
     }
 
-    /// What it says, for tests.
+    /// Watches the reported volumes.
     #[cfg(test)]
     pub(super) fn subscribe(&self) -> watch::Receiver<BTreeSet<String>> {
         self.names.subscribe()

@@ -1,5 +1,5 @@
-//! Pods that use more of the node's disk than they may are ended (kubelet spec, 12.7). Only pods with limits are
-//! looked at; what each uses is counted in a task of its own, when `core::volume::counting` says so.
+//! Evicts pods that exceed their limits of local ephemeral storage (`pkg/kubelet/eviction`, `localStorageEviction`).
+//! Only pods with limits are measured, each in its own task; `core::volume::counting` decides when.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::core::{node::preempt, pod};
 use crate::cri::Layer;
 use crate::host::HostError;
 
-/// The writable layers, by pod and container.
+/// Writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
 
-/// Runs until the process ends. Without `localStorageCapacityIsolation` there are no such limits.
+/// Runs until the process exits. Without `localStorageCapacityIsolation` there are no limits.
 pub async fn run(context: Arc<Context>) {
     if !context.config.ephemeral_storage {
         return std::future::pending().await;
@@ -42,7 +42,7 @@ pub async fn run(context: Arc<Context>) {
             tokio::select! {
                 biased;
                 Some(ended) = walks.join_next() => {
-                    // A panic ends the process.
+                    // A panic terminates the process.
                     if let Ok(uid) = ended {
                         counting.ended(&uid, epoch.elapsed());
                     }
@@ -65,7 +65,7 @@ async fn limited(context: &Context) -> BTreeMap<String, (Arc<Pod>, Limits)> {
     .collect()
 }
 
-/// What containers have written, where a limit counts that.
+/// The writable layers of containers, if a limit includes them.
 async fn layers(context: &Context, limited: &BTreeMap<String, (Arc<Pod>, Limits)>) -> Layers {
     let mut limits = limited.values().map(|(_, limits)| limits);
     if !limits.any(Limits::counts_containers) {
@@ -78,7 +78,7 @@ async fn layers(context: &Context, limited: &BTreeMap<String, (Arc<Pod>, Limits)
     })
 }
 
-/// Counts what a pod uses, and has it evicted where that is too much.
+/// Measures a pod's usage, and evicts the pod if a limit is exceeded.
 async fn check(context: &Context, pod: &Pod, limits: &Limits, layers: &Layers) {
     match usage(context, pod, limits, layers).await {
         Ok(usage) => {
@@ -94,7 +94,7 @@ async fn check(context: &Context, pod: &Pod, limits: &Limits, layers: &Layers) {
     }
 }
 
-/// What a pod uses.
+/// Measures the pod's local ephemeral storage.
 async fn usage(
     context: &Context,
     pod: &Pod,

@@ -1,4 +1,4 @@
-//! Plugins as programs, and an API that gives out tokens.
+//! Tests with plugins that are shell scripts, and with an API that issues tokens.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use super::*;
 use crate::agent::image::accounts::Accounts;
 use crate::kubeapi::pods::{ApiFailure, Token, TokenFor};
 
-/// Has one service account, `bot`, and counts the tokens that it gives out.
+/// An API with one service account, `bot`, that counts the tokens it issues.
 #[derive(Default)]
 struct Api {
     issued: AtomicUsize,
@@ -50,14 +50,15 @@ fn pod(uid: &str, account: &str) -> Pod {
     serde_json::from_value(pod).expect("a pod")
 }
 
-/// A directory with a program that notes what it is asked, and answers for `reg.example`.
+/// A directory with a plugin that records its requests, and has credentials for `reg.example`.
 struct Plugin {
     dir: TempDir,
     version: &'static str,
 }
 
 impl Plugin {
-    /// It answers with the user `$1` and the password `$PASS`; `login` may change them, with what was asked in `$ASKED`.
+    /// The plugin answers with the user `$1` and the password `$PASS`.
+    /// `login` may change both; a shell variable has the request.
     fn new(version: &'static str, login: &str) -> Plugin {
         let plugin = Plugin {
             dir: tempfile::tempdir().expect("a directory"),
@@ -76,7 +77,7 @@ impl Plugin {
         self.dir.path().join("asked")
     }
 
-    /// What it was asked.
+    /// The recorded requests.
     fn asked(&self) -> Vec<serde_json::Value> {
         let text = std::fs::read_to_string(self.notes()).unwrap_or_default();
         let questions = text.lines().map(serde_json::from_str);
@@ -103,8 +104,8 @@ impl Plugin {
     }
 }
 
-/// While a program that another test starts has not been executed it holds the file open for writing, too: until then
-/// nobody can execute it.
+/// Waits until the program can be executed. Another test that forks at this moment inherits the descriptor open for
+/// writing, and execution fails until that child calls exec.
 fn executed(path: &Path) {
     let begun = std::time::Instant::now();
     let mut probe = std::process::Command::new(path);
@@ -202,7 +203,7 @@ fn mistakes_are_named() {
     assert!(error.is_some_and(|e| e.contains(PLUGIN_TOKENS)));
 }
 
-/// A plugin that wants tokens, and what it answered with for these pods, one after the other.
+/// A plugin that requires tokens, and its answers for the given pods, in order.
 struct Asked {
     plugin: Plugin,
     answers: Vec<Vec<(Entry, Option<ByAccount>)>>,
@@ -271,7 +272,7 @@ async fn an_answer_is_good_for_one_token_where_the_plugin_says_so() {
         "cacheType: Token, requireServiceAccount: true",
     );
     let pods = [pod("p", "bot"), pod("q", "bot"), pod("p", "bot")];
-    // The token itself is the password.
+    // A plugin that returns the token as the password.
     let login =
         "PASS=$(echo \"$ASKED\" | sed 's/.*\"serviceAccountToken\":\"\\([^\"]*\\)\".*/\\1/')";
     let found = asked(login, attributes, &api, &pods).await;
@@ -283,7 +284,7 @@ async fn an_answer_is_good_for_one_token_where_the_plugin_says_so() {
         .collect();
     assert_eq!(passwords, ["token-p-0", "token-q-1", "token-p-0"]);
     assert_eq!(found.plugin.asked().len(), 2);
-    // Others must not get one that is bound to a pod.
+    // A token that is bound to a pod must not be cached for other pods.
     let attributes = "cacheType: ServiceAccount, requireServiceAccount: true";
     let found = asked(login, attributes, &api, &pods[..1]).await;
     assert_eq!(found.answers, [vec![]]);

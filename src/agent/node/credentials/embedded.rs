@@ -1,8 +1,8 @@
 //! The client certificate that a kubeconfig embeds, as `kubeadm init` writes `kubelet.conf`.
 //!
-//! With `rotateCertificates` the node's own pair begins as a copy of that certificate, before a new one is requested
-//! (`getCurrentCertificateOrBootstrap` in client-go's `certificate_manager.go`). kubeadm's phase `kubelet-finalize` looks for
-//! the copy and then points `kubelet.conf` to the link `kubelet-client-current.pem`, which the agent renews.
+//! With `rotateCertificates`, the node's own pair starts as a copy of that certificate; then a new one is requested
+//! (`getCurrentCertificateOrBootstrap` in client-go's `certificate_manager.go`). kubeadm's phase `kubelet-finalize`
+//! expects the copy, and then changes `kubelet.conf` to the link `kubelet-client-current.pem`, which the agent renews.
 
 use std::path::{Path, PathBuf};
 
@@ -17,10 +17,10 @@ use crate::config::Config;
 use crate::core::node::signing;
 use crate::sys::file;
 
-/// The largest kubeconfig that is read, in bytes.
+/// Size limit of a kubeconfig, in bytes.
 const MAX_KUBECONFIG: u64 = 1 << 20;
 
-/// A user of a kubeconfig: that of its current context.
+/// The user of a kubeconfig's current context.
 pub(super) struct User {
     fields: Value,
     /// The directory of the kubeconfig, to which its paths are relative.
@@ -28,7 +28,7 @@ pub(super) struct User {
 }
 
 impl User {
-    /// Reads the file. `None` if the current context names no user of the file.
+    /// Reads the kubeconfig. `None` if the current context refers to no user of the file.
     pub(super) fn read(path: &Path) -> anyhow::Result<Option<User>> {
         let text = file::read_text(path, MAX_KUBECONFIG)
             .with_context(|| format!("cannot read {}", path.display()))?;
@@ -47,7 +47,7 @@ impl User {
         }))
     }
 
-    /// The decoded text of a field whose value is base64.
+    /// The decoded text of a base64 field.
     fn embedded(&self, field: &str) -> Option<String> {
         let data = self.fields[field]
             .as_str()
@@ -58,7 +58,8 @@ impl User {
         String::from_utf8(bytes).ok()
     }
 
-    /// The client certificate, PEM. An embedded one wins over a file (`clientcmd/api/types.go`).
+    /// The client certificate in PEM format. An embedded certificate takes
+    /// precedence over a file (`clientcmd/api/types.go`).
     pub(super) fn certificate(&self) -> Option<Vec<u8>> {
         let path = || self.fields["client-certificate"].as_str();
         match self.embedded("client-certificate-data") {
@@ -68,7 +69,7 @@ impl User {
     }
 }
 
-/// Whether a certificate is of a key; both are PEM.
+/// Whether a certificate belongs to a key; both are in PEM format.
 fn is_pair(certificate: &str, key: &str) -> bool {
     let Ok(key) = KeyPair::from_pem(key) else {
         return false;
@@ -76,11 +77,12 @@ fn is_pair(certificate: &str, key: &str) -> bool {
     signing::public_key(certificate.as_bytes()) == Some(key.subject_public_key_info())
 }
 
-/// Copies the embedded certificate and key of the kubeconfig to the node's own pair. Returns whether the copy was made: then
-/// a new certificate is requested at once, because the embedded one may have more rights than a node needs.
+/// Copies the embedded certificate and key of the kubeconfig to the node's own pair. Returns
+/// whether the copy was made. In this case a new certificate is requested immediately, because the
+/// embedded one may have more rights than a node needs.
 ///
-/// Nothing is copied without `rotateCertificates`, while the own pair is valid, or if the embedded pair is unusable. A failure
-/// is logged: the kubeconfig's credentials serve until the first renewal, as for the kubelet.
+/// Copies nothing without `rotateCertificates`, while the own pair is valid, or if the embedded pair is unusable. A
+/// failure is logged: the kubeconfig's credentials are used until the first renewal, as in the kubelet.
 pub(super) fn adopt(config: &Config, now: Timestamp) -> bool {
     match copy(config, now) {
         Ok(adopted) => adopted,
@@ -105,7 +107,7 @@ fn copy(config: &Config, now: Timestamp) -> anyhow::Result<bool> {
     if pair.lifetime().is_some_and(|(_, ends)| ends > now) {
         return Ok(false);
     }
-    // The connection reads the same file next, and reports what is wrong with it.
+    // The connection reads the same file next, and reports its errors.
     let Ok(Some(user)) = User::read(kubeconfig) else {
         return Ok(false);
     };
@@ -140,7 +142,7 @@ mod tests {
         base64::engine::general_purpose::STANDARD.encode(text)
     }
 
-    /// A kubeconfig whose first user is not that of its current context.
+    /// A kubeconfig whose current context does not use its first user.
     fn kubeconfig(certificate: &str, key: &str) -> String {
         let user = serde_json::json!({"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)});
         serde_json::json!({"apiVersion": "v1", "kind": "Config", "current-context": "x",

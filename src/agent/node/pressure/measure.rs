@@ -1,4 +1,4 @@
-//! What is left of the node: read from the kernel, in a thread where reading holds up nobody.
+//! Measures the node's available resources, in threads of their own so that a slow read blocks no other task.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -11,22 +11,22 @@ use crate::sys::machine::Room;
 use crate::sys::meter;
 use crate::sys::patient::Patient;
 
-/// How long a filesystem may take to say what it has.
+/// Timeout for reading a filesystem's usage.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Everything.
+/// The measurements of one round.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measured {
-    /// What is left.
+    /// The available amounts.
     pub left: Observations,
-    /// Whether images and containers lie on another filesystem than the root directory.
+    /// Whether images and containers are on a different filesystem from the root directory.
     pub separate_images: bool,
 }
 
-/// What pods have on a filesystem.
+/// The parts of a pod's disk usage that are on a filesystem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    /// All.
+    /// Volumes, logs and writable layers.
     Whole,
     /// Volumes and logs.
     Files,
@@ -35,7 +35,7 @@ pub(super) enum Part {
 }
 
 impl Measured {
-    /// What pods have on the filesystem that a signal is about.
+    /// The parts of a pod's disk usage on the signal's filesystem.
     pub fn part(&self, signal: Signal) -> Part {
         match (self.separate_images, signal.is_of_images()) {
             (false, _) => Part::Whole,
@@ -48,7 +48,7 @@ impl Measured {
 fn read_memory(pods: &str) -> Observations {
     let mut left = Observations::new();
     let (capacity, available) = meter::memory();
-    // What cannot be read is not low.
+    // A value that cannot be read does not count as low.
     if capacity > 0 {
         let amount = Amount {
             capacity,
@@ -67,14 +67,14 @@ fn read_memory(pods: &str) -> Observations {
     left
 }
 
-/// What a directory's filesystem has, and its device.
+/// A filesystem's capacity and usage, and its device number.
 type Found = (Room, u64);
 
-/// Measures filesystems. One that hangs, as a disk behind a network may, is not measured and holds up no other.
+/// Measures filesystems. A filesystem that hangs, such as a network disk, is skipped and does not delay the others.
 pub(super) struct Filesystems {
     calls: Patient,
     read: fn(&Path) -> std::io::Result<Found>,
-    /// How long one may take.
+    /// Timeout for one filesystem.
     patience: Duration,
 }
 
@@ -100,7 +100,7 @@ impl Filesystems {
     }
 }
 
-/// Takes in a filesystem. Some have no fixed number of inodes.
+/// Adds a filesystem's observations. Some filesystems have no fixed number of inodes.
 fn add_room(left: &mut Observations, room: &Room, [bytes, inodes]: [Signal; 2]) {
     let mut add = |signal, capacity, available| {
         if capacity > 0 {
@@ -115,14 +115,14 @@ fn add_room(left: &mut Observations, room: &Room, [bytes, inodes]: [Signal; 2]) 
     add(inodes, room.inodes, room.inodes_free);
 }
 
-/// Memory alone: the machine's and that of the cgroup of all pods.
+/// Measures memory: of the machine, and of the cgroup of all pods.
 pub(super) async fn memory(pods: String) -> Observations {
     blocking(move || Ok(read_memory(&pods)))
         .await
         .unwrap_or_default()
 }
 
-/// Process ids.
+/// Measures process ids.
 fn add_processes(left: &mut Observations) {
     let (capacity, used) = meter::processes();
     if capacity > 0 {
@@ -135,7 +135,7 @@ fn add_processes(left: &mut Observations) {
     }
 }
 
-/// The filesystems of the root directory and of the images, and process ids.
+/// Measures the filesystems of the root directory and of images, and process ids.
 pub(super) async fn others(
     filesystems: &Filesystems,
     root: PathBuf,
@@ -161,7 +161,7 @@ pub(super) async fn others(
     let device = |found: Option<Found>| found.map(|(_, device)| device);
     Measured {
         left,
-        // One that does not answer while the other does is another.
+        // If only one of the directories can be read, they are on different filesystems.
         separate_images: images.is_some() && device(own) != device(of_images),
     }
 }
@@ -196,7 +196,7 @@ mod tests {
         assert!(!left.contains_key(&limit));
         let elsewhere = others(&filesystems, dir, Some("/proc".into())).await;
         assert!(elsewhere.separate_images);
-        // A filesystem that is made of nothing has no room that could run short.
+        // A filesystem without a capacity cannot run short.
         assert!(!elsewhere.left.contains_key(&Signal::ImageFsAvailable));
         assert_eq!(elsewhere.part(Signal::NodeFsAvailable), Part::Files);
         assert_eq!(elsewhere.part(Signal::ImageFsInodesFree), Part::Layers);

@@ -1,12 +1,14 @@
-//! Node-pressure eviction (kubelet spec, 12.7): what is left of memory, disks and process ids is measured, the node says
-//! what is short, images are removed and pods evicted, one at a time, until enough is free again.
+//! Node-pressure eviction (`pkg/kubelet/eviction`). Measures available memory, disks and process ids, and
+//! publishes pressure conditions. When a threshold is met, removes dead containers and unused images, then
+//! evicts pods, one at a time, until enough is free.
 //!
-//! Two tasks do this: one for memory, which may run short within a moment, and one for everything else, whose relief may
-//! take minutes. Each has thresholds and conditions of its own, so that what one of them sees is acted upon once.
+//! There are two tasks: one for memory, which can run short within a moment, and one for the other resources, whose
+//! relief may take minutes. The tasks have disjoint thresholds and conditions, so each observation is handled once.
 //!
-//! All is measured every ten seconds, memory as often as it could run short, and whenever the kernel says that it may.
-//! After a pod was evicted everything is measured anew once it has ended, and no other goes for the same before: no more go
-//! than have to.
+//! Everything is measured every ten seconds. Memory is also measured as often as it could run short, and
+//! whenever the kernel notifies the agent of a threshold. After an eviction, the node waits until the pod has
+//! terminated or exceeded its deadline, and measures again before it evicts another pod for the same
+//! pressure. So no more pods are evicted than necessary.
 
 mod measure;
 mod victims;
@@ -33,30 +35,30 @@ use crate::core::pod;
 use crate::sys::memory_notice::MemoryNotices;
 use measure::{Filesystems, Measured};
 
-/// The reason of the event about a pod that is evicted.
+/// The reason of eviction events and of an evicted pod's status.
 const EVICTED: &str = "Evicted";
-/// How often all is measured.
+/// Interval between full measurements.
 const PERIOD: Duration = Duration::from_secs(10);
-/// How often it is where memory or process ids are short and there was nobody to evict: somebody may have come.
+/// Interval while memory or process ids are short and no pod could be evicted: a pod may have started.
 const UNRELIEVED: Duration = Duration::from_secs(1);
-/// How often it is looked whether a pod that was evicted has ended.
+/// Interval between checks whether an evicted pod has terminated.
 const LOOK: Duration = Duration::from_millis(50);
-/// The shortest rest, also where memory wavers about a threshold.
+/// Minimum pause between measurements, even if memory fluctuates around a threshold.
 const BREATH: Duration = Duration::from_millis(20);
-/// The pause after the runtime did not say where its images are.
+/// Pause after the runtime failed to report the directory of its images.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// Runs until the process ends. Without thresholds nothing is measured.
+/// Runs until the process exits. Measures nothing without thresholds.
 pub async fn run(context: Arc<Context>) {
     let memory = Manager::new(&context, |resource| resource == Resource::Memory);
     let others = Manager::new(&context, |resource| resource != Resource::Memory);
-    // Memory has a task to itself: it does not wait until other work of the agent has had its turn.
+    // Memory has its own tokio task, so that it is not delayed by other futures of this one.
     let memory = AbortOnDropHandle::new(tokio::spawn(keep(memory)));
     keep(others).await;
     drop(memory);
 }
 
-/// Runs until the process ends.
+/// Runs one manager until the process exits.
 async fn keep(manager: Option<Manager>) {
     let Some(mut manager) = manager else {
         return std::future::pending().await;
@@ -70,31 +72,31 @@ async fn keep(manager: Option<Manager>) {
 
 struct Manager {
     context: Arc<Context>,
-    /// With the thresholds of this task.
+    /// The settings, with the thresholds of this task only.
     settings: Settings,
     watch: Watch,
-    /// Times are counted from here.
+    /// The origin of this task's times.
     begun: Instant,
     source: Source,
     ending: Ending,
-    /// What the node was last said to be short of, and when.
+    /// The resource and time of the last event `EvictionThresholdMet`.
     told: Option<(Resource, Instant)>,
 }
 
-/// What is measured.
+/// The resources that a task measures.
 enum Source {
-    /// Memory, also when the kernel says that it may run short.
+    /// Memory, with the kernel's notifications about thresholds.
     Memory(MemoryNotices),
-    /// The filesystems and process ids.
+    /// Filesystems and process ids.
     Others {
-        /// A directory on the filesystem with the images, once the runtime has said where they are.
+        /// A directory on the filesystem of images; `None` until the runtime has reported it.
         images: watch::Receiver<Option<PathBuf>>,
         filesystems: Filesystems,
         _asking: AbortOnDropHandle<()>,
     },
 }
 
-/// Asks the runtime where its images are until it says so. It may hang: nobody else waits for it.
+/// Retries until the runtime reports the directory of its images. Runs in a separate task, as the runtime may hang.
 async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>>) {
     loop {
         match context.runtime.stock().await {
@@ -108,7 +110,7 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
 }
 
 impl Source {
-    /// What belongs to these thresholds.
+    /// Creates the source for these thresholds.
     fn of(settings: &Settings, context: &Arc<Context>) -> Source {
         let mut signals = settings.thresholds.iter().map(|t| t.signal);
         if signals.any(|s| s.resource() == Resource::Memory) {
@@ -123,7 +125,7 @@ impl Source {
         }
     }
 
-    /// Returns with the kernel's next notice.
+    /// Returns with the kernel's next notification.
     async fn next(&mut self) {
         match self {
             Source::Memory(notices) => notices.next().await,
@@ -131,14 +133,14 @@ impl Source {
         }
     }
 
-    /// Whether a condition follows from what is measured here.
+    /// Whether this source determines the condition.
     fn shows(&self, pressure: Pressure) -> bool {
         matches!(self, Source::Memory(_)) == (pressure == Pressure::Memory)
     }
 }
 
 impl Manager {
-    /// For the thresholds of some resources.
+    /// Creates a manager for the thresholds of some resources; `None` if there are none.
     fn new(context: &Arc<Context>, is_among: impl Fn(Resource) -> bool) -> Option<Manager> {
         let settings = context.config.eviction.of(is_among);
         if settings.thresholds.is_empty() {
@@ -172,8 +174,7 @@ impl Manager {
         }
     }
 
-    /// Measures everything and does what follows from it. The answer is how long to rest; none where all is to be measured
-    /// anew at once.
+    /// Measures everything and reacts. Returns the time until the next measurement, or `None` if it is due immediately.
     async fn pass(&mut self) -> Option<Duration> {
         let measured = self.measure().await;
         let found = self
@@ -194,7 +195,7 @@ impl Manager {
                 rest = rest.min(ends);
                 continue;
             }
-            // Two thresholds of the same thing have the same victims.
+            // Two thresholds on the same resource would evict the same pods.
             let elsewhere = measured.separate_images && signal.is_of_images();
             if tried.insert((signal.resource(), elsewhere))
                 && self.relieve(threshold, *amount, &measured).await
@@ -209,7 +210,7 @@ impl Manager {
         }
     }
 
-    /// Says what the node is short of, where that has changed.
+    /// Publishes the node's pressures if they changed.
     fn publish(&self, found: &Assessment, left: &Observations) {
         let mut now = Pressures::new();
         let changed = self.context.pressures.send_if_modified(|known| {
@@ -227,7 +228,7 @@ impl Manager {
         }
     }
 
-    /// The kernel is to tell when memory has been used up to the next threshold.
+    /// Registers kernel notifications for the next threshold of memory.
     fn ask_for_notices(&mut self, left: &Observations) {
         let Source::Memory(notices) = &mut self.source else {
             return;
@@ -243,8 +244,8 @@ impl Manager {
         notices.tell_growth(&cgroups);
     }
 
-    /// Rests until all is to be measured again: `most` at the longest, until a pod that was evicted has ended, or until a
-    /// threshold of memory is met that was not.
+    /// Waits until the next measurement is due: for at most `most`, until an evicted pod has
+    /// terminated, or until a further memory threshold is met.
     async fn rest(&mut self, most: Duration) {
         let until = Instant::now() + most;
         tokio::time::sleep(BREATH).await;
@@ -270,7 +271,8 @@ impl Manager {
         }
     }
 
-    /// When memory is to be looked at again; none if a threshold is met that was not, so that all is to be measured now.
+    /// Returns the time until memory has to be read again, or `None` if a further
+    /// threshold is met and everything has to be measured.
     async fn look(&self) -> Option<Duration> {
         let Source::Memory(_) = self.source else {
             return Some(PERIOD);
@@ -281,7 +283,7 @@ impl Manager {
         (!is_met).then(|| next_look(&self.settings.thresholds, &memory, cpus))
     }
 
-    /// Whether a pod that was evicted holds nothing any more.
+    /// Whether an evicted pod has terminated and released its resources.
     async fn has_one_ended(&mut self) -> bool {
         if self.ending.is_empty() {
             return false;
@@ -296,7 +298,8 @@ impl Manager {
         !ended.is_empty()
     }
 
-    /// Pods that end already are to end sooner where a threshold leaves them less time than they have.
+    /// Shortens the grace period of pods that are already being evicted, if the
+    /// threshold allows less time than they have left.
     async fn hasten(&mut self, threshold: &Threshold, amount: Amount) {
         let now = self.begun.elapsed();
         let pressure = threshold.signal.pressure();
@@ -328,8 +331,8 @@ impl Manager {
         }
     }
 
-    /// Makes room: of images where that helps, else by evicting a pod. Whether something was done, so that all is to be
-    /// measured anew.
+    /// Reclaims resources: from dead containers and images where possible, otherwise by evicting a pod. Returns whether
+    /// resources were or will be reclaimed, so that everything has to be measured again.
     async fn relieve(
         &mut self,
         threshold: &Threshold,
@@ -377,7 +380,7 @@ impl Manager {
         false
     }
 
-    /// Tells a pod to end, also one that ends already. Whether it is still here.
+    /// Evicts a pod, even if it is terminating already. Returns whether the pod still exists.
     async fn evict(
         &mut self,
         threshold: &Threshold,
@@ -420,7 +423,7 @@ impl Manager {
         true
     }
 
-    /// An event, though not with every look.
+    /// Emits the event `EvictionThresholdMet`, at most once per [`PERIOD`] for the same resource.
     fn tell(&mut self, resource: Resource) {
         let now = Instant::now();
         if self
@@ -436,14 +439,14 @@ impl Manager {
         events.node(name, Kind::Warning, "EvictionThresholdMet", text);
     }
 
-    /// Whether a threshold is met no more, with what is to be reclaimed beyond it.
+    /// Whether the threshold is no longer met, including its minimum reclaim.
     async fn is_relieved(&self, threshold: &Threshold) -> bool {
         let now = self.measure().await;
         let left = now.left.get(&threshold.signal);
         left.is_some_and(|amount| threshold.missing(*amount) == 0)
     }
 
-    /// Removes containers that have ended, all of those of pods that have finished. Whether that was enough.
+    /// Removes dead containers, and all containers of terminated pods. Returns whether this was enough.
     async fn remove_dead_containers(&self, threshold: &Threshold) -> bool {
         match threshold.signal.resource() {
             Resource::EphemeralStorage | Resource::Inodes => {}
@@ -467,11 +470,11 @@ impl Manager {
         self.is_relieved(threshold).await
     }
 
-    /// Removes images that nobody uses. Whether that was enough.
+    /// Removes unused images. Returns whether this was enough.
     async fn remove_images(&self, threshold: &Threshold, amount: Amount) -> bool {
         let wanted = match threshold.signal.resource() {
             Resource::EphemeralStorage => threshold.missing(amount),
-            // How many an image has is not known.
+            // The number of inodes of an image is unknown.
             Resource::Inodes => u64::MAX,
             Resource::Memory | Resource::Pids => return false,
         };

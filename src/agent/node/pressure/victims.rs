@@ -1,4 +1,4 @@
-//! The pods that could make room, and what each of them uses.
+//! The pods that can be evicted, and the resources that each of them uses.
 
 use std::collections::{BTreeMap, HashMap};
 use std::pin::pin;
@@ -21,15 +21,15 @@ use crate::cri::Layer;
 use crate::host::blocking;
 use crate::sys::meter;
 
-/// How long it is waited for what pods have on the disk. What cannot be counted in this time counts as nothing.
+/// Timeout for measuring the disk usage of pods. Usage that cannot be measured in this time counts as zero.
 const COUNTING: Duration = Duration::from_secs(60);
-/// How many pods are counted at the same time: each is a walk through directories in a thread of its own.
+/// Limit for parallel measurements of disk usage: each walks through directories in its own thread.
 const WALKS: usize = 8;
-/// How long a walk keeps others waiting: a filesystem that does not answer must not block the count of all pods.
+/// How long a walk occupies its slot: a filesystem that hangs must not block the measurement of other pods.
 const TURN: Duration = Duration::from_secs(5);
 
-/// The pods that may go, also those that end already: they may have been given more time than the node has. With each what
-/// the API says of it.
+/// The pods that can be evicted, each with its object from the API. Includes terminating pods: their remaining grace
+/// period may be longer than the node can wait.
 async fn pods(context: &Context) -> Vec<(Arc<Pod>, Option<Known>)> {
     let known: HashMap<String, Known> = context
         .roster
@@ -60,7 +60,8 @@ fn containers(known: &Known) -> Vec<(String, String)> {
         .collect()
 }
 
-/// The pods that could go, with what they use of the resource; of the disk, what they have on one filesystem.
+/// Returns the pods that can be evicted, with their usage of the resource. For
+/// disks, only the usage of one filesystem counts.
 pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> Vec<Candidate> {
     let pods = pods(context).await;
     match resource {
@@ -72,8 +73,8 @@ pub(super) async fn find(context: &Context, resource: Resource, part: Part) -> V
 /// A pod, its cgroup if pods have one, and the names and cgroups of its containers.
 type Place = (Arc<Pod>, Option<String>, Vec<(String, String)>);
 
-/// What pods use of memory and process ids. One whose cgroup is not there uses nothing; where pods have none, one uses what
-/// its containers use.
+/// Reads the pods' usage of memory and process ids. A pod whose cgroup does not exist uses nothing. If pods have no
+/// cgroups, the usage is the sum of the pod's containers.
 async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> Vec<Candidate> {
     let place = |(pod, known): (Arc<Pod>, Option<Known>)| {
         let of = |id: Option<&str>| context.host.cgroup_path(&pod, id);
@@ -117,7 +118,7 @@ async fn in_cgroups(context: &Context, pods: Vec<(Arc<Pod>, Option<Known>)>) -> 
 /// Writable layers, by pod and container.
 type Layers = BTreeMap<(String, String), Layer>;
 
-/// Runs `work` when there is one of the places, and gives the place back after [`TURN`] although `work` goes on.
+/// Runs `work` as soon as a slot is free. Releases the slot after [`TURN`], even if `work` is still running.
 async fn in_turn<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
     // The semaphore is never closed.
     let place = places.acquire().await;
@@ -131,7 +132,7 @@ async fn in_turn<T>(places: &Semaphore, work: impl Future<Output = T>) -> T {
     }
 }
 
-/// What pods have on a filesystem, [`WALKS`] of them counted side by side.
+/// Measures the pods' usage of a filesystem, [`WALKS`] pods in parallel.
 async fn on_disk(
     context: &Context,
     pods: Vec<(Arc<Pod>, Option<Known>)>,
@@ -198,7 +199,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// 100 pods, of which ten have a filesystem that does not answer.
+    /// 100 pods, of which ten have a filesystem that hangs.
     #[tokio::test(start_paused = true)]
     async fn few_pods_are_counted_at_a_time_and_those_that_hang_do_not_block_the_others() {
         let (places, now, most) = (
@@ -223,7 +224,7 @@ mod tests {
         let counted = join_all(counts).await;
         let failed = counted.iter().filter(|count| count.is_err()).count();
         assert_eq!(failed, 10);
-        // Those that hang have given their places back.
+        // The pods that hang have released their slots.
         assert!(most.into_inner() <= WALKS + 10);
     }
 }

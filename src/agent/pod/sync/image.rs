@@ -1,4 +1,4 @@
-//! A container's image, with step 9: the pull secrets.
+//! The images of a container, and step 9: pull secrets.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::core::pod::worker::Outcome;
 
 #[async_trait]
 impl image::SandboxMessage for Job {
-    /// The pod is prepared before an image is pulled, as with the kubelet.
+    /// Waits until the pod is prepared. As in the kubelet, images are pulled only for a prepared pod.
     async fn sandbox_message(&self) -> std::result::Result<pb::PodSandboxConfig, Fault> {
         let setup = match self.setup().await? {
             Some(setup) => setup,
@@ -58,7 +58,7 @@ impl Job {
         Ok((Outcome::Done, Some(asset)))
     }
 
-    /// Those that are missing are reported, the rest is used.
+    /// Returns the existing pull secrets; missing ones are reported and left out.
     async fn pull_secrets(&self) -> Vec<Arc<Secret>> {
         let pod = &self.pod;
         let namespace = pod.namespace().unwrap_or_default();

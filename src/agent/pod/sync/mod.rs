@@ -1,11 +1,11 @@
-//! The executors: each operation of a pod's plan, carried out. What is to be done, and in which order,
-//! `core::pod::worker` decides; nothing here decides it again.
+//! Executes the operations of a pod's plan. `core::pod::worker` decides which operations run,
+//! and in which order; nothing here decides again.
 //!
-//! The ten steps of the field's pod sync, and where they stand: 1 startup latency and 3 status writer
-//! (`agent::pod::worker`), 2 API status (`core::pod::status`), 4 admission (`agent::node::ledger`),
-//! 5 pod cgroup and 7 directories ([`prepare`]), 6 mirror pod (`agent::pod::mirror`), 8 volumes
-//! (`agent::volume`), 9 pull secrets ([`image`]), 10 runtime sync ([`sandbox`], [`start`], [`stop`],
-//! [`resize`]). [`observe`] looks, [`release`] gives back.
+//! The ten steps of the kubelet's `SyncPod` (`pkg/kubelet/kubelet.go`) are: 1 startup latency and 3 status writer
+//! (`agent::pod::worker`), 2 API status (`core::pod::status`), 4 admission (`agent::node::ledger`), 5 pod cgroup and 7
+//! directories ([`prepare`]), 6 mirror pod (`agent::pod::mirror`), 8 volumes (`agent::volume`), 9 pull secrets
+//! ([`image`]), 10 runtime sync ([`sandbox`], [`start`], [`stop`], [`resize`]). [`observe`] reads the pod's state from
+//! the runtime, [`release`] releases the pod's resources.
 
 mod image;
 mod observe;
@@ -45,7 +45,7 @@ use crate::core::pod::resize::Resizing;
 use crate::core::pod::worker::{Op, Outcome, Update};
 use crate::core::volume::attachment;
 
-/// What an operation made for later ones. The worker's decisions do not depend on what is in it.
+/// A value that an operation produces for later ones. The worker's decisions do not depend on its content.
 pub enum Asset {
     /// Cgroup, runtime handler and user namespace.
     Setup(Arc<Setup>),
@@ -53,11 +53,11 @@ pub enum Asset {
     Fetched(Arc<Fetched>),
     /// A container's images, by its name.
     Pulled(String, Arc<Pulled>),
-    /// A sandbox's id and the message it was made from.
+    /// A sandbox's id and the message that created it.
     Sandbox(String, Arc<pb::PodSandboxConfig>),
 }
 
-/// The newest of each.
+/// The latest asset of each kind.
 #[derive(Clone, Default)]
 pub struct Assets {
     setup: Option<Arc<Setup>>,
@@ -67,12 +67,12 @@ pub struct Assets {
 }
 
 impl Assets {
-    /// The handler of the runtime that the pod is made with; the default one has an empty name.
+    /// The runtime handler of the pod; empty for the default.
     pub fn handler(&self) -> &str {
         self.setup.as_ref().map_or("", |setup| &setup.handler)
     }
 
-    /// Keeps what an operation made.
+    /// Stores an operation's asset.
     pub fn keep(&mut self, asset: Asset) {
         match asset {
             Asset::Setup(setup) => self.setup = Some(setup),
@@ -83,34 +83,35 @@ impl Assets {
     }
 }
 
-/// What stays the same for all operations of one pod.
+/// State shared by all operations of one pod.
 pub struct Tools {
-    /// What all workers share.
+    /// State shared by all workers.
     pub context: Arc<Context>,
-    /// Where steps are noted, for `explain`.
+    /// Records steps, for `holdfast explain`.
     pub log: Log,
-    /// Writes its status.
+    /// Writes the pod's status.
     pub writer: StatusWriter,
-    /// Its volumes. One operation at a time is about them.
+    /// The pod's volumes. One operation at a time uses them.
     pub volumes: tokio::sync::Mutex<Volumes>,
-    /// Where operations report, and whoever is to tell the worker something.
+    /// Receives reports of operations and inputs of other tasks.
     pub inbox: Inbox,
-    /// Termination messages by container id: an ended container's is read once.
+    /// Termination messages by container id: the message of an exited container is read once.
     pub messages: Mutex<BTreeMap<String, String>>,
-    /// The runtime's calls that start containers; they outlive their operations.
+    /// Calls that create and start containers; they may outlive their operation.
     pub starts: TaskTracker,
-    /// What the pod's sandbox is made with: the newest that [`Op::Prepare`] has found, or what is known of a sandbox that an
-    /// earlier agent made. A pull may be begun before, and waits for it.
+    /// The settings of the pod's sandbox: the latest of [`Op::Prepare`], or those of a sandbox that an earlier agent
+    /// created. A pull that starts earlier waits for them.
     pub setup: watch::Sender<Option<Arc<Setup>>>,
-    /// The pod ends: what has not been begun is not wanted any more.
+    /// Cancelled when the pod terminates: operations that have not begun are abandoned.
     pub ending: CancellationToken,
-    /// Somebody waits for the pod's end: what was patient is no more.
+    /// Cancelled when the pod was deleted and its end is awaited: patient operations no longer wait.
     pub awaited: CancellationToken,
-    /// The ledger's answer, which was asked for when the worker was started; the first [`Op::Admit`] takes it.
+    /// The pending admission, which the dispatcher requested when it started
+    /// the worker; the first [`Op::Admit`] takes it.
     pub admission: Mutex<Option<Admission>>,
 }
 
-/// One operation and what is known when it is begun.
+/// One operation, and the state known when it starts.
 pub struct Job {
     pub tools: Arc<Tools>,
     pub pod: Arc<Pod>,
@@ -118,9 +119,9 @@ pub struct Job {
     pub observed: Arc<ObservedPod>,
     pub resizing: Resizing,
     pub assets: Assets,
-    /// A start was cancelled before: what comes of it is waited for before anything is looked at.
+    /// A start was cancelled earlier: its calls must complete before the pod is observed.
     pub cut_off: bool,
-    /// Only the pod itself waits for it: it gives way to what is being started.
+    /// Only the pod itself depends on this operation, so container starts of other pods go first.
     pub patient: bool,
 }
 
@@ -141,14 +142,14 @@ impl Job {
             .pod(&self.pod, None, kind, reason, message);
     }
 
-    /// Warns of a failure, and passes it on with what could not be done before its own words.
+    /// Emits a warning, and returns the fault with `what` prepended.
     fn warned(&self, reason: &str, what: &str, fault: impl Into<Fault>) -> Fault {
         let fault = fault.into().within(what);
         self.say(Kind::Warning, reason, &fault.message);
         fault
     }
 
-    /// There will be no sandbox for now.
+    /// Emits the event `FailedCreatePodSandBox`.
     fn no_sandbox(&self, fault: impl Into<Fault>) -> Fault {
         self.warned(
             "FailedCreatePodSandBox",
@@ -157,7 +158,7 @@ impl Job {
         )
     }
 
-    /// Carries out an operation.
+    /// Executes an operation.
     pub async fn carry_out(&self, op: &Op) -> (Outcome, Option<Asset>) {
         let result = match op {
             Op::Observe { logs } => self.observe(*logs).await.map(plain),
@@ -208,7 +209,7 @@ impl Job {
         result.unwrap_or_else(plain)
     }
 
-    /// Counts what is done with the pod's cgroup, where pods have one.
+    /// Measures an operation on the pod's cgroup, if pods have cgroups.
     async fn count_cgroup<T>(&self, operation: &str, work: impl Future<Output = T>) -> T {
         let context = self.context();
         match context.config.enforcement.flat {
@@ -217,7 +218,7 @@ impl Job {
         }
     }
 
-    /// Step 4. The node's ledger answers when it has decided.
+    /// Step 4: waits for the ledger's decision.
     async fn admit(&self) -> Outcome {
         let (context, log) = (self.context(), self.log());
         log.begin(Step::Admission, "");
@@ -225,8 +226,8 @@ impl Job {
         let asked = lock(&self.tools.admission).take();
         let asked = asked.unwrap_or_else(|| context.ledger.admit(pod.clone(), inbox.clone()));
         let mut answer = asked.answer().await;
-        // A label may have been set a moment ago, and the scheduler have seen it before us: before the
-        // pod is refused for it, the Node is read anew.
+        // A label may have been set just now, and the scheduler may have seen it before the agent:
+        // read the Node again before the pod is rejected.
         let by_labels = |refusal: &Refusal| refusal.reason == NODE_AFFINITY;
         if answer.as_ref().is_err_and(by_labels) && context.node.refresh().await {
             answer = context.ledger.admit(pod, inbox).answer().await;
@@ -285,7 +286,7 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    /// Step 8, and what environments are made from.
+    /// Step 8, and the ConfigMaps and Secrets of environments.
     async fn volumes(&self, known: bool) -> Result<(Outcome, Option<Asset>)> {
         let ips: Vec<String> = self
             .observed
@@ -321,7 +322,7 @@ fn plain(outcome: Outcome) -> (Outcome, Option<Asset>) {
     (outcome, None)
 }
 
-/// The address that hooks of the pod's containers ask; pods on the host's network have none of their own.
+/// The address for hooks of the pod's containers; `None` for pods on the host network.
 fn hook_address<'a>(pod: &Pod, ips: &'a [String]) -> Option<&'a str> {
     ips.first()
         .filter(|_| !pod::host_network(pod))

@@ -1,4 +1,4 @@
-//! Looking at what the runtime has of a pod.
+//! Reads a pod's state from the runtime.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::core::pod::observed::{self, ContainerState};
 use crate::core::pod::worker::Outcome;
 
 impl Job {
-    /// Asks the runtime; `logs` says that the logs are asked for the attempts of containers that the
-    /// runtime does not have.
+    /// Reads the pod from the runtime. If `logs` is set, reads the number of attempts from the log directory for
+    /// containers that the runtime does not have.
     pub(super) async fn observe(&self, logs: bool) -> Result<Outcome> {
         let context = self.context();
         if self.cut_off {
@@ -53,7 +53,7 @@ impl Job {
                 match context.host.last_attempt(&self.pod, name).await {
                     Ok(Some(last)) => _ = logged.insert(name.clone(), last + 1),
                     Ok(None) => {}
-                    // As upstream: that its restarts are counted anew is better than that it does not run.
+                    // As upstream: restarting at zero is better than not starting the container.
                     Err(error) => {
                         tracing::warn!(%error, container = name, "restarts are counted from nought");
                     }
@@ -64,9 +64,9 @@ impl Job {
         Ok(Outcome::Observed { pod, logged })
     }
 
-    /// Completes an ended container with its termination message. What the runtime has lost of it is ended
-    /// before, once: where a shim was killed, containerd 2 tells that the container has exited while its
-    /// processes go on, and another instance must not run beside them.
+    /// Adds the termination message to an exited container. First, once, kills processes that the runtime has
+    /// lost. After a shim was killed, containerd 2 reports the container as exited while its processes still
+    /// run. These must not run next to a new instance.
     async fn complete_ended(&self, container: &mut observed::Container) {
         let known = || lock(&self.tools.messages);
         let read = known().get(&container.id).cloned();
@@ -114,7 +114,7 @@ impl Job {
     }
 }
 
-/// Whether the end of its log is a container's termination message (upstream's `getTerminationMessage`).
+/// Whether the end of the container's log is its termination message (upstream's `getTerminationMessage`).
 fn falls_back_to_logs(pod: &Pod, ended: &observed::Container) -> bool {
     let wants = |c: &Container| {
         c.name == ended.name

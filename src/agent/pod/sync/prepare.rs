@@ -1,4 +1,4 @@
-//! Steps 5 and 7: the pod's cgroup and directories, and how the runtime is to isolate it.
+//! Steps 5 and 7: the pod's cgroup and directories, its runtime handler and its user namespace.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use crate::core::pod::resize;
 use crate::core::pod::users::Mappings;
 use crate::core::pod::worker::Outcome;
 
-/// What sandboxes and containers of the pod are made with.
+/// The settings of the pod's sandbox and containers.
 pub struct Setup {
-    /// Its cgroup in the driver's spelling; empty where pods have none.
+    /// The pod's cgroup in the driver's notation; empty if pods have no cgroups.
     cgroup_parent: String,
-    /// The runtime's handler; empty for the default one.
+    /// The runtime handler; empty for the default.
     pub handler: String,
-    /// The ids of its user namespace, if it has one.
+    /// The id mappings of the pod's user namespace, if it has one.
     users: Option<Mappings>,
 }
 
 impl Job {
-    /// Before a sandbox is made: what it is made with, and the cgroup and directories that it needs.
+    /// Prepares a sandbox: determines its settings, and creates cgroup and directories.
     pub(super) async fn prepare(&self) -> Result<(Outcome, Option<Asset>)> {
         let (handler, users) = self.isolation().await?;
         let cgroup_parent = self.keep_in_order().await?;
@@ -38,18 +38,18 @@ impl Job {
         Ok((Outcome::Done, Some(Asset::Setup(setup))))
     }
 
-    /// Keeps the cgroup and the directories of a pod that has a sandbox.
+    /// Repairs the cgroup and the directories of a pod that has a sandbox.
     pub(super) async fn upkeep(&self) -> Result<(Outcome, Option<Asset>)> {
-        // It is known also where the upkeep fails.
+        // Read first, as the settings are available even if the repair fails.
         let setup = self.setup().await?.map(Asset::Setup);
         let kept = self.keep_in_order().await;
         let outcome = kept.map_or_else(Outcome::from, |_| Outcome::Done);
         Ok((outcome, setup))
     }
 
-    /// What the pod's containers are made with: what [`Job::prepare`] found for its sandbox. Where an earlier agent made that,
-    /// the runtime and the pod's directory have it. Nothing is looked up again: a RuntimeClass that was deleted since, or a
-    /// runtime that no longer has user namespaces, keeps no container of a running pod from starting again.
+    /// The settings of the pod's containers, as [`Job::prepare`] determined them for the sandbox. For a sandbox of an
+    /// earlier agent, the runtime and the pod's directory have them. Nothing is resolved again: a deleted RuntimeClass,
+    /// or a runtime without user namespaces, must not prevent restarts in a running pod.
     pub(super) async fn setup(&self) -> std::result::Result<Option<Arc<Setup>>, Fault> {
         let known = self.tools.setup.borrow().clone();
         let sandbox = self.observed.sandboxes.first().filter(|s| s.ready);
@@ -70,10 +70,10 @@ impl Job {
         Ok(Some(setup))
     }
 
-    /// Makes the pod's cgroup and directories, where they are missing. The answer is the cgroup.
+    /// Creates the pod's cgroup and directories if they are missing. Returns the cgroup.
     async fn keep_in_order(&self) -> std::result::Result<String, Fault> {
         let (context, pod) = (self.context(), &self.pod);
-        // A resize brings it to another size, and looks before at what is used.
+        // Keeps the actuated size: a pending resize changes it later, after checking the usage.
         let owed = self.resizing.owes_cgroup(&resize::wanted(pod));
         let sized = self.resizing.cgroup.as_ref().filter(|_| owed);
         let sized = sized.map_or(Cow::Borrowed(&**pod), |c| Cow::Owned(resize::with(pod, c)));
@@ -95,14 +95,14 @@ impl Job {
         Ok(cgroup_parent)
     }
 
-    /// Whether the pod's cgroup limits its CPU time: a container with processors for itself may use all of them.
+    /// Whether the pod's cgroup limits CPU time: not if a container has exclusive CPUs, which it may use completely.
     pub(super) fn cpu_limit(&self) -> bool {
         let pinning = self.context().ledger.pinning();
         let has_own = pinning.borrow().pod_has_own_cpus(pod::uid(&self.pod));
         !has_own
     }
 
-    /// The runtime's handler that the pod asks for, and its user namespace's ids.
+    /// Resolves the pod's runtime handler and the id mappings of its user namespace.
     async fn isolation(&self) -> Result<(String, Option<Mappings>)> {
         let (context, pod) = (self.context(), &self.pod);
         let spec = pod::spec(pod);
@@ -133,7 +133,7 @@ impl Job {
         Ok((handler, Some(users)))
     }
 
-    /// What the node is for the pod's messages to the runtime.
+    /// The node's settings for the pod's CRI messages.
     pub(super) async fn node(&self) -> std::result::Result<cri_config::Node, Fault> {
         let setup = self.setup().await?;
         let setup =
@@ -142,7 +142,8 @@ impl Job {
     }
 }
 
-/// How memory is protected and throttled, with what pods may have of it.
+/// The rules of memory QoS, and the memory that is allocatable to pods in
+/// bytes. `None` without memory QoS or cgroup v2.
 fn memory_qos(context: &Context) -> Option<(MemoryQos, u64)> {
     let rules = context.config.enforcement.memory;
     let rules = rules.filter(|_| context.machine.cgroup_v2)?;

@@ -1,4 +1,4 @@
-//! Giving back what a pod held, and removing what has ended and nobody needs.
+//! Releases the pod's resources, and removes exited containers and old sandboxes.
 
 use std::fmt::Display;
 
@@ -11,12 +11,13 @@ use crate::core::pod::journal::Step;
 use crate::core::pod::worker::Outcome;
 
 impl Job {
-    /// Volumes and cgroup; for a pod that leaves, sandboxes, containers and directories too.
+    /// Releases volumes and cgroup. With `content`, for a pod that leaves the node, also
+    /// removes sandboxes, containers and directories.
     pub(super) async fn release(&self, content: bool) -> Result<Outcome> {
         let (context, pod) = (self.context(), &self.pod);
         let give_back = async {
             if content {
-                // Calls of starts that were cancelled may still be under way; each has a deadline.
+                // Calls of cancelled starts may still be running; each has a deadline.
                 self.tools.starts.wait().await;
                 self.remove_from_runtime().await?;
             }
@@ -37,7 +38,7 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    /// Tells the drivers of the pod's resource claims that nothing uses them here any more.
+    /// Unprepares the pod's resource claims with their drivers.
     pub(super) async fn return_claims(&self) -> Result<Outcome> {
         let context = self.context();
         let give_back = async {
@@ -76,8 +77,8 @@ impl Job {
         Ok(())
     }
 
-    /// Lets the API have the object back, once everything has been released and the last status is
-    /// written (upstream's `canBeDeleted`).
+    /// Deletes the pod's object in the API after all resources are released and the last
+    /// status is written (upstream's `canBeDeleted`).
     pub(super) async fn finalise(&self) -> Result<Outcome> {
         let Some(object) = &self.update.object else {
             return Ok(Outcome::Done);
@@ -91,7 +92,7 @@ impl Job {
                 .delete(&namespace, &name, pod::uid(object))
                 .await;
             match deleted {
-                // Another object under the name is not ours to delete.
+                // Another object of the same name must not be deleted.
                 Ok(()) => Ok(()),
                 Err(error) if error.is_gone() => Ok(()),
                 Err(error) => Err(Fault::later(format!(
@@ -103,7 +104,7 @@ impl Job {
         Ok(Outcome::Done)
     }
 
-    /// Ended containers with their logs, and sandboxes. What cannot be removed now is planned again.
+    /// Removes exited containers with their logs, and sandboxes. The worker plans failed removals again.
     pub(super) async fn collect(
         &self,
         containers: &[(String, String, u32)],

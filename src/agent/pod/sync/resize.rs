@@ -1,5 +1,5 @@
-//! Bringing running containers to the sizes that were granted: the pod's cgroup grows first, then those
-//! that shrink, then those that grow, and at last the pod's cgroup shrinks (KEP-1287).
+//! Resizes running containers to their granted resources. The pod's cgroup grows first, then shrinking containers are
+//! resized, then growing ones, and finally the pod's cgroup shrinks (KEP-1287).
 
 use super::{Job, Result};
 use crate::agent::Kind;
@@ -41,7 +41,7 @@ impl Job {
             .filter_map(|(_, c)| Some((c, self.observed.newest(&c.name)?)))
             .collect();
         wanted.sort_by_key(|(c, _)| lowered(&c.name).is_none());
-        // Nothing is changed where one of the limits is below what is used.
+        // No resize is started if a new memory limit is below the usage.
         let mut checked: Vec<Lowered> = self.lowered_of_pod().into_iter().collect();
         for (container, seen) in &wanted {
             let name = &container.name;
@@ -82,7 +82,8 @@ impl Job {
         })
     }
 
-    /// The containers have their sizes; this only informs runtimes that size sandboxes by them.
+    /// Reports the new sizes to the runtime, for runtimes that size their
+    /// sandboxes. Not required for the resize itself.
     async fn inform_sandbox(&self) -> Result<()> {
         let Some(sandbox) = self.observed.sandboxes.first() else {
             return Ok(());

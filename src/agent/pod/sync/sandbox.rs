@@ -1,4 +1,4 @@
-//! Making and stopping sandboxes.
+//! Creates and stops sandboxes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,9 +15,9 @@ use crate::core::pod::journal::{Progress, Step};
 use crate::core::pod::worker::Outcome;
 use crate::core::pod::{cri_config, dns};
 
-/// Longer than a runtime takes for a sandbox when no network plugin sleeps. containerd (1.6 to 2.2) calls the plugins and
-/// then starts the sandbox's shim; a call that is cancelled during that start leaves the shim for good, with nothing in the
-/// runtime that knows of it.
+/// More than a runtime takes to create a sandbox while no network plugin hangs. containerd (1.6 to 2.2)
+/// calls the plugins and then starts the sandbox's shim. If the call is cancelled during that start, the
+/// shim is leaked, and the runtime does not know it.
 const USUAL: Duration = Duration::from_secs(5);
 
 impl Job {
@@ -29,11 +29,12 @@ impl Job {
             Ok(self.log().step(Step::Sandbox, "", make).await?)
         };
         tokio::select! {
-            // In this order, so that `asked` is as the first has left it.
+            // The order is fixed: `make` marks the call as sent before the second branch reads the mark.
             biased;
             made = make => made,
-            // The pod ends, and does not wait for a network plugin that may sleep: dropping the call cancels it in the runtime,
-            // as the kubelet does (`pod_workers.go` cancels the context of `SyncPod`). What it made by then is looked for.
+            // A terminating pod does not wait for a network plugin that may hang. Dropping the call cancels it in the
+            // runtime, as in the kubelet (`pkg/kubelet/pod_workers.go` cancels the context of `SyncPod`). The worker
+            // observes a sandbox that was created nevertheless.
             () = self.cut_off(&asked) => match asked.load(Ordering::Relaxed) {
                 false => Ok((Outcome::NotBegun, None)),
                 true => Err(Fault::later("the pod ends: making its sandbox was cancelled").into()),
@@ -41,7 +42,8 @@ impl Job {
         }
     }
 
-    /// Waits until the pod ends and, if the runtime makes its sandbox by then, for as long as that usually takes.
+    /// Waits until the pod terminates. If the runtime is then creating the
+    /// sandbox, waits for the usual duration of that.
     async fn cut_off(&self, asked: &AtomicBool) {
         self.tools.ending.cancelled().await;
         if asked.load(Ordering::Relaxed) {
@@ -49,7 +51,7 @@ impl Job {
         }
     }
 
-    /// Has the pod's resource claims prepared; the runtime finds their devices when containers are made.
+    /// Prepares the pod's resource claims; the runtime reads their CDI devices when containers are created.
     async fn prepare_claims(&self) -> Result<()> {
         let (context, pod) = (self.context(), self.update.with_status());
         if !has_claims(pod) {

@@ -1,5 +1,5 @@
-//! Starting one container: its message, creating it, starting it, its postStart hook (upstream's
-//! `startContainer`).
+//! Starts one container: builds its CRI message, creates it, starts it and runs its
+//! postStart hook (upstream's `startContainer`).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -30,24 +30,23 @@ use crate::core::volume::resolved::Source;
 use crate::cri::{RuntimeError, RuntimeErrorKind};
 use crate::host::SubPath;
 
-/// How long the runtime may take to end the start of a container that is not wanted any more, before
-/// the pod goes on.
+/// Maximum time to wait for the runtime to complete a cancelled start.
 const START_ENDS: Duration = Duration::from_secs(10);
-/// How long the runtime may take to tell of a container that it has just started, before the pod goes on and is looked at
-/// as a whole.
+/// Timeout for reading the status of a container that was just started.
+/// Afterwards the worker observes the whole pod instead.
 const STARTED_TELLS: Duration = Duration::from_secs(2);
 
-/// Where a container is to run.
+/// The sandbox of a container.
 pub(super) struct Place<'a> {
-    /// The runtime's id of its sandbox.
+    /// The runtime's id of the sandbox.
     pub sandbox: &'a str,
-    /// How many sandboxes came before that.
+    /// How many sandboxes the pod had before.
     pub attempt: u32,
-    /// The addresses that the sandbox was given; none on the host network.
+    /// The sandbox's addresses; empty on the host network.
     pub ips: &'a [String],
 }
 
-/// A container's waiting state as an outcome.
+/// Converts a waiting reason to an outcome.
 pub(super) fn waiting(waiting: Waiting) -> Outcome {
     Outcome::Waiting {
         reason: waiting.reason,
@@ -58,7 +57,7 @@ pub(super) fn waiting(waiting: Waiting) -> Outcome {
 }
 
 impl Job {
-    /// Creates and starts one container whose images and volumes are there, and runs its postStart hook.
+    /// Creates and starts one container whose images and volumes are ready, and runs its postStart hook.
     pub(super) async fn start(&self, start: &Start, place: &Place<'_>) -> Result<Outcome> {
         let name = &start.container.name;
         let missing = |what: &str| Fault::later(format!("container {name} has no {what} yet"));
@@ -104,8 +103,8 @@ impl Job {
         Ok(Outcome::Started { id, seen })
     }
 
-    /// What the runtime says of a container that it has just started. Where it does not say it, the worker looks at the
-    /// whole pod, and reports what is wrong then.
+    /// Reads the status of a container that was just started. On failure returns `None`; the worker then
+    /// observes the whole pod and reports the error.
     async fn just_started(&self, id: &str, sandbox: &str) -> Option<Box<observed::Container>> {
         let ask = self.context().runtime.container(id, sandbox);
         match tokio::time::timeout(STARTED_TELLS, ask).await {
@@ -118,19 +117,19 @@ impl Job {
         }
     }
 
-    /// Asks the runtime to start a container. The call goes on where the operation is cancelled: containerd
-    /// 2 leaves a shim behind, and the container busy for seconds, where a client cuts it off.
+    /// Starts a container. The call continues if the operation is cancelled: when a client cancels this call,
+    /// containerd 2 leaks a shim and keeps the container busy for seconds.
     async fn start_uncut(&self, id: &str) -> std::result::Result<(), Fault> {
         let (runtime, id) = (Arc::clone(&self.context().runtime), id.to_owned());
         let call = async move { runtime.start_container(&id).await };
         let started = self.tools.starts.spawn(call.in_current_span()).await;
-        // It is not aborted, and a panic ends the process: it fails only when the process ends.
+        // The task is never aborted and a panic terminates the process, so this fails only during exit.
         let answer = started.map_err(|e| Fault::later(e.to_string()))?;
         answer.map_err(RuntimeError::without_code)
     }
 
-    /// Creates a container. If the operation is cancelled, the call goes on for [`START_ENDS`]: a runtime that is cut off may
-    /// create the container later, after the worker has observed the pod for the last time.
+    /// Creates a container. If the operation is cancelled, the call continues for [`START_ENDS`]: a runtime whose call
+    /// is cancelled may create the container after the worker's last observation of the pod.
     async fn create_uncut(
         &self,
         sandbox: &str,
@@ -141,10 +140,10 @@ impl Job {
         let (mut answer, created) = oneshot::channel();
         let call = async move {
             tokio::select! {
-                // In this order, so that a simulated run replays exactly.
+                // The order is fixed, so that a simulated run replays exactly.
                 biased;
                 done = runtime.create_container(&sandbox, config, sandbox_config) => {
-                    // A cancelled operation does not receive it; the worker observes the container instead.
+                    // A cancelled operation does not receive the answer; the worker observes the container instead.
                     let _ = answer.send(done);
                 }
                 () = async {
@@ -154,11 +153,11 @@ impl Job {
             }
         };
         self.tools.starts.spawn(call.in_current_span());
-        // The call ends without an answer only where this operation is cancelled, or with the process.
+        // The sender is dropped without an answer only if this operation is cancelled, or the process exits.
         created.await.map_err(|e| Fault::later(e.to_string()))
     }
 
-    /// Waits until the calls of cancelled starts have come to their end, but not for a runtime that hangs.
+    /// Waits for the calls of cancelled starts, at most [`START_ENDS`].
     pub(super) async fn starts_settle(&self) {
         let settled = self.tools.starts.wait();
         if tokio::time::timeout(START_ENDS, settled).await.is_err() {
@@ -167,7 +166,7 @@ impl Job {
     }
 }
 
-/// What the parts of a start share.
+/// The inputs shared by the steps of a start.
 struct Starting<'a> {
     job: &'a Job,
     context: &'a Context,
@@ -198,13 +197,13 @@ impl Starting<'_> {
     }
 }
 
-/// A result whose error is a container's waiting state.
+/// A result whose error is a container's waiting reason.
 type Started<T> = std::result::Result<T, Waiting>;
 
-/// A container that was started.
+/// A started container.
 struct Begun {
     id: String,
-    /// What came of its postStart hook.
+    /// The result of its postStart hook.
     hook: std::result::Result<(), String>,
 }
 
@@ -285,7 +284,7 @@ async fn create_container(
             metrics.image_volumes_mounted(image_volumes);
             Ok(id)
         }
-        // The outcome is unknown: what was made under this name is looked up and used.
+        // The outcome is unknown: use the container if the runtime has created it.
         Err(error) if error.kind == RuntimeErrorKind::Timeout => {
             let observed = s
                 .context
@@ -303,7 +302,7 @@ async fn create_container(
     }
 }
 
-/// Runs the postStart hook. One that fails is reported; that the container is stopped then is for the worker to plan.
+/// Runs the postStart hook and emits an event if it fails. The worker plans the stop of the container.
 async fn post_start(
     s: &Starting<'_>,
     start: &Start,
@@ -327,7 +326,7 @@ async fn post_start(
     ran
 }
 
-/// The environment: services, references, files in volumes.
+/// Builds the environment: services, references, and files of volumes.
 async fn environment(
     s: &Starting<'_>,
     container: &Container,
@@ -389,7 +388,7 @@ async fn container_config(
             .map_err(|e| Fault::later(e.to_string()))?,
         _ => vec![],
     };
-    // Where both name a variable or a path, the container's own counts.
+    // The container's own variables and paths take precedence over those of devices.
     let own = environment(s, container).await?;
     let mut env: Vec<(String, Vec<u8>)> = given
         .env
@@ -431,7 +430,7 @@ async fn container_config(
     cri_config::container(s.pod, container, prepared, s.node)
 }
 
-/// The container whose processes an ephemeral one shares.
+/// The container whose process namespace an ephemeral container shares.
 fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>, Fault> {
     let ephemeral = pod::spec(s.pod)
         .ephemeral_containers
@@ -453,7 +452,7 @@ fn target(s: &Starting<'_>, start: &Start) -> std::result::Result<Option<String>
         .ok_or_else(|| Fault::later(format!("unable to find target container {name}")))
 }
 
-/// One volumeMount as the runtime takes it.
+/// Converts one volumeMount to its CRI message.
 async fn volume_mount(
     s: &Starting<'_>,
     start: &Start,
@@ -499,7 +498,7 @@ async fn volume_mount(
     Ok(message)
 }
 
-/// The block volumes of a container, as devices.
+/// Converts a container's block volumes to devices.
 async fn devices(
     s: &Starting<'_>,
     container: &Container,

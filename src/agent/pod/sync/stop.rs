@@ -1,5 +1,5 @@
-//! Stopping containers: the preStop hook first, then the signal (upstream's `killContainer`). Their order is the
-//! plan's.
+//! Stops containers: the preStop hook first, then the signal (upstream's
+//! `killContainer`). The plan determines the order of containers.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, LifecycleHandler};
@@ -16,10 +16,11 @@ use crate::core::pod::observed::ContainerState;
 use crate::core::pod::worker::Outcome;
 use tokio::time::Instant;
 
-/// What a container that is told to stop gets at least, in seconds.
+/// Minimum grace period of a container, in seconds.
 const FLOOR: i64 = 2;
 
-/// A preStop hook that has failed, or has not ended before its container: dropping this emits the event.
+/// Emits the event `FailedPreStopHook` when dropped, if the hook failed or was
+/// still running when its container was stopped.
 struct Unfinished<'a> {
     job: &'a Job,
     path: String,
@@ -52,12 +53,13 @@ impl Job {
         found.map(|(role, container)| (role, container.into_owned()))
     }
 
-    /// Stops a container by `until`. At the first try its hook runs and an event says so; a hook that
-    /// fails is reported and stops nothing. One that is not done when the grace period is over goes on until its container is
-    /// killed, which has some seconds more (upstream's `executePreStopHook` and `minimumGracePeriodInSeconds`).
+    /// Stops a container by `until`. The first attempt emits an event and runs the preStop hook; a failed hook
+    /// does not prevent the stop. A hook may still be running at the end of the grace period. It then
+    /// continues until the container is killed, which gets [`FLOOR`] more seconds (upstream's
+    /// `executePreStopHook` and `minimumGracePeriodInSeconds`).
     pub(super) async fn stop(&self, kill: &Kill, first: bool, until: Timestamp) -> Result<Outcome> {
         let at_once = kill.grace == Some(0);
-        // From here on as a duration: the clock may be set while the hook runs.
+        // Monotonic from here on: the clock may be set while the hook runs.
         let until = Instant::now() + self.time_until(until);
         let mut hook = std::pin::pin!(async {
             if first {
@@ -79,7 +81,7 @@ impl Job {
         signal.await
     }
 
-    /// Emits the event that a container is stopped, and runs its preStop hook for as long as this is polled.
+    /// Emits the event `Killing` and runs the preStop hook while this future is polled.
     pub(super) async fn pre_stop(&self, kill: &Kill, with_hook: bool) {
         let definition = self.definition(&kill.name);
         let role = definition.as_ref().map_or(Role::Regular, |(role, _)| *role);
@@ -107,7 +109,7 @@ impl Job {
         let mut unfinished = Unfinished {
             job: self,
             path,
-            // As with upstream, whose sleeping hook does not fail.
+            // As upstream: an interrupted `sleep` hook is no failure.
             is_failure: handler.sleep.is_none(),
         };
         let ran = self.log().step(Step::PreStop, &kill.name, run).await;
@@ -145,8 +147,8 @@ impl Job {
         }
     }
 
-    /// Starts all containers over in their sandbox (KEP-5532): stopped with the shortest grace and removed, the ones
-    /// that asked for it last.
+    /// Restarts all containers in their sandbox (KEP-5532): stops them with the minimum grace period and removes them.
+    /// The containers that requested the restart are removed last.
     pub(super) async fn restart_all(&self, kills: &[Kill]) -> Result<Outcome> {
         let running = |kill: &&Kill| self.observed.live().any(|c| c.id == kill.id);
         let stops = kills.iter().filter(running).map(|kill| async {

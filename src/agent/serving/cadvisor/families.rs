@@ -1,4 +1,5 @@
-//! The families of `/metrics/cadvisor` that are one figure of a cgroup, a filesystem or a disk: cAdvisor's names and helps.
+//! The families of `/metrics/cadvisor` with one value for a cgroup, a
+//! filesystem or a disk: cAdvisor's names and help texts.
 
 use crate::core::serving::block_io::DiskCounters;
 use crate::core::serving::cgroup_stats::Usage;
@@ -7,24 +8,24 @@ use crate::core::serving::machine_stats::Interface;
 use crate::core::serving::pressure::Pressure;
 use crate::sys::meter::{Filesystem, Processes};
 
-/// Units of a second.
+/// Units per second.
 pub(super) const NANO: f64 = 1e9;
 pub(super) const MICRO: f64 = 1e6;
 const MILLI: f64 = 1e3;
 
-/// One cgroup as it is shown.
+/// One cgroup with its labels.
 pub(super) struct Shown<'a> {
     pub labels: Common,
     pub usage: &'a Usage,
     pub processes: &'a Processes,
-    /// Seconds since 1970.
+    /// Start time in seconds since 1970.
     pub began: i64,
-    /// The limit of memory and swap: of both on v1, of swap alone on v2.
+    /// The limit of memory and swap: of both on cgroup v1, of swap alone on v2.
     pub swap_limit: u64,
-    /// Whether a process is known that stands for all of it.
+    /// Whether the cgroup has a main process, such as that of a container.
     pub has_root: bool,
     pub interfaces: &'a [Interface],
-    /// Those of the machine, at the root alone.
+    /// The machine's filesystems; only for the root cgroup.
     pub filesystems: &'a [Filesystem],
 }
 
@@ -35,7 +36,7 @@ fn waited(pressure: Option<Pressure>, get: fn(Pressure) -> u64) -> Option<f64> {
     pressure.map(|p| get(p) as f64 / MICRO)
 }
 
-/// What is set, without a time.
+/// Settings, without a timestamp.
 pub(super) const SPEC: [Family; 7] = [
     (
         "container_start_time_seconds",
@@ -81,7 +82,7 @@ pub(super) const SPEC: [Family; 7] = [
     ),
 ];
 
-/// What was used of processors.
+/// CPU usage.
 pub(super) const CPU: [Family; 7] = [
     (
         "container_cpu_user_seconds_total",
@@ -127,7 +128,7 @@ pub(super) const CPU: [Family; 7] = [
     ),
 ];
 
-/// What was used of memory.
+/// Memory usage.
 pub(super) const MEMORY: [Family; 12] = [
     (
         "container_memory_cache",
@@ -203,20 +204,20 @@ pub(super) const MEMORY: [Family; 12] = [
     ),
 ];
 
-/// A part of what processes have open: nothing where a cgroup has no processes of its own, absent where there are too many.
+/// A value about open files. Zero for a cgroup without processes; missing if the cgroup has too many processes.
 fn open(shown: &Shown<'_>, get: fn((u64, u64)) -> u64) -> Option<f64> {
     let none = (shown.usage.processes == 0).then_some((0, 0));
     let counted = shown.processes.descriptors.or(none)?;
     Some(get(counted) as f64)
 }
 
-/// What there is of processes, and how long they waited.
+/// Processes, and how long they waited for resources.
 pub(super) const PROCESSES: [Family; 12] = [
     (
         "container_health_state",
         "gauge",
         "The result of the container's health check",
-        // The runtime has no such checks; -1 means so.
+        // CRI has no health checks; -1 means none.
         |_| Some(-1.0),
     ),
     (
@@ -290,7 +291,7 @@ pub(super) const PROCESSES: [Family; 12] = [
 pub(super) type OfRoom = fn(&Filesystem) -> u64;
 pub(super) type OfDisk = fn(&DiskCounters) -> f64;
 
-/// The room on filesystems.
+/// The capacity and usage of filesystems.
 pub(super) const ROOM: [(&str, &str, OfRoom); 4] = [
     (
         "container_fs_inodes_free",
@@ -312,7 +313,7 @@ pub(super) const ROOM: [(&str, &str, OfRoom); 4] = [
     ),
 ];
 
-/// What the kernel counts of the disk below a filesystem.
+/// The kernel's counters of a filesystem's disk.
 pub(super) const DISK: [(&str, &str, &str, OfDisk); 9] = [
     (
         "container_fs_sector_reads_total",
@@ -370,7 +371,7 @@ pub(super) const DISK: [(&str, &str, &str, OfDisk); 9] = [
     ),
 ];
 
-/// Requests that cgroups made of disks: the name, what is counted, its kind, and what the disk itself counted of it.
+/// Disk requests of cgroups: name, help text, operation, and the corresponding counter of the disk.
 pub(super) const REQUESTS: [(&str, &str, &str, Option<OfDisk>); 4] = [
     (
         "container_fs_reads_bytes_total",
@@ -398,7 +399,7 @@ pub(super) const REQUESTS: [(&str, &str, &str, Option<OfDisk>); 4] = [
     ),
 ];
 
-/// The costs by the kernel's model of a disk.
+/// Values of the kernel's IO cost model.
 pub(super) const COSTS: [(&str, &str); 4] = [
     (
         "container_fs_io_cost_usage_seconds_total",

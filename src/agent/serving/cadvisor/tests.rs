@@ -1,4 +1,4 @@
-//! The page of a node with many pods, from readings made up.
+//! The page of a node with many pods, from synthetic measurements.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use crate::core::serving::machine_stats::Interface;
 use crate::sys::machine::Room;
 use crate::sys::meter::{Filesystem, Whole};
 
-/// What the files of a container on v2 say.
+/// The cgroup v2 files of a container.
 fn usage() -> Usage {
     let pressure = "some avg10=0.00 avg60=0.00 avg300=0.00 total=3\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=1\n";
     let texts = [
@@ -114,7 +114,7 @@ fn snapshot(pods: usize) -> Snapshot {
     }
 }
 
-/// The samples of a page without values.
+/// The samples of a page without their values.
 fn series(page: &str) -> Vec<&str> {
     let samples = page.lines().filter(|l| !l.starts_with('#'));
     samples
@@ -122,12 +122,12 @@ fn series(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// Then the summary's figures of all pods are the machine's.
+/// Without cgroups of pods, the summary's usage of all pods is that of the machine.
 #[test]
 fn without_cgroups_of_pods_their_containers_are_shown_and_the_machine_once() {
     let mut snapshot = snapshot(1);
     snapshot.systems[0].cgroup = "/".into();
-    // Both are where the system's processes are, for instance.
+    // For example, agent and system processes in the same cgroup.
     let agent = snapshot.systems[2].clone();
     snapshot.systems.push(SystemFigures {
         name: "misc",
@@ -209,12 +209,12 @@ fn samples_are_those_of_a_kubelet() {
     ] {
         assert!(page.lines().any(|l| l == line), "{line}\n{page}");
     }
-    // What is none: the network of a container, and limits of a pod's processes.
+    // Series that must not exist: the network of a container, and limits of a pod's processes.
     assert!(!page.contains(&format!("interface=\"eth0\",name=\"{id}\"")));
     assert!(!page.contains(&format!("container_ulimits_soft{{{}", of("", "", "", ""))));
 }
 
-/// What writing the page costs; for the eye, with `--nocapture`. What is tested is that it grows with the pods, no faster.
+/// Prints the cost of writing the page with `--nocapture`. Tests that the page grows linearly with the pods.
 #[test]
 fn the_page_of_a_full_node_grows_with_its_pods() {
     let length = |pods: usize| {

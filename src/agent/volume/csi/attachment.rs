@@ -1,4 +1,4 @@
-//! Waiting until a driver's volume is attached to this node (kubelet spec, 9.2).
+//! Waits until a CSI volume is attached to this node (`pkg/volume/csi/csi_attacher.go`).
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ use crate::kubeapi::pods::Attachment;
 /// Why a volume is not attached yet.
 pub(super) struct NotAttached {
     pub(super) why: String,
-    /// Its driver serves no more volumes on this node.
+    /// Whether the driver has reached its limit of volumes on this node.
     pub(super) is_full: bool,
 }
 
@@ -27,8 +27,8 @@ impl NotAttached {
     }
 }
 
-/// Waits for the attachment of a volume, `migrated` or not, and counts that; the answer is what its attacher tells the node.
-/// `described` is the driver's object.
+/// Waits until a volume is attached, and records this as an operation. Returns the attachment's metadata for the node.
+/// `described` is the driver's CSIDriver object.
 pub(super) async fn wait(
     context: &Context,
     data: &VolumeData,
@@ -56,14 +56,15 @@ async fn attached_by_controller(
     let reported = context.csi.reported.lists(&volume);
     reported.await.map_err(NotAttached::new)?;
     let node = &context.config.node_name;
-    // What was seen before may be older than the report.
+    // The cached Node may be older than the report.
     if !context.node.refresh().await {
         let why = attached::unanswered(context, &volume);
         return Err(NotAttached::new(format!(
             "volume is not attached yet: {why}"
         )));
     }
-    // It goes on as soon as it is listed. Until then its VolumeAttachment need not be there, and the node may not read it.
+    // Proceed only when the volume is listed. Before, its VolumeAttachment may not
+    // exist, and the node may not be allowed to read it.
     let is_listed = attached::is_listed(context, &volume).await;
     let (name, driver) = (&data.attachment_id, &data.driver_name);
     let mut has_no_room = false;
@@ -84,8 +85,8 @@ async fn attached_by_controller(
             "VolumeAttachment {name} of driver {driver} is being deleted; the volume is attached anew when its attacher has detached it"
         ),
         Attachment::Failed { message, is_full } => {
-            // The scheduler has sent the pod here by a number that does not hold any more (KEP-4876), where the driver's
-            // number may change at all.
+            // The scheduler used an outdated limit (KEP-4876). Only drivers
+            // with a refresh period can change their limit.
             has_no_room = is_full && csi::refresh_period(described).is_some();
             if has_no_room {
                 context.csi.outdate(driver);

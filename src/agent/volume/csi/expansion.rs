@@ -1,4 +1,4 @@
-//! Volumes of drivers that become larger while pods have them: the driver makes the filesystem so (`NodeExpandVolume`).
+//! Expands CSI volumes while pods use them: the driver resizes the filesystem (`NodeExpandVolume`).
 
 use holdfast_proto::csi as pb;
 use jiff::Timestamp;
@@ -11,7 +11,7 @@ use crate::core::volume::claims::Grown;
 use crate::core::volume::csi;
 use crate::core::volume::resolved::Problem;
 
-/// Makes a filesystem as large as its volume has become, if that is due, and says so. `waits` says that the pod's containers
+/// Expands the filesystem if its volume was expanded, and reports the result. `waits` is whether the pod's containers
 /// wait for the volume. See [`Growing::attempt`].
 pub(super) async fn grow(
     context: &Context,
@@ -32,7 +32,7 @@ pub(super) async fn grow(
     }
     let can = wanted.registered.capabilities.expand;
     if !can && (!grown.is_followed || grown.is_told) {
-        // Nobody waits for this node to do anything.
+        // No action is expected from this node.
         return Ok(None);
     }
     let data = &wanted.place.data;

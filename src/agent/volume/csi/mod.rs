@@ -1,4 +1,5 @@
-//! Volumes of CSI drivers: staged and published for pods, and undone after them (kubelet spec, 9.5).
+//! Volumes of CSI drivers: stages and publishes them for pods, and unpublishes
+//! and unstages them afterwards (`pkg/volume/csi`).
 
 mod attachment;
 mod expansion;
@@ -38,24 +39,24 @@ use crate::kubeapi::pods::TokenFor;
 use crate::sys::machine::Room;
 use crate::sys::patient::Patient;
 
-/// Why a volume is not undone yet, or cannot be asked about.
+/// Why a volume cannot be released or queried yet.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
-    /// Its driver is gone; when it registers, pods that wait for it are told.
+    /// The driver is not registered. Its registration wakes the pods that wait for it.
     #[error("driver name {0} not found in the list of registered CSI drivers")]
     NoDriver(String),
-    /// Its driver has refused, or has not answered.
+    /// The driver rejected the call, or did not answer.
     #[error("{0}: {1}")]
     Driver(&'static str, CsiError),
-    /// What this machine has of it is in the way.
+    /// An error of this machine.
     #[error("{0}")]
     Host(#[from] HostError),
-    /// One of a pod's volumes of drivers.
+    /// A pod's volume cannot be unpublished.
     #[error("volume {volume} cannot be unpublished: {why}")]
     Published {
-        /// Its directory's name.
+        /// The name of the volume's directory.
         volume: String,
-        /// Why.
+        /// The cause.
         why: Box<VolumeError>,
     },
 }
@@ -69,64 +70,65 @@ impl From<VolumeError> for Problem {
     }
 }
 
-/// How long a volume's filesystem may take to say how full it is.
+/// Timeout for reading a filesystem's usage.
 const ASKING: Duration = Duration::from_secs(10);
 
-/// A driver that is registered.
+/// A registered driver.
 #[derive(Clone)]
 struct Registered {
-    /// The socket that it has registered with.
+    /// The registration socket.
     socket: PathBuf,
     driver: Driver,
     capabilities: NodeCapabilities,
     info: NodeInfo,
 }
 
-/// Pod and directory of a published volume.
+/// Pod uid and directory name of a published volume.
 type Place = (String, String);
 
-/// The drivers of this node, and what they have published.
+/// The drivers of this node, and their published volumes.
 pub struct Csi {
     drivers: Mutex<BTreeMap<String, Registered>>,
-    /// All that is published or may be: as noted on disk when the agent started, and kept since.
+    /// All volumes that are or may be published: those recorded on disk when the agent started, and later ones.
     published: Mutex<BTreeMap<Place, Published>>,
-    /// The volumes that drivers have staged since they were registered, as nodes name them.
+    /// The unique names of volumes that drivers have staged since their registration.
     staged: Mutex<BTreeSet<String>>,
-    /// What drivers have published since the agent started without mounting it: that it is there cannot be seen.
+    /// Volumes published since the agent started whose target is not a mount point:
+    /// their state is not visible in the mount table.
     unmounted: Mutex<BTreeSet<Place>>,
-    /// The volumes that no pod has and that are staged still, as nodes name them.
+    /// Volumes that are still staged, but not used by any pod, by their unique names.
     staying: Mutex<BTreeMap<String, Published>>,
-    /// Those of them that nobody has begun to have unstaged.
+    /// Those of them that still need a task to unstage them.
     left: Mutex<Vec<Published>>,
     leaves: Notify,
-    /// One call at a time for each volume.
+    /// Serialises calls for the same volume.
     locks: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
-    /// Outdated also where it is another problem for which the node is not ready.
+    /// The volumes reported in use. Its notification also covers changes of [`Csi::problem`].
     reported: Reported,
-    /// The volumes that have grown here, or could not; local ones only while they could not.
+    /// Volumes that were expanded on this node, or failed to be; local volumes only after a failure.
     pub(super) expansions: Mutex<Expansions>,
-    /// Drivers that have to say anew how many volumes they serve here.
+    /// Drivers whose volume limit is outdated and must be queried again.
     outdated: Mutex<BTreeSet<String>>,
     asked: Notify,
-    /// Why CSINode does not say what it should, if it does not.
+    /// Why CSINode is not up to date; `None` if it is.
     problem: watch::Sender<Option<String>>,
     dirs: CsiDirs,
-    /// Filesystems that are asked for their room.
+    /// Threads for filesystem calls that may hang.
     rooms: Patient,
 }
 
 impl Csi {
-    /// No drivers yet; what they published before is read from below the agent's root directory.
+    /// Creates an instance without drivers. Reads published volumes from below the root directory.
     #[must_use]
     pub fn new(root: &Path) -> Csi {
         let dirs = CsiDirs(root.into());
         let published: BTreeMap<Place, Published> =
             dirs.published().into_iter().map(|p| (p.key(), p)).collect();
-        // What an agent before this one could not have unstaged.
+        // Volumes that an earlier agent could not unstage.
         let mut left = dirs.staged_volumes();
         left.retain(|staged| !published.values().any(|v| is_same(v, staged)));
         if dirs.count().1 > 0 {
-            // One of them may be what a pod has of which that cannot be told.
+            // A pod's volume could not be identified, and it may be one of the staged ones: keep them all.
             left.clear();
         }
         let named = left.iter().map(|v| (unique_name(v), v.clone()));
@@ -155,7 +157,7 @@ impl Csi {
         found.ok_or_else(|| VolumeError::NoDriver(name.to_owned()))
     }
 
-    /// Whether a driver makes filesystems as large as their volumes have become.
+    /// Whether a driver supports `NodeExpandVolume`.
     #[must_use]
     pub fn grows(&self, driver: &str) -> bool {
         lock(&self.drivers)
@@ -183,8 +185,8 @@ impl Csi {
         self.reported.outdated();
     }
 
-    /// For the next pod a volume that nobody has any more, staged neither, is reported anew: until then a controller may have
-    /// begun to detach it.
+    /// After the last use of a volume, published or staged, removes it from the reported ones. For the next pod it must
+    /// be reported again: until then the controller may start to detach it.
     fn settle(&self, place: &Published) {
         let name = unique_name(place);
         let published = lock(&self.published);
@@ -195,7 +197,7 @@ impl Csi {
         }
     }
 
-    /// The same volume as other pods have it, or wait for it.
+    /// The same volume in other pods, including those that wait for it.
     fn others(&self, place: &Published) -> Vec<Published> {
         let is_other =
             |v: &&Published| is_same(v, place) && (&v.uid, &v.name) != (&place.uid, &place.name);
@@ -203,28 +205,28 @@ impl Csi {
         published.values().filter(is_other).cloned().collect()
     }
 
-    /// Whether another pod has the same volume, or waits for it.
+    /// Whether another pod uses the same volume, or waits for it.
     fn is_shared(&self, place: &Published) -> bool {
         !self.others(place).is_empty()
     }
 
-    /// Whether something is published for a pod, or may be.
+    /// Whether the pod has volumes that are or may be published.
     #[must_use]
     pub fn has_volumes(&self, uid: &str) -> bool {
         lock(&self.published).values().any(|v| v.uid == uid)
     }
 
-    /// Why the node is not ready on account of its drivers: until its CSINode is there, controllers would take the volumes
-    /// that drivers have taken over for another's.
+    /// Why the node is not ready because of its drivers. Without an up-to-date CSINode, controllers would treat
+    /// migrated volumes as in-tree volumes.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()
     }
 
-    /// Returns when there is no such reason.
+    /// Waits until there is no such problem.
     pub async fn is_ready(&self) {
         let mut problem = self.problem.subscribe();
-        // The sender is ours: it is not dropped.
+        // This object owns the sender, so the wait cannot fail.
         let _ = problem.wait_for(Option::is_none).await;
     }
 
@@ -239,34 +241,34 @@ impl Csi {
         }
     }
 
-    /// Has a driver asked anew how many volumes it serves here.
+    /// Requests a new query of the driver's volume limit.
     fn outdate(&self, driver: &str) {
         lock(&self.outdated).insert(driver.to_owned());
         self.asked.notify_one();
     }
 
-    /// Where the device of a pod's volume is published.
+    /// The path of a pod's published block device.
     pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, HostError> {
         self.dirs.device(uid, name)
     }
 
-    /// The volumes that this node has, or is about to have, of those that are attached, as nodes name them.
+    /// The unique names of attachable volumes that this node uses or is about to use.
     #[must_use]
     pub fn in_use(&self) -> Vec<String> {
         let published = lock(&self.published);
         self.attached(&published).into_iter().collect()
     }
 
-    /// The node's status says now that these are in use. It counts for those that still are.
+    /// Records that the node's status reports these volumes in use. Ignores those that are not used any more.
     pub fn set_reported(&self, names: &[String]) {
-        // Under the lock: what is forgotten meanwhile must not come back.
+        // Under the lock, so that a volume that is forgotten meanwhile is not added again.
         let published = lock(&self.published);
         let mut now = self.attached(&published);
         now.retain(|name| names.contains(name));
         self.reported.set(now);
     }
 
-    /// Of volumes that are published or staged, those that are attached, as nodes name them.
+    /// The unique names of published or staged volumes that have an attachment.
     fn attached(&self, published: &BTreeMap<Place, Published>) -> BTreeSet<String> {
         let staying = lock(&self.staying);
         let all = published.values().chain(staying.values());
@@ -274,13 +276,13 @@ impl Csi {
         attached.map(unique_name).collect()
     }
 
-    /// Returns when that has changed, or [`Csi::problem`].
+    /// Waits until [`Csi::in_use`] or [`Csi::problem`] has changed.
     pub async fn in_use_changed(&self) {
         self.reported.changed().await;
     }
 }
 
-/// As nodes name it.
+/// The volume's unique name in the Node's status.
 fn unique_name(volume: &Published) -> String {
     csi::unique_name(&volume.data.driver_name, &volume.data.volume_handle)
 }
@@ -290,7 +292,7 @@ fn is_same(one: &Published, other: &Published) -> bool {
         && one.data.volume_handle == other.data.volume_handle
 }
 
-/// What is in a secret; nothing where there is none. `field` is the one that refers to it.
+/// The data of a secret; empty without a reference. `field` is the field with the reference, for error messages.
 async fn secret(
     context: &Context,
     field: &str,
@@ -316,7 +318,7 @@ fn failed(call: &'static str) -> impl Fn(CsiError) -> VolumeError {
     move |error| VolumeError::Driver(call, error)
 }
 
-/// A volume for a pod, with all that is known of it.
+/// The inputs for setting up a pod's volume.
 struct Wanted<'a> {
     volume: &'a Volume,
     registered: Registered,
@@ -325,11 +327,12 @@ struct Wanted<'a> {
     turn: Turn,
 }
 
-/// Whoever has it is the only one who asks a driver about a volume.
+/// The right to call a driver about a volume; only one task has it at a time.
 type Turn = Arc<OwnedMutexGuard<()>>;
 
-/// Makes a call that is not cut off when its pod ends meanwhile: it keeps the volume's turn until the driver has answered
-/// or its time is over. Otherwise a driver that is still staging would be asked to undo it, and mount after that.
+/// Makes a call that continues if its caller is dropped, and keeps the volume's lock until the driver
+/// answers or the call times out. Otherwise a driver could be called to unstage a volume that it is
+/// still staging, and would mount it afterwards.
 async fn to_its_end<T: Send + 'static>(
     turn: &Turn,
     call: impl Future<Output = Result<T, CsiError>> + Send + 'static,
@@ -350,8 +353,8 @@ async fn to_its_end<T: Send + 'static>(
     })
 }
 
-/// Stages and publishes a volume for a pod, and makes its filesystem as large as it has become. `is_new` says that the pod
-/// had it not yet as far as this agent knows, `waits` that its containers wait for it.
+/// Stages and publishes a volume for a pod, and expands its filesystem if needed. `is_new` is whether this agent sets
+/// up the volume for the pod for the first time; `waits` is whether the pod's containers wait for it.
 pub(super) async fn publish(
     context: &Context,
     pod: &Pod,
@@ -365,7 +368,7 @@ pub(super) async fn publish(
         .await
         .map_err(|e| Problem::later(e.to_string()))?;
     let registered = match context.csi.driver(&volume.driver) {
-        // What a pod has it keeps while its driver is being replaced, and nothing is asked of that.
+        // While a driver is being replaced, its published volumes stay, and the driver is not called.
         Err(_) if !is_new && !republishes(described.as_ref()) => {
             return Ok(Made {
                 labelled: csi::labelled(volume, described.as_ref()).label.is_some(),
@@ -391,12 +394,12 @@ pub(super) async fn publish(
         place,
         turn: Arc::new(turn),
     };
-    // As noted on disk, too: another pod's is given back when its driver has said that it is undone, and not before.
+    // Includes volumes recorded on disk: another pod's volume is released only after its driver has unpublished it.
     if csi::is_for_one_pod(volume) && context.csi.is_shared(&wanted.place) {
         return Err(Fault::missing(csi::TAKEN).into());
     }
     context.csi.note(&wanted.place);
-    // What is mounted was attached before: only a driver that publishes anew has to know how.
+    // A published volume was attached before. Only a driver that republishes needs the attachment's metadata again.
     let republishes = republishes(wanted.described.as_ref());
     let is_needed = attaches && (republishes || !there(context, &wanted.place).await?);
     let told = if is_needed {
@@ -417,7 +420,7 @@ pub(super) async fn publish(
     Ok(Made { labelled, again })
 }
 
-/// Whether the runtime is to give a volume's files no labels: it has one, or its files cannot have any.
+/// Whether the runtime must not relabel the volume's files: they are mounted with a label, or do not support labels.
 async fn needs_no_labels(
     context: &Context,
     volume: &Volume,
@@ -426,7 +429,7 @@ async fn needs_no_labels(
     if volume.label.is_some() || volume.block || context.machine.selinux.is_none() {
         return Ok(volume.label.is_some());
     }
-    // The runtime would fail at giving labels to files of NFS, for instance (upstream `hostutil`, `GetSELinuxSupport`).
+    // The runtime fails to relabel files on NFS, for example (upstream `hostutil`, `GetSELinuxSupport`).
     let target = place.target.clone();
     Ok(!blocking(move || labels_files(&target)).await?)
 }
@@ -435,14 +438,15 @@ fn republishes(driver: Option<&CSIDriver>) -> bool {
     driver.is_some_and(|d| d.spec.requires_republish == Some(true))
 }
 
-/// Whether a volume is there for its pod: it is mounted, or its driver has published it without that.
+/// Whether a volume is published for its pod: it is mounted, or its driver publishes it without a mount.
 async fn there(context: &Context, place: &Published) -> Result<bool, HostError> {
     let target = place.target.clone();
     let is_mounted = blocking(move || is_mounted(&target)).await?;
     Ok(is_mounted || lock(&context.csi.unmounted).contains(&place.key()))
 }
 
-/// Has the driver stage and publish, unless it has; the answer is where it is staged, if it is.
+/// Stages and publishes the volume unless this was done before. Returns the
+/// staging path; empty if the volume is not staged.
 async fn mount(
     context: &Context,
     pod: &Pod,
@@ -461,7 +465,7 @@ async fn mount(
     let (dirs, own, held) = (context.csi.dirs.clone(), place.clone(), Arc::clone(turn));
     let there = there(context, place).await?;
     let (before, staging) = blocking(move || {
-        // Not cut off either: what is noted late would be taken for published.
+        // Not cancelled: a record that is written late would look like a published volume.
         let _held = held;
         let before = dirs.staged(&own).is_some();
         dirs.prepare(&own)?;
@@ -474,7 +478,7 @@ async fn mount(
     })
     .await?;
     let capability = csi::capability(volume, registered.capabilities, owner.group);
-    // A republish concerns the pod's mount alone.
+    // Republishing affects only the pod's mount.
     if stages && !there {
         stage(context, wanted, &told, &staging, capability.clone(), before).await?;
     }
@@ -486,10 +490,10 @@ async fn mount(
             volume.publish_secret.as_ref(),
         )
         .await?;
-        // With a block volume the kubelet sends no tokens.
+        // As in the kubelet, block volumes get no tokens.
         let asks = described.filter(|_| !volume.block);
         if let Some(tokens) = tokens(context, pod, asks).await? {
-            // Drivers log their context, but not what is in secrets: they may want the tokens there.
+            // Drivers log the volume context but not secrets, so some require their tokens in secrets.
             let place = if described
                 .is_some_and(|d| d.spec.service_account_token_in_secrets == Some(true))
             {
@@ -522,7 +526,7 @@ async fn mount(
         }
     }
     if csi::gives_group(volume, described, registered.capabilities) {
-        // An agent that was killed may have left the group half given: its root is given last.
+        // An agent that was killed may have changed the group of some files only: the root directory is changed last.
         let owner = pod::Ownership {
             on_mismatch: there || owner.on_mismatch,
             ..owner
@@ -532,8 +536,8 @@ async fn mount(
     Ok(staging)
 }
 
-/// Has the driver stage a volume, unless it has done so since it was registered. `before` says that it may have been
-/// staged before this try.
+/// Stages a volume, unless its driver has staged it since its registration. `before` is
+/// whether it may have been staged before this attempt.
 async fn stage(
     context: &Context,
     wanted: &Wanted<'_>,
@@ -565,7 +569,7 @@ async fn stage(
         return Ok(());
     };
     if error.certain && !before {
-        // Nothing was staged: its driver need not be asked to undo it, and may be gone when the pod ends.
+        // Nothing was staged, so the driver need not unstage it; it may no longer exist when the pod terminates.
         let is_last = !is_published_elsewhere(context, place).await?;
         let (dirs, own) = (context.csi.dirs.clone(), place.clone());
         let held = Arc::clone(&wanted.turn);
@@ -579,7 +583,7 @@ async fn stage(
     Err(failed(&error))
 }
 
-/// The tokens that a driver wants of the pod's service account.
+/// The service account tokens that a driver requests for the pod.
 async fn tokens(
     context: &Context,
     pod: &Pod,
@@ -609,8 +613,8 @@ async fn tokens(
     Ok((!all.is_empty()).then(|| all.into()))
 }
 
-/// Undoes all that was published for a pod. Nothing is forgotten before its driver has said that it is undone. One whose
-/// driver is gone, or refuses, holds up no other.
+/// Unpublishes all volumes of a pod. A volume's record is removed only after its driver has unpublished it. A missing
+/// or failing driver does not block the volumes of others.
 pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> {
     let of_pod = |place: &&Published| place.uid == uid;
     let all: Vec<Published> = lock(&context.csi.published)
@@ -621,7 +625,7 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> 
     if all.is_empty() {
         return Ok(());
     }
-    // A driver cannot unpublish what is still mounted elsewhere in part: its device would be busy.
+    // The driver cannot unpublish a volume whose subPaths are still mounted: its device would be busy.
     context.host.unbind_sub_paths(uid).await?;
     let work = all.iter().map(|place| unpublish_one(context, place));
     let outcomes = futures::future::join_all(work).await;
@@ -629,7 +633,7 @@ pub async fn unpublish(context: &Context, uid: &str) -> Result<(), VolumeError> 
 }
 
 async fn unpublish_one(context: &Context, place: &Published) -> Result<(), VolumeError> {
-    // A call that is under way is waited for.
+    // Waits for a call in progress.
     let turn = context.csi.turn(place);
     let _turn = turn.lock().await;
     let (begun, outcome) = (Instant::now(), one(context, place).await);
@@ -647,7 +651,7 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Volum
     if let Err(VolumeError::Driver(..)) = outcome
         && !place.block
     {
-        // A privileged pod may have mounted something within it, which is a reason for its driver to find it busy.
+        // Mounts that a privileged pod has made below the volume can keep it busy.
         context.host.unmount_within(place).await?;
     }
     outcome.map_err(|why| VolumeError::Published {
@@ -658,13 +662,14 @@ async fn unpublish_one(context: &Context, place: &Published) -> Result<(), Volum
     Ok(())
 }
 
-/// Where a volume is staged, if it is. What is mounted there may hang.
+/// The staging path, if the volume is staged. May block on a mount that hangs.
 async fn staged(context: &Context, place: &Published) -> Result<Option<PathBuf>, HostError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
     blocking(move || Ok(dirs.staged(&own))).await
 }
 
-/// Whether a driver may have published the same volume for another pod: one that waits for its attachment does not count.
+/// Whether the driver may have published the volume for another pod. A pod
+/// that waits for the attachment does not count.
 async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<bool, HostError> {
     let (dirs, others) = (context.csi.dirs.clone(), context.csi.others(place));
     blocking(move || Ok(others.iter().any(|other| dirs.is_noted(other)))).await
@@ -672,7 +677,7 @@ async fn is_published_elsewhere(context: &Context, place: &Published) -> Result<
 
 async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-    // Of one that waits for its attachment its driver knows nothing, unless it was staged for another pod.
+    // The driver does not know a volume that waits for its attachment, unless another pod has staged it.
     let is_noted = blocking(move || Ok(dirs.is_noted(&own))).await?;
     if is_noted {
         let registered = context.csi.driver(&place.data.driver_name)?;
@@ -686,7 +691,7 @@ async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let is_last = !is_published_elsewhere(context, place).await?;
     let is_left = is_last && staged(context, place).await?.is_some();
     let (dirs, own) = (context.csi.dirs.clone(), place.clone());
-    // Where it is staged is noted by itself: what is cut off after this is known to the next agent.
+    // The staging path has its own record, so the next agent unstages the volume if this one is stopped here.
     blocking(move || dirs.forget(&own, is_last && !is_left)).await?;
     if is_left {
         context.csi.stays(place);
@@ -694,7 +699,7 @@ async fn one(context: &Context, place: &Published) -> Result<(), VolumeError> {
     Ok(())
 }
 
-/// How full the volumes are that drivers have published for a pod: as the driver says, or else as their filesystem does.
+/// The usage of a pod's published volumes, from the driver or else from the filesystem.
 pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
     let of_pod = |place: &&Published| place.uid == uid && !place.block;
     let all: Vec<Published> = lock(&context.csi.published)
@@ -752,7 +757,7 @@ async fn full(context: &Context, place: &Published) -> Result<VolumeFigures, Vol
         figures.abnormal = answer.volume_condition.map(|c| c.abnormal);
         return Ok(figures);
     }
-    // A server that is gone pins one thread for each such volume, and none that others need.
+    // A network filesystem that hangs blocks one thread per volume; others do not use this thread.
     let (key, target) = (place.target.display().to_string(), place.target.clone());
     let ask = move || Room::of(&target).map_err(HostError::from);
     let room = context.csi.rooms.call(&key, ASKING, ask).await?;

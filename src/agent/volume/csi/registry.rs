@@ -1,5 +1,5 @@
-//! Storage drivers, and the device plugins and drivers of dynamic resources that register as they do, are registered as they appear and forgotten as they go
-//! (kubelet spec, 9.5 and 14.5).
+//! Registers plugins as their sockets appear, and removes them as the sockets disappear: CSI drivers, DRA drivers, and
+//! device plugins that use the same registration (`pkg/kubelet/pluginmanager`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -25,26 +25,26 @@ use crate::csi::{Driver, Plugin, Report, ask, tell};
 use crate::host::blocking;
 use crate::sys::watch::Changes;
 
-/// How often the directory of registrations is looked at in any case.
+/// Maximum time between scans of the registration directory.
 const LOOK: Duration = Duration::from_secs(60);
-/// The pauses before a socket that failed is asked again.
+/// Back-off after a failed registration.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(120));
-/// The pauses before the API is told again; the node is not ready until it knows.
+/// Back-off between CSINode updates. The node is not ready until the first update succeeds.
 const REPORT_RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(10));
 
-/// The node's annotation with the drivers' names for it.
+/// The node's annotation with the node ids of drivers.
 const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
-/// Why a node is not ready until its CSINode is there, in the kubelet's words.
+/// Why a node is not ready before its CSINode exists, in the kubelet's words.
 const PENDING: &str = "CSINode is not yet initialized";
 
-/// How deep below that directory sockets are looked for.
+/// How many levels below the registration directory are scanned for sockets.
 const DEPTH: u32 = 3;
 
-/// What a socket in the directory of registrations has come to.
+/// A socket in the registration directory.
 struct Socket {
-    /// Another file under the same name is another registration.
+    /// Distinguishes files of the same name: a new file is a new registration.
     identity: (u64, i64),
-    /// Who is behind it is being registered.
+    /// Whether its registration is in progress.
     is_tried: bool,
     name: Option<String>,
     next: Instant,
@@ -57,17 +57,17 @@ impl Socket {
     }
 }
 
-/// The sockets in the directory of registrations. Each is tried in a task of its own: one that does not answer holds up
-/// no other.
+/// The sockets in the registration directory. Each is registered in its own task, so that
+/// an unresponsive plugin does not delay others.
 #[derive(Default)]
 struct Sockets {
     known: BTreeMap<PathBuf, Socket>,
-    /// By socket, what came of it: a name.
+    /// The registrations in progress; each returns its socket and the plugin's name.
     tries: JoinSet<(PathBuf, Result<String, String>)>,
 }
 
 impl Sockets {
-    /// Begins to register those that are new or due for another try.
+    /// Starts to register the sockets that are new or due for a retry.
     fn begin(&mut self, context: &Arc<Context>, found: BTreeMap<PathBuf, (u64, i64)>) {
         let now = Instant::now();
         for (path, identity) in found {
@@ -105,7 +105,7 @@ impl Sockets {
         }
     }
 
-    /// Until when there is nothing to begin.
+    /// Time until the next registration is due, at most [`LOOK`].
     fn pause(&self) -> Duration {
         let waiting = self.known.values().filter(|socket| socket.waits());
         let left = waiting.map(|s| s.next.saturating_duration_since(Instant::now()));
@@ -114,7 +114,7 @@ impl Sockets {
 }
 
 impl Csi {
-    /// What CSINode says of the drivers.
+    /// The drivers in the format of CSINode.
     fn described(&self) -> Vec<CSINodeDriver> {
         let of = |(name, registered): (&String, &Registered)| CSINodeDriver {
             name: name.clone(),
@@ -129,7 +129,7 @@ impl Csi {
     }
 }
 
-/// The sockets in the directory of registrations, with what tells one file from the next under its name.
+/// The sockets below the registration directory, each with the identity of its file.
 fn sockets_below(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -144,7 +144,7 @@ fn sockets_below(dir: &Path, depth: u32) -> BTreeMap<PathBuf, (u64, i64)> {
     found
 }
 
-/// Registers drivers as they appear, until the process ends.
+/// Registers drivers as they appear, until the process exits.
 pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     let dir = context.config.root_dir.join("plugins_registry");
     if let Err(error) = std::fs::create_dir(&dir)
@@ -165,11 +165,12 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     futures::future::join(registering, reporting).await;
 }
 
-/// Registers those behind sockets as they appear, and forgets them as they go. It waits for none of them, nor for the API.
+/// Registers plugins as their sockets appear, and removes them as the sockets
+/// disappear. Waits neither for plugins nor for the API.
 async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) {
     let mut sockets = Sockets::default();
     loop {
-        // Before the listing: what comes after it ends the wait below.
+        // Watched before the listing: a later change ends the wait below.
         let changes = Changes::of(dir);
         let listed = dir.to_owned();
         let found = blocking(move || Ok(sockets_below(&listed, DEPTH)))
@@ -182,7 +183,7 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
         let pause = sockets.pause();
         tokio::select! {
             biased;
-            // A panic ends the process.
+            // A panic terminates the process.
             Some(Ok((path, outcome))) = sockets.tries.join_next() => {
                 sockets.ended(&path, outcome);
                 changed.notify_one();
@@ -192,7 +193,7 @@ async fn register_sockets(context: &Arc<Context>, dir: &Path, changed: &Notify) 
     }
 }
 
-/// Tells the API which drivers there are, whenever that has changed.
+/// Publishes the drivers in the API whenever they change.
 async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, changed: &Notify) {
     let (mut told, mut served) = (
         None::<(Option<String>, Vec<CSINodeDriver>)>,
@@ -206,7 +207,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         served.extend(now.iter().map(|driver| driver.name.clone()));
         let node = context.node.borrow().clone();
         let registered = node.is_some() || nodes.is_none();
-        // Another Node of this name has another CSINode: the garbage collector removes that of the one before.
+        // A recreated Node needs a new CSINode: the garbage collector deletes that of its predecessor.
         let report = |node: &Node| (node.uid(), now.clone());
         if let Some((nodes, node)) = nodes.zip(node)
             && told.as_ref() != Some(&report(&node))
@@ -227,7 +228,8 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
     }
 }
 
-/// Tells the API of the drivers there are `now`, of all that were served; whether it knows.
+/// Publishes the drivers: those registered `now`, and the removal of other
+/// `served` ones. Returns whether this succeeded.
 async fn tell_of(
     context: &Context,
     nodes: &dyn NodeApi,
@@ -254,17 +256,17 @@ async fn tell_of(
     told.is_ok()
 }
 
-/// When drivers were last asked what they say of themselves and this node.
+/// When each driver was last queried for its information about this node.
 #[derive(Default)]
 struct Refreshed {
     last: BTreeMap<String, Instant>,
-    /// Those that are being asked.
+    /// The queries in progress.
     asked: JoinSet<()>,
 }
 
 impl Refreshed {
-    /// Asks those that are due, by their CSIDriver objects or as somebody has seen that a number does not hold any more.
-    /// The answer is when the next one is due.
+    /// Queries drivers whose information is due by their CSIDriver object, or known to be
+    /// outdated. Returns the time until the next query.
     async fn look(&mut self, context: &Arc<Context>) -> Option<Duration> {
         while self.asked.try_join_next().is_some() {}
         let outdated = std::mem::take(&mut *lock(&context.csi.outdated));
@@ -295,7 +297,7 @@ impl Refreshed {
     }
 }
 
-/// Asks a driver anew. One that does not answer is asked again when it is due.
+/// Queries a driver. A failed query is repeated when the next one is due.
 async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
     match registered.driver.info().await {
         Ok(info) => {
@@ -314,9 +316,9 @@ async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
     }
 }
 
-/// Forgets the sockets that have gone. A driver goes with the socket that it has registered with, unless it has another:
-/// a driver that is being replaced has two for a while. One that is being tried goes when that has ended. Whether any has
-/// gone that was registered.
+/// Removes sockets that disappeared. A driver is removed with its registration socket, unless it has registered another
+/// one: during an update a driver has two. A socket whose registration is in progress is kept until that completes.
+/// Returns whether a registered plugin was removed.
 fn forget_gone(
     context: &Context,
     known: &mut BTreeMap<PathBuf, Socket>,
@@ -338,7 +340,7 @@ fn forget_gone(
         };
         let now = context.clock.now();
         if context.claims.lose(&name, &path) {
-            // Other instances of it stay registered.
+            // Other instances of the driver stay registered.
             tracing::info!(driver = name, socket = %path.display(), "a driver of dynamic resources has gone");
             continue;
         }
@@ -355,7 +357,7 @@ fn forget_gone(
     has_gone
 }
 
-/// Registers who is behind a socket; the answer is the name.
+/// Registers the plugin of a socket. Returns its name.
 async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String> {
     let socket = &path.display().to_string();
     let plugin = ask(socket)
@@ -426,7 +428,7 @@ async fn accept_driver(
         ?capabilities,
         "a driver is registered"
     );
-    // What a driver that was started anew has staged is not known: it is asked to stage again, which it can repeat.
+    // A restarted driver may have lost its staged volumes. They are staged again, which is idempotent.
     let own = csi::unique_name(&plugin.name, "");
     lock(&context.csi.staged).retain(|name| !name.starts_with(&own));
     lock(&context.csi.drivers).insert(
@@ -438,12 +440,12 @@ async fn accept_driver(
             info,
         },
     );
-    // Pods that waited for it need not wait for their next try.
+    // Pods that wait for the driver can retry immediately.
     context.ledger.drivers_changed();
     Ok(())
 }
 
-/// Tells the API which drivers there are: in CSINode, and in the node's annotation and labels.
+/// Publishes the drivers in CSINode, and in the node's annotation and labels.
 async fn report(
     context: &Context,
     nodes: &dyn NodeApi,

@@ -1,7 +1,6 @@
-//! Volumes that no pod has any more and that their drivers have not unstaged yet. The end of a pod waits for its own part
-//! alone, as with a kubelet, whose `UnmountDevice` is an operation of its own: a driver that refuses NodeUnstageVolume, or
-//! does not answer it, holds up neither the pod that had the volume nor other volumes. Until it is unstaged the node says
-//! that the volume is in use.
+//! Unstages volumes without a pod. A pod's termination waits only for its own unpublishing, as in the kubelet, where
+//! `UnmountDevice` is a separate operation. So a driver that fails or does not answer NodeUnstageVolume blocks neither
+//! the pod nor other volumes. Until a volume is unstaged, the node reports it in use.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,11 +18,11 @@ use crate::core::repeated::RepeatedFailures;
 use crate::host::blocking;
 use crate::host::volume::csi::Published;
 
-/// Pauses between tries: as long as the kubelet's at most.
+/// Back-off between attempts; the maximum is the kubelet's.
 const RETRY: Doubling = Doubling::new(Duration::from_millis(500), Duration::from_secs(122));
 
 impl Csi {
-    /// A volume stays staged although its last pod has given it back.
+    /// Records that a volume is still staged after its last pod has released it.
     pub(super) fn stays(&self, place: &Published) {
         if lock(&self.staying)
             .insert(unique_name(place), place.clone())
@@ -34,7 +33,7 @@ impl Csi {
         }
     }
 
-    /// It is unstaged, or in use again.
+    /// Records that a volume is unstaged, or used again.
     fn stays_no_more(&self, place: &Published) {
         lock(&self.staying).remove(&unique_name(place));
         self.settle(place);
@@ -42,7 +41,7 @@ impl Csi {
     }
 }
 
-/// Has drivers unstage what stays, each volume by itself. Never returns.
+/// Unstages volumes, each in its own task. Never returns.
 pub async fn run(context: Arc<Context>) {
     let mut tries = JoinSet::new();
     loop {
@@ -77,11 +76,11 @@ async fn until_unstaged(context: Arc<Context>, place: Published) {
     }
 }
 
-/// Has a volume unstaged, unless a pod has it again, and removes what is kept of it.
+/// Unstages a volume and removes its record, unless a pod uses it again.
 async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError> {
     let turn = context.csi.turn(place);
     let _turn = turn.lock().await;
-    // Who has it now has it unstaged at the end.
+    // The pod that uses the volume now unstages it later.
     if super::is_published_elsewhere(context, place).await? {
         context.csi.stays_no_more(place);
         return Ok(());
@@ -89,7 +88,7 @@ async fn unstage(context: &Context, place: &Published) -> Result<(), VolumeError
     if let Some(staged) = super::staged(context, place).await? {
         have_unstaged(context, place, &staged).await?;
     }
-    // Before the turn ends: whoever has it next is to be waited for anew.
+    // Before the lock is released: the next pod must report the volume again.
     context.csi.stays_no_more(place);
     Ok(())
 }
@@ -101,7 +100,7 @@ async fn have_unstaged(
 ) -> Result<(), VolumeError> {
     let data = &place.data;
     let registered = context.csi.driver(&data.driver_name)?;
-    // Whatever comes of it: the next pod has it staged anew.
+    // Whether the call succeeds or not, the next pod must stage the volume again.
     lock(&context.csi.staged).remove(&unique_name(place));
     let (begun, staged) = (Instant::now(), staged.display().to_string());
     let unstaged = registered
