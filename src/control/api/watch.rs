@@ -31,7 +31,7 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum number of lines queued for a client, and of changes read from the history at a time.
 /// It bounds the memory for clients that do not read.
 const AHEAD: usize = 16;
-/// How long a line may wait in the queue before the watch is closed.
+/// How long a send may wait for a full queue before the watch is closed.
 const SLOW: Duration = Duration::from_secs(60);
 
 /// One line of a watch.
