@@ -77,7 +77,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
-    // A client certificate that can only call agents: the address in a node's status is not trusted.
+    // A client certificate without other permissions than to call agents: it is presented
+    // to any address that a node's status names.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
     let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
     let (service_range, api_port) = (settings.service_range, settings.port);

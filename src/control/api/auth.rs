@@ -1,9 +1,10 @@
 //! Authentication and the built-in authorisation rules.
 //!
-//! Authentication: client certificates (CN is the user, O the groups), service-account tokens and bootstrap tokens.
-//! Authorisation is deny-by-default. `system:masters` may do everything, a node what a kubelet needs. Authenticated
-//! users may use discovery, and everyone may read health and version. All other rights come from RBAC
-//! ([`super::rbac`]). For nodes, [`super::graph`] also checks the relation to the object.
+//! Users are authenticated by client certificate (CN is the user, O the groups),
+//! service-account token or bootstrap token.
+//! Authorisation is deny-by-default. `system:masters` has all permissions, a node those that a kubelet needs.
+//! Authenticated users may use discovery, and everyone may read health and version. All other permissions derive from
+//! RBAC ([`super::rbac`]). For nodes, [`super::graph`] also checks that the object is related to the node.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -332,7 +333,7 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     user.node().is_some_and(|node| node_may(node, ask))
 }
 
-/// The requests that a node's agent may make (upstream's `NodeRules` and node authoriser). The
+/// The requests that a node's agent is allowed (upstream's `NodeRules` and node authoriser). The
 /// graph restricts the objects, admission the content.
 fn node_may(node: &str, ask: &Ask<'_>) -> bool {
     let read = matches!(ask.verb, "get" | "list" | "watch");

@@ -57,7 +57,7 @@ pub fn requested_by(request: &mut Value, user: &User) {
 }
 
 /// Copies the conditions of an `/approval` write to the stored request and sets their
-/// times. Nothing else of the request can change.
+/// times. The rest of the request stays unchanged.
 pub fn approve(request: &mut Value, status: &Value) {
     let known = list(request, &["status", "conditions"]).to_vec();
     let mut by_type: HashMap<Option<&Value>, &Value> = HashMap::new();

@@ -16,7 +16,7 @@ use super::schema;
 use super::write::{RETRIES, Written};
 use crate::control::store::{Bytes, Expect, Record, WriteError};
 
-/// Largest grace period, in seconds. Clients keep the field as an int32 in some places.
+/// Maximum grace period, in seconds. Some clients store the field as an int32.
 pub(super) const MAX_GRACE: i64 = i32::MAX as i64;
 
 impl Api {

@@ -282,7 +282,7 @@ pub fn openapi_index() -> Value {
 }
 
 /// `GET /openapi/v3/<path>`, which `kubectl apply` and `create -f` fetch. Its `fieldValidation`
-/// parameters tell them that the server validates fields.
+/// parameters announce that the server validates fields.
 #[must_use]
 pub fn openapi(path: &str) -> Option<Value> {
     let (group, version) = groups().into_iter().find(|(g, v)| path_of(g, v) == path)?;

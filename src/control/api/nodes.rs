@@ -74,8 +74,8 @@ async fn told(answer: Response<Body>, pod: &str) -> ApiError {
     }
 }
 
-/// Whether an address may belong to a node. Loopback, link-local and similar addresses are rejected: a node that
-/// reports one could make the apiserver connect to itself (CVE-2022-3294).
+/// Whether an address may belong to a node. Loopback, link-local and similar addresses are rejected. If a node reported
+/// one, the apiserver could connect to itself (CVE-2022-3294).
 fn is_allowed(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => {

@@ -1,4 +1,4 @@
-//! Reading and writing fields of objects held as JSON values.
+//! Reads and writes fields of objects as JSON values.
 
 use serde_json::{Map, Value, json};
 
@@ -6,7 +6,7 @@ use super::error::ApiError;
 use super::resources::Resource;
 use crate::control::store::Attrs;
 
-/// Maximum nesting depth of an object; serde_json cannot parse deeper ones.
+/// Maximum nesting depth of an object, below serde_json's recursion limit of 128.
 pub const MAX_DEPTH: usize = 100;
 /// Maximum size of an object, in bytes of JSON. Bodies have the same limit, but repeated patches can grow an object.
 pub const MAX_SIZE: usize = 3 << 20;

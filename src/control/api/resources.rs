@@ -42,7 +42,7 @@ pub enum Sub {
     Scale,
     /// Pods: binding to a node.
     Binding,
-    /// Pods: deletion that respects disruption budgets.
+    /// Pods: eviction; without disruption budgets it deletes the pod.
     Eviction,
     /// Namespaces: removal of spec finalizers.
     Finalize,

@@ -1,6 +1,6 @@
-//! The writes that a node's agent may make: its own Node and Lease, and the mirrors and statuses of
-//! its pods (upstream's admission plugin NodeRestriction). Authorisation restricts which objects a
-//! node may write; this module restricts their content. Pure.
+//! The writes that a node's agent is allowed: its own Node and Lease, and the mirrors and statuses of
+//! its pods (upstream's admission plugin NodeRestriction). Authorisation restricts which objects a node
+//! may write; this module restricts their content. Pure.
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
@@ -578,8 +578,8 @@ pub struct TokenAsk<'a> {
     pub audiences: &'a [String],
 }
 
-/// Checks a token request of a node. The token must be bound to a pod of the node, and its audience must be one that
-/// the pod or a CSI driver of its volumes needs. `drivers` returns a driver's audiences; `allowed` returns whether RBAC
+/// Checks a token request of a node. The token must be bound to a pod of the node. Its audience must be one that the
+/// pod or a CSI driver of its volumes needs. `drivers` returns a driver's audiences; `allowed` returns whether RBAC
 /// allows the node tokens for an audience.
 ///
 /// # Errors

@@ -28,7 +28,7 @@ use crate::https::{
 const BODY_LIMIT: usize = 3 << 20;
 /// Timeouts for receiving a body, and then for handling the request. Watches and streams are not limited.
 const REQUEST_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
-/// How long a client may read nothing of a response before its connection is closed; equal to
+/// How long a client may stop reading a response before its connection is closed; equal to
 /// kube-apiserver's default `--request-timeout`.
 const UNREAD: Duration = Duration::from_secs(60);
 /// Connections have no idle timeout, because clients keep watches and idle connections open.
@@ -99,7 +99,7 @@ async fn stream(
     name: &str,
 ) -> Result<hyper::Response<Body>, ApiError> {
     let user = who(api, peer, request.headers(), request.extensions())?;
-    // Streams can run commands, so they need `create` whatever the method (since Kubernetes 1.35).
+    // Streams can run commands, so they need `create` for every HTTP method (since Kubernetes 1.35).
     let verb = match (sub, request.method().as_str()) {
         (Sub::Log, "GET") => Some("get"),
         (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),

@@ -1,6 +1,6 @@
 //! Allocation of cluster IPs and node ports (`pkg/registry/core/service/storage/alloc.go`). Values are allocated when a
 //! service needs them, kept by its updates, and released when it is deleted or no longer needs them. The stored
-//! services are the only record of what is allocated, so the caller holds a lock while it allocates and stores.
+//! services are the only record of allocations, so the caller locks allocation and storing.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;

@@ -15,8 +15,8 @@ use crate::core::lock::lock;
 const MAX_BYTES: usize = 32 << 20;
 /// Maximum number of unread response bytes of all users.
 const MAX_ALL_BYTES: usize = 256 << 20;
-/// Maximum number of watches and followed logs per user: a quarter of the server's connections, and
-/// more than the agent of a node with 500 pods opens.
+/// Maximum number of watches and followed logs per user. The value is a quarter of the server's connections, and more
+/// than the agent of a node with 500 pods opens.
 pub const MAX_LASTING: usize = 1024;
 
 /// The current use by all users.

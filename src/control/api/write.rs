@@ -148,7 +148,7 @@ fn remove_path(value: &mut Value, path: &str) {
     }
 }
 
-/// Checks that the body has the kind and namespace of the path, and fills in what it omits.
+/// Checks that the body has the kind and namespace of the path, and fills in omitted ones.
 pub(super) fn fit_to_path(
     resource: &Resource,
     namespace: Option<&str>,
@@ -227,8 +227,8 @@ impl Api {
                 generate_name(&mut fresh, &generate);
             }
             let name = object::name(&fresh).to_owned();
-            // The write requires that the namespace is unchanged since this check, so that nothing is created in a
-            // namespace whose deletion has begun.
+            // The write requires that the namespace is unchanged since this check. Otherwise an object could be created
+            // in a namespace whose deletion has begun.
             let requires = match namespace {
                 Some(namespace) => Some(admit::namespace(&self.store, resource, namespace, &name)?),
                 None => None,

@@ -1,6 +1,6 @@
-//! The attach/detach controller (`pkg/controller/volume/attachdetach/attach_detach_controller.go`). If a CSI driver
-//! requires it, a VolumeAttachment is created when a pod is bound to a node, and deleted after the last pod that needs
-//! it. The driver's external attacher performs the attachment.
+//! The attach/detach controller (`pkg/controller/volume/attachdetach/attach_detach_controller.go`). For CSI drivers
+//! that require it, a VolumeAttachment is created when a pod is bound to a node. It is deleted after the last pod that
+//! needs it. The driver's external attacher performs the attachment.
 
 mod disks;
 
@@ -244,7 +244,7 @@ impl World {
         steps
     }
 
-    /// Whether any volume can need an attachment. On most clusters of this kind, none does.
+    /// Whether any volume can need an attachment; on most small clusters none does.
     fn may_attach(&self) -> bool {
         let is_served =
             |v: &Arc<PersistentVolume>| v.spec.as_ref().is_some_and(|s| s.csi.is_some());

@@ -58,7 +58,7 @@ struct World {
     volumes: Vec<Arc<PersistentVolume>>,
     classes: Vec<Arc<StorageClass>>,
     pods: Vec<Arc<Pod>>,
-    /// Where directories are created, and the node of this machine; `None` if there is none.
+    /// Where directories are created, and the node of this machine; `None` disables provisioning.
     directories: Option<(PathBuf, String)>,
 }
 
@@ -557,8 +557,7 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
                 continue;
             }
             match take(&client, step.clone(), directories.as_ref()).await {
-                // 404 and 409: the step was based on stale state or is done already;
-                // the next reconciliation decides again.
+                // 404 and 409: the step was based on stale state; the next reconciliation decides again.
                 Err(error) if !matches!(code(&error), Some(404 | 409)) => {
                     tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
                     unfinished = true;

@@ -21,7 +21,7 @@ pub type Sign = Arc<dyn Fn(&Asked, bool, i64) -> Result<String, String> + Send +
 
 /// Maximum lifetime of a certificate, in seconds: one year.
 const LIFE: i64 = 365 * 24 * 3600;
-/// Retention of requests: decided or issued ones, and all others.
+/// Retention of requests: denied, failed or issued ones, and all others.
 const KEPT: (SignedDuration, SignedDuration) = (
     SignedDuration::from_hours(1),
     SignedDuration::from_hours(24),

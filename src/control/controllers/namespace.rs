@@ -1,6 +1,6 @@
-//! The namespace controllers: create the `default` service account and the CA ConfigMap in each namespace, and empty a
-//! namespace that is being deleted before its finalizer is removed
-//! (`pkg/controller/namespace/deletion/namespaced_resources_deleter.go`, `pkg/controller/serviceaccount`).
+//! The namespace controllers. They create the `default` service account and the CA ConfigMap in each namespace
+//! (`pkg/controller/serviceaccount`, `pkg/controller/certificates/rootcacertpublisher`). They delete the content of a
+//! namespace before its finalizer is removed (`pkg/controller/namespace/deletion/namespaced_resources_deleter.go`).
 
 use std::time::Duration;
 

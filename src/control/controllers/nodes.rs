@@ -113,9 +113,9 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
     (new != old).then_some(new)
 }
 
-/// Whether pods are evicted because of their node's health. If no node is ready, they are not:
-/// probably the control plane lost its connection, or the only node is being upgraded, and pods could
-/// not run elsewhere. Upstream calls this full disruption.
+/// Whether pods are evicted because of their node's health. They are not if no node is ready. Then probably the control
+/// plane lost its connection, or the only node is being upgraded, and pods could not run elsewhere. Upstream calls this
+/// full disruption (`pkg/controller/nodelifecycle/node_lifecycle_controller.go`).
 fn evicts(health: &[Health]) -> bool {
     health.contains(&Health::Ready)
 }
@@ -172,8 +172,8 @@ struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// Begins an observation and removes deleted nodes. Time in which this process was suspended is not counted against
-    /// nodes, because their heartbeats of that time are not read yet.
+    /// Begins an observation and removes deleted nodes. Time in which this process was suspended or blocked is not
+    /// counted against nodes, because their heartbeats of that time are not read yet.
     fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
         let there: HashSet<&String> = nodes
             .iter()

@@ -28,9 +28,9 @@ pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference
     }
 }
 
-/// Creates pods in batches of 1, 2, 4, … and stops after the first batch with a failure, so that an invalid template
-/// does not flood the API (upstream's `slowStartBatch`). Emits events for both outcomes as `component`. Returns how
-/// many pods were not created, and the error.
+/// Creates pods in batches of 1, 2, 4, … and stops after the first batch with a failure (upstream's `slowStartBatch`).
+/// An invalid template can therefore not flood the API. Emits events for both outcomes as `component`. Returns how many
+/// pods were not created, and the error.
 pub(super) async fn create<K: Resource<DynamicType = ()>>(
     client: &Client,
     (owner, component): (&K, &str),

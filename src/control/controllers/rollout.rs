@@ -119,8 +119,8 @@ pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSp
     value
 }
 
-/// The size changes of the next step; empty if there is nothing to do now. `running_old` is set while
-/// pods of old sets exist, for which a Recreate waits.
+/// The size changes of the next step; may be empty. `running_old` is set while pods of
+/// old sets exist, for which a Recreate waits.
 #[must_use]
 pub fn step(
     deployment: &Deployment,

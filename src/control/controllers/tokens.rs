@@ -1,4 +1,4 @@
-//! Secrets of type `kubernetes.io/service-account-token`: the controller adds the token of the account, the CA
+//! The controller of Secrets of type `kubernetes.io/service-account-token`. It adds the token of the account, the CA
 //! certificate and the namespace, and deletes the Secret with its account
 //! (`pkg/controller/serviceaccount/tokens_controller.go`).
 

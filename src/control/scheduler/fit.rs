@@ -223,8 +223,8 @@ fn owner(pod: &Pod) -> Option<&str> {
         .map(|o| o.uid.as_str())
 }
 
-/// Computes the merit: the mean free share of CPU and memory with the pod on the node (0 to
-/// 100), and up to 200 for few pods of the same owner.
+/// Computes the merit of a node. The mean free share of CPU and memory with the pod on the node counts 0 to 100. Few
+/// pods of the same owner count up to 200.
 fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
     let free = |((name, unasked), taken): ((&str, i64), &i64)| {
         let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);

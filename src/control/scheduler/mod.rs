@@ -32,7 +32,7 @@ const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_sec
 /// many pending pods to one evaluation per second.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Minimum duration of a scheduling cycle: pods that become due within this time are scheduled together.
+/// Minimum wait for pods in back-off: pods that become due within this time are evaluated together.
 const TOGETHER: Duration = Duration::from_millis(250);
 
 struct Waiting {

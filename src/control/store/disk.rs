@@ -85,7 +85,7 @@ impl Disk {
         Ok((disk, loaded))
     }
 
-    /// Writes all of `events` durably and deletes the changes `dropped`, or does nothing.
+    /// Writes `events` durably and deletes the changes `dropped`, in one transaction.
     /// `known` is the state that is visible to readers.
     pub fn commit(
         &mut self,

@@ -370,8 +370,8 @@ impl Store {
     }
 }
 
-/// Takes queued writes, decides each against the state after the previous ones, commits
-/// them together, and only then makes them visible.
+/// Takes queued writes, decides each against the state after the previous ones, and commits them
+/// together. Readers see them only after the commit.
 fn commit_loop(
     mut disk: Option<Disk>,
     // Changes to delete from the file: they are no longer in memory.
@@ -491,7 +491,7 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
     (events, replies)
 }
 
-/// Makes committed changes visible to readers. Returns the changes dropped from the history.
+/// Publishes committed changes to readers. Returns the changes dropped from the history.
 fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     let mut state = state
         .write()

@@ -250,7 +250,7 @@ async fn what_was_acknowledged_is_there_after_reopening() {
         .write(delete("a/1", record.revision))
         .await
         .expect("delete");
-    // A copy of the open file is what kill -9 would leave.
+    // A copy of the open file has the state that kill -9 would leave.
     let copy = dir.path().join("copy");
     std::fs::copy(&file, &copy).expect("copy");
     let again = Store::open(&copy, |_, _| Attrs::default()).expect("open the copy");

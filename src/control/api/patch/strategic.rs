@@ -63,7 +63,7 @@ fn unknown_directive(directive: &Value, map: &Map<String, Value>) -> ApiError {
     )
 }
 
-/// Merges a patch into a map; `parent` is the name of the field that holds the map.
+/// Merges a patch into a map; `parent` is the name of the map's field.
 pub(super) fn merge_map(
     target: &mut Map<String, Value>,
     patch: &Map<String, Value>,

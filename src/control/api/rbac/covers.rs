@@ -332,8 +332,8 @@ mod tests {
         }
     }
 
-    /// A body of 2 KB with a product of 38⁴ combinations: the number of steps is of the order of the number of words,
-    /// whether words repeat and whether they are held.
+    /// A body of 2 KB defines a product of 38⁴ combinations. The number of steps is in the order of the number of
+    /// words, for repeated and distinct words, and for held and other rules.
     #[test]
     fn a_product_takes_few_steps() {
         let held = [

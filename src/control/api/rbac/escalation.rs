@@ -18,7 +18,8 @@ struct Gift {
     name: String,
 }
 
-/// All permissions. An aggregated role can match roles that do not exist yet, so writing it needs all of them.
+/// All permissions. An aggregated role can match roles that do not exist yet, so
+/// setting an aggregation rule needs all of them.
 fn everything() -> [Rule; 2] {
     let all = || vec!["*".to_owned()];
     [

@@ -1,7 +1,7 @@
 //! Validation of writes to a job's `/status` (`pkg/registry/batch/job/strategy.go`,
 //! `pkg/apis/batch/validation/validation.go`). An external controller may write it (`managedBy`), so the status must be
-//! consistent in itself. Most rules apply only to fields that the write changes: a change of the spec can make the
-//! stored status inconsistent until the next status update.
+//! consistent in itself. Most rules apply only to fields that the write changes. A change of the spec can make the
+//! stored status invalid until the next write corrects it.
 
 use std::collections::HashSet;
 

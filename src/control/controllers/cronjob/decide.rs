@@ -331,8 +331,8 @@ mod tests {
         plan.events.iter().map(|(reason, _)| *reason).collect()
     }
 
-    /// The spec, the minute of the last schedule, the current time (on a day in January 2026), the expected job's
-    /// minute in Unix time, the event, and the wait in ms. Of several missed times, the latest is used.
+    /// Columns: spec, minute of the last schedule, current time (on a day in January 2026), minute of the expected job
+    /// in Unix time, event, wait in ms. Of several missed times, the latest is used.
     const TIMES: &str = r#"
 {} - 01T00:09:59 - - 1100
 {} - 01T00:10:00 29453770 - 600100

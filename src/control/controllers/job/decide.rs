@@ -97,7 +97,7 @@ struct Turn<'a> {
     indexes: Option<Indexes>,
     /// The failed indexes, if there is a back-off limit per index.
     failed_indexes: Option<Indexes>,
-    /// Failed pods whose replacement is not created yet, by index: it takes over their failure count.
+    /// Failed pods whose replacement is not created yet, by index. The replacement inherits their failure count.
     awaiting: BTreeMap<i32, &'a Pod>,
 }
 
@@ -280,7 +280,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Selects the failed pods that keep their finalizer until their replacement has taken over the failure count.
+    /// Selects the failed pods that keep their finalizer until their replacement has inherited the failure count.
     fn await_replacements(&mut self) {
         let spec = self.spec;
         let mut settled = self.indexes.clone().unwrap_or_default();

@@ -288,7 +288,7 @@ async fn release(api: &Api<Pod>, name: &str) -> Result<Option<Pod>, kube::Error>
     gone(api.patch(name, &PatchParams::default(), &patch).await)
 }
 
-/// Creates the pods of a plan, and subtracts those that fail from the status. Returns the last error.
+/// Creates the pods of a plan, and subtracts those that fail from the status. Returns the error, if any.
 async fn create(
     client: &Client,
     memory: &Memory,

@@ -37,7 +37,7 @@ impl World {
         }
     }
 
-    /// One reconciliation. Returns false if there was nothing to do.
+    /// One reconciliation. Returns false if no step was taken.
     fn turn(&mut self) -> bool {
         let plan = decide(&Seen {
             job: &self.job,
