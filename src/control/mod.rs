@@ -1,7 +1,6 @@
-//! The bundled minimal control plane: API, scheduler and the controllers that
-//! `kubectl create deployment` needs, in one process.
+//! The bundled minimal control plane: apiserver, scheduler and controllers in one process.
 //!
-//! It never imports the agent, and the agent never imports it: they meet over HTTPS.
+//! It does not import the node agent, and the node agent does not import it: they communicate over HTTPS.
 
 pub mod api;
 pub mod controllers;
@@ -22,21 +21,21 @@ use store::Store;
 /// Settings of the control plane.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Where the store and the certificates lie.
+    /// The directory of the store and the certificates.
     pub dir: PathBuf,
-    /// The addresses to listen on, besides those of [`Settings::addresses`].
+    /// Addresses to listen on, in addition to those of [`Settings::addresses`].
     pub bind: Vec<IpAddr>,
-    /// The port of the API; 0 is a free one.
+    /// The port of the API; 0 chooses a free port.
     pub port: u16,
-    /// The address under which nodes and pods reach it.
+    /// The address at which nodes and pods reach the API.
     pub advertise: IpAddr,
-    /// Cluster addresses of services.
+    /// The range of cluster IPs.
     pub service_range: ipnet::Ipv4Net,
 }
 
 impl Settings {
-    /// The addresses to listen on: this machine's own, the one under which nodes reach the API, and those of `bind`. An
-    /// unspecified address stands for all addresses of its family, and `::` for those of both.
+    /// The addresses to listen on: loopback, the advertised address, and those of `bind`. An unspecified address
+    /// replaces all addresses of its family; `::` replaces those of both.
     #[must_use]
     pub fn addresses(&self) -> Vec<IpAddr> {
         let all = [IpAddr::from([127, 0, 0, 1]), self.advertise];
@@ -53,7 +52,7 @@ impl Settings {
     }
 }
 
-/// Runs the control plane until the process ends.
+/// Runs the control plane until the process exits.
 pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let pki = pki::Pki::open(&settings.dir.join("pki"))?;
     let service_address = settings.service_range.hosts().next().map(IpAddr::V4);
@@ -78,12 +77,13 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let serving = pki.serving("kube-apiserver", &names, &addresses)?;
     let (private, public) = pki.token_keys()?;
     let store = Store::open(&settings.dir.join("store.redb"), api::object::index)?;
-    // It may call agents and nothing else: whatever a node's status names gets to see no more than that.
+    // A client certificate without other permissions than to call agents: it is presented
+    // to any address that a node's status names.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
     let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
     let (service_range, api_port) = (settings.service_range, settings.port);
     let is_ours = move |address: SocketAddr| {
-        // An address of this machine is one that can be bound.
+        // An address belongs to this machine if it can be bound.
         (address.port() == api_port && std::net::UdpSocket::bind((address.ip(), 0)).is_ok())
             || matches!(address.ip(), IpAddr::V4(ip) if service_range.contains(&ip))
     };
@@ -140,7 +140,8 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     );
     tracing::info!(?listen, port, "the control plane serves");
 
-    // A task each: a long turn of one delays no other. A panic ends the process (`https::end_process_on_panic`).
+    // One task per part, so that long work of one does not delay others. A panic stops
+    // the process (`https::end_process_on_panic`).
     let mut parts = Parts::new();
     let server = api::server::serve(api.clone(), listeners, tls);
     parts.spawn(named("the API server", server));
@@ -152,7 +153,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     Err(ended(parts).await)
 }
 
-/// Tasks that run until the process ends; each returns its name.
+/// Tasks that run until the process exits; each returns its name.
 type Parts = tokio::task::JoinSet<&'static str>;
 
 async fn named(name: &'static str, work: impl Future<Output = ()>) -> &'static str {
@@ -160,7 +161,7 @@ async fn named(name: &'static str, work: impl Future<Output = ()>) -> &'static s
     name
 }
 
-/// Waits until one of several parts ends; the others are cancelled. None is expected to.
+/// Waits until a part returns, which is always an error; the other parts are cancelled.
 async fn ended(mut parts: Parts) -> anyhow::Error {
     match parts.join_next().await {
         Some(Ok(name)) => anyhow::anyhow!("{name} ended"),
@@ -177,12 +178,12 @@ fn master() -> api::auth::User {
     }
 }
 
-/// Makes an object, if it is not there yet.
+/// Creates an object unless it exists.
 async fn post(api: &Api, path: &str, body: &Value) -> anyhow::Result<()> {
     send(api, "POST", path, body, 409).await
 }
 
-/// Writes an object; `fine` is answered where it is good as it is.
+/// Writes an object; `fine` is another response code that counts as success.
 async fn send(api: &Api, method: &str, path: &str, body: &Value, fine: u16) -> anyhow::Result<()> {
     let request = Request {
         method: method.into(),
@@ -201,7 +202,7 @@ async fn send(api: &Api, method: &str, path: &str, body: &Value, fine: u16) -> a
     }
 }
 
-/// The objects that every cluster has.
+/// Creates the objects that every cluster has.
 async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     for namespace in ["default", "kube-system", "kube-public", "kube-node-lease"] {
         post(
@@ -229,7 +230,7 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
             send(api, "PUT", &format!("{path}/{name}"), &renewed, 200).await?;
         }
     }
-    // Claims without a class get a directory of this machine once a pod wants them.
+    // The default class provisions a directory on this machine when a pod needs the claim.
     let class = json!({"metadata": {"name": "standard", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
         "provisioner": controllers::DIRECTORY, "reclaimPolicy": "Delete", "volumeBindingMode": "WaitForFirstConsumer"});
     post(api, "/apis/storage.k8s.io/v1/storageclasses", &class).await?;
@@ -242,14 +243,14 @@ async fn bootstrap(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     endpoints(api, settings).await
 }
 
-/// Where the `kubernetes` service leads: to this API. The address may differ from that of the last start.
+/// Writes the endpoints of the `kubernetes` service. The address may have changed since the last start.
 async fn endpoints(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     let family = if settings.advertise.is_ipv4() {
         "IPv4"
     } else {
         "IPv6"
     };
-    // An address of this machine alone leads nowhere from a pod: then the service has no endpoints.
+    // A loopback address is not reachable from pods, so the service then has no endpoints.
     let advertised: Vec<_> = Some(settings.advertise)
         .filter(|address| !address.is_loopback())
         .into_iter()
@@ -286,17 +287,17 @@ async fn endpoints(api: &Api, settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many events are kept, and for how long. Whoever may write events may write many.
+/// Maximum number and age of events. The number is limited because clients may create any number of events.
 const EVENTS: (usize, Duration) = (5000, Duration::from_secs(3600));
 
-/// Removes events that are older than [`EVENTS`] allows, and the oldest where there are more.
+/// Deletes events beyond the limits of [`EVENTS`], oldest first.
 async fn expire_events(api: Api) {
     loop {
         tokio::time::sleep(Duration::from_secs(30)).await;
         let age = jiff::SignedDuration::from_secs(EVENTS.1.as_secs().cast_signed());
         let before = api::object::stamp(jiff::Timestamp::now() - age);
         let (events, _) = api.store().list("events/");
-        // All of them are parsed, which holds no worker.
+        // Parses all events on a separate thread, so that no runtime worker is blocked.
         let parse = move || surplus_events(events, EVENTS.0, &before);
         let Ok(surplus) = tokio::task::spawn_blocking(parse).await else {
             continue;
@@ -309,7 +310,7 @@ async fn expire_events(api: Api) {
                 ..Request::default()
             })
         });
-        // Several at a time share a sync.
+        // Concurrent deletions share a disk sync.
         futures::stream::iter(removals)
             .buffer_unordered(32)
             .for_each(|_| std::future::ready(()))
@@ -317,7 +318,7 @@ async fn expire_events(api: Api) {
     }
 }
 
-/// Namespace and name of the events that were last seen before `before`, and of the oldest beyond `most`.
+/// Namespace and name of the events last seen before `before`, and of the oldest ones beyond `most`.
 fn surplus_events(
     events: Vec<(std::sync::Arc<str>, store::Record)>,
     most: usize,

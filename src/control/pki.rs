@@ -1,7 +1,7 @@
-//! The certificates of a bundled cluster: one CA, and what it signs. Keys are ECDSA P-256.
+//! The certificates of a bundled cluster: one CA and the certificates it signs. Keys are ECDSA P-256.
 //!
-//! Everything lies in one directory: `ca.crt`, `ca.key`, `apiserver.{crt,key}`, `sa.{key,pub}` and
-//! a pair per client. What exists is kept, so that a restart changes no identity.
+//! All files are in one directory: `ca.crt`, `ca.key`, `apiserver.{crt,key}`, `sa.{key,pub}` and a pair per client.
+//! Existing files are reused, so that a restart keeps all identities.
 
 use std::io::Write as _;
 use std::net::IpAddr;
@@ -16,10 +16,10 @@ use rcgen::{
 
 use crate::core::node::signing::{Asked, is_as_asked, pem};
 
-/// Why certificates cannot be made or read.
+/// Why certificates cannot be created or read.
 #[derive(Debug, thiserror::Error)]
 pub enum PkiError {
-    /// The directory cannot be written.
+    /// A file cannot be read or written.
     #[error("the certificate file {path} cannot be read or written: {source}")]
     File {
         /// The file.
@@ -27,7 +27,7 @@ pub enum PkiError {
         /// The cause.
         source: std::io::Error,
     },
-    /// A key or certificate is damaged.
+    /// A key or certificate is invalid.
     #[error(
         "certificates in {dir} cannot be made or used: {source}; if a file there is damaged, remove the directory and start anew"
     )]
@@ -37,7 +37,7 @@ pub enum PkiError {
         /// The cause.
         source: rcgen::Error,
     },
-    /// A certificate that was just signed says something else than was asked for; it is not given out.
+    /// A newly signed certificate differs from its request; it is not returned.
     #[error("the signed certificate differs from the request: {0}; this is a bug")]
     Differs(String),
 }
@@ -99,7 +99,8 @@ impl Pki {
         })
     }
 
-    /// The serving certificate of `user` for these names and addresses, made anew at each start so that they are right.
+    /// Issues the serving certificate of `user` for these names and addresses. It is reissued
+    /// at each start, because they may have changed.
     pub fn serving(
         &self,
         user: &str,
@@ -116,7 +117,7 @@ impl Pki {
         self.sign(params)
     }
 
-    /// A client certificate, kept in `<file>.crt` and `<file>.key`.
+    /// A client certificate, stored in `<file>.crt` and `<file>.key`.
     pub fn client(&self, file: &str, user: &str, groups: &[&str]) -> Result<Pair, PkiError> {
         let (cert_file, key_file) = (
             self.dir.join(format!("{file}.crt")),
@@ -143,7 +144,7 @@ impl Pki {
         Ok(pair)
     }
 
-    /// The key pair that signs service-account tokens: private and public, PEM.
+    /// The key pair for service-account tokens: private and public key, PEM.
     pub fn token_keys(&self) -> Result<(String, String), PkiError> {
         let file = self.dir.join("sa.key");
         if !file.exists() {
@@ -157,8 +158,8 @@ impl Pki {
         Ok((private, public))
     }
 
-    /// Signs what a node asks for, for so many seconds: what the certificate may be used for we say. The answer is PEM, and
-    /// has been compared with what was asked.
+    /// Signs a certificate request with a lifetime in seconds. The key usages are fixed, not taken from the request.
+    /// Returns PEM, after comparing the certificate with the request.
     pub fn sign_request(
         &self,
         asked: &Asked,
@@ -196,7 +197,7 @@ impl Pki {
                 + Duration::from_secs(u64::try_from(second).unwrap_or(0))
         };
         let seconds = seconds.clamp(0, i64::from(i32::MAX));
-        // Clocks differ: it is good since five minutes.
+        // The validity begins five minutes earlier, because clocks differ.
         (params.not_before, params.not_after) = (at(now - 300), at(now + seconds));
         let key = SubjectPublicKeyInfo::from_der(&asked.key).map_err(|e| self.crypto(e))?;
         let certificate = params
@@ -266,7 +267,7 @@ fn write(path: &Path, text: &str, mode: u32) -> Result<(), PkiError> {
     })
 }
 
-/// A kubeconfig with embedded credentials.
+/// Builds a kubeconfig with embedded credentials.
 #[must_use]
 pub fn kubeconfig(server: &str, ca: &str, user: &str, pair: &Pair) -> String {
     use base64::Engine as _;

@@ -1,4 +1,4 @@
-//! Mutating admission (control-plane spec, 6.3): what the server adds to objects on creation.
+//! Mutating admission: the fields that the apiserver adds on creation (upstream `plugin/pkg/admission`).
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,8 @@ use super::object::{at, entry, list, text};
 use super::resources::Resource;
 use crate::control::store::Store;
 
-/// Whether objects can be created in a namespace. Returns its key and revision: the answer holds as long as it is at that.
+/// Checks that objects can be created in a namespace. Returns the namespace's key and revision: the result is valid
+/// while the namespace has this revision.
 pub fn namespace(
     store: &Store,
     resource: &Resource,
@@ -32,8 +33,8 @@ pub fn namespace(
     Ok((key, record.revision))
 }
 
-/// Pods: service account, token volume, priority, default tolerations. May wait a little for the
-/// namespace's `default` account, which a controller makes.
+/// Pods: service account, token volume, priority, default tolerations. Waits up to one second for the namespace's
+/// `default` account, which a controller creates.
 pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), ApiError> {
     tolerations(&mut pod["spec"]);
     gated(pod);
@@ -49,7 +50,7 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
     }
     let name = super::object::name(pod).to_owned();
     let spec = entry(pod, "spec");
-    // `serviceAccount` is the older name of the field (upstream's conversion of v1 pods).
+    // `serviceAccount` is the deprecated name of the field (`pkg/apis/core/v1/conversion.go`).
     let account = ["serviceAccountName", "serviceAccount"]
         .iter()
         .filter_map(|key| spec.get(*key).and_then(Value::as_str))
@@ -86,7 +87,7 @@ pub async fn pod(store: &Store, namespace: &str, pod: &mut Value) -> Result<(), 
     Ok(())
 }
 
-/// Says that a pod with scheduling gates waits for them to go.
+/// Sets the condition `PodScheduled` of a pod with scheduling gates to `SchedulingGated`.
 fn gated(pod: &mut Value) {
     if list(pod, &["spec", "schedulingGates"]).is_empty() {
         return;

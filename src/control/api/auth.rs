@@ -1,9 +1,10 @@
-//! Who asks, and what they may do.
+//! Authentication and the built-in authorisation rules.
 //!
-//! Authentication: client certificates (CN is the user, O the groups) and service-account tokens.
-//! Authorisation is deny-by-default: `system:masters` may do everything, a node what a node agent
-//! needs, everybody authenticated may discover, everybody may see health and version; the rest is RBAC's
-//! ([`super::rbac`]), and what a node has to do with ([`super::graph`]).
+//! Users are authenticated by client certificate (CN is the user, O the groups),
+//! service-account token or bootstrap token.
+//! Authorisation is deny-by-default. `system:masters` has all permissions, a node those that a kubelet needs.
+//! Authenticated users may use discovery, and everyone may read health and version. All other permissions derive from
+//! RBAC ([`super::rbac`]). For nodes, [`super::graph`] also checks that the object is related to the node.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -17,16 +18,16 @@ use crate::control::store::Store;
 use crate::core::node::signing::subject;
 use crate::https::Certificate;
 
-/// The requester.
+/// The authenticated user of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct User {
     /// The user name.
     pub name: String,
     /// The unique id, if the authenticator knows one.
     pub uid: String,
-    /// The groups, the implied ones included.
+    /// The groups, including the implied ones.
     pub groups: Vec<String>,
-    /// What else is known of the user.
+    /// Further attributes that the authenticator adds (`authentication.kubernetes.io/…`).
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
@@ -47,7 +48,7 @@ impl User {
         self.groups.iter().any(|g| g == group)
     }
 
-    /// The node this user is the agent of.
+    /// The node whose agent this user is.
     #[must_use]
     pub fn node(&self) -> Option<&str> {
         self.name
@@ -55,7 +56,7 @@ impl User {
             .filter(|_| self.is_in("system:nodes"))
     }
 
-    /// As in review answers.
+    /// The user as `UserInfo` in the status of a review.
     #[must_use]
     pub fn info(&self) -> Value {
         let mut info = json!({"username": self.name, "groups": self.groups});
@@ -69,15 +70,15 @@ impl User {
     }
 }
 
-/// Whom a trusted client certificate (DER) stands for.
+/// The user of a trusted client certificate (DER).
 #[must_use]
 pub fn of_certificate(der: &[u8]) -> Option<User> {
     let (name, groups) = subject(der)?;
     Some(User::authenticated(name, String::new(), groups))
 }
 
-/// Decides who asks, by the certificate or else by the token. If all credentials that are presented are bad, the request is
-/// refused and not anonymous (upstream's `pkg/kubeapiserver/authenticator/config.go`).
+/// Determines the user from the certificate, else from the token. If the request presents credentials and all of them
+/// are invalid, the request is rejected, not treated as anonymous (`pkg/kubeapiserver/authenticator/config.go`).
 pub fn authenticate(
     certificate: Option<&Certificate>,
     authorization: Option<&str>,
@@ -102,17 +103,18 @@ pub fn authenticate(
     })
 }
 
-/// The token of an `Authorization` header; none of another scheme.
+/// The bearer token of an `Authorization` header; `None` for any other scheme.
 fn bearer(authorization: &str) -> Option<&str> {
     let (scheme, rest) = authorization.trim().split_once(' ')?;
     let token = rest.trim();
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
 }
 
-/// How long the token of something deleted still counts, in seconds: clocks differ (go-jose's `DefaultLeeway`).
+/// How long the token of a deleted object stays valid, in seconds. It allows for
+/// clock skew (go-jose's `DefaultLeeway`).
 const DELETED_LEEWAY: i64 = 60;
 
-/// A stored object, if it has the uid, and no deletion of it is due for longer than the leeway.
+/// Reads a stored object. `None` if its uid differs, or if its deletion has been due for longer than the leeway.
 fn alive(store: &Store, key: &str, uid: &str) -> Option<Value> {
     let object: Value = serde_json::from_slice(&store.get(key)?.value).ok()?;
     let before = super::object::later(jiff::Timestamp::now(), -DELETED_LEEWAY);
@@ -121,8 +123,8 @@ fn alive(store: &Store, key: &str, uid: &str) -> Option<Value> {
     (super::object::uid(&object) == uid && !over).then_some(object)
 }
 
-/// Verifies a service-account token: its signature, that it is meant for one of `audiences`, and that account and what it
-/// is bound to still exist. With the user come those of the audiences that it is meant for.
+/// Verifies a service-account token: the signature, that it is issued for one of `audiences`, and that the account and
+/// the bound object still exist. Returns the user and those of `audiences` that the token is issued for.
 #[must_use]
 pub fn of_token(
     token: &str,
@@ -135,7 +137,7 @@ pub fn of_token(
         .split_once('.')
         .filter(|(id, secret)| id.len() == 6 && secret.len() == 16)
     {
-        // It is meant for this API alone.
+        // A bootstrap token is valid for this API only.
         let user = of_bootstrap(id, secret, store).filter(|_| ours)?;
         return Some((user, vec![ISSUER.into()]));
     }
@@ -170,7 +172,7 @@ fn of_account(namespace: &str, account: &str, uid: &str) -> User {
     )
 }
 
-/// Who a token of TokenRequest stands for (upstream's `pkg/serviceaccount/claims.go`).
+/// The user of a TokenRequest token (`pkg/serviceaccount/claims.go`).
 fn of_claims(claims: &Value, store: &Store) -> Option<User> {
     let about = claims.get("kubernetes.io")?;
     let namespace = text(about, &["namespace"])?;
@@ -194,7 +196,7 @@ fn of_claims(claims: &Value, store: &Store) -> Option<User> {
     let (pod, node) = (named("pod"), named("node"));
     match (pod, node) {
         (Some((pod, uid)), _) => drop(alive(store, &format!("pods/{namespace}/{pod}"), uid)?),
-        // The node of a pod is there for who reads the token.
+        // If the token is bound to a pod, its node claim is informational and not verified.
         (None, Some((node, uid))) => drop(alive(store, &format!("nodes/{node}"), uid)?),
         (None, None) => {}
     }
@@ -215,8 +217,7 @@ fn of_claims(claims: &Value, store: &Store) -> Option<User> {
     Some(user)
 }
 
-/// Who the token of a Secret stands for, as long as the Secret holds that very token (upstream's
-/// `pkg/serviceaccount/legacy.go`).
+/// The user of a Secret's token, if the Secret still contains this token (`pkg/serviceaccount/legacy.go`).
 fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
     use base64::Engine as _;
     let [namespace, name, account, uid] =
@@ -241,10 +242,11 @@ fn of_secret(token: &str, claims: &Value, store: &Store) -> Option<User> {
     (!super::object::deleting(&found)).then(|| of_account(namespace, account, uid))
 }
 
-/// The label of a Secret whose token counts no more.
+/// Label of a Secret whose token is no longer accepted.
 const INVALID_SINCE: &str = "kubernetes.io/legacy-token-invalid-since";
 
-/// Who a bootstrap token stands for: it lies in a secret of kube-system, and may have ended (control-plane spec, 6.1).
+/// The user of a bootstrap token. The token is stored in a Secret of kube-system and can expire
+/// (`plugin/pkg/auth/authenticator/token/bootstrap/bootstrap.go`).
 fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
     use base64::Engine as _;
     let plain = |text: &str| {
@@ -293,26 +295,26 @@ fn of_bootstrap(id: &str, secret: &str, store: &Store) -> Option<User> {
     ))
 }
 
-/// What is asked, for authorisation.
+/// The attributes of a request for authorisation.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Ask<'a> {
     /// The verb, for instance `list`.
     pub verb: &'a str,
-    /// The group.
+    /// The API group.
     pub group: &'a str,
-    /// The plural.
+    /// The plural name of the kind.
     pub resource: &'a str,
-    /// The subresource or empty.
+    /// The subresource, or empty.
     pub sub: &'a str,
-    /// The namespace or empty.
+    /// The namespace, or empty.
     pub namespace: &'a str,
-    /// The name or empty; of a list, watch or deletion of many the one that a field selector fixes.
+    /// The name, or empty. For list, watch and deletecollection: the name that a field selector fixes.
     pub name: &'a str,
-    /// The node to which a field selector (`spec.nodeName`) confines it, or empty.
+    /// The node that a field selector (`spec.nodeName`) fixes, or empty.
     pub on_node: &'a str,
 }
 
-/// Whether `user` may do it.
+/// Whether the built-in rules allow the request. The caller also checks RBAC and, for nodes, the graph.
 #[must_use]
 pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     if user.is_in("system:masters") {
@@ -331,8 +333,8 @@ pub fn may(user: &User, ask: &Ask<'_>) -> bool {
     user.node().is_some_and(|node| node_may(node, ask))
 }
 
-/// What a node may do with the kinds of the API (upstream's `NodeRules` and node authorizer). The graph says with which
-/// objects, and admission with which content.
+/// The requests that a node's agent is allowed (upstream's `NodeRules` and node authoriser). The
+/// graph restricts the objects, admission the content.
 fn node_may(node: &str, ask: &Ask<'_>) -> bool {
     let read = matches!(ask.verb, "get" | "list" | "watch");
     let change = matches!(ask.verb, "update" | "patch");
@@ -387,7 +389,7 @@ pub fn may_get(user: &User, path: &str) -> bool {
                     .any(|p| path == *p || path.starts_with(&format!("{p}/")))))
 }
 
-/// The refusal, worded as clients expect it.
+/// The 403 response, in upstream's wording.
 #[must_use]
 pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
     let what = if ask.sub.is_empty() {
@@ -416,7 +418,7 @@ pub fn refusal(user: &User, ask: &Ask<'_>) -> ApiError {
     ))
 }
 
-/// Builds the question about a stored kind.
+/// Builds the attributes of a request for a stored kind.
 #[must_use]
 pub fn ask<'a>(
     verb: &'a str,
@@ -430,7 +432,7 @@ pub fn ask<'a>(
         group: resource.group,
         resource: resource.plural,
         sub,
-        // A namespace is in itself, so that a role in it can say who may look at it.
+        // A namespace counts as an object within itself, so that a role in it can grant access to it.
         namespace: if resource.kind == "Namespace" && namespace.is_empty() {
             name
         } else {

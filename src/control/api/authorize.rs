@@ -1,4 +1,4 @@
-//! Whether a request may be answered: its verb, what it is about, and who asks. Nothing of its body is needed for that.
+//! Authorisation of requests by verb, target and user. The body is not needed.
 
 use super::error::ApiError;
 use super::resources::{REVIEWS, Resource, Sub};
@@ -24,7 +24,7 @@ pub(super) fn verb(request: &Request, name: Option<&str>) -> Result<&'static str
 }
 
 impl Api {
-    /// Whether a user may do something.
+    /// Whether a user is allowed a request, by the built-in rules, the graph and RBAC.
     pub(super) fn may(&self, user: &auth::User, ask: &auth::Ask<'_>) -> bool {
         let related = || match user.node() {
             Some(node) if !user.is_in("system:masters") => {
@@ -41,7 +41,7 @@ impl Api {
         auth::may_get(user, path) || self.rbac.allows_path(&self.store, user, "get", path)
     }
 
-    /// What a request is about, if its user may ask for it.
+    /// The target of a request, if its user is authorised.
     pub(super) fn authorize(&self, request: &Request) -> Result<Target, ApiError> {
         let user = &request.user;
         let target = route::target(&request.path)?;
@@ -95,7 +95,7 @@ impl Api {
         sub: Option<Sub>,
     ) -> Result<(), ApiError> {
         let verb = verb(request, name)?;
-        // What a selector confines counts only where it confines what is done: a POST ignores it.
+        // Only these verbs apply the field selector; a POST ignores it, so it must not narrow the authorisation there.
         let selects = matches!(verb, "list" | "watch" | "deletecollection");
         let selector = selects
             .then(|| Selector::parse(resource, None, request.query.get("fieldSelector")).ok())

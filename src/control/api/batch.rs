@@ -1,5 +1,5 @@
-//! The kinds of batch/v1: their defaults, the generated selector, and how they are shown. What is checked is in
-//! `validate::batch` (pkg/apis/batch/v1/defaults.go, pkg/registry/batch/job/strategy.go).
+//! The kinds of batch/v1: defaults, the generated selector, and table columns (`pkg/apis/batch/v1/defaults.go`,
+//! `pkg/registry/batch/job/strategy.go`). Validation is in `validate::batch`.
 
 use serde_json::{Value, json};
 
@@ -10,11 +10,11 @@ use super::table;
 
 /// The API group.
 pub const GROUP: &str = "batch";
-/// The labels of a job's name on its pods: the present one, and the older one without a prefix.
+/// Labels on a job's pods with its name: the current label, and the older one without a prefix.
 pub const NAME_LABELS: [&str; 2] = ["batch.kubernetes.io/job-name", "job-name"];
-/// The labels of a job's uid on its pods: the present one, which its selector names, and the older one.
+/// Labels on a job's pods with its uid: the current label, which the selector uses, and the older one.
 pub const UID_LABELS: [&str; 2] = ["batch.kubernetes.io/controller-uid", "controller-uid"];
-/// What a DELETE without a policy is warned of.
+/// Warning for a DELETE without a propagation policy.
 pub const ORPHANS: &str = "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background to remove them or set propagationPolicy=Orphan to suppress this warning";
 
 /// Fills in the defaults of a kind.
@@ -34,7 +34,7 @@ pub(super) fn defaults(kind: &str, object: &mut Value) {
     }
 }
 
-/// What the template of the jobs leaves open is filled in when a job is made.
+/// Defaults the fields of a CronJob. The job template's own defaults are applied when a job is created from it.
 fn cron_defaults(spec: &mut Value) {
     default(spec, "concurrencyPolicy", json!("Allow"));
     default(spec, "suspend", json!(false));
@@ -67,7 +67,7 @@ fn job_defaults(spec: &mut Value) {
     template_defaults(spec);
 }
 
-/// The defaults of what a job and a job's template have in common: the pods, and the conditions of a failure policy.
+/// The defaults that jobs and job templates share: the pod template, and the conditions of a failure policy.
 fn template_defaults(spec: &mut Value) {
     let rules = spec
         .pointer_mut("/podFailurePolicy/rules")
@@ -83,8 +83,8 @@ fn template_defaults(spec: &mut Value) {
     defaults::template(spec);
 }
 
-/// Gives a new job its selector and its pods the labels for it, unless the job says that it brings its own. Labels that
-/// are there stay: if they are others, validation refuses them.
+/// Generates a new job's selector and the matching pod labels, unless `manualSelector` is set. Existing labels are
+/// kept; if they differ, validation rejects them.
 pub(super) fn generate_selector(job: &mut Value) {
     if job["spec"]["manualSelector"] == true || !job["spec"].is_object() {
         return;
@@ -111,7 +111,7 @@ fn entry_value<'a>(object: &'a mut Value, key: &str) -> &'a mut Value {
     &mut object[key]
 }
 
-/// What a client that creates a job, or a CronJob, is warned of.
+/// Warnings for the client that creates a job or a CronJob.
 pub(super) fn warnings(kind: &str, object: &Value) -> Vec<String> {
     let name = super::object::name(object);
     if !matches!(kind, "Job" | "CronJob") || super::validate::is_label(name) {

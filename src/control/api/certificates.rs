@@ -1,4 +1,4 @@
-//! Certificates that are asked for, allowed and issued, and the roots that are trusted (control-plane spec, 5.11).
+//! CertificateSigningRequests, ClusterTrustBundles and PodCertificateRequests (`pkg/registry/certificates`).
 
 use std::collections::HashMap;
 
@@ -40,7 +40,7 @@ const USAGES: [&str; 23] = [
     "netscape sgc",
 ];
 
-/// Notes who asks: what a client says of itself here does not count.
+/// Records the requesting user in the spec. Values that the client sent for these fields are overwritten.
 pub fn requested_by(request: &mut Value, user: &User) {
     let spec = entry(request, "spec");
     for key in ["username", "uid", "groups", "extra"] {
@@ -56,7 +56,8 @@ pub fn requested_by(request: &mut Value, user: &User) {
     }
 }
 
-/// Takes over the conditions of a request; nothing else of it may change. They get their times here.
+/// Copies the conditions of an `/approval` write to the stored request and sets their
+/// times. The rest of the request stays unchanged.
 pub fn approve(request: &mut Value, status: &Value) {
     let known = list(request, &["status", "conditions"]).to_vec();
     let mut by_type: HashMap<Option<&Value>, &Value> = HashMap::new();
@@ -90,12 +91,12 @@ pub fn approve(request: &mut Value, status: &Value) {
     entry(request, "status").insert("conditions".into(), conditions.into());
 }
 
-/// Whether a condition is somebody's decision, which only `/approval` takes.
+/// Whether a condition is an approval decision, which only `/approval` can write.
 fn is_decision(condition: &Value) -> bool {
     matches!(text(condition, &["type"]), Some("Approved" | "Denied"))
 }
 
-/// Keeps the decision about a request as it was, whatever a write to its status says.
+/// Restores the approval decision, so that a write to `/status` cannot change it.
 pub fn keep_decision(old: &Value, new: &mut Value) {
     let mut conditions: Vec<Value> = list(old, &["status", "conditions"]).to_vec();
     conditions.retain(is_decision);
@@ -113,7 +114,8 @@ pub fn keep_decision(old: &Value, new: &mut Value) {
     }
 }
 
-/// What a user must be allowed on the request's signer for a change, and the signer: `approve` to decide, `sign` to issue.
+/// The verb that a user needs on the request's signer for a change, and the
+/// signer: `approve` to decide, `sign` to issue.
 #[must_use]
 pub fn needs<'a>(sub: Option<Sub>, old: &Value, new: &'a Value) -> Option<(&'static str, &'a str)> {
     let verb = match sub {
@@ -124,7 +126,7 @@ pub fn needs<'a>(sub: Option<Sub>, old: &Value, new: &'a Value) -> Option<(&'sta
     Some((verb, text(new, &["spec", "signerName"]).unwrap_or_default()))
 }
 
-/// The DER of a request as it stands in the object: PEM, in base64.
+/// Decodes `spec.request` (base64 of PEM) to DER.
 fn der_of(base64: &str) -> Option<Vec<u8>> {
     use base64::Engine as _;
     request_der(
@@ -134,8 +136,8 @@ fn der_of(base64: &str) -> Option<Vec<u8>> {
     )
 }
 
-/// The common name in a request as it stands in the object; empty where there is none or more than one, and none if the
-/// request cannot be read.
+/// The common name in `spec.request` (base64 of PEM). Empty if the subject has no common name or
+/// several; `None` if the request cannot be parsed.
 pub fn common_name(base64: &str) -> Option<String> {
     let der = der_of(base64)?;
     let (_, csr) =
@@ -169,7 +171,7 @@ fn signer(object: &Value, errors: &mut Errors) {
     }
 }
 
-/// Whether a text is nothing but certificates in PEM.
+/// Whether a text consists of PEM certificates only.
 fn is_bundle(pem: &str) -> bool {
     let mut blocks = 0;
     for block in x509_parser::pem::Pem::iter_from_buffer(pem.as_bytes()) {
@@ -184,7 +186,7 @@ fn is_bundle(pem: &str) -> bool {
     blocks > 0
 }
 
-/// Checks an object.
+/// Validates an object of one of these kinds.
 pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     match kind {
         "CertificateSigningRequest" => {
@@ -239,7 +241,8 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
                     "must be one or more certificates in PEM, and nothing else",
                 ));
             }
-            // A bundle of a signer carries its name, so that names of others cannot be taken.
+            // The name of a signer's bundle begins with the signer's name, so that a
+            // signer cannot take the names of another.
             let (name, signer) = (
                 super::object::name(object),
                 text(object, &["spec", "signerName"]).unwrap_or_default(),
@@ -281,7 +284,7 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     }
 }
 
-/// Checks what an update changes: a request stays what was asked.
+/// Validates an update: the spec of a request is immutable.
 pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     let fixed = match kind {
         "CertificateSigningRequest" | "PodCertificateRequest" => old["spec"] != new["spec"],
@@ -297,7 +300,7 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
     }
 }
 
-/// The columns of a kind; none if it is not one of these.
+/// The table columns of a kind; `None` for other kinds.
 #[must_use]
 pub fn columns(kind: &str) -> Option<&'static [Column]> {
     Some(match kind {
@@ -322,7 +325,7 @@ pub fn columns(kind: &str) -> Option<&'static [Column]> {
     })
 }
 
-/// The cells of a row.
+/// The cells of a table row.
 #[must_use]
 pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = super::object::name(object);

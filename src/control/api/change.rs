@@ -1,4 +1,4 @@
-//! What a change of an object may touch, by the subresource that it goes through (control-plane spec, 3.5 and 4.4).
+//! Validation and merge of updates, by subresource (`staging/src/k8s.io/apiserver/pkg/registry/rest/update.go`).
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use super::resources::{Resource, Sub};
 use super::services;
 use super::validate;
 
-/// What is wrong with a change of an object or of one of its subresources.
+/// Validates an update of an object or of one of its subresources.
 pub(super) fn check(
     resource: &Resource,
     sub: Option<Sub>,
@@ -26,7 +26,8 @@ pub(super) fn check(
     };
     let mut errors = validate::object(resource, new);
     if !errors.is_empty() {
-        // What was stored before a rule came can still be changed otherwise, and lose its finalizers.
+        // Violations that are stored already do not block the update: an object that an older version accepted can
+        // still be changed, and its finalizers removed.
         let known = validate::object(resource, old);
         errors.retain(|error| !known.contains(error));
     }
@@ -34,11 +35,12 @@ pub(super) fn check(
     errors
 }
 
-/// Restores what the kind of write may not touch, and counts the generation.
+/// Restores the fields that this kind of write must not change, and increments the generation if the spec changes.
 pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mut Value) {
     match sub {
         Some(Sub::Status) => {
-            // Only the status changes, and labels, annotations and finalizers may go along (not for pods).
+            // A status update changes the status. Except for pods it can also change
+            // labels, annotations and finalizers.
             let status = new.get("status").cloned();
             let metadata = new["metadata"].clone();
             *new = old.clone();
@@ -127,7 +129,7 @@ pub(super) fn merge(resource: &Resource, sub: Option<Sub>, old: &Value, new: &mu
     }
 }
 
-/// What of the metadata is the server's alone.
+/// Restores the metadata that only the server may set.
 fn restore_metadata(old: &Value, new: &mut Value) {
     for key in [
         "uid",
@@ -160,7 +162,7 @@ mod tests {
 
     use super::*;
 
-    /// What an earlier version stored, and no rule allows any more, can lose its finalizers; a further breach is refused.
+    /// An object that violates a newer rule can still lose its finalizers; a further violation is rejected.
     #[test]
     fn an_update_is_refused_for_what_it_changes() {
         let resource = Resource::find("", "v1", "configmaps").expect("a resource");

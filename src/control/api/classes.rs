@@ -1,4 +1,5 @@
-//! What pods get from the classes they name: PriorityClass and RuntimeClass (control-plane spec, 6.3).
+//! Admission of pods by the classes they name (`plugin/pkg/admission/priority/admission.go`,
+//! `plugin/pkg/admission/runtimeclass/admission.go`).
 
 use serde_json::{Value, json};
 
@@ -7,7 +8,7 @@ use super::object::{at, entry, list, text};
 use super::resources::Resource;
 use crate::control::store::Store;
 
-/// Classes that every cluster has: name, value, description.
+/// Built-in priority classes: name, value, description.
 pub const SYSTEM: [(&str, i64, &str); 2] = [
     (
         "system-node-critical",
@@ -26,7 +27,7 @@ fn find(store: &Store, kind: &str, name: &str) -> Option<Value> {
     serde_json::from_slice(&store.get(&resource.key(None, name))?.value).ok()
 }
 
-/// The class of pods that name none.
+/// The priority class of pods without `priorityClassName`.
 fn global_default(store: &Store) -> Option<Value> {
     let resource = Resource::of_kind("PriorityClass")?;
     let classes = store
@@ -34,13 +35,13 @@ fn global_default(store: &Store) -> Option<Value> {
         .0
         .into_iter()
         .filter_map(|(_, r)| serde_json::from_slice::<Value>(&r.value).ok());
-    // Should there be several, the smallest counts.
+    // If several classes are marked as the default, the one with the smallest value applies.
     classes
         .filter(|c| c["globalDefault"] == true)
         .min_by_key(|c| c["value"].as_i64())
 }
 
-/// Fills in a new pod's priority.
+/// Sets a new pod's priority and preemption policy.
 pub fn priority(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let name = super::object::name(pod).to_owned();
     let wanted = text(pod, &["spec", "priorityClassName"])
@@ -92,7 +93,7 @@ pub fn priority(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Adds what a new pod's RuntimeClass asks for: overhead, and where it can run.
+/// Adds the overhead, node selector and tolerations of a new pod's RuntimeClass.
 pub fn runtime(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let name = super::object::name(pod).to_owned();
     let Some(wanted) = text(pod, &["spec", "runtimeClassName"])

@@ -1,10 +1,10 @@
-//! The defaults that the API stores (control-plane spec, 4.1).
+//! The defaults that the apiserver stores (`pkg/apis/core/v1/defaults.go` and its siblings).
 
 use serde_json::{Map, Value, json};
 
 use super::object::{at, entry, meta, text};
 
-/// Fills in a field that is not there, or empty: both mean that nobody chose.
+/// Sets a field that is absent, null or empty.
 pub(super) fn default(object: &mut Value, key: &str, value: Value) {
     if object.get(key).is_none_or(|v| v.is_null() || *v == "") {
         object[key] = value;
@@ -184,7 +184,7 @@ fn container(container: &mut Value, host_network: bool) {
             ("successThreshold", 1),
             ("failureThreshold", 3),
         ] {
-            // Upstream's types do not distinguish 0 from an absent number.
+            // Upstream's types do not distinguish 0 from absence.
             if probe[key] == 0 {
                 probe[key] = Value::Null;
             }
@@ -244,7 +244,7 @@ fn volume_source(volume: &mut Value) {
     }
 }
 
-/// As upstream's types have it, states of containers are always there, empty if nothing is known.
+/// Adds the container states `state` and `lastState`, empty if unknown: upstream's types always serialise them.
 fn container_states(status: &mut Map<String, Value>) {
     for list in [
         "containerStatuses",
@@ -263,7 +263,7 @@ fn container_states(status: &mut Map<String, Value>) {
     }
 }
 
-/// Requests are copied from limits in pods only: in templates that would change their hash.
+/// Copies requests from limits. This applies to pods only: in templates it would change the template hash.
 fn requests_from_limits(spec: &mut Value) {
     for list in ["containers", "initContainers"] {
         for container in spec
@@ -286,7 +286,7 @@ fn requests_from_limits(spec: &mut Value) {
     }
 }
 
-/// What a pod asks for as a whole is what its containers ask for, else its limit.
+/// Defaults pod-level requests to the sum of the containers' requests, else to the pod-level limit.
 fn whole_requests(spec: &mut Value) {
     use crate::core::pod::resources::{Side, of_pod_level};
     let Some(limits) = at(spec, &["resources", "limits"])
@@ -339,7 +339,7 @@ fn service(spec: &mut Value) {
     }
 }
 
-/// `stringData` is write-only: it ends up encoded in `data`.
+/// `stringData` is write-only: its values are stored base64-encoded in `data`.
 fn fold_string_data(secret: &mut Value) {
     use base64::Engine as _;
     let Some(Value::Object(plain)) = secret.as_object_mut().and_then(|s| s.remove("stringData"))

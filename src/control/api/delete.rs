@@ -1,4 +1,4 @@
-//! DELETE: grace, finalizers and propagation (control-plane spec, 3.7).
+//! DELETE: grace period, finalizers and propagation (`staging/src/k8s.io/apiserver/pkg/registry/rest/delete.go`).
 
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ use super::schema;
 use super::write::{RETRIES, Written};
 use crate::control::store::{Bytes, Expect, Record, WriteError};
 
-/// The longest grace, in seconds: what fits the field wherever it is kept as an int32.
+/// Maximum grace period, in seconds. Some clients store the field as an int32.
 pub(super) const MAX_GRACE: i64 = i32::MAX as i64;
 
 impl Api {
@@ -37,7 +37,7 @@ impl Api {
             warnings.push(batch::ORPHANS.to_owned());
         }
         refuse_own_namespace(resource, name)?;
-        // A pod that this request has marked with a grace period of 0.
+        // The pod as stored after this request set its grace period to 0.
         let mut marked: Option<Record> = None;
         for _ in 0..RETRIES {
             let fetched = self.fetch(resource, namespace, name);
@@ -82,9 +82,10 @@ impl Api {
         Err(ApiError::modified(resource.group, resource.plural, name))
     }
 
-    /// Writes a pod's grace period of 0 as a revision of its own, before the one that removes the pod. A kube-apiserver does
-    /// the same (`updateForGracefulDeletionAndFinalizers` in `registry/generic/registry/store.go`), and a kubelet reads the
-    /// grace period from it. `None` if the pod has changed meanwhile.
+    /// Writes a pod's grace period of 0 as a separate revision, before the one that removes the pod. A kubelet
+    /// reads the grace period from this revision. Upstream does the same (`updateForGracefulDeletionAndFinalizers`
+    /// in `staging/src/k8s.io/apiserver/pkg/registry/generic/registry/store.go`). `None` if the pod was changed
+    /// concurrently.
     async fn mark(
         &self,
         resource: &Resource,
@@ -102,7 +103,7 @@ impl Api {
         }
     }
 
-    /// DELETE of a collection: every matching object, with the same options.
+    /// DELETE of a collection: deletes every matching object with the same options.
     pub(super) async fn delete_collection(
         &self,
         resource: &'static Resource,
@@ -142,7 +143,7 @@ impl Api {
     }
 }
 
-/// Refuses the deletion of a namespace that the cluster itself needs.
+/// Rejects the deletion of a namespace that the cluster needs.
 fn refuse_own_namespace(resource: &Resource, name: &str) -> Result<(), ApiError> {
     let own = ["default", "kube-system", "kube-public", "kube-node-lease"];
     match resource.kind == "Namespace" && own.contains(&name) {
@@ -153,7 +154,7 @@ fn refuse_own_namespace(resource: &Resource, name: &str) -> Result<(), ApiError>
     }
 }
 
-/// Whether nothing holds a deleted object any longer.
+/// Whether an object that is being deleted can be removed: no finalizers, and no grace period.
 pub(super) fn is_finished(resource: &Resource, object: &Value) -> bool {
     let held = !list(object, &["metadata", "finalizers"]).is_empty()
         || !list(object, &["spec", "finalizers"]).is_empty() && resource.kind == "Namespace";
@@ -246,11 +247,11 @@ fn preconditions(resource: &Resource, old: &Value, body: &Value) -> Result<(), A
     Ok(())
 }
 
-/// Marks an object as deleted; true if it can go at once.
+/// Sets the deletion fields; returns true if the object can be removed immediately.
 fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions) -> bool {
     let was_deleting = deleting(object);
     let policy = options.policy.as_deref().filter(|_| !was_deleting);
-    // Only the garbage collector removes these finalizers, and only from kinds whose dependents it knows.
+    // Only the garbage collector removes these finalizers, and only from kinds whose dependents it tracks.
     if let Some(policy) = policy.filter(|_| resource.has_dependents()) {
         let mut finalizers: Vec<Value> = list(object, &["metadata", "finalizers"]).to_vec();
         finalizers.retain(|f| f != "orphan" && f != "foregroundDeletion");
@@ -271,7 +272,8 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
         let old_grace = object["metadata"]["deletionGracePeriodSeconds"]
             .as_i64()
             .unwrap_or(0);
-        // Only a shorter one than before, and none but the caller's (`BeforeDelete` in `registry/rest/delete.go`).
+        // A repeated DELETE can only shorten the grace period, and only if it names one (`BeforeDelete` in
+        // `staging/src/k8s.io/apiserver/pkg/registry/rest/delete.go`).
         let asked = if is_pod { options.grace } else { Some(0) };
         if let Some(grace) = asked.filter(|grace| *grace < old_grace) {
             let old: Option<jiff::Timestamp> =
@@ -302,7 +304,7 @@ fn mark_deleted(resource: &Resource, object: &mut Value, options: &DeleteOptions
     is_finished(resource, object)
 }
 
-/// A pod's grace: nobody waits for a pod that is on no node or has finished.
+/// A pod's grace period in seconds: 0 if the pod is not bound to a node or is in a terminal phase.
 fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
     let unassigned = text(pod, &["spec", "nodeName"])
         .unwrap_or_default()
@@ -324,7 +326,7 @@ fn pod_grace(pod: &Value, asked: Option<i64>) -> i64 {
         .clamp(0, MAX_GRACE)
 }
 
-/// The marked pod, if another request has removed it since: no pod has its name, or one with another uid.
+/// The marked pod, if a concurrent request has removed it: the name no longer exists, or has another uid.
 fn gone_meanwhile<'a>(
     fetched: &Result<(Record, Value), ApiError>,
     marked: Option<&'a Record>,

@@ -1,11 +1,12 @@
-//! What this server has: discovery in both forms, version, OpenAPI (control-plane spec, chapter 2).
+//! Discovery (aggregated and legacy), version and OpenAPI (KEP-3352,
+//! `staging/src/k8s.io/apiserver/pkg/endpoints/discovery`).
 
 use serde_json::{Value, json};
 
 use super::resources::{RESOURCES, REVIEWS, Resource, Sub};
 use crate::core::version;
 
-/// The content type by which a client knows aggregated discovery.
+/// The content type of aggregated discovery.
 pub const AGGREGATED: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
 
 fn groups() -> Vec<(&'static str, &'static str)> {
@@ -71,7 +72,7 @@ fn sub_kind(resource: &Resource, sub: Sub) -> (String, String, &'static str, Vec
     }
 }
 
-/// The names of the groups, each once.
+/// The group names, without duplicates.
 fn names() -> Vec<&'static str> {
     let mut names: Vec<&str> = groups().into_iter().map(|(group, _)| group).collect();
     let mut seen = std::collections::HashSet::new();
@@ -79,7 +80,7 @@ fn names() -> Vec<&'static str> {
     names
 }
 
-/// The versions of a group, the preferred one first.
+/// The versions of a group, preferred version first.
 fn versions(group: &str) -> Vec<&'static str> {
     groups()
         .into_iter()
@@ -96,7 +97,7 @@ fn served(group: &str, version: &str) -> impl Iterator<Item = &'static Resource>
     found.into_iter()
 }
 
-/// The reviews of a group; all of them are `v1`.
+/// The review kinds of a group; all of them are `v1`.
 fn reviews(
     group: &str,
     version: &str,
@@ -163,7 +164,7 @@ fn group_object(group: &str) -> Value {
     json!({"name": group, "preferredVersion": versions.first(), "versions": versions})
 }
 
-/// `GET /apis` in the older form.
+/// `GET /apis`, legacy form.
 #[must_use]
 pub fn group_list() -> Value {
     let list: Vec<Value> = names()
@@ -236,20 +237,21 @@ fn path_of(group: &str, version: &str) -> String {
     }
 }
 
-/// The content type by which kubectl asks for the older OpenAPI document.
+/// The content type with which kubectl requests OpenAPI v2.
 pub const OPENAPI_V2: &str = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf";
 
-/// `GET /openapi/v2`: a document without definitions. kubectl and Helm look here for what `/openapi/v3` does not
-/// describe, a `List` above all, and let pass what has no definition: the server validates it.
+/// `GET /openapi/v2`: a document without definitions. kubectl and Helm fall back to it for kinds
+/// that `/openapi/v3` does not describe, such as `List`. They skip client-side validation of kinds
+/// without a definition; the server validates them.
 #[must_use]
 pub fn openapi_v2() -> Value {
     json!({"swagger": "2.0", "info": {"title": "Holdfast", "version": version::REPORTED}, "paths": {}})
 }
 
-/// The same as protobuf, which is what kubectl reads.
+/// The same document as protobuf, the form that kubectl reads.
 #[must_use]
 pub fn openapi_v2_protobuf() -> Vec<u8> {
-    // All fields here are short, so that a length is one byte.
+    // All fields here are shorter than 128 bytes, so that each length is a single byte.
     let field = |number: u8, content: &[u8]| {
         let head = [
             number << 3 | 2,
@@ -279,8 +281,8 @@ pub fn openapi_index() -> Value {
     json!({"paths": paths})
 }
 
-/// `GET /openapi/v3/<path>`: what `kubectl apply` and `create -f` look for. They learn from it that the
-/// server validates fields itself.
+/// `GET /openapi/v3/<path>`, which `kubectl apply` and `create -f` fetch. Its `fieldValidation`
+/// parameters announce that the server validates fields.
 #[must_use]
 pub fn openapi(path: &str) -> Option<Value> {
     let (group, version) = groups().into_iter().find(|(g, v)| path_of(g, v) == path)?;

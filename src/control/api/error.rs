@@ -1,18 +1,18 @@
-//! API errors and their `Status` bodies (control-plane spec, 3.10).
+//! API errors and their `Status` bodies (`staging/src/k8s.io/apimachinery/pkg/api/errors/errors.go`).
 
 use serde_json::{Value, json};
 
-/// How many mistakes of one object are listed.
+/// Maximum number of causes in a response.
 const MAX_CAUSES: usize = 1000;
 
-/// One refused field of an object.
+/// One invalid field of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FieldError {
     /// The cause's reason, for instance `FieldValueRequired`.
     pub reason: &'static str,
     /// The path, for instance `spec.containers[0].image`.
     pub field: String,
-    /// What is wrong and what would be right.
+    /// The error and, where possible, the valid values.
     pub detail: String,
 }
 
@@ -40,7 +40,7 @@ impl FieldError {
         }
     }
 
-    /// `Unsupported value`, with the list of what is supported.
+    /// `Unsupported value`, with the list of supported values.
     pub fn unsupported(field: impl Into<String>, value: &str, supported: &[&str]) -> FieldError {
         let supported: Vec<String> = supported.iter().map(|s| format!("{s:?}")).collect();
         FieldError {
@@ -62,7 +62,7 @@ impl FieldError {
         }
     }
 
-    /// `Too long`: a text, or texts together, of more than `most` bytes.
+    /// `Too long`: one or more texts with more than `most` bytes in total.
     pub fn too_long(field: impl Into<String>, most: usize) -> FieldError {
         FieldError {
             reason: "FieldValueTooLong",
@@ -99,7 +99,7 @@ impl FieldError {
     }
 }
 
-/// An answer that is not a success.
+/// An error response.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{message}")]
 pub struct ApiError {
@@ -107,7 +107,7 @@ pub struct ApiError {
     pub code: u16,
     /// The machine-readable reason; empty for unclassified errors.
     pub reason: &'static str,
-    /// What a person reads.
+    /// The message for people.
     pub message: String,
     /// `details` of the Status.
     pub details: Value,
@@ -134,13 +134,13 @@ impl ApiError {
         Self::new(403, "Forbidden", message)
     }
 
-    /// 403 of a write that admission refuses (upstream's `admission.NewForbidden`).
+    /// 403 for a write that admission rejects (upstream's `admission.NewForbidden`).
     pub fn refused(group: &str, plural: &str, name: &str, why: &str) -> ApiError {
         let message = format!("{} {name:?} is forbidden: {why}", qualified(plural, group));
         Self::about(403, "Forbidden", message, group, plural, name)
     }
 
-    /// 404 of an object.
+    /// 404 for an object.
     pub fn not_found(group: &str, plural: &str, name: &str) -> ApiError {
         Self::about(
             404,
@@ -152,13 +152,13 @@ impl ApiError {
         )
     }
 
-    /// 409: the name is taken.
+    /// 409: the name exists already.
     pub fn already_exists(group: &str, plural: &str, name: &str) -> ApiError {
         let message = format!("{} {name:?} already exists", qualified(plural, group));
         Self::about(409, "AlreadyExists", message, group, plural, name)
     }
 
-    /// 409: somebody else was quicker, or a precondition failed.
+    /// 409: a concurrent write, or a failed precondition.
     pub fn conflict(group: &str, plural: &str, name: &str, why: &str) -> ApiError {
         let message = format!(
             "Operation cannot be fulfilled on {} {name:?}: {why}",
@@ -167,14 +167,14 @@ impl ApiError {
         Self::about(409, "Conflict", message, group, plural, name)
     }
 
-    /// 409 of an update that was computed from an old version.
+    /// 409 for an update that is based on an old version.
     pub fn modified(group: &str, plural: &str, name: &str) -> ApiError {
         let why = "the object has been modified; please apply your changes to the latest version and try again";
         Self::conflict(group, plural, name, why)
     }
 
-    /// 422 with one cause a field. Of very many only the first [`MAX_CAUSES`] are listed: a body of 3 MiB can have a million
-    /// mistakes.
+    /// 422 with one cause per field. Only the first [`MAX_CAUSES`] are listed: a
+    /// body of 3 MiB can have a million errors.
     pub fn invalid(kind: &str, group: &str, name: &str, errors: &[FieldError]) -> ApiError {
         let more = errors.len().saturating_sub(MAX_CAUSES);
         let errors = &errors[..errors.len() - more];
@@ -211,7 +211,7 @@ impl ApiError {
         )
     }
 
-    /// 404 of a resource or path that this server does not have.
+    /// 404 for an unknown resource or path.
     pub fn no_such_resource() -> ApiError {
         Self::new(
             404,
@@ -220,12 +220,12 @@ impl ApiError {
         )
     }
 
-    /// 410: the history that was asked for is gone.
+    /// 410: the requested history is compacted.
     pub fn expired(message: impl Into<String>) -> ApiError {
         Self::new(410, "Expired", message)
     }
 
-    /// 415 of a request body.
+    /// 415 for a request body.
     pub fn unsupported_body() -> ApiError {
         let message = "the body of the request was in an unknown format - accepted media types include: application/json, application/yaml, application/vnd.kubernetes.protobuf";
         Self::new(415, "UnsupportedMediaType", message)
@@ -260,7 +260,7 @@ impl ApiError {
         }
     }
 
-    /// The body of the answer.
+    /// The response body.
     #[must_use]
     pub fn status(&self) -> Value {
         let mut status = json!({

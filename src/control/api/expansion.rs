@@ -1,4 +1,4 @@
-//! Claims grow only where their class allows it (upstream's admission plugin PersistentVolumeClaimResize). Pure.
+//! Claims can grow only if their class allows it (upstream's admission plugin PersistentVolumeClaimResize). Pure.
 
 use serde_json::Value;
 
@@ -19,11 +19,11 @@ fn class(claim: &Value) -> &str {
         .unwrap_or_default()
 }
 
-/// Whether a claim may become `new`; `read` gives a class by its name.
+/// Checks whether a claim may be changed to `new`; `read` returns a class by name.
 ///
 /// # Errors
 ///
-/// 403 with upstream's words.
+/// 403, in upstream's wording.
 pub fn check(
     old: &Value,
     new: &Value,

@@ -1,5 +1,5 @@
-//! What a node has to do with: the objects that pods bound to it refer to, and nothing else (the Node authoriser;
-//! control-plane spec, 6.2).
+//! The node authoriser: a node may access only the objects that its pods refer to
+//! (`plugin/pkg/auth/authorizer/node/graph.go`).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
@@ -18,7 +18,7 @@ use crate::core::{
     volume::claims,
 };
 
-/// What one pod refers to in its namespace.
+/// The objects in a pod's namespace to which the pod refers.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Edges {
     node: String,
@@ -29,13 +29,13 @@ struct Edges {
     resource_claims: BTreeSet<String>,
 }
 
-/// The annotation of the mirror of a static pod.
+/// Annotation of mirror pods.
 const MIRROR: &str = "kubernetes.io/config.mirror";
 
 fn edges(pod: &Pod) -> Edges {
     let spec = pod::spec(pod);
     let node = spec.node_name.clone().unwrap_or_default();
-    // A node creates mirrors itself, so that a mirror must give it access to nothing (upstream's `AddPod`).
+    // A node creates mirror pods itself, so a mirror pod must not grant access to anything (upstream's `AddPod`).
     if meta::annotations(pod).contains_key(MIRROR) {
         return Edges {
             node,
@@ -54,7 +54,7 @@ fn edges(pod: &Pod) -> Edges {
             .into_iter()
             .map(|(_, name)| name)
             .collect(),
-        // One that is not made yet has nothing to be read.
+        // A claim that is not created from its template yet cannot be read.
         resource_claims: resource_claims::references(pod)
             .unwrap_or_default()
             .into_iter()
@@ -63,8 +63,8 @@ fn edges(pod: &Pod) -> Edges {
     }
 }
 
-/// The Secrets that a persistent volume's node reads, as namespace and name (upstream's `VisitPVSecretNames`; those of a CSI
-/// driver's controller are not the node's).
+/// The Secrets that a node reads for a persistent volume, as namespace and name (upstream's `VisitPVSecretNames`). The
+/// Secrets of a CSI controller are left out.
 fn secrets_of_volume(volume: &Value) -> Vec<(&str, &str)> {
     let filled = |path: &[&str]| text(volume, path).filter(|t| !t.is_empty());
     let claim = text(volume, &["spec", "claimRef", "namespace"]).unwrap_or_default();
@@ -93,26 +93,26 @@ fn secrets_of_volume(volume: &Value) -> Vec<(&str, &str)> {
     found
 }
 
-/// Where pods are in the store.
+/// Key prefix of pods in the store.
 const PODS: &str = "pods/";
 
-/// The graph. Each request of a node brings it up to date with the changes since the one before, which are few.
+/// The graph. Each request of a node first applies the few changes since the previous one.
 #[derive(Default)]
 pub struct Graph(Mutex<Known>);
 
-/// What is known of all pods.
+/// The state of all pods.
 #[derive(Default)]
 struct Known {
-    /// Changes up to this revision are in it; none before the first request.
+    /// The revision up to which changes are applied; `None` before the first request.
     position: Option<u64>,
-    /// The node of every pod, by the pod's key.
+    /// The node of each pod, by the pod's key.
     nodes: HashMap<Arc<str>, String>,
-    /// The edges of the pods of every node.
+    /// The edges of each node's pods, by node and pod key.
     edges: HashMap<String, BTreeMap<Arc<str>, Arc<Edges>>>,
 }
 
 impl Known {
-    /// Takes over a pod as it is now, which is none if it was deleted or cannot be read.
+    /// Stores the current state of a pod: `None` if it was deleted or cannot be decoded.
     fn put(&mut self, key: &Arc<str>, pod: Option<&Pod>) {
         if let Some(node) = self.nodes.remove(key)
             && let Some(pods) = self.edges.get_mut(&node)
@@ -133,7 +133,7 @@ impl Known {
     fn catch_up(&mut self, store: &Store) {
         let changes = self.position.map(|p| store.changes(p, PODS, usize::MAX));
         let Some(Ok((events, complete))) = changes else {
-            // At first, and when it is so far behind that changes are missing.
+            // On the first request, and if the history that is needed is compacted: read all pods.
             *self = Known::default();
             let (pods, revision) = store.list(PODS);
             for (key, record) in pods {
@@ -155,7 +155,7 @@ impl Known {
 }
 
 impl Graph {
-    /// What the pods of a node in a namespace refer to.
+    /// The edges of a node's pods in a namespace.
     fn of(&self, store: &Store, node: &str, namespace: &str) -> Vec<Arc<Edges>> {
         let prefix = match namespace {
             "" => PODS.to_owned(),
@@ -169,7 +169,7 @@ impl Graph {
             .collect()
     }
 
-    /// Whether what a node asks for has to do with it. Kinds without such a relation always have.
+    /// Whether the requested object is related to the node. Kinds without such a relation are always allowed.
     #[must_use]
     pub fn is_related(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
         let any = |fits: &dyn Fn(&Edges) -> bool| {
@@ -177,7 +177,7 @@ impl Graph {
                 .iter()
                 .any(|edges| fits(edges))
         };
-        // A name without a namespace would be that name in all namespaces.
+        // Without a namespace, the name would match in all namespaces.
         let named = !ask.name.is_empty();
         let one = named && !ask.namespace.is_empty();
         match (ask.resource, ask.sub) {
@@ -203,7 +203,7 @@ impl Graph {
                 let attachment = object(store, &format!("volumeattachments/{}", ask.name));
                 named && attachment.is_none_or(|a| text(&a, &["spec", "nodeName"]) == Some(node))
             }
-            // One that is gone is answered as such.
+            // If the pod does not exist, the request is allowed and gets a 404.
             ("pods", "status" | "eviction") => own_pod(store, node, ask),
             ("pods", "") if matches!(ask.verb, "get" | "delete") => own_pod(store, node, ask),
             ("podcertificaterequests", "") if one => {
@@ -228,7 +228,7 @@ impl Graph {
         })
     }
 
-    /// Whether a secret belongs to a persistent volume that the node mounts.
+    /// Whether a Secret belongs to a persistent volume that the node mounts.
     fn is_of_a_volume(&self, store: &Store, node: &str, ask: &Ask<'_>) -> bool {
         let volumes = store
             .list("persistentvolumes/")
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(own.resource_claims, names(&["device"]));
     }
 
-    /// A pod that the scheduler has bound gives its node what it refers to; the same as a mirror gives nothing.
+    /// A bound pod grants its node access to all its references; the same pod as a mirror grants none.
     #[test]
     fn a_mirror_gives_its_node_nothing() {
         for (spec, kind) in references::tests::every_reference() {
@@ -299,8 +299,8 @@ mod tests {
             };
             assert_eq!(mirror, nothing, "{spec}");
             let bound = edges_of(&spec, &Value::Null);
-            // Kinds that all nodes read have no edges, an unnamed object is none, and the older name of the field is filled
-            // into the newer when the pod is created.
+            // No edge exists for kinds that all nodes can read and for unnamed objects. The deprecated `serviceAccount`
+            // is copied to `serviceAccountName` on creation, so it has no edge either.
             let has_edge = matches!(kind, "secrets" | "configmaps" | "resourceclaims")
                 || kind.starts_with("persistentvolumeclaims")
                 || (kind == "serviceaccounts" && spec.get("serviceAccount").is_none());
@@ -353,7 +353,7 @@ mod tests {
         }
     }
 
-    /// What pods come to, move to another node, change and go, without reading all of them again.
+    /// The graph follows pods that are created, bound, changed and deleted without reading all pods again.
     #[tokio::test]
     async fn the_graph_follows_the_changes_of_pods() {
         use crate::control::store::{Bytes, Change, Expect, Write};

@@ -1,12 +1,12 @@
-//! `/livez`, `/readyz` and `/healthz` (upstream's `apiserver/pkg/server/healthz`).
+//! `/livez`, `/readyz` and `/healthz` (`staging/src/k8s.io/apiserver/pkg/server/healthz`).
 
 use super::route::Query;
 use super::{Answer, ApiError};
 
-/// A check: its name, and what it found.
+/// A check: its name and its result.
 pub type Check = (&'static str, Result<(), String>);
 
-/// Answers `/livez` and its kin (`endpoint`), or one check of it by its name.
+/// Responds to a health endpoint, or to one of its checks by name.
 pub fn answer(
     endpoint: &str,
     one: Option<&str>,

@@ -1,4 +1,5 @@
-//! Acting as somebody else: the `Impersonate-*` headers, for whoever may (control-plane spec, 6.1).
+//! Impersonation by the `Impersonate-*` headers
+//! (`staging/src/k8s.io/apiserver/pkg/endpoints/filters/impersonation/impersonation.go`).
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ const GROUP: &str = "impersonate-group";
 const UID: &str = "impersonate-uid";
 const EXTRA: &str = "impersonate-extra-";
 
-/// Whom the headers name: a user without the groups that everybody has, and whether groups were named.
+/// The user that the headers name, without implied groups; `None` without such headers.
 fn named(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
     let text = |value: &hyper::header::HeaderValue| {
         value
@@ -55,14 +56,14 @@ fn named(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
     Ok(Some(user))
 }
 
-/// The account that a user's name is, as namespace and name.
+/// Parses the user name of a service account into namespace and name.
 fn account(name: &str) -> Option<(&str, &str)> {
     name.strip_prefix("system:serviceaccount:")?
         .split_once(':')
         .filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty())
 }
 
-/// What `user` must be allowed in order to act as `other`.
+/// The permissions needed to impersonate `other`.
 fn asks(other: &User) -> Vec<Ask<'_>> {
     const OF_GROUP: &str = "authentication.k8s.io";
     let ask = |group: &'static str, resource: &'static str| Ask {
@@ -100,7 +101,8 @@ fn asks(other: &User) -> Vec<Ask<'_>> {
     all
 }
 
-/// Whom a request acts as: its user, or the one that its headers name if that user may.
+/// The effective user of a request: the user that the headers name, if
+/// impersonation is allowed, else the authenticated user.
 pub fn acting(
     user: User,
     headers: &HeaderMap,

@@ -1,36 +1,36 @@
-//! The options of lists and watches, decoded and checked (upstream's
-//! `apimachinery/pkg/apis/meta/internalversion/validation/validation.go`).
+//! Options of lists and watches, decoded and validated
+//! (`staging/src/k8s.io/apimachinery/pkg/apis/meta/internalversion/validation/validation.go`).
 
 use super::error::{ApiError, FieldError};
 use super::route::Query;
 
-/// Which version of a collection is wanted.
+/// `resourceVersionMatch`: which version of a collection is requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Match {
-    /// Exactly that revision.
+    /// Exactly this revision.
     Exact,
-    /// That revision or a newer one.
+    /// This revision or a newer one.
     NotOlderThan,
 }
 
 /// The options of a list or a watch.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ListOptions<'a> {
-    /// The revision that is named; none if none is.
+    /// `resourceVersion`; `None` if absent.
     pub revision: Option<u64>,
-    /// How the revision is meant, if the client says so.
+    /// `resourceVersionMatch`; `None` if absent.
     pub matching: Option<Match>,
-    /// Whether a watch begins with the present objects, if the client says so.
+    /// `sendInitialEvents`: whether a watch begins with the current objects; `None` if absent.
     pub initial_events: Option<bool>,
-    /// The largest number of objects in the answer; 0 is no limit, as is a negative one upstream.
+    /// `limit`: maximum number of objects in a page. 0 means no limit; a negative value does too, as upstream.
     pub limit: usize,
-    /// Where a list goes on.
+    /// `continue`: the token of the next page.
     pub from: Option<&'a str>,
-    /// How long a watch lasts, in seconds, if the client says so. A negative time is over.
+    /// `timeoutSeconds`: how long a watch lasts; `None` if absent. If it is negative, the watch is closed immediately.
     pub timeout: Option<i64>,
 }
 
-/// A whole number, as Go's `strconv.ParseInt` reads it; an empty parameter is none.
+/// Parses a whole number like Go's `strconv.ParseInt`; an empty parameter counts as absent.
 fn number(query: &Query, key: &str) -> Result<Option<i64>, ApiError> {
     let refuse = |text: &str| {
         let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
@@ -48,11 +48,11 @@ fn number(query: &Query, key: &str) -> Result<Option<i64>, ApiError> {
 }
 
 impl<'a> ListOptions<'a> {
-    /// From a query.
+    /// Decodes the options from a query.
     ///
     /// # Errors
     ///
-    /// 400 for a number that is none, 422 for options that do not go together.
+    /// 400 for a malformed number, 422 for options that cannot be combined.
     pub fn of(query: &'a Query, watch: bool) -> Result<ListOptions<'a>, ApiError> {
         let (limit, timeout) = (number(query, "limit")?, number(query, "timeoutSeconds")?);
         let initial_events = query

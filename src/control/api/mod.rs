@@ -1,8 +1,8 @@
-//! The API over the store: what a request means and what is answered.
+//! The apiserver over the store: decodes requests and produces responses.
 //!
-//! [`Api::answer`] is the way in: it takes a decoded request and gives an answer, whatever the
-//! transport. `server` puts it behind TLS. Nothing here knows the agent; controllers and scheduler
-//! come in over HTTPS like everybody else.
+//! [`Api::answer`] is the entry point. It maps a decoded request to a response, independent of the
+//! transport; `server` adds TLS. This module does not depend on the node agent. Controllers and
+//! scheduler connect over HTTPS like any other client.
 
 mod admit;
 pub mod auth;
@@ -60,25 +60,25 @@ use write::{Options, Written};
 use super::store::{Bytes, Expect, Store, WriteError};
 use crate::core::lock::lock;
 
-/// The API; clones share everything.
+/// The API; clones share all state.
 #[derive(Clone)]
 pub struct Api {
     store: Store,
     tokens: Arc<token::Tokens>,
     service_range: ipnet::Ipv4Net,
-    /// Held while a cluster address is chosen and the service stored.
+    /// Serialises the choice of a cluster IP and the write of the service.
     services: Arc<tokio::sync::Mutex<()>>,
-    /// Requests by verb, plural, subresource and whether a node asked.
+    /// Request counts by verb, plural, subresource, and whether the user is a node.
     counts: Arc<std::sync::Mutex<Counts>>,
-    /// Who may do what.
+    /// RBAC rules.
     rbac: Arc<rbac::Rbac>,
-    /// What nodes have to do with.
+    /// The objects related to each node.
     graph: Arc<graph::Graph>,
-    /// Where expensive requests run.
+    /// Runs expensive requests on separate threads.
     offload: Arc<offload::Offload>,
-    /// What each user has of the API at a time.
+    /// Limits of each user's concurrent use.
     shares: Arc<share::Shares>,
-    /// How nodes are reached; none where they are not.
+    /// Client for the nodes' agents; `None` if this server does not connect to nodes.
     nodes: Option<nodes::Nodes>,
 }
 
@@ -89,7 +89,7 @@ type Counts = std::collections::BTreeMap<(&'static str, &'static str, &'static s
 pub struct Request {
     /// The HTTP method.
     pub method: String,
-    /// The path, still encoded.
+    /// The path, still percent-encoded.
     pub path: String,
     /// The query.
     pub query: Query,
@@ -99,24 +99,24 @@ pub struct Request {
     pub content_type: String,
     /// The body.
     pub body: Bytes,
-    /// Who asks.
+    /// The authenticated user.
     pub user: auth::User,
 }
 
-/// What goes back.
+/// A response.
 pub enum Answer {
     /// A complete body.
     Body {
         /// The HTTP status.
         code: u16,
-        /// Its content type.
+        /// The content type.
         content_type: &'static str,
         /// The bytes.
         body: Bytes,
         /// `Warning` headers.
         warnings: Vec<String>,
     },
-    /// Lines of a watch, until the channel closes.
+    /// The lines of a watch, until the channel is closed.
     Watch(mpsc::Receiver<watch::Line>),
 }
 
@@ -165,7 +165,7 @@ impl From<ApiError> for Answer {
 }
 
 impl Api {
-    /// An API over `store`; services get addresses from `service_range`.
+    /// Creates an API over `store`; services get cluster IPs from `service_range`.
     #[must_use]
     pub fn new(store: Store, tokens: token::Tokens, service_range: ipnet::Ipv4Net) -> Api {
         Api {
@@ -182,7 +182,7 @@ impl Api {
         }
     }
 
-    /// The same, with credentials for the agents of nodes.
+    /// Adds credentials for the nodes' agents.
     #[must_use]
     pub fn with_nodes(self, nodes: nodes::Nodes) -> Api {
         Api {
@@ -191,19 +191,19 @@ impl Api {
         }
     }
 
-    /// The store, for the housekeeping of this process.
+    /// The store, for this process's maintenance tasks.
     #[must_use]
     pub fn store(&self) -> &Store {
         &self.store
     }
 
-    /// What signs and verifies tokens of service accounts.
+    /// The keys that sign and verify service-account tokens.
     #[must_use]
     pub fn tokens(&self) -> Arc<token::Tokens> {
         Arc::clone(&self.tokens)
     }
 
-    /// Who presents these credentials.
+    /// Authenticates credentials; returns the user.
     pub fn authenticate(
         &self,
         certificate: Option<&crate::https::Certificate>,
@@ -212,7 +212,7 @@ impl Api {
         auth::authenticate(certificate, authorization, &self.tokens, &self.store)
     }
 
-    /// Answers a request; refusals are answers too.
+    /// Handles a request. Errors are converted to responses.
     pub async fn answer(&self, request: Request) -> Answer {
         match self.dispatch(request).await {
             Ok(answer) => answer,
@@ -220,7 +220,7 @@ impl Api {
         }
     }
 
-    /// Requests by verb and kind, in Prometheus' text format.
+    /// Request counts by verb and kind, in Prometheus text format.
     fn metrics(&self) -> String {
         let counts = lock(&self.counts);
         let mut text = String::from(
@@ -392,7 +392,7 @@ impl Api {
                     let eviction = decode_body(request)?;
                     self.evict(namespace, name, eviction, &options).await?
                 }
-                // A token is not stored, so that a dry run gives one too, as upstream's does.
+                // Tokens are not stored, so a dry run issues one too, as upstream does.
                 Sub::Token => self.issue_token(namespace, name, &decode_body(request)?, user)?,
                 _ => return Err(ApiError::method_not_allowed()),
             }
@@ -436,7 +436,7 @@ impl Api {
         }
     }
 
-    /// Replaces an object that is at `revision`, without further rules.
+    /// Replaces an object that has `revision`, without validation.
     pub(super) async fn replace(
         &self,
         resource: &'static Resource,
@@ -525,7 +525,7 @@ impl Api {
     }
 }
 
-/// The older OpenAPI document in the form that is asked for.
+/// OpenAPI v2 in the requested format.
 fn openapi_v2(accept: &str) -> Answer {
     if !accept.contains("+protobuf") {
         return Answer::json(render(&discovery::openapi_v2()));
@@ -546,7 +546,7 @@ fn decode_json(body: &[u8]) -> Result<Value, ApiError> {
     })
 }
 
-/// A body in one of the accepted formats as JSON.
+/// Decodes a request body in one of the accepted formats to JSON.
 fn decode_body(request: &Request) -> Result<Value, ApiError> {
     match request
         .content_type
@@ -569,7 +569,7 @@ fn decode_body(request: &Request) -> Result<Value, ApiError> {
     }
 }
 
-/// Delete options: optional, in any accepted format, their kind does not matter.
+/// Decodes delete options: optional, in any accepted format, of any kind.
 fn delete_body(request: &Request) -> Result<Value, ApiError> {
     if request.body.is_empty() {
         Ok(Value::Null)

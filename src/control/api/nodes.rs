@@ -1,6 +1,6 @@
-//! What is answered by a pod's node: logs, commands, attachments, forwarded ports, and the node's own API. The request is
-//! handed on over TLS that is verified on both sides, to the address and port that the node's status names, and a
-//! redirect is never followed (control-plane spec, 3.9).
+//! Requests that are forwarded to a node's agent: logs, exec, attach, port-forward, and `nodes/proxy`. The connection
+//! uses mutual TLS to the address and port in the node's status. Redirects are never followed
+//! (`pkg/registry/core/pod/rest/subresources.go`).
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -21,9 +21,9 @@ use super::resources::{Resource, Sub};
 use crate::core::serving::query;
 use crate::https::{Body, Outgoing, is_upgrade, tunnel};
 
-/// How long a node may take to take a connection.
+/// Timeout for connecting to a node, including the TLS handshake.
 const CONNECT: Duration = Duration::from_secs(10);
-/// The kinds of addresses, those first that are tried first.
+/// Address types, in order of preference.
 const ADDRESSES: [&str; 5] = [
     "InternalIP",
     "Hostname",
@@ -32,24 +32,24 @@ const ADDRESSES: [&str; 5] = [
     "ExternalDNS",
 ];
 
-/// How nodes are reached.
+/// Client for the nodes' agents.
 #[derive(Clone)]
 pub struct Nodes {
     tls: Arc<rustls::ClientConfig>,
     is_ours: Arc<dyn Fn(SocketAddr) -> bool + Send + Sync>,
 }
 
-/// Where a node's agent listens.
+/// The address of a node's agent.
 #[derive(Debug, PartialEq, Eq)]
 struct Agent {
     host: String,
     port: u16,
 }
 
-/// The most that is read of a node's refusal.
+/// Maximum number of bytes read of a node's error response.
 const REFUSAL: usize = 2048;
 
-/// A node's refusal in the API's words.
+/// Converts a node's error response to an API error.
 async fn told(answer: Response<Body>, pod: &str) -> ApiError {
     let code = answer.status().as_u16();
     let (mut body, mut bytes) = (answer.into_body(), vec![]);
@@ -74,8 +74,8 @@ async fn told(answer: Response<Body>, pod: &str) -> ApiError {
     }
 }
 
-/// Whether an address may be a node's. What only this machine or this link has is nobody else's: a node that names it
-/// would make us talk to ourselves (CVE-2022-3294).
+/// Whether an address may belong to a node. Loopback, link-local and similar addresses are rejected. If a node reported
+/// one, the apiserver could connect to itself (CVE-2022-3294).
 fn is_allowed(ip: IpAddr) -> bool {
     match ip.to_canonical() {
         IpAddr::V4(ip) => {
@@ -136,7 +136,7 @@ fn is_true(pairs: &[(String, String)], key: &str) -> bool {
     pairs.iter().any(|(k, v)| k == key && query::is_true(v))
 }
 
-/// The container that is meant: the only one, the one that the pod names as its default, or the one that is asked for.
+/// Chooses the container: the requested one, else the pod's default container, else the only one.
 fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
     let name = super::object::name(pod);
     let names = |kind: &str| {
@@ -174,7 +174,7 @@ fn container(pod: &Value, asked: Option<&str>) -> Result<String, ApiError> {
     }
 }
 
-/// The path and query at the node. Pure.
+/// The path and query at the node's agent. Pure.
 fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
     let pairs = query::pairs(text_of);
     let value = |key: &str| {
@@ -255,16 +255,16 @@ fn target(sub: Sub, pod: &Value, text_of: &str) -> Result<String, ApiError> {
     })
 }
 
-/// The node's own path in `/api/v1/nodes/NAME/proxy/…`.
+/// The part of `/api/v1/nodes/NAME/proxy/…` that the node's agent receives.
 fn below_proxy(path: &str) -> String {
     format!("/{}", path.splitn(7, '/').nth(6).unwrap_or_default())
 }
 
-/// The paths of a node's agent that run something in a container or connect to one.
+/// Paths of a node's agent that run a command in a container or connect to one.
 const RUNNING: [&str; 6] = ["exec", "attach", "run", "portForward", "portforward", "cri"];
 
-/// The verb on `nodes/proxy` that a request through a node's proxy needs; none if its method is not handed on. What runs
-/// something needs `create`, also with GET, by which a WebSocket is opened (kubernetes/kubernetes PR 136550).
+/// The verb on `nodes/proxy` that a request through a node's proxy needs; `None` if the method is not forwarded. Paths
+/// that run a command need `create`, also for GET, which opens a WebSocket (kubernetes/kubernetes PR 136550).
 pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'static str> {
     let verb = match method {
         "GET" | "HEAD" => "get",
@@ -274,7 +274,7 @@ pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'s
         "DELETE" => "delete",
         _ => return None,
     };
-    // The agent's server resolves `.` and `..` before it routes.
+    // The agent's server resolves `.` and `..` before it routes the request.
     let mut cleaned: Vec<String> = vec![];
     for part in query::decode(&below_proxy(path)).split('/') {
         match part {
@@ -290,8 +290,8 @@ pub(super) fn proxy_verb(method: &str, path: &str, upgrades: bool) -> Option<&'s
 }
 
 impl Nodes {
-    /// With our own certificate and the CA that signs those of nodes, all PEM. `is_ours` says whether an address is one at
-    /// which this API itself answers.
+    /// Creates the client from the apiserver's certificate and the CA of the nodes' certificates, all PEM. `is_ours`
+    /// reports whether this apiserver listens on an address.
     pub fn new(
         certificate: &str,
         key: &str,
@@ -304,7 +304,8 @@ impl Nodes {
         })
     }
 
-    /// A connection to the first of a name's addresses that may be a node's: what is checked is what is connected to.
+    /// Connects to the first resolved address that is allowed. It checks the resolved addresses, so
+    /// that a second lookup cannot return another one.
     async fn dial(&self, agent: &Agent) -> Result<TcpStream, String> {
         let found = tokio::net::lookup_host((agent.host.as_str(), agent.port))
             .await
@@ -360,7 +361,7 @@ impl Nodes {
 }
 
 impl Api {
-    /// A request that a node answers.
+    /// Forwards a request to the pod's node, or for `proxy` to the node named.
     pub(super) async fn by_node(
         &self,
         sub: Sub,
@@ -394,7 +395,7 @@ impl Api {
         let (_, pod) = self.fetch(pods, namespace, name)?;
         let target = target(sub, &pod, &text_of)?;
         let Some(node) = text(&pod, &["spec", "nodeName"]).filter(|n| !n.is_empty()) else {
-            // A pod that is nowhere yet has said nothing.
+            // A pod that is not bound yet has no logs.
             return if sub == Sub::Log {
                 Ok(crate::https::text(hyper::StatusCode::OK, ""))
             } else {

@@ -1,4 +1,4 @@
-//! Reading and writing fields of objects held as JSON values.
+//! Reads and writes fields of objects as JSON values.
 
 use serde_json::{Map, Value, json};
 
@@ -6,17 +6,17 @@ use super::error::ApiError;
 use super::resources::Resource;
 use crate::control::store::Attrs;
 
-/// How deeply an object may nest: what is deeper cannot be read again.
+/// Maximum nesting depth of an object, below serde_json's recursion limit of 128.
 pub const MAX_DEPTH: usize = 100;
-/// How large an object may be, in bytes of JSON. A body is no larger either, but patches add up.
+/// Maximum size of an object, in bytes of JSON. Bodies have the same limit, but repeated patches can grow an object.
 pub const MAX_SIZE: usize = 3 << 20;
 
-/// How much there is of a value.
+/// The size of a value.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// About how many bytes its JSON has.
+    /// Approximate number of bytes as JSON.
     pub bytes: usize,
-    /// How deeply it nests; beyond [`MAX_DEPTH`] nothing is counted.
+    /// Nesting depth; values beyond [`MAX_DEPTH`] are not counted.
     pub depth: usize,
 }
 
@@ -51,7 +51,7 @@ impl Size {
         }
     }
 
-    /// Refuses an object that is too large, or too deep to be read again.
+    /// Rejects an object that is too large or nested too deeply to be parsed again.
     pub fn check(object: &Value) -> Result<(), ApiError> {
         let size = Size::of(object);
         let refuse = |what: String| Err(ApiError::new(413, "RequestEntityTooLarge", what));
@@ -99,7 +99,7 @@ pub fn entry<'a>(object: &'a mut Value, key: &str) -> &'a mut Map<String, Value>
     slot.as_object_mut().expect("made an object just above")
 }
 
-/// Sets `object[key]`, or removes it; what is no map stays as it is.
+/// Sets `object[key]`, or removes it if `value` is `None`. Values that are not objects stay unchanged.
 pub fn put(object: &mut Value, key: &str, value: Option<&Value>) {
     match (value, object.as_object_mut()) {
         (Some(value), Some(map)) => drop(map.insert(key.into(), value.clone())),
@@ -131,20 +131,20 @@ pub fn uid(object: &Value) -> &str {
     text(object, &["metadata", "uid"]).unwrap_or_default()
 }
 
-/// Whether deletion has begun.
+/// Whether the object has a deletion timestamp.
 #[must_use]
 pub fn deleting(object: &Value) -> bool {
     at(object, &["metadata", "deletionTimestamp"]).is_some()
 }
 
-/// The present time as the API writes it, in whole seconds.
+/// The current time in the API's format, in whole seconds.
 #[must_use]
 pub fn now() -> String {
     stamp(jiff::Timestamp::now())
 }
 
-/// A time so many seconds after another (before, if negative). What no calendar holds becomes its last or first moment:
-/// seconds come from outside, and jiff's operators panic.
+/// A time plus a number of seconds, which may be negative. Results out of range saturate: the seconds come from
+/// clients, and jiff's operators panic on overflow.
 #[must_use]
 pub fn later(time: jiff::Timestamp, seconds: i64) -> jiff::Timestamp {
     let end = if seconds < 0 {
@@ -156,7 +156,7 @@ pub fn later(time: jiff::Timestamp, seconds: i64) -> jiff::Timestamp {
         .unwrap_or(end)
 }
 
-/// A time as the API writes it, in whole seconds.
+/// A time in the API's format, in whole seconds.
 #[must_use]
 pub fn stamp(time: jiff::Timestamp) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
@@ -180,7 +180,7 @@ pub fn new_uid() -> String {
     )
 }
 
-/// Five characters for a generated name, from the set that spells no words.
+/// Five random characters for a generated name, from upstream's alphabet without vowels.
 #[must_use]
 pub fn name_suffix() -> String {
     const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
@@ -234,7 +234,7 @@ pub fn attrs(resource: &Resource, object: &Value) -> Attrs {
     attrs
 }
 
-/// The attributes of stored bytes; the key's first segment names the kind.
+/// The attributes of a stored object; the key's first segment names the kind.
 #[must_use]
 pub fn index(key: &str, bytes: &[u8]) -> Attrs {
     let plural = key.split('/').next().unwrap_or_default();

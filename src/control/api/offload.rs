@@ -1,8 +1,8 @@
-//! Expensive requests run on threads of their own: a body of 3 MiB takes tens of milliseconds to read, check and write, and a
-//! worker of the runtime that does it serves no other request meanwhile.
+//! Expensive requests run on separate threads. A body of 3 MiB takes tens of milliseconds to parse, validate and write,
+//! during which a runtime worker would serve no other request.
 //!
-//! As many run at a time as there are processors, so that workers get their share of them. One user has half of that, and a
-//! bound on the bodies that wait: a user who sends many of them delays only their own requests.
+//! The number of concurrent requests is the number of processors. One user can use half of them, and the bytes of a
+//! user's waiting bodies are bounded. A user with many large requests therefore delays only their own.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
@@ -15,16 +15,16 @@ use super::{Answer, Api, ApiError, Request, rbac};
 use crate::core::lock::lock;
 use crate::https::guard;
 
-/// A body of so many bytes is expensive, and the patch of an object that is as large.
+/// Size in bytes above which a body, or the object that a request changes, is expensive.
 const LARGE: usize = 32 << 10;
-/// A query of so many bytes has a selector with many terms.
+/// Size in bytes above which a selector is expensive.
 const LONG_QUERY: usize = 1 << 10;
-/// How many bytes of one user's expensive requests wait or run.
+/// Maximum number of bytes of a user's expensive requests that wait or run.
 const MAX_BYTES: usize = 32 << 20;
-/// What a request takes besides its body.
+/// Bytes counted for each request in addition to its body.
 const BASE: usize = 64 << 10;
 
-/// Where expensive requests run.
+/// Limits and runs expensive requests.
 pub struct Offload {
     all: Arc<Semaphore>,
     of_user: usize,
@@ -34,18 +34,18 @@ pub struct Offload {
 /// The expensive requests of one user.
 struct Lane {
     running: Arc<Semaphore>,
-    /// Of those that wait or run.
+    /// Total bytes of the requests that wait or run.
     bytes: Mutex<usize>,
 }
 
-/// The right to run.
+/// The right to run a request.
 struct Permit {
     _all: Option<OwnedSemaphorePermit>,
     _own: Option<OwnedSemaphorePermit>,
     _waiting: Waiting,
 }
 
-/// Bytes that wait or run, until it is dropped.
+/// Counts the bytes of a request until it is dropped.
 struct Waiting {
     lane: Arc<Lane>,
     bytes: usize,
@@ -87,7 +87,7 @@ impl Offload {
         lane
     }
 
-    /// Waits for the right to run; 429 if too much of the user waits already.
+    /// Waits for the right to run; 429 if too many bytes of the user are waiting already.
     async fn permit(&self, user: &str, body: usize) -> Result<Permit, ApiError> {
         let (lane, bytes) = (self.lane(user), body + BASE);
         {
@@ -109,7 +109,8 @@ impl Offload {
             lane: Arc::clone(&lane),
             bytes,
         };
-        // The user's own turn first: what waits for it takes no place of others. Neither semaphore is ever closed.
+        // Takes the user's own permit first: a request that waits for it must not occupy a
+        // shared one. Neither semaphore is ever closed.
         let own = Arc::clone(&lane.running).acquire_owned().await.ok();
         let all = Arc::clone(&self.all).acquire_owned().await.ok();
         Ok(Permit {
@@ -121,7 +122,7 @@ impl Offload {
 }
 
 impl Api {
-    /// Whether a request may take longer than a worker has for it.
+    /// Whether a request can block a runtime worker for long.
     fn is_expensive(&self, request: &Request) -> bool {
         if request.body.len() > LARGE {
             return true;
@@ -136,7 +137,7 @@ impl Api {
             return false;
         };
         match (request.method.as_str(), name) {
-            // Every row of a table is made of an object that is parsed, and an old page of all changes since.
+            // Each table row needs a parsed object, and an old page needs all changes since its revision.
             ("GET", None) => {
                 let query = &request.query;
                 let watching = query.get("watch").is_some() && query.flag("watch");
@@ -158,7 +159,7 @@ impl Api {
         }
     }
 
-    /// As [`Api::answer`], but a request that may be expensive runs on a thread of its own when its user's turn has come.
+    /// Like [`Api::answer`], but runs an expensive request on a separate thread once the user has a permit.
     pub async fn answer_apart(&self, request: Request) -> Answer {
         if !self.is_expensive(&request) {
             return self.answer(request).await;
@@ -176,7 +177,7 @@ impl Api {
         match answered.await {
             Ok(Ok(answer)) => answer,
             Ok(Err(panicked)) => ApiError::internal(panicked).into(),
-            // The process ends.
+            // The runtime is shutting down.
             Err(error) => ApiError::internal(error).into(),
         }
     }

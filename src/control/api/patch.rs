@@ -1,5 +1,6 @@
-//! The patch formats: JSON patch (RFC 6902), merge patch (RFC 7386) and strategic merge patch
-//! (control-plane spec, 3.6). Server-side apply is refused with 415 until it is done properly.
+//! The patch formats: JSON patch (RFC 6902), merge patch (RFC 7386) and strategic merge
+//! patch (`staging/src/k8s.io/apiserver/pkg/endpoints/handlers/patch.go`). Server-side
+//! apply is rejected with 415: it is not implemented.
 
 use json_patch::PatchOperation;
 use serde_json::{Map, Value, json};
@@ -10,13 +11,15 @@ use strategic::merge_map;
 
 mod strategic;
 
-/// The most operations of one JSON patch.
+/// Maximum number of operations in a JSON patch.
 const MAX_OPERATIONS: usize = 10_000;
-/// How many bytes the copies of one JSON patch may add: as many as a body may have (control-plane spec, 3.6).
+/// Maximum number of bytes that the copies of a JSON patch may add, equal to the limit of a body. Upstream has such a
+/// limit too (`JSONPatchMaxCopyBytes`).
 const MAX_COPIED: usize = 3 << 20;
-/// How many bytes its operations may add, copy and move in all.
+/// Maximum number of bytes that the operations of a JSON patch may add, copy and move in total.
 const MAX_WALKED: usize = 16 << 20;
-/// How many list elements its operations may shift in all: an insertion or removal shifts every element behind it.
+/// Maximum number of list elements that the operations may shift in total: an insertion
+/// or removal shifts every element behind it.
 const MAX_SHIFTED: usize = 8_000_000;
 
 /// The format of a patch body.
@@ -31,7 +34,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// From a content type.
+    /// Parses a content type.
     pub fn of(content_type: &str) -> Result<Format, ApiError> {
         match content_type.split(';').next().unwrap_or_default().trim() {
             "application/json-patch+json" => Ok(Format::Json),
@@ -51,7 +54,7 @@ impl Format {
     }
 }
 
-/// Applies `patch` to `object`, which is left as it was if the patch is refused.
+/// Applies `patch` to a copy of `object`.
 pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, ApiError> {
     let mut result = object.clone();
     match format {
@@ -89,7 +92,7 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
     Ok(result)
 }
 
-/// What the operations of one JSON patch have cost so far.
+/// The accumulated cost of a JSON patch.
 #[derive(Debug, Default)]
 struct Cost {
     copied: usize,
@@ -98,7 +101,7 @@ struct Cost {
 }
 
 impl Cost {
-    /// Counts an operation before it is applied to `object`; an error if one of the limits is exceeded with it.
+    /// Adds the cost of an operation, before it is applied to `object`; fails if a limit is exceeded.
     fn add(&mut self, object: &Value, operation: &PatchOperation) -> Result<(), ApiError> {
         let (source, path) = match operation {
             PatchOperation::Add(add) => (Some(&add.value), Some(&add.path)),
@@ -133,7 +136,7 @@ impl Cost {
     }
 }
 
-/// How many elements of a list are at and behind the place that `path` names; zero if `path` names no list element.
+/// The number of list elements at and behind the index in `path`; 0 if `path` does not name a list element.
 fn elements_behind(object: &Value, path: &str) -> usize {
     let place = path.rsplit_once('/').and_then(|(list, index)| {
         let index: usize = index.parse().ok()?;
@@ -148,7 +151,7 @@ fn elements_behind(object: &Value, path: &str) -> usize {
     place.unwrap_or(0)
 }
 
-/// Refuses a JSON patch that does more of something than it may.
+/// Rejects a JSON patch that exceeds a limit.
 fn within(verb: &str, count: usize, limit: usize, unit: &str) -> Result<(), ApiError> {
     if count <= limit {
         return Ok(());
@@ -160,7 +163,7 @@ fn within(verb: &str, count: usize, limit: usize, unit: &str) -> Result<(), ApiE
     ))
 }
 
-/// Applies a JSON patch operation by operation, so that the cost of a small patch stays bounded.
+/// Applies a JSON patch one operation at a time, so that its cost can be checked before each.
 fn apply_operations(result: &mut Value, operations: &[PatchOperation]) -> Result<(), ApiError> {
     let mut cost = Cost::default();
     for operation in operations {
@@ -207,7 +210,7 @@ mod tests {
         assert_eq!(patch(9_999, &remove).expect_err("refused").code, 413);
         let rotate = |_| json!({"op": "move", "from": "/list/0", "path": "/list/0"});
         assert_eq!(patch(9_999, &rotate).expect_err("refused").code, 413);
-        // What shifts nothing is not counted.
+        // Operations that shift no elements are not counted.
         let appended = patch(9_999, &add("/list/-")).expect("applies");
         assert_eq!(appended["list"].as_array().map(Vec::len), Some(209_999));
         assert!(patch(2_000, &add("/short/0")).is_ok());
@@ -238,7 +241,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any operations are applied or refused as the client's fault; an object stays within what can be read again.
+        /// All operations are applied or rejected as a client error; the result can always be parsed again.
         #[test]
         fn any_operations_are_applied_or_refused(operations in vec(operation(), 0..60)) {
             let object = json!({"a": {"a": 1}, "b": {}, "l": [1, 2]});
@@ -252,7 +255,7 @@ mod tests {
         }
     }
 
-    /// What doubles with every operation, and what nests deeper than anybody could read it again.
+    /// Operations that double an object's size, or nest it deeper than the parser's limit.
     #[test]
     fn json_patches_grow_within_bounds() {
         let code = |patch: Value| {

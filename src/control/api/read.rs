@@ -1,4 +1,5 @@
-//! GET and LIST: representations, resource versions, paging (control-plane spec, 3.2 and 3.4).
+//! GET and LIST: representations, resource versions, paging
+//! (`staging/src/k8s.io/apiserver/pkg/endpoints/handlers/get.go`).
 
 use std::sync::Arc;
 
@@ -14,19 +15,19 @@ use super::selector::Selector;
 use super::table;
 use crate::control::store::{Bytes, Record};
 
-/// How objects are shown.
+/// The representation of objects in a response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum View {
-    /// As they are.
+    /// The objects themselves.
     Plain,
-    /// As rows of a Table; holds `includeObject`.
+    /// Rows of a Table; contains the `includeObject` parameter.
     Table(Option<String>),
-    /// Only their metadata.
+    /// `PartialObjectMetadata`.
     Partial,
 }
 
 impl View {
-    /// Picks the first acceptable representation.
+    /// Picks the first supported representation of an `Accept` header.
     pub fn of(accept: &str, query: &Query) -> Result<View, ApiError> {
         if accept.trim().is_empty() {
             return Ok(View::Plain);
@@ -62,7 +63,7 @@ impl View {
 type Items = Vec<(Arc<str>, Record)>;
 
 impl Api {
-    /// The stored object, or 404.
+    /// Reads a stored object; 404 if it does not exist.
     pub(super) fn fetch(
         &self,
         resource: &Resource,
@@ -180,7 +181,7 @@ impl Api {
         list_body(resource, view, &metadata, chosen)
     }
 
-    /// Waits until the store has reached `revision`, at most three seconds.
+    /// Waits until the store reaches `revision`, for at most three seconds.
     pub(super) async fn wait_for(&self, revision: u64) -> Result<(), ApiError> {
         let mut head = self.store.head();
         let reached = head.wait_for(|now| *now >= revision);
@@ -229,7 +230,7 @@ fn list_body(
         serde_json::from_slice::<Value>(&record.value).map_err(ApiError::internal)
     };
     match view {
-        // The stored bytes are joined without parsing them.
+        // Joins the stored bytes without parsing them.
         View::Plain => {
             let size: usize = items.iter().map(|(_, r)| r.value.len() + 1).sum();
             let mut body = Vec::with_capacity(size + 128);
@@ -270,12 +271,12 @@ fn list_body(
     }
 }
 
-/// A Table object.
+/// Builds a Table.
 pub(super) fn table_of(resource: &Resource, metadata: Value, rows: Vec<Value>) -> Value {
     json!({"kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": metadata, "columnDefinitions": table::definitions(resource), "rows": rows})
 }
 
-/// The JSON text of a value.
+/// Serialises a value as JSON.
 #[must_use]
 pub fn render(value: &Value) -> Bytes {
     value.to_string().into()

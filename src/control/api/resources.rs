@@ -1,35 +1,35 @@
-//! The kinds that this API serves: one table, read by routing, discovery, validation and storage.
+//! The served kinds, in one table for routing, discovery, validation and storage.
 
-/// What a kind is called, where it lives and how it behaves.
+/// A kind: its names, scope and behaviour.
 #[derive(Debug)]
 pub struct Resource {
     /// The API group; empty for core.
     pub group: &'static str,
     /// The version, for instance `v1`.
     pub version: &'static str,
-    /// The plural in paths, and the beginning of keys in the store: no two groups have one in common.
+    /// The plural in paths, and the key prefix in the store. It is unique across groups.
     pub plural: &'static str,
     /// The singular.
     pub singular: &'static str,
     /// The kind.
     pub kind: &'static str,
-    /// Whether objects live in namespaces.
+    /// Whether objects are namespaced.
     pub namespaced: bool,
     /// Short names for kubectl.
     pub short: &'static [&'static str],
     /// Discovery categories, for instance `all`.
     pub categories: &'static [&'static str],
-    /// The subresources it has.
+    /// The supported subresources.
     pub subresources: &'static [Sub],
     /// Whether `metadata.generation` counts changes of the spec.
     pub generation: bool,
     /// Whether an update of a missing object creates it.
     pub create_on_update: bool,
-    /// Whether an update must name the resource version.
+    /// Whether an update must contain the resource version.
     pub needs_version: bool,
-    /// Whether deleting answers with the object rather than with a Status.
+    /// Whether DELETE returns the object instead of a Status.
     pub returns_deleted: bool,
-    /// Fields that field selectors may name besides the metadata ones.
+    /// Selectable fields in addition to `metadata.name` and `metadata.namespace`.
     pub fields: &'static [&'static str],
 }
 
@@ -40,29 +40,29 @@ pub enum Sub {
     Status,
     /// `autoscaling/v1` Scale.
     Scale,
-    /// Pods: assignment to a node.
+    /// Pods: binding to a node.
     Binding,
-    /// Pods: deletion that respects disruption budgets.
+    /// Pods: eviction; without disruption budgets it deletes the pod.
     Eviction,
     /// Namespaces: removal of spec finalizers.
     Finalize,
     /// Service accounts: TokenRequest.
     Token,
-    /// Pods: containers added to look around.
+    /// Pods: ephemeral containers for debugging.
     EphemeralContainers,
-    /// Pods: CPU and memory of containers that run.
+    /// Pods: in-place resize of CPU and memory.
     Resize,
-    /// Certificate requests: whether somebody allows them.
+    /// Certificate requests: approval or denial.
     Approval,
-    /// Pods: what a container wrote.
+    /// Pods: a container's log.
     Log,
-    /// Pods: a command in a container.
+    /// Pods: execution of a command in a container.
     Exec,
-    /// Pods: a container's own streams.
+    /// Pods: attachment to a container's streams.
     Attach,
-    /// Pods: connections to their ports.
+    /// Pods: connections to ports.
     PortForward,
-    /// Nodes: their agent's own API.
+    /// Nodes: proxy to the API of the node's agent.
     Proxy,
 }
 
@@ -448,7 +448,7 @@ pub static RESOURCES: &[Resource] = &[
     },
 ];
 
-/// Kinds that are answered but never stored: group, plural, kind, namespaced.
+/// Kinds that are evaluated and not stored: group, plural, kind.
 pub static REVIEWS: &[(&str, &str, &str)] = &[
     ("authentication.k8s.io", "tokenreviews", "TokenReview"),
     (
@@ -469,7 +469,7 @@ pub static REVIEWS: &[(&str, &str, &str)] = &[
 ];
 
 impl Resource {
-    /// Finds a kind by its place in a path.
+    /// Finds a kind by group, version and plural.
     #[must_use]
     pub fn find(group: &str, version: &str, plural: &str) -> Option<&'static Resource> {
         RESOURCES
@@ -477,7 +477,7 @@ impl Resource {
             .find(|r| r.group == group && r.version == version && r.plural == plural)
     }
 
-    /// Finds a kind by its kind, whatever the group.
+    /// Finds a kind by its name, in any group.
     #[must_use]
     pub fn of_kind(kind: &str) -> Option<&'static Resource> {
         RESOURCES.iter().find(|r| r.kind == kind)
@@ -493,7 +493,7 @@ impl Resource {
         }
     }
 
-    /// The store prefix of all its objects, or of those in one namespace.
+    /// The key prefix of all objects of this kind, or of those in one namespace.
     #[must_use]
     pub fn prefix(&self, namespace: Option<&str>) -> String {
         match namespace {
@@ -508,19 +508,19 @@ impl Resource {
         format!("{}{name}", self.prefix(namespace))
     }
 
-    /// Whether the garbage collector looks after what its objects own.
+    /// Whether the garbage collector tracks dependents of this kind's objects.
     #[must_use]
     pub fn has_dependents(&self) -> bool {
         matches!(self.kind, "Deployment" | "ReplicaSet" | "Job" | "CronJob")
     }
 
-    /// Whether it has `sub`.
+    /// Whether the kind has the subresource `sub`.
     #[must_use]
     pub fn has(&self, sub: Sub) -> bool {
         self.subresources.contains(&sub)
     }
 
-    /// The standard verbs it answers.
+    /// The supported standard verbs.
     #[must_use]
     pub fn verbs(&self) -> Vec<&'static str> {
         let mut verbs = vec![
@@ -544,7 +544,7 @@ impl Resource {
 mod tests {
     use super::*;
 
-    /// Keys of the store begin with the plural alone, and kinds are found by their kind alone.
+    /// Store keys contain only the plural, and `of_kind` only the kind, so both must be unique across groups.
     #[test]
     fn no_two_groups_have_a_plural_or_a_kind_in_common() {
         let mut seen = std::collections::HashSet::new();

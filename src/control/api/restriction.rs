@@ -1,5 +1,6 @@
-//! What a node's agent may write: its own Node, its own pods' mirrors and status, its own lease (upstream's admission plugin
-//! NodeRestriction). Authorisation says which objects; this says what may be in them. Pure.
+//! The writes that a node's agent is allowed: its own Node and Lease, and the mirrors and statuses of
+//! its pods (upstream's admission plugin NodeRestriction). Authorisation restricts which objects a node
+//! may write; this module restricts their content. Pure.
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::Value;
@@ -11,7 +12,7 @@ use super::resources::{Resource, Sub};
 use crate::core::node::signing;
 use crate::core::pod::{self as core_pod, references};
 
-/// Labels that a node may give itself below `kubernetes.io` and `k8s.io`.
+/// Labels in `kubernetes.io` and `k8s.io` that a node may set on itself.
 const LABELS: [&str; 10] = [
     "kubernetes.io/hostname",
     "kubernetes.io/arch",
@@ -24,9 +25,9 @@ const LABELS: [&str; 10] = [
     "topology.kubernetes.io/zone",
     "topology.kubernetes.io/region",
 ];
-/// Domains in which it may give itself any.
+/// Domains in which a node may set any label on itself.
 const DOMAINS: [&str; 2] = ["kubelet.kubernetes.io", "node.kubernetes.io"];
-/// The administrator's own.
+/// The domain reserved for administrators.
 const RESTRICTED: &str = "node-restriction.kubernetes.io";
 
 fn is_in(domain: &str, parent: &str) -> bool {
@@ -36,7 +37,7 @@ fn is_in(domain: &str, parent: &str) -> bool {
             .is_some_and(|before| before.ends_with('.'))
 }
 
-/// Whether a node may set a label of its own.
+/// Whether a node may set this label on itself.
 fn is_own_label(key: &str) -> bool {
     let Some((domain, _)) = key.split_once('/') else {
         return true;
@@ -48,7 +49,7 @@ fn is_own_label(key: &str) -> bool {
     !cluster || LABELS.contains(&key) || DOMAINS.iter().any(|d| is_in(domain, d))
 }
 
-/// The labels that differ, and that are not the node's to set.
+/// The labels that differ and that a node must not set.
 fn foreign_labels(old: Option<&Value>, new: &Value) -> Vec<String> {
     let of = |object: Option<&Value>| {
         object
@@ -69,33 +70,33 @@ fn foreign_labels(old: Option<&Value>, new: &Value) -> Vec<String> {
     keys
 }
 
-/// A write that a node wants to do.
+/// A write request of a node.
 #[derive(Debug, Clone, Copy)]
 pub struct Write<'a> {
     /// The kind.
     pub resource: &'a Resource,
-    /// The subresource, if it goes through one.
+    /// The subresource, if any.
     pub sub: Option<Sub>,
-    /// The object's namespace, if it has one.
+    /// The object's namespace, if any.
     pub namespace: Option<&'a str>,
-    /// The object's name in the path; of a new object its own.
+    /// The object's name: from the path, or for a new object from its metadata.
     pub name: &'a str,
-    /// The stored object; none if the write creates one.
+    /// The stored object; `None` for a creation.
     pub old: Option<&'a Value>,
-    /// What is to be stored, or the subresource's body; none if the write deletes.
+    /// The new object, or the body of the subresource; `None` for a deletion.
     pub new: Option<&'a Value>,
 }
 
 /// Reads stored objects by their key.
 pub type Read<'a> = &'a dyn Fn(&str) -> Option<Value>;
 
-/// Why a write is refused.
+/// Why a write is rejected.
 enum Refusal {
-    /// Admission forbids it, for this reason.
+    /// 403 with this reason.
     Forbidden(String),
-    /// Something it refers to does not exist: plural and name.
+    /// 404: a referenced object does not exist; plural and name.
     Missing(&'static str, String),
-    /// A reference is not, or no longer, of the object that is stored. Upstream answers 500, so that the node tries again.
+    /// 500: a reference does not match the stored object, as upstream, so that the node retries.
     Stale(String),
 }
 
@@ -106,7 +107,7 @@ fn forbid(why: impl Into<String>) -> Verdict {
 }
 
 impl<'a> Write<'a> {
-    /// A write to `object` (namespace and name), of `resource` or of one of its subresources.
+    /// A write to `object` (namespace and name) of `resource`, or to one of its subresources.
     #[must_use]
     pub fn new(
         (resource, sub): (&'a Resource, Option<Sub>),
@@ -133,7 +134,7 @@ impl<'a> Write<'a> {
     }
 }
 
-/// Whether two values are the same, where nothing and what is empty are.
+/// Whether two values are equal; absent and empty values count as equal.
 fn same(a: Option<&Value>, b: Option<&Value>) -> bool {
     let filled = |value: Option<&Value>| {
         value
@@ -190,7 +191,7 @@ fn node_object(node: &str, write: &Write<'_>) -> Verdict {
     Ok(())
 }
 
-/// The owner of a mirror: the node itself, and nothing else.
+/// Checks that the node itself is the only owner of a mirror pod.
 fn owner(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
     let owner = match list(pod, &["metadata", "ownerReferences"]) {
         [one] => one,
@@ -234,7 +235,7 @@ fn owner(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
     Ok(())
 }
 
-/// Whether a pod is the mirror of a static pod of this node, and draws on nothing of the API.
+/// Checks that a pod is the mirror of a static pod of this node and refers to no API objects.
 fn mirror(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
     let annotation = ["metadata", "annotations", "kubernetes.io/config.mirror"];
     if at(pod, &annotation).is_none() {
@@ -260,7 +261,7 @@ fn mirror(node: &str, read: Read<'_>, pod: &Value) -> Verdict {
         }
         Ok(None) => {}
     }
-    // A kind of volume that is not known here may refer to anything.
+    // An unknown volume type may refer to any object.
     for volume in core_pod::spec(&typed).volumes.iter().flatten() {
         let sources = serde_json::to_value(volume).ok();
         if sources
@@ -302,7 +303,7 @@ fn pod(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     }
 }
 
-/// What of a pod's status its node may not write: the claims that the node may read then (CVE-2025-4563).
+/// Checks a pod's status. The node must not add resource claims, because it may then read them (CVE-2025-4563).
 fn pod_status(node: &str, old: &Value, new: &Value) -> Verdict {
     if text(old, &["spec", "nodeName"]) != Some(node) {
         return forbid(format!(
@@ -328,7 +329,7 @@ fn pod_status(node: &str, old: &Value, new: &Value) -> Verdict {
     Ok(())
 }
 
-/// The fields of a claim's status that a node reports after it has resized a file system.
+/// The fields of a claim's status that a node reports after a file system resize.
 const CLAIM_STATUS: [&str; 4] = [
     "capacity",
     "conditions",
@@ -372,7 +373,7 @@ fn claim(node: &str, write: &Write<'_>) -> Verdict {
     ))
 }
 
-/// A request for a certificate of a pod names the pod, its account and its node as they are.
+/// The error if an object that a PodCertificateRequest names does not exist.
 fn missing_for_certificate(kind: &str, name: &str, plural: &str, short: &str) -> Refusal {
     Refusal::Stale(format!(
         "while retrieving {kind} {name:?} named in the PodCertificateRequest: {plural} {short:?} not found"
@@ -432,7 +433,7 @@ fn pod_certificate(node: &str, read: Read<'_>, write: &Write<'_>) -> Verdict {
     account_of_certificate(read, request, &full, &pod)
 }
 
-/// The account that a PodCertificateRequest names is that of its pod.
+/// Checks that a PodCertificateRequest names the service account of its pod.
 fn account_of_certificate(read: Read<'_>, request: &Value, full: &str, pod: &Value) -> Verdict {
     let said = |key: &str| text(request, &["spec", key]).unwrap_or_default();
     let namespace = full.split_once('/').map_or("", |(namespace, _)| namespace);
@@ -467,7 +468,7 @@ fn lease(node: &str, write: &Write<'_>) -> Verdict {
     Ok(())
 }
 
-/// A node adds and removes slices of its own devices; which existing ones it changes, the authorizer says.
+/// A node may create and delete only slices of its own devices; the authoriser restricts changes of existing slices.
 fn resource_slice(node: &str, write: &Write<'_>) -> Verdict {
     let (object, verb) = match (write.old, write.new) {
         (None, Some(new)) => (new, "create"),
@@ -482,7 +483,7 @@ fn resource_slice(node: &str, write: &Write<'_>) -> Verdict {
     ))
 }
 
-/// A node asks for certificates in its own name alone.
+/// A node may request certificates for its own name only.
 fn signing_request(node: &str, write: &Write<'_>) -> Verdict {
     let (None, Some(new)) = (write.old, write.new) else {
         return Ok(());
@@ -501,11 +502,11 @@ fn signing_request(node: &str, write: &Write<'_>) -> Verdict {
     }
 }
 
-/// Whether a node may do a write (upstream's `plugin/pkg/admission/noderestriction/admission.go`).
+/// Checks a write of a node (`plugin/pkg/admission/noderestriction/admission.go`).
 ///
 /// # Errors
 ///
-/// 403 with upstream's words; 404 or 500 if something that the object refers to does not exist or is another by now.
+/// 403 in upstream's wording; 404 or 500 if a referenced object does not exist or has another uid.
 pub fn check(node: &str, read: Read<'_>, write: &Write<'_>) -> Result<(), ApiError> {
     let resource = write.resource;
     let verdict = match resource.kind {
@@ -530,16 +531,17 @@ pub fn check(node: &str, read: Read<'_>, write: &Write<'_>) -> Result<(), ApiErr
     })
 }
 
-/// What a volume of a pod says of its driver.
+/// How the driver of a volume is determined.
 #[derive(Debug, Clone)]
 pub enum Source<'a> {
-    /// Its name.
+    /// By the driver's name.
     Driver(&'a str),
-    /// The claim that it is bound to.
+    /// By the driver of the volume that this claim is bound to.
     Claim(String),
 }
 
-/// Whether a pod wants tokens for an audience, empty for the API's own, in a projected volume or by a driver.
+/// Whether a pod needs tokens for an audience (empty for the apiserver's own), in
+/// a projected volume or for a CSI driver.
 fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<String>) -> bool {
     list(pod, &["spec", "volumes"]).iter().any(|volume| {
         let own = list(volume, &["projected", "sources"])
@@ -564,25 +566,25 @@ fn wants(pod: &Value, audience: &str, drivers: impl Fn(&Source<'_>) -> Vec<Strin
     })
 }
 
-/// A token that a node asks for.
+/// A token request of a node.
 pub struct TokenAsk<'a> {
-    /// The account.
+    /// The service account's name.
     pub account: &'a str,
-    /// What the token is to be bound to.
+    /// The object to which the token is bound.
     pub bound: Option<&'a Value>,
-    /// The pod that `bound` names, if it is there.
+    /// The pod that `bound` names; `None` if it does not exist.
     pub pod: Option<&'a Value>,
-    /// The audiences; none for the API's own.
+    /// The audiences; empty for the apiserver's own.
     pub audiences: &'a [String],
 }
 
-/// Whether a node may have a token: one that is bound to a pod of its own, and meant for whom the pod or a driver of its
-/// volumes wants it. `drivers` gives a driver's audiences; `allowed` says whether the node may have tokens for an audience
-/// anyway.
+/// Checks a token request of a node. The token must be bound to a pod of the node. Its audience must be one that the
+/// pod or a CSI driver of its volumes needs. `drivers` returns a driver's audiences; `allowed` returns whether RBAC
+/// allows the node tokens for an audience.
 ///
 /// # Errors
 ///
-/// 403 with upstream's words (`admitServiceAccount`), 404 if the pod does not exist.
+/// 403 in upstream's wording (`admitServiceAccount`), 404 if the pod does not exist.
 pub fn check_token(
     node: &str,
     ask: &TokenAsk<'_>,

@@ -1,4 +1,4 @@
-//! From a method, path and query to what the request is about. Pure.
+//! Parses the path and query of a request. Pure.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use super::error::ApiError;
 use super::resources::{REVIEWS, Resource, Sub};
 use crate::core::serving::query::{self, decode};
 
-/// The query parameters, decoded; the last of repeated ones counts.
+/// The query parameters, decoded; the last of repeated ones applies.
 #[derive(Debug, Default, Clone)]
 pub struct Query(HashMap<String, String>);
 
@@ -26,36 +26,36 @@ impl Query {
             .filter(|v| !v.is_empty())
     }
 
-    /// Whether a parameter is present, also without a value.
+    /// Whether a parameter is present, with or without a value.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
 
-    /// A boolean as Go parses it; present without a value counts as true.
+    /// A boolean in Go's syntax; a parameter without a value is true.
     #[must_use]
     pub fn flag(&self, key: &str) -> bool {
         self.0.get(key).is_some_and(|value| query::is_true(value))
     }
 }
 
-/// What a request is about.
+/// The target of a request.
 #[derive(Debug)]
 pub enum Target {
     /// Objects of a stored kind.
     Objects {
         /// The kind.
         resource: &'static Resource,
-        /// The namespace, absent for cluster-wide kinds and lists over all namespaces.
+        /// The namespace; `None` for cluster-scoped kinds and lists over all namespaces.
         namespace: Option<String>,
-        /// The object's name, absent for collections.
+        /// The object's name; `None` for collections.
         name: Option<String>,
-        /// The subresource.
+        /// The subresource, if any.
         sub: Option<Sub>,
     },
-    /// A review that is answered and not stored: its kind.
+    /// A review, which is evaluated and not stored: its kind.
     Review(&'static str),
-    /// Anything else: discovery, health, version. The path without a trailing slash.
+    /// Any other path (discovery, health, version), without trailing slash.
     Other(String),
 }
 
@@ -92,7 +92,7 @@ pub fn target(path: &str) -> Result<Target, ApiError> {
     let (name, sub) = match &rest[1..] {
         [] => (None, None),
         [name] => (Some((*name).to_owned()), None),
-        // What is below a node's proxy is the node's own path.
+        // The path after `proxy` belongs to the node's agent.
         [name, "proxy", ..] if resource.has(Sub::Proxy) => {
             (Some((*name).to_owned()), Some(Sub::Proxy))
         }

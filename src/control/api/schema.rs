@@ -1,8 +1,8 @@
-//! The wire layout of the served kinds (`schema.txt`), and the two things it is for: decoding
-//! protobuf request bodies, and finding unknown or mistyped fields in JSON ones.
+//! The protobuf layout of the served kinds (`schema.txt`). It is used to decode protobuf request bodies and to find
+//! unknown or mistyped fields in JSON bodies.
 //!
-//! Clients since client-go 0.32 send protobuf and do not fall back to JSON, so a server that answers
-//! JSON only must still read it (control-plane spec, 3.2).
+//! Typed clients since client-go 0.32 send protobuf and do not fall back to JSON, so a server
+//! must accept it. Responses can always be JSON.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -23,9 +23,9 @@ struct Field {
     name: &'static str,
     kind: &'static str,
     shape: Shape,
-    /// Zero means something and is kept.
+    /// An explicit zero is kept, because the Go field is a pointer.
     pointer: bool,
-    /// The message's fields stand directly in the enclosing JSON object.
+    /// The message's fields are inlined in the enclosing JSON object.
     inline: bool,
 }
 
@@ -71,13 +71,13 @@ static MESSAGES: LazyLock<HashMap<&'static str, Vec<Field>>> = LazyLock::new(|| 
     messages
 });
 
-/// Why a body could not be read.
+/// Why a body cannot be decoded.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum DecodeError {
-    /// The bytes end too early or a length is wrong.
+    /// The body is truncated, or a length is wrong.
     #[error("the protobuf body is damaged near byte {0}")]
     Damaged(usize),
-    /// No message of that kind is known here.
+    /// No message is known for this kind.
     #[error("no kind {kind:?} is registered for version {version:?}")]
     UnknownKind {
         /// From the envelope.
@@ -90,7 +90,7 @@ pub enum DecodeError {
     TooDeep,
 }
 
-/// The message of a kind: `apps/v1` and `Deployment` give `apps.v1.Deployment`.
+/// The message name of a kind: `apps/v1` and `Deployment` give `apps.v1.Deployment`.
 fn message_name(version: &str, kind: &str) -> String {
     if kind == "DeleteOptions" {
         return "meta.v1.DeleteOptions".into();
@@ -141,7 +141,7 @@ impl<'a> Reader<'a> {
         Ok(slice)
     }
 
-    /// The next field's number and content, or `None` at the end.
+    /// The next field's number and content; `None` at the end.
     fn next(&mut self) -> Result<Option<(u64, Raw<'a>)>, DecodeError> {
         if self.at >= self.bytes.len() {
             return Ok(None);
@@ -298,7 +298,7 @@ fn is_scalar(kind: &str) -> bool {
     matches!(kind, "string" | "bytes" | "resource.Quantity")
 }
 
-/// One value. `None` where Go writes a zero that JSON leaves out.
+/// Decodes one value. `None` for a zero that Go omits from JSON.
 fn single(field: &Field, raw: &Raw<'_>, depth: usize) -> Result<Option<Value>, DecodeError> {
     let keep = |zero: bool, value: Value| (field.pointer || !zero).then_some(value);
     Ok(match (field.kind, raw) {
@@ -371,12 +371,12 @@ fn text_at(bytes: &[u8], wanted: u64) -> Result<Option<String>, DecodeError> {
     Ok(None)
 }
 
-/// What [`check`] found in a JSON object.
+/// The result of [`check`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Paths of fields that the kind does not have.
+    /// Paths of unknown fields.
     pub unknown: Vec<String>,
-    /// The first field of a wrong type: path, what it is, what it should be.
+    /// The first mistyped field: path, actual type, expected type.
     pub mistyped: Option<(String, &'static str, &'static str)>,
 }
 
@@ -481,13 +481,13 @@ fn is_base64(value: &Value) -> bool {
     value.as_str().is_some_and(|text| decode(text).is_ok())
 }
 
-/// Base64 without the line breaks that Go reads over.
+/// Base64 without line breaks, which Go's decoder skips.
 fn unfolded(text: &str) -> String {
     text.replace(['\r', '\n'], "")
 }
 
-/// Brings an object that [`check`] has passed into the form in which every client can read it: a field that is null is
-/// absent, one in a map has its zero value, and base64 has no line breaks.
+/// Normalises an object that [`check`] has accepted so that every client can decode it. Null fields are removed, null
+/// values in maps and lists become zero values, and base64 loses its line breaks.
 pub fn normalize(version: &str, kind: &str, object: &mut Value) {
     if let Some((name, _)) = MESSAGES.get_key_value(message_name(version, kind).as_str()) {
         normalize_message(name, object);

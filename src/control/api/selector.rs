@@ -1,4 +1,4 @@
-//! Label and field selectors: their grammar and what they match.
+//! Label and field selectors: grammar and matching.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,15 @@ use super::validate::is_label_value;
 use crate::control::store::Attrs;
 use crate::core::selector::Operator;
 
-/// How many terms a selector of labels or of fields has: it is evaluated for every object of a list and every change.
+/// Maximum number of terms of a selector: it is evaluated for every object of a list and every change.
 pub const MAX_TERMS: usize = 1000;
 
-/// What a label must be.
+/// A requirement on one label.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Requirement {
     key: String,
     operator: Operator,
-    /// In ascending order.
+    /// Sorted in ascending order.
     values: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ impl Requirement {
         }
     }
 
-    /// Whether a label, `None` where it is absent, is as required. The number of values hardly matters.
+    /// Whether a label (`None` if absent) meets the requirement. Uses a binary search over the values.
     fn matches(&self, label: Option<&str>) -> bool {
         let found = |label| self.values.binary_search_by(|v| v.as_str().cmp(label));
         match self.operator {
@@ -43,7 +43,7 @@ impl Requirement {
     }
 }
 
-/// How many terms a `LabelSelector` object has.
+/// The number of terms in a `LabelSelector` object.
 #[must_use]
 pub fn terms(selector: &Value) -> usize {
     let labels = selector.get("matchLabels").and_then(Value::as_object);
@@ -60,7 +60,7 @@ fn few_enough(what: &str, count: usize) -> Result<(), ApiError> {
     )))
 }
 
-/// What a list, watch or controller asks for. The default matches everything.
+/// The selector of a list, watch or controller. The default matches everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selector {
     labels: Vec<Requirement>,
@@ -118,8 +118,8 @@ impl Selector {
         Ok(selector)
     }
 
-    /// A `LabelSelector` object (`matchLabels`, `matchExpressions`). Absent or empty matches nothing
-    /// here, as workload controllers want it; nor does one of more than [`MAX_TERMS`].
+    /// Converts a `LabelSelector` object (`matchLabels`, `matchExpressions`). An absent or empty selector matches
+    /// nothing, as workload controllers require; so does one with more than [`MAX_TERMS`].
     #[must_use]
     pub fn of_object(selector: &Value) -> Option<Selector> {
         let mut result = Selector::default();
@@ -159,7 +159,7 @@ impl Selector {
         self.fixed("metadata.name")
     }
 
-    /// The value that a field must have.
+    /// The value that an equality term fixes for a field.
     #[must_use]
     pub fn fixed(&self, field: &str) -> Option<&str> {
         self.fields
@@ -260,7 +260,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Any text is a selector or a 400, and a selector can be asked about any object.
+        /// Any text parses or gets a 400, and any parsed selector can be evaluated against any object.
         #[test]
         fn any_text_is_a_selector_or_refused(
             text in "[a-c!=<>(), ]{0,24}|\\PC{0,24}",
@@ -271,7 +271,7 @@ mod tests {
             let attrs = Attrs { labels: have, ..Attrs::default() };
             match Selector::parse(pods, Some(&text), Some(&fields)) {
                 Ok(selector) => {
-                    // Whether it matches is known, and stays so.
+                    // Matching does not panic and is deterministic.
                     prop_assert_eq!(selector.matches(&attrs), selector.clone().matches(&attrs));
                     prop_assert!(!selector.is_everything() || selector.matches(&attrs));
                 }
@@ -279,7 +279,7 @@ mod tests {
             }
         }
 
-        /// `in` and `notin` are each other's opposite, as are a key and `!` before it, whatever the labels.
+        /// `in` and `notin` are always opposites, as are a key and its negation with `!`.
         #[test]
         fn opposites_never_agree(
             key in "[a-c]", values in vec("[a-c]{0,2}", 1..4), have in btree_map("[a-c]", "[a-c]{0,2}", 0..3),

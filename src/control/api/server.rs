@@ -1,4 +1,4 @@
-//! HTTPS in front of the API: from the wire to requests, and back.
+//! The HTTPS server of the API: decodes requests and encodes responses.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,21 +24,21 @@ use crate::https::{
     receive,
 };
 
-/// The largest request body: 3 MiB, as the real server has it.
+/// Maximum size of a request body: 3 MiB, as upstream.
 const BODY_LIMIT: usize = 3 << 20;
-/// How long a body may take to arrive, and then the answer to be found. Watches and streams last as they like.
+/// Timeouts for receiving a body, and then for handling the request. Watches and streams are not limited.
 const REQUEST_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(60));
-/// How long a client may take nothing of an answer before its connection is closed: as long as a request may take on a
-/// kube-apiserver (`--request-timeout`).
+/// How long a client may stop reading a response before its connection is closed; equal to
+/// kube-apiserver's default `--request-timeout`.
 const UNREAD: Duration = Duration::from_secs(60);
-/// Clients keep watches and idle connections as long as they like.
+/// Connections have no idle timeout, because clients keep watches and idle connections open.
 const LIMITS: Limits = Limits {
     connections: 4096,
     strangers_give_way: true,
     idle: None,
 };
 
-/// Serves until the process ends.
+/// Serves until the process exits.
 pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
     https::serve(
         listeners,
@@ -89,7 +89,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
     answer.unwrap_or_else(|error: ApiError| encode(error.into(), place.as_ref()))
 }
 
-/// Hands a request on to the agent of a node.
+/// Forwards a request to the agent of a node.
 async fn stream(
     api: &Api,
     peer: &Peer,
@@ -99,7 +99,7 @@ async fn stream(
     name: &str,
 ) -> Result<hyper::Response<Body>, ApiError> {
     let user = who(api, peer, request.headers(), request.extensions())?;
-    // A stream also runs something: the right to read is not enough, whatever the method (since 1.35).
+    // Streams can run commands, so they need `create` for every HTTP method (since Kubernetes 1.35).
     let verb = match (sub, request.method().as_str()) {
         (Sub::Log, "GET") => Some("get"),
         (Sub::Exec | Sub::Attach | Sub::PortForward, "GET" | "POST") => Some("create"),
@@ -126,7 +126,7 @@ async fn stream(
     Ok(https::held(answer, held))
 }
 
-/// The response to a user, within what one user may have of the API at a time.
+/// Builds the response to a user, subject to the user's limits of concurrent use.
 fn within_share(
     api: &Api,
     user: &str,
@@ -187,7 +187,8 @@ async fn decode(
         ..Request::default()
     };
     let reads = matches!(decoded.method.as_str(), "GET" | "HEAD");
-    // Nobody whom we do not know has us wait for a body that we would refuse anyway.
+    // Unauthenticated clients are authorised before their body is read, so that a body that is
+    // rejected anyway does not occupy a connection.
     if !reads && decoded.user.is_in("system:unauthenticated") {
         api.authorize(&decoded)?;
     }
@@ -206,7 +207,7 @@ async fn decode(
         })?;
         head
     };
-    // Several Accept headers mean the same as one with commas.
+    // Several Accept headers are equivalent to one with commas.
     let accept: Vec<&str> = head
         .headers
         .get_all(ACCEPT)

@@ -1,6 +1,6 @@
-//! Addresses and node ports of services (control-plane spec, 4.1 and 5.8): given when a service needs them, kept by its
-//! updates, and free again when it is gone or needs them no more. What is taken is what stored services have, so the caller
-//! holds one lock over choosing and storing.
+//! Allocation of cluster IPs and node ports (`pkg/registry/core/service/storage/alloc.go`). Values are allocated when a
+//! service needs them, kept by its updates, and released when it is deleted or no longer needs them. The stored
+//! services are the only record of allocations, so the caller locks allocation and storing.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
@@ -11,11 +11,12 @@ use super::error::{ApiError, FieldError};
 use super::object::{self, list, text};
 use crate::control::store::Store;
 
-/// Where node ports lie.
+/// The node port range.
 const NODE_PORTS: RangeInclusive<i64> = 30_000..=32_767;
-/// The first of them that is given to those who name none: the ones before are for those who do (KEP-3668).
+/// The first port for automatic allocation. Lower ports are reserved for services
+/// that request a specific port (KEP-3668).
 const FIRST: i64 = 30_086;
-/// How a node port is written.
+/// How a node port is serialised.
 const NODE_PORT: &[u8] = b"\"nodePort\":";
 
 fn is(service: &Value, kind: &str) -> bool {
@@ -40,8 +41,8 @@ fn ports_of(service: &mut Value) -> impl Iterator<Item = &mut Value> {
     ports.and_then(Value::as_array_mut).into_iter().flatten()
 }
 
-/// Carries over to an update what was allocated and is not named in it, and takes away what its type no longer has, unless it
-/// was set by this very update (then validation says so).
+/// Copies allocated values that an update omits. Values that the new type does not have are removed if the update did
+/// not change them; otherwise validation rejects them.
 pub fn carry_over(old: &Value, new: &mut Value) {
     let drop_same = |new: &mut Value, keys: &[&str]| {
         for key in keys {
@@ -96,7 +97,8 @@ fn protocol(port: &Value) -> &str {
     text(port, &["protocol"]).unwrap_or("TCP")
 }
 
-/// Gives a service, of which `old` is stored, what it needs and does not have; refuses what another one has.
+/// Allocates the values that a service needs and does not have; rejects values that
+/// another service has. `old` is the stored service.
 pub fn allocate(
     store: &Store,
     range: ipnet::Ipv4Net,
@@ -133,7 +135,7 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
         .filter_map(|(_, r)| r.attrs.field("spec.clusterIP"))
         .collect();
     let address = if asked.is_empty() {
-        // The first addresses are kept for well-known services: .1 the API, .10 DNS.
+        // The first 15 addresses are reserved for well-known services, such as .1 for the API and .10 for DNS.
         range
             .hosts()
             .skip(15)
@@ -166,7 +168,7 @@ fn taken_node_ports(store: &Store, service: &Value) -> HashSet<i64> {
     );
     let own_key = format!("services/{own_namespace}/{own_name}");
     let mut taken: HashSet<i64> = HashSet::new();
-    // Most services have none, and need not be parsed. The store's own rendering has no other spelling of the key.
+    // Most services have no node port and need not be parsed. The stored JSON contains the key in this spelling only.
     let has_any = |value: &[u8]| value.windows(NODE_PORT.len()).any(|w| w == NODE_PORT);
     for (key, record) in store.list("services/").0 {
         if *key != *own_key
@@ -231,7 +233,7 @@ fn node_ports(store: &Store, service: &mut Value) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks ports and addresses against the service's type.
+/// Validates ports and addresses against the service's type.
 pub fn validate(service: &Value, errors: &mut Vec<FieldError>) {
     let kind = text(service, &["spec", "type"]).unwrap_or("ClusterIP");
     if kind == "ExternalName" {

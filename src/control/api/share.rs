@@ -1,7 +1,8 @@
-//! What one user has of the API at a time: bytes of answers that the client has not taken yet, and requests that last.
+//! Limits of each user's concurrent use: response bytes that the client has not read, and long-lived requests.
 //!
-//! Without a share each, one user's unread lists fill the memory, and one user's watches take all connections. Over its share a
-//! user is answered with 429 and `Retry-After`, as a kube-apiserver does where priority and fairness has no seat left.
+//! Without these limits, one user's unread lists could fill the memory, and one user's watches
+//! could take all connections. Requests over a limit get 429 with `Retry-After`, as from a
+//! kube-apiserver without a free priority-and-fairness seat.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -10,15 +11,15 @@ use super::error::ApiError;
 use crate::control::store::Bytes;
 use crate::core::lock::lock;
 
-/// How many bytes of answers wait for the clients of one user. One answer is sent whatever its size.
+/// Maximum number of unread response bytes per user. A single response may exceed it.
 const MAX_BYTES: usize = 32 << 20;
-/// How many bytes of answers wait for all clients.
+/// Maximum number of unread response bytes of all users.
 const MAX_ALL_BYTES: usize = 256 << 20;
-/// How many watches and followed logs one user has: a quarter of the listener's connections, and more than an agent with
-/// 500 pods opens.
+/// Maximum number of watches and followed logs per user. The value is a quarter of the server's connections, and more
+/// than the agent of a node with 500 pods opens.
 pub const MAX_LASTING: usize = 1024;
 
-/// What users have now.
+/// The current use by all users.
 #[derive(Default)]
 pub struct Shares(Mutex<Used>);
 
@@ -34,7 +35,7 @@ struct Share {
     lasting: usize,
 }
 
-/// A part of a user's share, until it is dropped.
+/// A part of a user's share, released on drop.
 pub struct Held {
     shares: Arc<Shares>,
     user: String,
@@ -56,7 +57,7 @@ impl Drop for Held {
     }
 }
 
-/// Bytes of an answer with the share that they take.
+/// Response bytes with the share that they occupy.
 struct Counted {
     bytes: Bytes,
     _held: Held,
@@ -107,13 +108,13 @@ impl Shares {
         })
     }
 
-    /// Counts the bytes of an answer until the last of them has gone; 429 if the user has too many of them unread.
+    /// Counts the bytes of a response until the last reference is dropped; 429 if the user has too many unread bytes.
     pub fn count(self: &Arc<Self>, user: &str, bytes: Bytes) -> Result<Bytes, ApiError> {
         let held = self.hold(user, bytes.len(), 0)?;
         Ok(Bytes::from_owner(Counted { bytes, _held: held }))
     }
 
-    /// Takes the place of a request that lasts; 429 if the user has too many.
+    /// Counts a long-lived request; 429 if the user has too many.
     pub fn last(self: &Arc<Self>, user: &str) -> Result<Held, ApiError> {
         self.hold(user, 0, 1)
     }
@@ -137,7 +138,7 @@ mod tests {
             error.message
         );
         let of_another = count("b").expect("has its own share");
-        // A slice keeps the whole answer in memory, so the whole is counted.
+        // A slice keeps the whole response in memory, so all of it is counted.
         let tail = unread[0].slice(10..);
         unread.remove(0);
         assert!(count("a").is_err());

@@ -1,5 +1,5 @@
-//! The kinds of storage: their defaults, what admission adds, what is checked, and how they are shown
-//! (control-plane spec, 4.2 to 4.4 and 6.3).
+//! The storage kinds: defaults, admission, validation and table columns (`pkg/apis/core/validation/validation.go`,
+//! `pkg/apis/storage/validation/validation.go`).
 
 use serde_json::{Value, json};
 
@@ -12,9 +12,9 @@ use crate::core::quantity::Quantity;
 
 type Errors = Vec<FieldError>;
 
-/// Keeps a claim while a pod uses it.
+/// Finalizer that protects a claim while a pod uses it.
 pub const CLAIM_IN_USE: &str = "kubernetes.io/pvc-protection";
-/// Keeps a volume while a claim is bound to it.
+/// Finalizer that protects a volume while a claim is bound to it.
 pub const VOLUME_IN_USE: &str = "kubernetes.io/pv-protection";
 
 const MODES: [&str; 4] = [
@@ -28,7 +28,7 @@ const BINDING: [&str; 2] = ["Immediate", "WaitForFirstConsumer"];
 const GROUP_POLICIES: [&str; 3] = ["ReadWriteOnceWithFSType", "File", "None"];
 const LIFECYCLES: [&str; 2] = ["Persistent", "Ephemeral"];
 
-/// The fields of a volume that are not its source.
+/// The fields of a volume's spec that are not its source.
 const NOT_SOURCES: [&str; 9] = [
     "capacity",
     "accessModes",
@@ -98,7 +98,7 @@ fn finalizer(object: &mut Value, name: &str) {
     }
 }
 
-/// Claims: the default class for those that name none, and their protection.
+/// Admission of claims: sets the default storage class if no class is named, and the protection finalizer.
 pub fn admit_claim(store: &Store, claim: &mut Value) {
     finalizer(claim, CLAIM_IN_USE);
     if at(claim, &["spec", "storageClassName"]).is_some_and(|c| !c.is_null()) {
@@ -122,7 +122,7 @@ pub fn admit_claim(store: &Store, claim: &mut Value) {
             ],
         ) == Some("true")
     };
-    // Of several the newest counts.
+    // If several classes are marked as the default, the newest applies.
     let chosen = classes.filter(is_default).max_by_key(|c| {
         text(c, &["metadata", "creationTimestamp"])
             .unwrap_or_default()
@@ -136,7 +136,7 @@ pub fn admit_claim(store: &Store, claim: &mut Value) {
     }
 }
 
-/// Volumes: their protection.
+/// Admission of volumes: sets the protection finalizer.
 pub fn admit_volume(volume: &mut Value) {
     finalizer(volume, VOLUME_IN_USE);
 }
@@ -201,7 +201,7 @@ fn sources(spec: &Value) -> Vec<&String> {
         .collect()
 }
 
-/// Checks an object.
+/// Validates an object of one of these kinds.
 pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     match kind {
         "PersistentVolumeClaim" => {
@@ -318,8 +318,8 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     }
 }
 
-/// The binder fills in the volume of a claim; a bound one may ask for more, and for less only down to more than it has, when
-/// growing has not worked (KEP-1790).
+/// Validates an update of a claim's spec. The binder may set `volumeName`. A bound claim may request more storage. It
+/// may request less only after a failed expansion, and still more than its current capacity (KEP-1790).
 fn claim_update(old: &Value, new: &Value, errors: &mut Errors) {
     let bound = text(old, &["status", "phase"]) == Some("Bound");
     let mut allowed = new["spec"].clone();
@@ -352,7 +352,7 @@ fn claim_update(old: &Value, new: &Value, errors: &mut Errors) {
     }
 }
 
-/// Checks what an update changes.
+/// Validates an update.
 pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     match kind {
         "PersistentVolumeClaim" => {
@@ -408,7 +408,7 @@ type Column = (&'static str, &'static str, u8);
 const NAME: Column = ("Name", "string", 0);
 const AGE: Column = ("Age", "string", 0);
 
-/// The columns of a kind; none if it is not one of storage.
+/// The table columns of a kind; `None` for other kinds.
 #[must_use]
 pub fn columns(kind: &str) -> Option<&'static [Column]> {
     Some(match kind {
@@ -483,7 +483,7 @@ fn short_modes(object: &Value, path: &[&str]) -> Value {
         .into()
 }
 
-/// The cells of a row.
+/// The cells of a table row.
 #[must_use]
 pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = super::object::name(object);

@@ -1,4 +1,5 @@
-//! Subresources with rules of their own, and reviews; tokens are `token_request`'s (control-plane spec, 3.9 and 5.4).
+//! Subresources with special rules, and reviews (`pkg/registry/core/pod/storage`,
+//! `pkg/registry/authorization`). Tokens are in `token_request`.
 
 use serde_json::{Value, json};
 
@@ -28,7 +29,7 @@ fn success(code: u16) -> Written {
     }
 }
 
-/// The body of a subresource names the object of the path, or none.
+/// Checks that the body of a subresource names the object of the path, or no object.
 fn is_about(name: &str, kind: &str, body: &Value) -> Result<(), ApiError> {
     let own = object::name(body);
     if own.is_empty() || own == name {
@@ -39,7 +40,7 @@ fn is_about(name: &str, kind: &str, body: &Value) -> Result<(), ApiError> {
     )))
 }
 
-/// Whether a pod can be bound by this Binding, or why not (`assignPod` in `pkg/registry/core/pod/storage/storage.go`).
+/// Checks that a pod can be bound by this Binding (`assignPod` in `pkg/registry/core/pod/storage/storage.go`).
 fn bindable(name: &str, pod: &Value, binding: &Value) -> Result<(), String> {
     if let Some(uid) = text(binding, &["metadata", "uid"])
         .filter(|uid| !uid.is_empty() && *uid != object::uid(pod))
@@ -64,7 +65,7 @@ fn bindable(name: &str, pod: &Value, binding: &Value) -> Result<(), String> {
 }
 
 impl Api {
-    /// POST `pods/<name>/binding`: the scheduler's decision.
+    /// POST `pods/<name>/binding`: binds a pod to a node.
     pub(super) async fn bind(
         &self,
         namespace: &str,
@@ -111,7 +112,7 @@ impl Api {
         Err(ApiError::modified("", "pods/binding", name))
     }
 
-    /// POST `pods/<name>/eviction`: without disruption budgets this is a deletion.
+    /// POST `pods/<name>/eviction`. Disruption budgets are not implemented, so an eviction deletes the pod.
     pub(super) async fn evict(
         &self,
         namespace: &str,
@@ -129,7 +130,7 @@ impl Api {
             .get_mut("deleteOptions")
             .map(Value::take)
             .unwrap_or_default();
-        // The query's dry run counts where the body says nothing (upstream's `propagateDryRun`).
+        // The dry run of the query applies if the body has none (upstream's `propagateDryRun`).
         if options.dry_run && list(&deletion, &["dryRun"]).is_empty() {
             if deletion.is_null() {
                 deletion = json!({});
@@ -142,7 +143,7 @@ impl Api {
         Ok(success(201))
     }
 
-    /// `autoscaling/v1` Scale of a workload.
+    /// The `autoscaling/v1` Scale of a workload.
     pub(super) fn scale(
         &self,
         resource: &'static Resource,
@@ -161,7 +162,7 @@ impl Api {
         }))
     }
 
-    /// PUT or PATCH of a Scale: only the replicas change.
+    /// PUT or PATCH of a Scale: changes the replicas only.
     pub(super) async fn set_scale(
         &self,
         resource: &'static Resource,
@@ -197,7 +198,7 @@ impl Api {
                     })?;
                     let mut new = old.clone();
                     new["spec"]["replicas"] = replicas.into();
-                    // A version in the body is a precondition; none means any.
+                    // A resource version in the body is a precondition; without one, any version is accepted.
                     let named = body["metadata"].get("resourceVersion").cloned();
                     match named {
                         Some(version) => meta(&mut new).insert("resourceVersion".into(), version),
@@ -214,7 +215,7 @@ impl Api {
         })
     }
 
-    /// Whether a user may do what a review asks about.
+    /// Whether the request that a review describes is allowed.
     fn access(&self, user: &User, spec: &Value) -> bool {
         if let Some(path) = text(spec, &["nonResourceAttributes", "path"]) {
             return text(spec, &["nonResourceAttributes", "verb"]) == Some("get")
@@ -243,7 +244,7 @@ impl Api {
         self.may(user, &ask)
     }
 
-    /// The status of a TokenReview: whose token it is, if it is meant for one of the audiences that are asked for.
+    /// The status of a TokenReview: the token's user, if the token is issued for one of the requested audiences.
     fn token_review(&self, request: &Value) -> Value {
         let mut audiences: Vec<&str> = list(request, &["spec", "audiences"])
             .iter()
@@ -303,7 +304,7 @@ impl Api {
     }
 }
 
-/// The pod as it is once `node` has been chosen.
+/// The pod after it is bound to `node`.
 fn bound(mut pod: Value, node: &str) -> Value {
     pod["spec"]["nodeName"] = node.into();
     let status = object::entry(&mut pod, "status");

@@ -1,4 +1,4 @@
-//! Tables: what `kubectl get` prints (control-plane spec, chapter 10).
+//! Tables for `kubectl get` (`pkg/printers/internalversion/printers.go`).
 
 use std::collections::HashSet;
 
@@ -136,7 +136,7 @@ pub fn of_scale(scale: &Value, include: Option<&str>, now: jiff::Timestamp) -> V
         "columnDefinitions": columns, "rows": [{"cells": cells, "object": embedded(scale, include)}]})
 }
 
-/// What a row carries of its object.
+/// The object that a row contains.
 fn embedded(object: &Value, include: Option<&str>) -> Value {
     match include {
         Some("None") => Value::Null,
@@ -145,7 +145,7 @@ fn embedded(object: &Value, include: Option<&str>) -> Value {
     }
 }
 
-/// One row. `include` is the `includeObject` parameter.
+/// Builds one row. `include` is the `includeObject` parameter.
 #[must_use]
 pub fn row(
     resource: &Resource,
@@ -164,7 +164,7 @@ pub fn row(
     row
 }
 
-/// A `PartialObjectMetadata` of an object.
+/// The `PartialObjectMetadata` of an object.
 #[must_use]
 pub fn partial(object: &Value) -> Value {
     json!({"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": object["metadata"]})
@@ -325,7 +325,7 @@ fn cells(kind: &str, object: &Value, now: jiff::Timestamp) -> Vec<Value> {
     }
 }
 
-/// Where a service of a type is reached from outside.
+/// The external addresses of a service.
 fn external(service: &Value, kind: &str) -> String {
     if kind == "ExternalName" {
         return text(service, &["spec", "externalName"])
@@ -582,7 +582,7 @@ fn pod_status(object: &Value, sidecars: &HashSet<&str>) -> String {
     shown
 }
 
-/// The age of an RFC 3339 time as kubectl writes it.
+/// The age of an RFC 3339 time in kubectl's format.
 #[must_use]
 pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
     let Some(then) = time.and_then(|t| t.parse::<jiff::Timestamp>().ok()) else {
@@ -591,7 +591,7 @@ pub fn age_of(time: Option<&str>, now: jiff::Timestamp) -> String {
     duration(now.as_second() - then.as_second())
 }
 
-/// Seconds as kubectl writes them.
+/// A duration in seconds in kubectl's format.
 #[must_use]
 pub fn duration(s: i64) -> String {
     let (m, h, d) = (s / 60, s / 3600, s / 86_400);

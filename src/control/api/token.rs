@@ -1,14 +1,14 @@
-//! Service-account tokens: ES256 JWTs as TokenRequest gives them out, and those of Secrets.
+//! Service-account tokens: ES256 JWTs of TokenRequest and of Secrets.
 
 use jsonwebtoken::{Algorithm, DecodingKey, EncodingKey, Header, Validation};
 use serde_json::{Value, json};
 
-/// The issuer and audience of all tokens.
+/// The issuer and audience of TokenRequest tokens.
 pub const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
 
-/// The issuer of tokens that lie in Secrets.
+/// The issuer of tokens that are stored in Secrets.
 const LEGACY_ISSUER: &str = "kubernetes/serviceaccount";
-/// Their claims: namespace, Secret, name and uid of the account.
+/// The claims of tokens in Secrets: namespace, Secret, and the account's name and uid.
 pub const LEGACY_CLAIMS: [&str; 4] = [
     "kubernetes.io/serviceaccount/namespace",
     "kubernetes.io/serviceaccount/secret.name",
@@ -16,14 +16,14 @@ pub const LEGACY_CLAIMS: [&str; 4] = [
     "kubernetes.io/serviceaccount/service-account.uid",
 ];
 
-/// Signs and verifies tokens with one key.
+/// Signs and verifies tokens with one key pair.
 pub struct Tokens {
     sign: EncodingKey,
     verify: DecodingKey,
     key_id: String,
 }
 
-/// The account that a token is of.
+/// The service account of a token.
 pub struct Subject<'a> {
     /// The namespace.
     pub namespace: &'a str,
@@ -42,11 +42,11 @@ impl Subject<'_> {
 /// An object's name and uid.
 pub type Named = (String, String);
 
-/// What a token ends with.
+/// The object whose deletion invalidates a token, in addition to its account.
 pub enum Bound {
-    /// Nothing but its account.
+    /// No object.
     Nothing,
-    /// A pod; its node is noted for who reads the token.
+    /// A pod; its node is added as an informational claim.
     Pod(Named, Option<Named>),
     /// A Secret.
     Secret(Named),
@@ -55,7 +55,7 @@ pub enum Bound {
 }
 
 impl Tokens {
-    /// From a PKCS#8 private key and its public key, both PEM.
+    /// Creates the signer from a PKCS#8 private key and its public key, both PEM.
     pub fn new(private_pem: &str, public_pem: &str) -> Result<Tokens, jsonwebtoken::errors::Error> {
         let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, public_pem.as_bytes());
         use base64::Engine as _;
@@ -66,7 +66,7 @@ impl Tokens {
         })
     }
 
-    /// Signs a token that lasts `seconds`; also returns when it expires, in seconds since 1970.
+    /// Signs a token that is valid for `seconds`. Also returns its expiry in seconds since 1970.
     pub fn issue(
         &self,
         subject: &Subject<'_>,
@@ -105,8 +105,8 @@ impl Tokens {
         Ok((self.sign(&claims)?, expires))
     }
 
-    /// Signs the token of a Secret of type `kubernetes.io/service-account-token`: it never expires, and counts as long as the
-    /// Secret holds it (upstream's `pkg/serviceaccount/legacy.go`).
+    /// Signs the token of a Secret of type `kubernetes.io/service-account-token`. The token does not expire and is
+    /// valid while the Secret contains it (`pkg/serviceaccount/legacy.go`).
     pub fn issue_legacy(
         &self,
         subject: &Subject<'_>,
@@ -126,7 +126,8 @@ impl Tokens {
         jsonwebtoken::encode(&header, claims, &self.sign)
     }
 
-    /// The claims of the token of a Secret that is signed by us; whether the Secret still holds it is not known here.
+    /// Verifies the signature of a Secret's token and returns its claims. The caller
+    /// checks that the Secret still contains the token.
     #[must_use]
     pub fn verify_legacy(&self, token: &str) -> Option<Value> {
         let mut validation = Validation::new(Algorithm::ES256);
@@ -139,7 +140,7 @@ impl Tokens {
             .map(|data| data.claims)
     }
 
-    /// The claims of a token that is signed by us, in time and meant for one of `audiences`.
+    /// Verifies a token's signature, validity period and audience, and returns its claims.
     #[must_use]
     pub fn verify(&self, token: &str, audiences: &[&str]) -> Option<Value> {
         let mut validation = Validation::new(Algorithm::ES256);

@@ -1,5 +1,4 @@
-//! TokenRequest: tokens of service accounts, bound to what they are for (upstream's
-//! `pkg/registry/core/serviceaccount/storage/token.go`).
+//! TokenRequest: service-account tokens, bound to an object (`pkg/registry/core/serviceaccount/storage/token.go`).
 
 use serde_json::{Value, json};
 
@@ -13,17 +12,17 @@ use super::restriction::{self, TokenAsk};
 use super::token::{Bound, ISSUER, Subject};
 use super::write::Written;
 
-/// No token lasts so long, in seconds.
+/// Lifetimes from this value on are rejected, in seconds.
 const MOST_SECONDS: i64 = (1 << 32) + 1;
 
-/// How long a token lasts, in seconds, if its request says nothing.
+/// Lifetime in seconds if the request names none.
 const DEFAULT_SECONDS: i64 = 3600;
 
 fn invalid(name: &str, error: FieldError) -> ApiError {
     ApiError::invalid("TokenRequest", "authentication.k8s.io", name, &[error])
 }
 
-/// The lifetime that is asked for, in seconds.
+/// The requested lifetime, in seconds.
 fn seconds(request: &Value) -> Result<i64, ApiError> {
     let seconds = at(request, &["spec", "expirationSeconds"])
         .and_then(Value::as_i64)
@@ -37,7 +36,7 @@ fn seconds(request: &Value) -> Result<i64, ApiError> {
     Err(invalid("", error))
 }
 
-/// The request names the account of the path, or none.
+/// Checks that the request names the account of the path, or no account.
 fn is_about(namespace: &str, name: &str, account: &Value, request: &Value) -> Result<(), ApiError> {
     for (key, is, what) in [
         (
@@ -73,7 +72,7 @@ fn is_about(namespace: &str, name: &str, account: &Value, request: &Value) -> Re
 }
 
 impl Api {
-    /// What a token is to be bound to; none if its request names nothing.
+    /// The object to which the token is bound.
     fn bound_object(
         &self,
         namespace: &str,
@@ -119,7 +118,7 @@ impl Api {
         })
     }
 
-    /// Name and uid of a pod's node, for who reads the token; of a node that does not exist only its name is known.
+    /// Name and uid of a pod's node, as informational claims. The uid is empty if the node does not exist.
     fn node_of(&self, pod: &Value) -> Option<(String, String)> {
         let name = text(pod, &["spec", "nodeName"]).filter(|n| !n.is_empty())?;
         let node = self.stored(&format!("nodes/{name}"));
@@ -131,7 +130,7 @@ impl Api {
         serde_json::from_slice(&self.store.get(key)?.value).ok()
     }
 
-    /// Whether a node may have the token that it asks for.
+    /// Checks that a node may have the requested token.
     fn check_nodes_token(
         &self,
         user: &User,
@@ -149,7 +148,7 @@ impl Api {
             audiences,
         };
         let drivers = |source: &restriction::Source<'_>| self.token_audiences(namespace, source);
-        // The audience stands in the place of the resource: a role may allow it to nodes.
+        // The audience takes the place of the resource, so that a role can allow it to nodes.
         let allowed = |audience: &str| {
             let ask = Ask {
                 verb: "request-serviceaccounts-token-audience",
@@ -223,8 +222,7 @@ impl Api {
         })
     }
 
-    /// The audiences of which a storage driver gets tokens: the driver of a volume of a pod, given by its name or by the
-    /// claim that the volume is bound to.
+    /// The audiences of a CSI driver's tokens. The driver is given by its name, or by a claim whose volume it serves.
     fn token_audiences(&self, namespace: &str, source: &restriction::Source<'_>) -> Vec<String> {
         let driver = match source {
             restriction::Source::Driver(name) => Some((*name).to_owned()),

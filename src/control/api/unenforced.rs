@@ -1,11 +1,11 @@
-//! What is stored and not enforced by the bundled control plane: whoever writes it is warned. A row is removed when its field
-//! is enforced.
+//! Fields that the bundled control plane stores and does not enforce: clients that set them get a warning. A row is
+//! removed when its field is enforced.
 
 use serde_json::Value;
 
 use super::object::at;
 
-/// Where the pod's spec is in an object of a kind.
+/// The path of the pod spec in each kind.
 const PODS: [(&str, &[&str]); 5] = [
     ("Pod", &["spec"]),
     ("Deployment", &["spec", "template", "spec"]),
@@ -17,7 +17,7 @@ const PODS: [(&str, &[&str]); 5] = [
     ),
 ];
 
-/// Fields of a pod's spec, and what does not become of them.
+/// Fields of a pod spec, with the reason why they have no effect.
 const IN_PODS: [(&[&str], &str); 4] = [
     (
         &["affinity", "podAffinity"],
@@ -41,7 +41,7 @@ const IN_PODS: [(&[&str], &str); 4] = [
     ),
 ];
 
-/// Labels of a namespace by which Pod Security Standards are chosen.
+/// Labels of a namespace that select Pod Security Standards.
 const POD_SECURITY: [&str; 3] = [
     "pod-security.kubernetes.io/enforce",
     "pod-security.kubernetes.io/audit",
@@ -56,7 +56,7 @@ fn is_set(object: &Value, path: &[&str]) -> bool {
     }
 }
 
-/// Warnings about an object that is to be stored.
+/// Warnings about an object that a client stores.
 #[must_use]
 pub fn warnings(kind: &str, object: &Value) -> Vec<String> {
     let stored = |field: &str, why: &str| format!("{field}: stored but not enforced: {why}");

@@ -1,13 +1,14 @@
-//! `Warning` headers: no more of them than a client reads (upstream's `apiserver/pkg/endpoints/filters/warning.go`).
+//! `Warning` headers, limited in size like upstream's
+//! (`staging/src/k8s.io/apiserver/pkg/endpoints/filters/warning.go`).
 
 use std::collections::HashSet;
 
-/// How many characters all warnings may have before each is cut off.
+/// Number of characters of all warnings above which each is truncated.
 const TOTAL: usize = 4 * 1024;
-/// How many characters of each are kept then.
+/// Number of characters of each warning after truncation.
 const ITEM: usize = 256;
 
-/// The values of the headers. Repeated texts stand once; texts with control characters are no header and are left out.
+/// The header values. Duplicates and texts with control characters are omitted.
 #[must_use]
 pub fn headers(texts: &[String]) -> Vec<String> {
     let mut seen = HashSet::new();

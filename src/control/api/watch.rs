@@ -1,4 +1,5 @@
-//! WATCH: streaming lists, bookmarks, selectors over time (control-plane spec, 3.4).
+//! WATCH: streaming lists (KEP-3157), bookmarks, and objects that begin or cease to match the selector
+//! (`staging/src/k8s.io/apiserver/pkg/endpoints/handlers/watch.go`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,30 +20,30 @@ use super::table;
 use crate::control::store::{Bytes, Change, Compacted, Event, Record};
 use crate::https::guard;
 
-/// How often a watcher that asked for bookmarks gets one.
+/// Interval of bookmarks, if the client requests them.
 const BOOKMARK: Duration = Duration::from_secs(60);
-/// How long a watch lasts when the client does not say.
+/// Duration of a watch without `timeoutSeconds`.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(2700);
 
-/// How long it lasts at most, whatever the client says.
+/// Maximum duration of a watch.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// How many lines wait for a client, and how many changes are taken from the history at a time: what a client that does not
-/// read keeps in memory.
+/// Maximum number of lines queued for a client, and of changes read from the history at a time.
+/// It bounds the memory for clients that do not read.
 const AHEAD: usize = 16;
-/// How long a client may leave them there.
+/// How long a send may wait for a full queue before the watch is closed.
 const SLOW: Duration = Duration::from_secs(60);
 
 /// One line of a watch.
 #[derive(Debug)]
 pub struct Line {
     kind: &'static str,
-    /// Shared with the store where it is shown as it is stored.
+    /// Shared with the store if the view shows stored objects unchanged.
     object: Bytes,
 }
 
 impl Line {
-    /// The line as it is sent, with its end.
+    /// The line as sent, with its newline.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         let mut line = Vec::with_capacity(self.object.len() + 40);
@@ -62,15 +63,15 @@ struct Watch {
     selector: Selector,
     view: View,
     bookmarks: bool,
-    /// Changes up to here have been sent.
+    /// Changes up to this revision are sent.
     position: u64,
-    /// Column definitions go with the first event only.
+    /// Column definitions are sent with the first event only.
     columns_sent: bool,
     out: mpsc::Sender<Line>,
 }
 
 impl Api {
-    /// Starts a watch; its lines arrive on the returned channel until it ends.
+    /// Starts a watch; its lines arrive on the returned channel until the watch is closed.
     pub(super) fn watch(
         &self,
         resource: &'static Resource,
@@ -85,20 +86,20 @@ impl Api {
         )?;
         let options = ListOptions::of(query, true)?;
         let asked = options.revision;
-        // Neither a revision nor 0 names a place to start from: without the present objects a watch begins now.
+        // An absent revision and 0 name no position: without initial events, the watch begins at the current revision.
         let anywhere = matches!(asked, None | Some(0));
         let state_first = options.initial_events.unwrap_or(anywhere);
         let position = match asked {
             _ if anywhere => self.store.revision(),
             asked => asked.unwrap_or(0),
         };
-        // Zero means that the client does not say.
+        // Zero counts as absent.
         let seconds = options.timeout.and_then(|s| u64::try_from(s).ok());
         let seconds = seconds.filter(|s| *s > 0);
         let timeout = seconds.map_or(DEFAULT_TIMEOUT, |s| Duration::from_secs(s).min(MAX_TIMEOUT));
         let (out, lines) = mpsc::channel(AHEAD);
         let prefix = resource.prefix(namespace);
-        // Now, and not when the task below runs: what is created and deleted after the answer is shown.
+        // Listed here, not in the task below, so that changes after the response headers are sent as events.
         let present = (state_first && asked.unwrap_or(0) <= self.store.revision())
             .then(|| self.store.list(&prefix));
         let watch = Watch {
@@ -113,14 +114,14 @@ impl Api {
         };
         let api = self.clone();
         tokio::spawn(async move {
-            // `None` says that the client went away, an error that it panicked and was logged: the watch just ends.
+            // `None` means that the client disconnected. A panic is logged. Either way the watch is closed.
             let _ = guard(watch.run(api, state_first, present, asked.unwrap_or(0), timeout)).await;
         });
         Ok(lines)
     }
 }
 
-/// The object as it was before a change, stamped with the change's revision.
+/// The object as it was before a change, with the change's revision.
 fn left(event: &Event) -> Option<Record> {
     let previous = event.previous.as_ref()?;
     let mut object: Value = serde_json::from_slice(&previous.value).ok()?;
@@ -143,7 +144,7 @@ impl Watch {
     ) -> Option<()> {
         let deadline = Instant::now() + timeout;
         let mut head = api.store.head_of(&self.prefix);
-        // A revision that is still to come, after a restored backup for instance, would be silence for good.
+        // A future revision, for instance after a restored backup, would leave the watch silent indefinitely.
         if let Err(error) = api.wait_for(at_least).await {
             return self.error(&error).await;
         }
@@ -177,16 +178,16 @@ impl Watch {
                 next_bookmark = now + BOOKMARK;
             }
             tokio::select! {
-                // Cancel-safe: a change that was missed here is found by `catch_up`.
+                // Cancel-safe: `catch_up` finds a change whose notification is lost here.
                 changed = head.changed() => changed.ok()?,
-                // Cancel-safe: timers and the closing of a channel can be awaited anew.
+                // Cancel-safe: timers and the closing of a channel can be awaited again.
                 () = tokio::time::sleep_until(next_bookmark.min(deadline)) => {}
                 () = self.out.closed() => return None,
             }
         }
     }
 
-    /// Shows all changes there are.
+    /// Sends all changes since the last position.
     async fn catch_up(&mut self, api: &Api) -> Option<Result<(), Compacted>> {
         loop {
             let (events, complete) = match api.store.changes(self.position, &self.prefix, AHEAD) {
@@ -196,7 +197,7 @@ impl Watch {
             for event in &events {
                 self.show(event).await?;
             }
-            // A client may have named a revision that is yet to come.
+            // The client may have named a future revision.
             self.position = self.position.max(complete);
             if events.len() < AHEAD {
                 return Some(Ok(()));
@@ -204,7 +205,7 @@ impl Watch {
         }
     }
 
-    /// A change as this watcher's selector sees it.
+    /// Sends a change as this watcher's selector sees it.
     async fn show(&mut self, event: &Event) -> Option<()> {
         let before = event
             .previous
@@ -215,7 +216,8 @@ impl Watch {
             (false, true) => self.send("ADDED", &event.record).await,
             (true, true) => self.send("MODIFIED", &event.record).await,
             (true, false) if event.change == Change::Put => match left(event) {
-                // It left the selector: what the watcher knows of it goes, at the revision at which it left.
+                // The object no longer matches: the watcher gets a deletion of the version
+                // it knows, at the revision of the change.
                 Some(record) => self.send("DELETED", &record).await,
                 None => Some(()),
             },

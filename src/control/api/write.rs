@@ -1,4 +1,4 @@
-//! CREATE, UPDATE, PATCH and DELETE (control-plane spec, 3.3 and 3.5 to 3.8).
+//! CREATE, UPDATE and PATCH (`staging/src/k8s.io/apiserver/pkg/endpoints/handlers/create.go`, `update.go`, `patch.go`).
 
 use std::sync::{Arc, Mutex};
 
@@ -28,35 +28,34 @@ use super::validate;
 use crate::control::store::{Bytes, Change, Expect, Record, Write, WriteError};
 use crate::core::lock::lock;
 
-/// How often the server retries a write that lost a race and named no version.
+/// How often the server retries a write that conflicts and names no resource version.
 pub(super) const RETRIES: usize = 16;
 
-/// Who writes, and what `dryRun` and `fieldValidation` ask for. There are no options without a requester: a write that
-/// nobody is responsible for cannot be checked.
+/// The options of a write, and its user: every write is checked against the user's permissions.
 #[derive(Debug, Clone, Copy)]
 pub struct Options<'a> {
-    /// The requester. Every write is compared with what this user may store.
+    /// The authenticated user, who must be permitted to store the object.
     pub user: &'a User,
-    /// Do everything but store.
+    /// `dryRun`: do everything except storing.
     pub dry_run: bool,
-    /// `Ignore`, `Warn` or `Strict`.
+    /// `fieldValidation`.
     pub strict: Strictness,
 }
 
-/// What happens to unknown fields.
+/// How unknown fields are handled.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Strictness {
-    /// They are dropped silently.
+    /// Dropped silently.
     Ignore,
-    /// They are dropped with a warning.
+    /// Dropped with a warning.
     #[default]
     Warn,
-    /// They are refused.
+    /// Rejected.
     Strict,
 }
 
 impl<'a> Options<'a> {
-    /// From the query of a write by `user`; `kind` is `CreateOptions`, `UpdateOptions` or `PatchOptions`.
+    /// Decodes the query of a write; `kind` is `CreateOptions`, `UpdateOptions` or `PatchOptions`.
     pub fn of(query: &Query, kind: &str, user: &'a User) -> Result<Options<'a>, ApiError> {
         let refuse = |error| ApiError::invalid(kind, "meta.k8s.io", "", &[error]);
         let dry_run = match query.get("dryRun") {
@@ -84,7 +83,7 @@ impl<'a> Options<'a> {
     }
 }
 
-/// The outcome of a write.
+/// The result of a write.
 pub struct Written {
     /// The HTTP status.
     pub code: u16,
@@ -94,7 +93,8 @@ pub struct Written {
     pub warnings: Vec<String>,
 }
 
-/// Compares a body with its kind's layout: mistyped fields are refused, unknown ones treated as asked.
+/// Compares a body with its kind's layout. Mistyped fields are rejected; unknown
+/// ones are handled according to `strict`.
 pub(super) fn check_fields(
     resource: &Resource,
     body: &mut Value,
@@ -148,7 +148,7 @@ fn remove_path(value: &mut Value, path: &str) {
     }
 }
 
-/// The body must be of the kind and namespace that the path names; what is missing the path supplies.
+/// Checks that the body has the kind and namespace of the path, and fills in omitted ones.
 pub(super) fn fit_to_path(
     resource: &Resource,
     namespace: Option<&str>,
@@ -227,7 +227,8 @@ impl Api {
                 generate_name(&mut fresh, &generate);
             }
             let name = object::name(&fresh).to_owned();
-            // The namespace has to be as it was looked at when the object is stored: one that ends meanwhile gets no more.
+            // The write requires that the namespace is unchanged since this check. Otherwise an object could be created
+            // in a namespace whose deletion has begun.
             let requires = match namespace {
                 Some(namespace) => Some(admit::namespace(&self.store, resource, namespace, &name)?),
                 None => None,
@@ -322,12 +323,12 @@ impl Api {
             ("Service", _) => services::allocate(&self.store, self.service_range, None, fresh)?,
             _ => {}
         }
-        // What admission added is defaulted too.
+        // Also applies the defaults of fields that admission added.
         defaults::apply(resource.kind, fresh);
         object::Size::check(fresh)
     }
 
-    /// Whether a user may do a write, where that depends on what is in the objects.
+    /// Checks the permissions that depend on the content of the objects.
     pub(super) fn check_writer(
         &self,
         user: &User,
@@ -347,7 +348,7 @@ impl Api {
             .check_write(&self.store, user, write.resource.kind, write.old, new)
     }
 
-    /// Whether a user may `approve` or `sign` for a signer, or for all of its domain.
+    /// Whether a user may `approve` or `sign` for a signer, or for all signers of its domain.
     fn check_signer(&self, user: &User, verb: &str, signer: &str) -> Result<(), ApiError> {
         let domain = signer.split('/').next().unwrap_or_default();
         let may = |name: &str| {
@@ -369,7 +370,7 @@ impl Api {
         )))
     }
 
-    /// Whether a claim may grow to what it asks for.
+    /// Whether a claim may be expanded as requested.
     fn check_growth(&self, resource: &Resource, old: &Value, new: &Value) -> Result<(), ApiError> {
         if resource.kind != "PersistentVolumeClaim" {
             return Ok(());
@@ -380,7 +381,7 @@ impl Api {
         })
     }
 
-    /// Stores an object; the revision is stamped into it when it is known.
+    /// Stores an object; the store assigns the revision, which is then set in the object.
     pub(super) async fn put(
         &self,
         resource: &Resource,
@@ -427,7 +428,8 @@ impl Api {
             && resource.create_on_update
             && self.store.get(&resource.key(namespace, name)).is_none()
         {
-            // An update that creates needs the right to create (upstream's `withAuthorization`, `handlers/update.go`).
+            // An update that creates an object needs permission to create it (upstream's `withAuthorization`,
+            // `staging/src/k8s.io/apiserver/pkg/endpoints/handlers/update.go`).
             let namespace_of = namespace.unwrap_or_default();
             let ask = auth::ask("create", resource, "", namespace_of, name);
             if !self.may(options.user, &ask) {
@@ -484,7 +486,8 @@ impl Api {
                 ));
             }
             let mut new = patch::apply(format, old, patch)?;
-            // The version that the patch found is none that its sender asked for; any other is, and leads to a conflict.
+            // If the patch leaves the resource version unchanged, it is no precondition. Any
+            // other version is one and leads to a conflict.
             let version =
                 |object: &Value| text(object, &["metadata", "resourceVersion"]).map(str::to_owned);
             if version(&new) == version(old) {
@@ -525,8 +528,8 @@ impl Api {
         Ok(written)
     }
 
-    /// The shared path of all updates: compute the new object from the stored one, restore what may not
-    /// change, check, store; again if another write came first and the caller named no version.
+    /// The common part of all updates: compute the new object from the stored one, restore immutable fields, validate
+    /// and store. If the write conflicts and the caller named no version, it is retried.
     #[allow(clippy::too_many_arguments)]
     pub(super) async fn change(
         &self,
@@ -586,7 +589,7 @@ impl Api {
             object::Size::check(&new)?;
             if sub.is_none() && new != old {
                 self.check_growth(resource, &old, &new)?;
-                // Repeated ones, of a write that is tried again, stand once in the answer.
+                // A retry adds the same warnings again; `warnings::headers` removes duplicates.
                 warnings.extend(unenforced::warnings(resource.kind, &new));
             }
             if new == old || options.dry_run {
@@ -636,7 +639,7 @@ fn generate_name(object: &mut Value, beginning: &str) {
     meta(object).insert("name".into(), name.into());
 }
 
-/// The refusal of a name that `found` has.
+/// The error for a name that `found` already has.
 fn taken(resource: &Resource, name: &str, found: Option<Record>) -> ApiError {
     let mut error = ApiError::already_exists(resource.group, resource.plural, name);
     let old: Option<Value> = found.and_then(|r| serde_json::from_slice(&r.value).ok());

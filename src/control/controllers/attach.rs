@@ -1,6 +1,6 @@
-//! Volumes of storage drivers that have to be attached to a node before it can mount them: asked for when a pod
-//! goes there, and taken back after the last one (control-plane spec, chapter 8; kubelet spec, 9.2). The driver's
-//! own attacher does the work.
+//! The attach/detach controller (`pkg/controller/volume/attachdetach/attach_detach_controller.go`). For CSI drivers
+//! that require it, a VolumeAttachment is created when a pod is bound to a node. It is deleted after the last pod that
+//! needs it. The driver's external attacher performs the attachment.
 
 mod disks;
 
@@ -26,33 +26,33 @@ use crate::kubeapi::Cache;
 use crate::kubeapi::cache::revision;
 use crate::kubeapi::client::code;
 
-/// An attachment that should be.
+/// A VolumeAttachment that a pod needs.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Wanted {
     driver: String,
     node: String,
     volume: String,
-    /// The name that nodes know the volume by.
+    /// The volume's unique name in the node's status.
     unique: String,
 }
 
-/// An attachment that nobody needs.
+/// A VolumeAttachment that no pod needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Detached {
     name: String,
     node: String,
-    /// The name that nodes know the volume by, if its volume is still there.
+    /// The volume's unique name in the node's status; `None` if the volume was deleted.
     unique: Option<String>,
 }
 
-/// The volumes that a node says it uses.
+/// The volumes that a node reports as in use.
 fn in_use(node: &Node) -> BTreeSet<&str> {
     let status = node.status.as_ref();
     let names = status.and_then(|s| s.volumes_in_use.as_ref());
     names.into_iter().flatten().map(String::as_str).collect()
 }
 
-/// The volumes that a node is told are attached.
+/// The volumes that a node's status lists as attached.
 fn listed(node: &Node) -> BTreeSet<&str> {
     let status = node.status.as_ref();
     let volumes = status.and_then(|s| s.volumes_attached.as_ref());
@@ -60,8 +60,8 @@ fn listed(node: &Node) -> BTreeSet<&str> {
     volumes.map(|v| v.name.as_str()).collect()
 }
 
-/// Whether a volume may be detached from a node. The node mounts only what is listed, after it has said that it uses
-/// it: what is neither at the same time cannot become mounted any more.
+/// Whether a volume can be detached from a node. A node reports a volume as in use before it mounts it, and mounts only
+/// listed volumes. A volume that is neither in use nor listed can therefore not become mounted.
 fn is_free(node: &Node, unique: &str) -> bool {
     !in_use(node).contains(unique) && !listed(node).contains(unique)
 }
@@ -71,7 +71,7 @@ fn is_attached(attachment: &VolumeAttachment) -> bool {
         && attachment.status.as_ref().is_some_and(|s| s.attached)
 }
 
-/// The pods that may need something of a node, and its name.
+/// The pods that are bound to a node and not in a terminal phase, with the node's name.
 fn placed(pods: &[Arc<Pod>]) -> impl Iterator<Item = (&Arc<Pod>, &str)> {
     let going_on = pods.iter().filter(|pod| !pod::is_terminal(pod));
     going_on.filter_map(|pod| {
@@ -97,7 +97,7 @@ fn claimed<'a>(
     volumes.collect()
 }
 
-/// What there is.
+/// The observed state.
 struct World {
     pods: Vec<Arc<Pod>>,
     claims: Vec<Arc<PersistentVolumeClaim>>,
@@ -112,12 +112,12 @@ struct World {
 enum Step {
     Attach(String, Box<Wanted>),
     Detach(Box<Detached>),
-    /// What a node is told of its volumes.
+    /// Patches a node's list of attached volumes.
     Tell(String, Value),
 }
 
 impl World {
-    /// All attachments that pods need: the pod, the attachment's name and what it is.
+    /// All attachments that pods need: the pod, the attachment's name and its specification.
     fn needs(&self) -> Vec<(&Arc<Pod>, String, Wanted)> {
         let mut needs = vec![];
         for (pod, node) in placed(&self.pods) {
@@ -146,7 +146,7 @@ impl World {
         needs
     }
 
-    /// What the users of waiting pods are told: the pod, a reason and a message (kubelet spec, 9.4).
+    /// Events for pending pods: the pod, a reason and a message.
     fn news(&self) -> Vec<(Arc<Pod>, &'static str, String)> {
         let mut news = vec![];
         for (pod, name, attachment) in self
@@ -180,7 +180,7 @@ impl World {
         news
     }
 
-    /// What nodes are told of the disks that they attach by themselves, and their pods' users.
+    /// The attached lists and events for disks that nodes attach without a driver.
     fn disks(&self) -> (disks::Lists, Vec<disks::News>) {
         disks::decide(&self.pods, &self.claims, &self.volumes, &self.nodes)
     }
@@ -202,7 +202,7 @@ impl World {
         let (mut of_disks, _) = self.disks();
         for node in &self.nodes {
             let in_use = in_use(node);
-            // One that nobody needs is taken off the list before it is detached.
+            // An attachment that no pod needs is removed from the node's list before it is deleted.
             let attached = self
                 .attachments
                 .iter()
@@ -244,7 +244,7 @@ impl World {
         steps
     }
 
-    /// Whether there may be anything to attach: in most clusters here there is not.
+    /// Whether any volume can need an attachment; on most small clusters none does.
     fn may_attach(&self) -> bool {
         let is_served =
             |v: &Arc<PersistentVolume>| v.spec.as_ref().is_some_and(|s| s.csi.is_some());
@@ -253,7 +253,7 @@ impl World {
             || disks::are_there(&self.pods, &self.volumes, &self.nodes)
     }
 
-    /// The name that nodes know an attachment's volume by.
+    /// The unique name of an attachment's volume in the node's status.
     fn unique(&self, attachment: &VolumeAttachment) -> Option<String> {
         let volume = attachment.spec.source.persistent_volume_name.as_ref()?;
         let found = self.volumes.iter().find(|v| v.name_any() == *volume)?;
@@ -262,7 +262,7 @@ impl World {
     }
 }
 
-/// Deletes an attachment, unless its node has begun to use it meanwhile: what is known of it may be old.
+/// Deletes an attachment, unless its node has begun to use the volume: the cached state may be stale.
 async fn detach(client: &Client, detached: &Detached) -> Result<(), kube::Error> {
     if let Some(unique) = &detached.unique {
         let nodes: Api<Node> = Api::all(client.clone());
@@ -277,10 +277,11 @@ async fn detach(client: &Client, detached: &Detached) -> Result<(), kube::Error>
         .map(|_| ())
 }
 
-/// How long it may take until what was written is seen.
+/// How long to wait until a write is visible in the cache.
 const SEEN: Duration = Duration::from_secs(5);
 
-/// Waits until a node is known as it was told: two nodes must not be told of one disk.
+/// Waits until the cache contains the written node, so that the next decision does
+/// not assign the same disk to another node.
 async fn is_seen(nodes: &Cache<Node>, told: &Node) {
     let mut changes = nodes.changes();
     let seen = async {
@@ -325,7 +326,7 @@ async fn take(client: &Client, nodes: &Cache<Node>, step: Step) -> Result<(), ku
     }
 }
 
-/// A volume as its driver serves it.
+/// A volume in the form that its driver serves: in-tree volumes are translated to CSI.
 fn served(volume: Arc<PersistentVolume>) -> Arc<PersistentVolume> {
     if volume.spec.as_ref().is_some_and(|s| s.csi.is_some()) {
         return volume;
@@ -333,7 +334,7 @@ fn served(volume: Arc<PersistentVolume>) -> Arc<PersistentVolume> {
     migrated::persistent(PersistentVolume::clone(&volume)).map_or(volume, Arc::new)
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub(super) async fn run(client: Client, caches: Caches) {
     let config = || watcher::Config::default().streaming_lists();
     let drivers: Cache<CSIDriver> = Cache::start(Api::all(client.clone()), config());
@@ -473,7 +474,7 @@ mod tests {
         attached.nodes[0] = node(&["kubernetes.io/csi/d^h"], &["kubernetes.io/csi/d^h"]);
         attached.pods.clear();
         assert_eq!(attached.steps(), [], "the node still has it mounted");
-        // It is taken off the list before it is detached: a node that reads it there may mount it.
+        // The volume is removed from the list before it is detached: a node may mount a listed volume.
         attached.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
         let told = json!({"status": {"volumesAttached": []}});
         assert_eq!(attached.steps(), [Step::Tell("here".into(), told)]);
@@ -481,7 +482,7 @@ mod tests {
         assert!(
             matches!(&attached.steps()[..], [Step::Detach(detached)] if detached.name == name && detached.node == "here")
         );
-        // Another node that uses it does not matter.
+        // Use by another node does not block the detachment.
         let mut other = Node::clone(&node(&["kubernetes.io/csi/d^h"], &[]));
         other.metadata.name = Some("other".into());
         attached.nodes.push(Arc::new(other));

@@ -1,8 +1,8 @@
-//! Claims and volumes: binding, release, protection, the claims of generic ephemeral volumes, and directories of
-//! this machine for classes that ask for them (control-plane spec, chapter 8).
+//! Claims and volumes: binding, release, protection, claims of generic ephemeral volumes, and provisioning of local
+//! directories (`pkg/controller/volume/persistentvolume/pv_controller.go`).
 //!
-//! Every turn looks at what there is and takes the next step for each object; a step that was overtaken by
-//! another write is refused by its resource version and taken anew.
+//! Each reconciliation reads the observed state and takes the next step for each object. A step based on stale state is
+//! rejected because of its resource version, and is decided again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
@@ -26,39 +26,39 @@ use crate::core::volume::claims::{
 use crate::kubeapi::Api;
 use crate::kubeapi::client::code;
 
-/// The provisioner that makes directories on this machine.
+/// The provisioner of directories on this machine.
 pub const DIRECTORY: &str = "holdfast.example/directory";
 
 /// One write.
 #[derive(Debug, Clone, PartialEq)]
 enum Step {
-    /// Merges into a claim.
+    /// Patches a claim.
     Claim(Arc<PersistentVolumeClaim>, Value),
-    /// Merges into a claim's status.
+    /// Patches a claim's status.
     ClaimStatus(Arc<PersistentVolumeClaim>, Value),
-    /// Merges into a volume.
+    /// Patches a volume.
     Volume(Arc<PersistentVolume>, Value),
-    /// Merges into a volume's status.
+    /// Patches a volume's status.
     VolumeStatus(Arc<PersistentVolume>, Value),
-    /// Makes a directory, and a volume of it.
+    /// Creates a directory and its volume.
     Provision(Box<PersistentVolume>),
-    /// Removes a directory that was made so, and its volume.
+    /// Removes a provisioned directory and its volume.
     Remove(Arc<PersistentVolume>),
-    /// Makes the claim of an ephemeral volume.
+    /// Creates the claim of an ephemeral volume.
     Make(Box<PersistentVolumeClaim>),
-    /// Removes a claim whose pod has gone.
+    /// Deletes a claim whose pod was deleted.
     Drop(Arc<PersistentVolumeClaim>),
-    /// Says why a claim is not bound: reason and message.
+    /// Emits an event why a claim is not bound: reason and message.
     Say(Arc<PersistentVolumeClaim>, &'static str, String),
 }
 
-/// What there is.
+/// The observed state.
 struct World {
     claims: Vec<Arc<PersistentVolumeClaim>>,
     volumes: Vec<Arc<PersistentVolume>>,
     classes: Vec<Arc<StorageClass>>,
     pods: Vec<Arc<Pod>>,
-    /// Where directories are made, and the node that this machine is.
+    /// Where directories are created, and the node of this machine; `None` disables provisioning.
     directories: Option<(PathBuf, String)>,
 }
 
@@ -89,7 +89,7 @@ impl World {
         self.classes.iter().find(|c| c.name_any() == name)
     }
 
-    /// The next step for a claim. `taken` are volumes that others get in this turn.
+    /// The next step for a claim. `taken` contains the volumes that other claims get in this reconciliation.
     fn of_claim(
         &self,
         claim: &Arc<PersistentVolumeClaim>,
@@ -147,7 +147,7 @@ impl World {
                 "waiting for first consumer to be created before binding".into(),
             )];
         }
-        // Which volume a consumer's node reaches only the scheduler knows: it sets one aside.
+        // Only the scheduler knows which volumes the consumer's node can reach; it reserves one by its `claimRef`.
         let found = if waits {
             free.clone().find(|v| claims::is_for(v, claim))
         } else {
@@ -164,7 +164,7 @@ impl World {
             };
             let mut annotations = json!({BIND_COMPLETED: "yes"});
             annotations[BOUND_BY_CONTROLLER] = "yes".into();
-            // The volume first: it is what two claims could both want.
+            // Writes the volume first: two claims may compete for it.
             return vec![
                 Step::Volume(Arc::clone(volume), reference(claim)),
                 Step::Claim(
@@ -252,7 +252,8 @@ impl World {
                 json!({"metadata": {"annotations": {BIND_COMPLETED: "yes"}}}),
             ));
         }
-        // A volume that grows later has a filesystem that does not know of it: the node says when it does.
+        // The capacity is not updated when the volume grows later: the node reports
+        // it after it has resized the filesystem.
         if phase(status.phase.as_ref()) != "Bound"
             || status.access_modes != spec.access_modes
             || status.capacity.is_none()
@@ -299,7 +300,7 @@ impl World {
         let bound_once = reference.uid.as_ref().is_some_and(|uid| !uid.is_empty());
         match (alive, bound_once) {
             (true, true) => becomes("Bound"),
-            // Set aside for a claim that has not come yet.
+            // Reserved for a claim that does not exist yet.
             (_, false) => becomes("Available"),
             (false, true) => {
                 let ours = volume.annotations().get(PROVISIONED_BY).map(String::as_str);
@@ -321,7 +322,7 @@ impl World {
         }
     }
 
-    /// The claims that a pod's ephemeral volumes lack.
+    /// Creates the missing claims of a pod's ephemeral volumes.
     fn of_pod(&self, pod: &Pod) -> Vec<Step> {
         if pod::is_terminal(pod) || pod.metadata.deletion_timestamp.is_some() {
             return vec![];
@@ -364,13 +365,13 @@ impl World {
     }
 }
 
-/// What makes a volume a claim's.
+/// The patch that binds a volume to a claim.
 fn reference(claim: &PersistentVolumeClaim) -> Value {
     json!({"spec": {"claimRef": {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "namespace": claim.namespace(), "name": claim.name_any(),
         "uid": claim.uid(), "resourceVersion": claim.resource_version()}}})
 }
 
-/// A volume that is a directory of this machine.
+/// A volume of a directory on this machine.
 fn directory(
     claim: &PersistentVolumeClaim,
     class: &StorageClass,
@@ -393,7 +394,8 @@ fn directory(
     serde_json::from_value(volume).unwrap_or_default()
 }
 
-/// The directory of a volume that was made here. Anything else is refused: it is removed with all in it.
+/// The directory of a volume that this provisioner created, else `None`: the
+/// directory is later removed with its contents.
 fn made_here(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
     let name = volume.name_any();
     let plain = name
@@ -410,14 +412,14 @@ fn made_here(dir: &Path, volume: &PersistentVolume) -> Option<PathBuf> {
     (plain && same).then_some(path)
 }
 
-/// Makes a volume's directory: whoever its pods run as may write in it.
+/// Creates a volume's directory, writable for any user that pods run as.
 fn make_directory(path: &Path) -> std::io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true).mode(0o755).create(path)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777))
 }
 
-/// Does what may take as long as the disk does.
+/// Runs blocking disk work on a separate thread.
 async fn on_disk(
     work: impl FnOnce() -> std::io::Result<()> + Send + 'static,
 ) -> Result<(), kube::Error> {
@@ -484,7 +486,7 @@ async fn take(
             let Some(path) = directories.and_then(|(dir, _)| made_here(dir, &volume)) else {
                 return Ok(());
             };
-            // Pods have written there, and anybody may have mounted something in it: what is not the volume's stays.
+            // Pods could write here and mount file systems; `remove_tree` leaves mounts in place.
             let remove = move || crate::sys::removal::remove_tree(&path);
             on_disk(move || remove().map_err(std::io::Error::other)).await?;
             volumes
@@ -523,7 +525,7 @@ async fn take(
     }
 }
 
-/// Runs until the process ends. `directories` is where volumes of this machine are made, and its node's name.
+/// Runs until the process exits. `directories` is where local volumes are created, and the name of this machine's node.
 pub(super) async fn run(client: Client, caches: Caches, directories: Option<(PathBuf, String)>) {
     let mut changes = [
         caches.claims.changes(),
@@ -555,7 +557,7 @@ pub(super) async fn run(client: Client, caches: Caches, directories: Option<(Pat
                 continue;
             }
             match take(&client, step.clone(), directories.as_ref()).await {
-                // Overtaken, or done before: the next look knows.
+                // 404 and 409: the step was based on stale state; the next reconciliation decides again.
                 Err(error) if !matches!(code(&error), Some(404 | 409)) => {
                     tracing::warn!(error = %crate::kubeapi::client::chain(&error), ?step, "reconcile of a claim or volume failed, retrying");
                     unfinished = true;
@@ -640,7 +642,7 @@ mod tests {
             )),
             ["Volume", "Claim"]
         );
-        // The volume was written, the claim was not.
+        // The volume was patched, the claim was not.
         assert_eq!(
             kinds(&world(
                 vec![claim(json!({}))],

@@ -1,4 +1,4 @@
-//! Certificates of nodes are allowed and signed; answered requests are removed after a while (control-plane spec, 5.11).
+//! Approves and signs certificate requests of nodes, and removes old requests (`pkg/controller/certificates`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::{chain, code};
 
-/// Signs what was judged: whether it is a client's, and for how many seconds. The answer is PEM.
+/// Signs a validated request: whether it is for a client certificate, and the lifetime in seconds. The result is PEM.
 pub type Sign = Arc<dyn Fn(&Asked, bool, i64) -> Result<String, String> + Send + Sync>;
 
-/// How long a certificate lasts, if nobody asks for less: a year.
+/// Maximum lifetime of a certificate, in seconds: one year.
 const LIFE: i64 = 365 * 24 * 3600;
-/// For how long answered requests are kept, and those that nobody answers.
+/// Retention of requests: denied, failed or issued ones, and all others.
 const KEPT: (SignedDuration, SignedDuration) = (
     SignedDuration::from_hours(1),
     SignedDuration::from_hours(24),
 );
 
-/// What is done about a request.
+/// The next step for a request.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     Nothing,
     Approve,
     Fail(String),
-    /// What was judged, whether it is a client's certificate, and its lifetime in seconds.
+    /// The validated request, whether it is for a client certificate, and the lifetime in seconds.
     Sign(Box<Asked>, bool, i64),
     Remove,
 }
@@ -154,7 +154,7 @@ async fn take(
     }
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub(super) async fn run(client: Client, sign: Sign) {
     let requests: Cache<CertificateSigningRequest> = Cache::start(
         Api::all(client.clone()),

@@ -1,5 +1,5 @@
-//! Deployments: one ReplicaSet a template, rolled forward (control-plane spec, 5.6). The arithmetic
-//! is in `rollout`.
+//! The Deployment controller: one ReplicaSet per pod template, and rolling updates
+//! (`pkg/controller/deployment`). The arithmetic is in `rollout`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -55,7 +55,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
             if deployment.metadata.deletion_timestamp.is_some() || !pending.settled(&uid, seen) {
                 continue;
             }
-            // What was seen is in what is read from here on.
+            // Read again: the cache now contains everything that `settled` has seen.
             let (namespace, name) = cache::key(&*deployment);
             let Some(deployment) = caches.deployments.get(&namespace, &name) else {
                 continue;
@@ -70,11 +70,11 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// The digest of a template without its hash label.
+/// The SHA-256 digest of a template without its hash label.
 type Digest = [u8; 32];
 
-/// The digests of templates by the uid of what has them: an object's template changes with its generation only, and comparing
-/// texts for every change of any pod would take most of the controller's time.
+/// Digests of templates by the owner's uid and generation. A template changes only with the generation. Comparing
+/// serialised templates on every change of a pod would take most of the controller's time.
 #[derive(Default)]
 struct Templates(Mutex<HashMap<String, (Option<i64>, Digest)>>);
 
@@ -94,7 +94,7 @@ impl Templates {
         digest
     }
 
-    /// Forgets what was deleted, when that is most of it.
+    /// Removes the entries of deleted objects once they are the majority.
     fn keep(&self, caches: &Caches) {
         let (sets, deployments) = (caches.replica_sets.list(), caches.deployments.list());
         let mut known = lock(&self.0);
@@ -201,7 +201,7 @@ async fn reconcile(
     clean_up(&sets, deployment, &old).await
 }
 
-/// Whether pods of older sets are still there that a Recreate waits for. Other strategies do not wait.
+/// Whether a Recreate strategy must wait for pods of old sets.
 fn waits_for_pods(caches: &Caches, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>]) -> bool {
     let strategy = spec.strategy.as_ref().and_then(|s| s.type_.as_deref());
     if strategy != Some("Recreate") || old.is_empty() {
@@ -213,7 +213,7 @@ fn waits_for_pods(caches: &Caches, spec: &DeploymentSpec, old: &[Arc<ReplicaSet>
     })
 }
 
-/// The deployment's ReplicaSets; orphans that match are adopted, own ones that do not are released.
+/// The deployment's ReplicaSets. Matching orphans are adopted, and owned sets that do not match are released.
 async fn own(
     client: &Client,
     caches: &Caches,
@@ -271,8 +271,8 @@ async fn own(
     Ok(owned)
 }
 
-/// Whether a set that has the name of `wanted` is of another template or another owner. If not it was made a moment ago and has
-/// not been seen yet, or is gone again.
+/// Whether the set that has the name of `wanted` has another template or owner. Otherwise it was created recently and
+/// is not in the cache yet, or was deleted since.
 fn collides(taken: Option<&ReplicaSet>, wanted: &ReplicaSet) -> bool {
     let template = |set: &ReplicaSet| set.spec.as_ref().and_then(|s| s.template.clone());
     taken.is_some_and(|taken| {
@@ -280,8 +280,8 @@ fn collides(taken: Option<&ReplicaSet>, wanted: &ReplicaSet) -> bool {
     })
 }
 
-/// Creates the set of the present template with no replicas yet. `None` if its name is taken by a set
-/// of another template: the collision is counted and another name is tried next time.
+/// Creates the set of the current template with zero replicas. `None` if a set of another template has the name: the
+/// collision is counted, and the next attempt uses another name.
 async fn create(
     sets: &Api<ReplicaSet>,
     deployment: &Deployment,
@@ -365,7 +365,7 @@ async fn create(
     }
 }
 
-/// Writes status and revision together through `/status`, which leaves the generation alone.
+/// Writes the status and the revision annotation through `/status`, which does not change the generation.
 async fn write_status(
     client: &Client,
     deployment: &Deployment,
@@ -406,7 +406,7 @@ async fn write_status(
     Ok(())
 }
 
-/// Deletes sets beyond the history limit once the rollout is complete.
+/// Deletes old sets beyond the history limit once the rollout is complete.
 async fn clean_up(
     sets: &Api<ReplicaSet>,
     deployment: &Deployment,
@@ -440,7 +440,7 @@ async fn clean_up(
 mod tests {
     use super::*;
 
-    /// A template is rendered once for each generation of what has it.
+    /// A template is serialised once per generation.
     #[test]
     fn templates_are_compared_by_digest() {
         let template = |image: &str, hash: &str| -> PodTemplateSpec {
@@ -457,7 +457,7 @@ mod tests {
         let first = digest(meta("d", 1), &template("i:1", "x"));
         assert_eq!(digest(meta("s", 1), &template("i:1", "y")), first);
         assert_ne!(digest(meta("t", 1), &template("i:2", "x")), first);
-        // The template is not rendered again in the same generation.
+        // The template is not serialised again in the same generation.
         assert_eq!(digest(meta("d", 1), &template("i:2", "x")), first);
         assert_ne!(digest(meta("d", 2), &template("i:2", "x")), first);
         assert_eq!(lock(&templates.0).len(), 3);

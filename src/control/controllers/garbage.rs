@@ -1,5 +1,5 @@
-//! Garbage collection by owner references (control-plane spec, 5.8), for the kinds that have owners
-//! here: ReplicaSets, jobs and pods. Pods of nodes that are gone are `nodes`' business.
+//! Garbage collection by owner references for the kinds that have owners here: ReplicaSets, jobs and pods
+//! (`pkg/controller/garbagecollector/garbagecollector.go`). Pods of deleted nodes are handled by `nodes`.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -19,19 +19,19 @@ use crate::kubeapi::Api;
 use crate::kubeapi::cache::Cache;
 use crate::kubeapi::client::code;
 
-/// What happens to one object.
+/// The decision for one object.
 #[derive(Debug, PartialEq, Eq)]
 enum Fate {
     Stay,
-    /// All owners are gone.
+    /// All owners were deleted.
     Delete,
-    /// An owner waits for its dependents.
+    /// An owner waits for its dependents (foreground deletion).
     DeleteForeground,
-    /// The owner gave it away: its reference goes.
+    /// Remove the reference to this owner: it orphans its dependents, or was deleted while other owners remain.
     Release(String),
 }
 
-/// What is known about an owner.
+/// The observed state of an owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
     Alive,
@@ -133,7 +133,7 @@ fn dependents(caches: &Caches, uid: &str) -> (usize, usize) {
     counts
 }
 
-/// What a cache knows of an owner.
+/// The state of an owner according to a cache.
 fn state<K>(cache: &Cache<K>, namespace: &str, owner: &OwnerReference) -> Owner
 where
     K: Resource + DeserializeOwned + Send + Sync + 'static,
@@ -149,7 +149,7 @@ where
     }
 }
 
-/// What is to happen to an object; none if it stays.
+/// The decision for an object; `None` if it stays.
 fn judge(caches: &Caches, meta: &ObjectMeta) -> Option<Fate> {
     let namespace = meta.namespace.as_deref().unwrap_or_default();
     let look = |owner: &OwnerReference| match owner.kind.as_str() {
@@ -157,7 +157,7 @@ fn judge(caches: &Caches, meta: &ObjectMeta) -> Option<Fate> {
         "ReplicaSet" => state(&caches.replica_sets, namespace, owner),
         "Job" => state(&caches.jobs, namespace, owner),
         "CronJob" => state(&caches.cron_jobs, namespace, owner),
-        // Other kinds (a mirror pod's Node, for one) are not collected here.
+        // Owners of other kinds, such as the Node of a mirror pod, are not tracked here.
         _ => Owner::Alive,
     };
     let decided = fate(meta.owner_references.as_deref()?, look);
@@ -180,7 +180,7 @@ where
                 .map(|_| ())
         }
         Fate::Delete | Fate::DeleteForeground if meta.deletion_timestamp.is_none() => {
-            // The cache may be behind: an owner that it does not show may have just been made.
+            // The cache may be stale: an owner missing there may have been created recently.
             if decided == Fate::Delete && !truly_gone(client, namespace, meta).await {
                 return;
             }
@@ -204,7 +204,7 @@ where
     }
 }
 
-/// The uid of the object of a name, as the API itself has it.
+/// The uid of an object, read from the API.
 async fn uid_of<K>(
     client: &Client,
     namespace: &str,
@@ -219,7 +219,7 @@ where
     Ok(found.and_then(|found| found.meta().uid.clone()))
 }
 
-/// Asks the API itself whether every owner is gone.
+/// Checks with the API that every owner was deleted.
 async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool {
     for owner in meta.owner_references.iter().flatten() {
         let found = match owner.kind.as_str() {
@@ -237,13 +237,13 @@ async fn truly_gone(client: &Client, namespace: &str, meta: &ObjectMeta) -> bool
     true
 }
 
-/// Removes the collector's own finalizers when their work is done.
+/// Removes the collector's finalizers once their work is done.
 async fn finish<K>(client: &Client, caches: &Caches, meta: &ObjectMeta)
 where
     K: Resource<Scope = k8s_openapi::NamespaceResourceScope> + DeserializeOwned,
     K::DynamicType: Default,
 {
-    // Nearly all have none, and need no count of what depends on them.
+    // Most objects have no such finalizer, so their dependents need not be counted.
     if !["orphan", "foregroundDeletion"]
         .iter()
         .any(|name| has_finalizer(meta, name))

@@ -1,8 +1,8 @@
-//! The controllers that `kubectl create deployment` and `kubectl create job` need: Deployment, ReplicaSet, Job, CronJob, garbage
-//! collection by owner references, namespaces, nodes that fall silent, and the expiry of events.
+//! The bundled controllers: Deployment, ReplicaSet, Job, CronJob, garbage collection by owner references, namespaces,
+//! node lifecycle, volumes, certificates and tokens.
 //!
-//! Each is a loop of observe, decide, act over watched caches. The deciding halves are pure
-//! functions over typed objects. Everything goes through the API.
+//! Each controller is a loop that observes watched caches, decides, and writes. The decisions are pure functions over
+//! typed objects. All reads and writes use the API.
 
 mod attach;
 mod binder;
@@ -46,10 +46,10 @@ use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Cache, Key, key, revision};
 use crate::kubeapi::client::code;
 
-/// How long a controller waits for its own write to come back before it looks anew.
+/// How long a controller waits to see its own write in the cache.
 const ECHO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reasons of events that are warnings, beside those that begin or end with "Failed".
+/// Event reasons of type Warning, in addition to those that begin or end with "Failed".
 const WARNINGS: [&str; 10] = [
     "BackoffLimitExceeded",
     "DeadlineExceeded",
@@ -63,7 +63,7 @@ const WARNINGS: [&str; 10] = [
     "UnparseableSchedule",
 ];
 
-/// What controllers and scheduler watch.
+/// The caches that controllers and scheduler share.
 #[derive(Clone)]
 pub struct Caches {
     /// All pods.
@@ -127,9 +127,9 @@ impl Caches {
     }
 }
 
-/// Runs all controllers until the process ends. `ca` is the certificate that pods verify the API with;
-/// `directories` is where volumes of this machine are made, and its node's name; `sign` signs certificates
-/// of nodes, and `sign_token` tokens that lie in Secrets.
+/// Runs all controllers until the process exits. `ca` is the CA certificate that pods use to verify the apiserver.
+/// `directories` is where local volumes are created, with the name of this machine's node. `sign` signs certificates of
+/// nodes, and `sign_token` signs tokens in Secrets.
 pub async fn run(
     client: Client,
     caches: Caches,
@@ -138,7 +138,8 @@ pub async fn run(
     (sign, sign_token): (Sign, SignToken),
 ) {
     caches.synced().await;
-    // A task each: a long turn of one delays no other. They are cancelled with this future, and a panic of one ends the process.
+    // One task per controller, so that a long reconciliation does not delay others. Dropping this
+    // future cancels them. A panic of one stops the process.
     let mut all = JoinSet::new();
     let (c, o) = (|| client.clone(), || caches.clone());
     all.spawn(certificates::run(c(), sign));
@@ -157,25 +158,25 @@ pub async fn run(
     }
 }
 
-/// What a controller wrote and has not seen in its cache yet. Acting again before that would act twice.
+/// Writes of a controller that are not visible in its cache yet. Acting before they are would repeat them.
 #[derive(Default)]
 struct Pending(Mutex<HashMap<String, Vec<Wrote>>>);
 
 struct Wrote {
     key: Key,
     revision: u64,
-    /// A deletion has also been seen when the object is no longer there.
+    /// A deletion is also visible when the object no longer exists.
     deletion: bool,
     until: Instant,
 }
 
 impl Pending {
-    /// Notes that `owner`'s work wrote `object`.
+    /// Records that `object` was written for `owner`.
     fn wrote<K: Resource>(&self, owner: &str, object: &K) {
         self.note(owner, object, false);
     }
 
-    /// Notes that `owner`'s work deleted `object`.
+    /// Records that `object` was deleted for `owner`.
     fn deleted<K: Resource>(&self, owner: &str, object: &K) {
         self.note(owner, object, true);
     }
@@ -191,8 +192,8 @@ impl Pending {
         map.entry(owner.to_owned()).or_default().push(wrote);
     }
 
-    /// The uids of those `owners` for which everything written has been seen, or has been awaited long enough. The caches are
-    /// listed afterwards: then the lists show what was written, and nothing is done twice.
+    /// The uids of those `owners` whose writes are all visible or have timed out. Callers list the caches after this
+    /// call, so that the lists contain the writes.
     fn all_settled<K: Resource>(
         &self,
         owners: &[Arc<K>],
@@ -202,7 +203,7 @@ impl Pending {
         uids.filter(|uid| self.settled(uid, &seen)).collect()
     }
 
-    /// Whether everything written for `owner` has been seen, or has been awaited long enough.
+    /// Whether all writes for `owner` are visible or have timed out.
     fn settled(&self, owner: &str, seen: impl Fn(&Key) -> Option<u64>) -> bool {
         let mut map = lock(&self.0);
         let Some(list) = map.get_mut(owner) else {
@@ -220,14 +221,14 @@ impl Pending {
     }
 }
 
-/// Waits until one of the caches changes, or `most` has passed.
+/// Waits until a cache changes, or `most` has elapsed.
 async fn any_change(receivers: &mut [watch::Receiver<u64>], most: Duration) {
     let waits = receivers.iter_mut().map(|r| Box::pin(r.changed()));
-    // A cache lives as long as the controllers, so `changed` fails only when the process ends.
+    // A cache lives as long as the controllers, so `changed` fails only when the process exits.
     let _ = tokio::time::timeout(most, futures::future::select_all(waits)).await;
 }
 
-/// The controlling owner's uid.
+/// The uid of the controlling owner.
 fn controller_of<K: Resource>(object: &K) -> Option<&str> {
     let owners = object.meta().owner_references.as_deref()?;
     owners
@@ -236,7 +237,8 @@ fn controller_of<K: Resource>(object: &K) -> Option<&str> {
         .map(|o| o.uid.as_str())
 }
 
-/// Posts an event about an object; the same again only counts. Failures are logged, as events never hold anything up.
+/// Emits an event about an object; a repeated event only increases the count. Errors are
+/// logged, because events must not block a controller.
 pub(super) async fn event<K>(
     client: &Client,
     about: &K,

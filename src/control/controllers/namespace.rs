@@ -1,5 +1,6 @@
-//! Namespaces: every one has a `default` service account and the CA that pods verify the API with; a
-//! deleted one is emptied, pods first, and then let go (control-plane spec, 5.2 and 5.3).
+//! The namespace controllers. They create the `default` service account and the CA ConfigMap in each namespace
+//! (`pkg/controller/serviceaccount`, `pkg/controller/certificates/rootcacertpublisher`). They delete the content of a
+//! namespace before its finalizer is removed (`pkg/controller/namespace/deletion/namespaced_resources_deleter.go`).
 
 use std::time::Duration;
 
@@ -124,7 +125,7 @@ async fn empty(client: &Client, caches: &Caches, namespace: &Namespace) -> Resul
             )
         })
     };
-    // Workloads go before pods so that nothing is made anew, pods before what they use.
+    // Workloads are deleted before pods, so that pods are not recreated, and pods before the objects that they use.
     for plural in ["deployments", "replicasets", "cronjobs", "jobs", "pods"] {
         if let Some(api) = api_of(plural) {
             for item in api

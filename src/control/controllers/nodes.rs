@@ -1,5 +1,6 @@
-//! Nodes whose heartbeats stop: their conditions become Unknown and they are tainted, their pods lose their readiness and are
-//! deleted when they no longer tolerate the taint; pods of nodes that are gone are collected (control-plane spec, 5.7).
+//! The node lifecycle controller. If a node's heartbeats stop, its conditions become Unknown, it is tainted, and its
+//! pods become not ready. Pods that do not tolerate the taint are deleted, as are pods of deleted nodes
+//! (`pkg/controller/nodelifecycle`, `pkg/controller/tainteviction`, `pkg/controller/podgc`).
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -22,24 +23,24 @@ use crate::kubeapi::Api;
 use crate::kubeapi::Cache;
 use crate::kubeapi::client::code;
 
-/// How long a node may send no heartbeat (kube-controller-manager's node-monitor-grace-period).
+/// Maximum time without heartbeats (kube-controller-manager's `--node-monitor-grace-period`).
 const GRACE: Duration = Duration::from_secs(50);
-/// How long a node must have been gone before its pods are deleted: it may be registering again.
+/// How long a node must be missing before its pods are deleted: it may be registering again.
 const GONE: Duration = Duration::from_secs(40);
-/// How often nodes are looked at without a change.
+/// Maximum time between reconciliations without changes.
 const PERIOD: Duration = Duration::from_secs(5);
 
 const NOT_READY: &str = "node.kubernetes.io/not-ready";
 const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
 const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
-/// The conditions of a node that is short of something, and the taints that keep pods away from it.
+/// Pressure conditions of a node, with the taints that keep pods away.
 const PRESSURES: [(&str, &str); 3] = [
     ("MemoryPressure", "node.kubernetes.io/memory-pressure"),
     ("DiskPressure", "node.kubernetes.io/disk-pressure"),
     ("PIDPressure", "node.kubernetes.io/pid-pressure"),
 ];
 
-/// How a node is, as far as its pods are concerned.
+/// The health of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Ready,
@@ -65,8 +66,8 @@ fn health(node: &Node, overdue: bool) -> Health {
     }
 }
 
-/// The taints that a node should have; `None` if it has them. Those that are not this controller's stay. Without `evict`
-/// no pod is to be deleted for the node's health: see [`evicts`].
+/// The taints that a node should have; `None` if they are up to date. Taints of others are kept. Without `evict`, no
+/// NoExecute taint is set for the node's health: see [`evicts`].
 fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Vec<Taint>> {
     let spec = node.spec.clone().unwrap_or_default();
     let old = spec.taints.unwrap_or_default();
@@ -112,14 +113,14 @@ fn taints(node: &Node, health: Health, evict: bool, now: Timestamp) -> Option<Ve
     (new != old).then_some(new)
 }
 
-/// Whether pods are deleted for their node's health: not while no node at all is ready. Then it is the control plane that
-/// lost its nodes (or the only node is being upgraded), and no pod could run elsewhere (kube-controller-manager's full
-/// disruption).
+/// Whether pods are evicted because of their node's health. They are not if no node is ready. Then probably the control
+/// plane lost its connection, or the only node is being upgraded, and pods could not run elsewhere. Upstream calls this
+/// full disruption (`pkg/controller/nodelifecycle/node_lifecycle_controller.go`).
 fn evicts(health: &[Health]) -> bool {
     health.contains(&Health::Ready)
 }
 
-/// The conditions of a node without heartbeats, as a patch; `None` if they say so already.
+/// A patch that sets the conditions of a node without heartbeats to Unknown; `None` if they already are.
 fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
     let known = node
         .status
@@ -141,7 +142,7 @@ fn unknown(node: &Node, now: Timestamp) -> Option<Value> {
     (!conditions.is_empty()).then(|| json!({"status": {"conditions": conditions}}))
 }
 
-/// When a pod is to be deleted because of its node's taints: `None` if it tolerates them all for ever.
+/// When a pod must be deleted because of its node's taints; `None` if it tolerates all of them indefinitely.
 fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<Timestamp> {
     let of = |taint: &Taint| {
         let since = taint.time_added.as_ref().map_or(now, |t| t.0);
@@ -152,7 +153,7 @@ fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<
         if fitting.is_empty() {
             return Some(now);
         }
-        // The shortest counts; a toleration without seconds sets no limit.
+        // The shortest period applies; a toleration without seconds sets no limit.
         fitting
             .iter()
             .filter_map(|t| t.toleration_seconds)
@@ -163,7 +164,7 @@ fn ends(tolerations: &[Toleration], taints: &[Taint], now: Timestamp) -> Option<
     evicting.filter_map(of).min()
 }
 
-/// The last heartbeat of every node, and when it was seen.
+/// The last heartbeat of each node, and when it was observed.
 #[derive(Default)]
 struct Heartbeats {
     nodes: HashMap<String, (String, Instant)>,
@@ -171,8 +172,8 @@ struct Heartbeats {
 }
 
 impl Heartbeats {
-    /// A look at all nodes, of which those that there are no more are forgotten. Time in which this process did not run says
-    /// nothing about them: their heartbeats of that time have not been read yet.
+    /// Begins an observation and removes deleted nodes. Time in which this process was suspended or blocked is not
+    /// counted against nodes, because their heartbeats of that time are not read yet.
     fn look(&mut self, now: Instant, nodes: &[Arc<Node>]) {
         let there: HashSet<&String> = nodes
             .iter()
@@ -186,7 +187,8 @@ impl Heartbeats {
         }
     }
 
-    /// Whether a node has sent no heartbeat for too long. Clocks are not compared: a heartbeat is that its times change.
+    /// Whether a node has sent no heartbeat for too long. A heartbeat is any change of
+    /// its timestamps; clocks are not compared.
     fn overdue(&mut self, node: &Node, lease: Option<&Lease>, now: Instant) -> bool {
         let renewed = lease.and_then(|l| l.spec.as_ref()?.renew_time.as_ref());
         let beat = ready(node).and_then(|c| c.last_heartbeat_time.as_ref());
@@ -210,7 +212,7 @@ fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
     }
 }
 
-/// Brings a node's conditions and taints up to date, and sees to its pods.
+/// Reconciles a node's conditions and taints, and evicts its pods.
 async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict: bool) {
     let (api, name, now) = (
         Api::<Node>::all(client.clone()),
@@ -239,7 +241,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
         let patch = json!({"metadata": {"resourceVersion": node.metadata.resource_version}, "spec": {"taints": taints}});
         let result = api.patch(&name, &parameters, &Patch::Merge(patch)).await;
         done(result.map(|_| ()), "tainting a node", &name);
-        // Pods are judged by what stands in the object: the next turn does it.
+        // The next reconciliation evicts pods, based on the stored taints.
         return;
     }
     let taints = node.spec.as_ref().and_then(|s| s.taints.as_deref());
@@ -258,7 +260,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
     }
 }
 
-/// Takes a pod's readiness away: its state is no longer known.
+/// Sets a pod to not ready, because its state is unknown.
 async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
     let conditions = pod.status.as_ref().and_then(|s| s.conditions.as_deref());
     if !conditions
@@ -304,7 +306,7 @@ fn node_of(pod: &Pod) -> Option<&str> {
     node.filter(|n| !n.is_empty())
 }
 
-/// Deletes the pods of nodes that have been gone for a while, without grace: no agent is left to stop them.
+/// Force-deletes the pods of nodes that have been missing for a while, because no agent can stop them.
 async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, Instant>) {
     let pods = caches.pods.list();
     let named: BTreeSet<&str> = pods.iter().filter_map(|p| node_of(p)).collect();
@@ -319,7 +321,7 @@ async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, In
         if since.elapsed() < GONE {
             continue;
         }
-        // The cache may be behind: the API itself is asked.
+        // The cache may be stale, so the API is read.
         if !matches!(
             Api::<Node>::all(client.clone()).get_opt(&node).await,
             Ok(None)
@@ -332,7 +334,7 @@ async fn collect(client: &Client, caches: &Caches, gone: &mut HashMap<String, In
     }
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub(super) async fn run(client: Client, caches: Caches) {
     let leases: Cache<Lease> = Cache::start(
         Api::namespaced(client.clone(), "kube-node-lease"),
@@ -462,7 +464,7 @@ mod tests {
         assert_eq!(pressed("False", tainted), Some(vec![]));
     }
 
-    /// While no node is ready no pod is deleted for it: no NoExecute is added, and one that is there goes.
+    /// While no node is ready, no NoExecute taint is added and existing ones are removed, so that no pod is evicted.
     #[test]
     fn pods_stay_where_no_node_is_ready() {
         use Health::{NotReady, Ready, Unreachable};

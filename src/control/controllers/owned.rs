@@ -1,5 +1,5 @@
-//! What controllers have in common that make objects for another: the reference to it, the creation of pods, and the pauses
-//! after a failure.
+//! Shared parts of controllers that create objects for an owner: owner references,
+//! creation of pods, and back-off after failures.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
 use crate::kubeapi::Api;
 
-/// The reference to the object that controls something.
+/// The controlling owner reference to an object.
 pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {
     OwnerReference {
         api_version: K::api_version(&()).into(),
@@ -28,8 +28,9 @@ pub(super) fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference
     }
 }
 
-/// Creates pods in batches of 1, 2, 4, … and stops at the first batch with a failure, so that a template that cannot work
-/// does not flood the API; tells of both as `component`. Returns how many were not created, and why.
+/// Creates pods in batches of 1, 2, 4, … and stops after the first batch with a failure (upstream's `slowStartBatch`).
+/// An invalid template can therefore not flood the API. Emits events for both outcomes as `component`. Returns how many
+/// pods were not created, and the error.
 pub(super) async fn create<K: Resource<DynamicType = ()>>(
     client: &Client,
     (owner, component): (&K, &str),
@@ -71,9 +72,9 @@ pub(super) async fn create<K: Resource<DynamicType = ()>>(
     (0, None)
 }
 
-/// Objects whose last turn failed, by uid: they are tried again after a while, or when they are others.
+/// Objects whose last reconciliation failed, by uid. Each is retried after a back-off, or earlier if its spec changes.
 pub(super) struct Failures {
-    /// The pauses after one that failed, at first and at most.
+    /// Initial and maximum back-off.
     pauses: Doubling,
     all: Mutex<HashMap<String, Failure>>,
 }
@@ -92,7 +93,7 @@ impl Failures {
         }
     }
 
-    /// How long an object is left alone yet, if it is.
+    /// The remaining back-off of an object; `None` if it is due.
     pub(super) fn pause<K: Resource>(&self, object: &K, now: Instant) -> Option<Duration> {
         let (all, meta) = (lock(&self.all), object.meta());
         let failure = all.get(meta.uid.as_ref()?)?;
@@ -100,7 +101,7 @@ impl Failures {
         (failure.generation == meta.generation && !left.is_zero()).then_some(left)
     }
 
-    /// Notes how a turn ended. Returns the pause after one that failed.
+    /// Records the result of a reconciliation. Returns the back-off if it failed.
     pub(super) fn note<K: Resource>(
         &self,
         object: &K,
@@ -125,7 +126,7 @@ impl Failures {
         })
     }
 
-    /// Forgets objects that are gone.
+    /// Removes deleted objects.
     pub(super) fn keep<K: Resource>(&self, objects: &[Arc<K>]) {
         let mut all = lock(&self.all);
         if all.is_empty() {
@@ -139,7 +140,7 @@ impl Failures {
     }
 }
 
-/// Pods by their namespace and their controller's uid, which is empty where there is none.
+/// Pods by namespace and by their controller's uid, which is empty for pods without one.
 pub(super) struct ByOwner<'a>(HashMap<&'a str, HashMap<&'a str, Vec<&'a Arc<Pod>>>>);
 
 impl<'a> ByOwner<'a> {
@@ -154,7 +155,7 @@ impl<'a> ByOwner<'a> {
         all
     }
 
-    /// The pods of an owner; those without a controller for the empty uid.
+    /// The pods of an owner; an empty uid returns the pods without a controller.
     pub(super) fn get(&self, namespace: &str, owner: &str) -> &[&'a Arc<Pod>] {
         let here = self.0.get(namespace).and_then(|here| here.get(owner));
         here.map_or(&[], Vec::as_slice)

@@ -1,4 +1,4 @@
-//! ReplicaSets: as many pods as asked for (control-plane spec, 5.7).
+//! The ReplicaSet controller: keeps the requested number of pods (`pkg/controller/replicaset/replica_set.go`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,14 +22,14 @@ use crate::core::pod;
 use crate::kubeapi::Api;
 use crate::kubeapi::cache::{Key, key, revision};
 
-/// The most pods created or deleted in one go.
+/// Maximum number of pods created or deleted in one reconciliation.
 const BURST: usize = 500;
 const COMPONENT: &str = "replicaset-controller";
 
-/// The pause before pods of a set are created anew after a failure: at first, and at most.
+/// Initial and maximum back-off after a failed creation.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(120));
 
-/// What to do about one ReplicaSet.
+/// The next steps for one ReplicaSet.
 #[derive(Debug, Default, PartialEq)]
 struct Plan {
     adopt: Vec<String>,
@@ -56,7 +56,8 @@ fn ready_since(pod: &Pod) -> Option<jiff::Timestamp> {
     )
 }
 
-/// The order in which pods are given up: the first is the least missed.
+/// The order in which surplus pods are deleted, lowest first (upstream's `ActivePodsWithRanks` in
+/// `pkg/controller/controller_utils.go`).
 pub(super) fn deletion_rank(
     pod: &Pod,
     now: jiff::Timestamp,
@@ -103,7 +104,7 @@ pub(super) fn deletion_rank(
     )
 }
 
-/// Decides, from the set, all pods of its namespace and the time.
+/// Decides the next steps from the set, all pods of its namespace, and the time.
 fn plan(set: &ReplicaSet, pods: &[Arc<Pod>], now: jiff::Timestamp) -> Plan {
     let mut plan = Plan::default();
     let uid = set.uid().unwrap_or_default();
@@ -188,7 +189,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         });
         let work = ready.map(|set| {
             let (client, pending, failures) = (client.clone(), &pending, &failures);
-            // Its own pods, and those that it may adopt.
+            // The set's own pods, and pods that it may adopt.
             let (namespace, _) = key(&**set);
             let own = of.get(&namespace, set.metadata.uid.as_deref().unwrap_or_default());
             let free = of.get(&namespace, "");

@@ -1,4 +1,4 @@
-//! Rolling a Deployment forward: pure arithmetic over its ReplicaSets (control-plane spec, 5.6).
+//! Rolling updates of a Deployment: pure arithmetic over its ReplicaSets (`pkg/controller/deployment/rolling.go`).
 
 use std::sync::Arc;
 
@@ -7,23 +7,23 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt as _;
 use serde_json::{Value, json};
 
-/// The annotation that counts revisions.
+/// Annotation with the revision number.
 pub const REVISION: &str = "deployment.kubernetes.io/revision";
-/// The label that tells the pods of one template from those of another.
+/// Label with the template's hash, which separates the pods of different templates.
 pub const HASH: &str = "pod-template-hash";
 
-/// One change of a ReplicaSet's size.
+/// A size change of one ReplicaSet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scale {
-    /// The set.
+    /// The ReplicaSet's name.
     pub name: String,
-    /// From.
+    /// The current number of replicas.
     pub from: i32,
-    /// To.
+    /// The new number of replicas.
     pub to: i32,
 }
 
-/// Wanted, spec'd and available replicas of a set.
+/// The replicas in the spec of a set.
 fn wanted(set: &ReplicaSet) -> i32 {
     set.spec.as_ref().and_then(|s| s.replicas).unwrap_or(1)
 }
@@ -68,7 +68,7 @@ fn resolve(value: Option<&IntOrString>, of: i32, round_up: bool) -> i32 {
     }
 }
 
-/// How many pods may be too many and how many too few during a rollout.
+/// The maximum number of surplus pods (`maxSurge`) and of missing pods (`maxUnavailable`) during a rollout.
 #[must_use]
 pub fn bounds(deployment: &Deployment) -> (i32, i32) {
     let Some(spec) = &deployment.spec else {
@@ -92,7 +92,7 @@ pub fn bounds(deployment: &Deployment) -> (i32, i32) {
     (surge, unavailable.min(replicas))
 }
 
-/// A stable hash of a template, spelled without vowels.
+/// A stable hash of a template, in an alphabet without vowels.
 #[must_use]
 pub fn template_hash(template: &Value, collisions: i32) -> String {
     let text = template.to_string();
@@ -106,7 +106,7 @@ pub fn template_hash(template: &Value, collisions: i32) -> String {
     text
 }
 
-/// The template without the hash label, for comparing.
+/// The template without the hash label, for comparison.
 #[must_use]
 pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSpec>) -> Value {
     let mut value = serde_json::to_value(template).unwrap_or_default();
@@ -119,8 +119,8 @@ pub fn bare_template(template: Option<&k8s_openapi::api::core::v1::PodTemplateSp
     value
 }
 
-/// The next step towards the wanted sizes; empty when there is nothing to do now. `running_old` says
-/// whether pods of older sets are still there, which a Recreate waits for.
+/// The size changes of the next step; may be empty. `running_old` is set while pods of
+/// old sets exist, for which a Recreate waits.
 #[must_use]
 pub fn step(
     deployment: &Deployment,
@@ -139,7 +139,7 @@ pub fn step(
     };
     let (surge, unavailable) = bounds(deployment);
     if spec.paused == Some(true) {
-        // Only the size follows: the one active set takes it.
+        // While paused, only the single active set is scaled.
         let mut active: Vec<&ReplicaSet> = old
             .iter()
             .map(|s| &**s)
@@ -185,7 +185,7 @@ pub fn step(
     let mut sets: Vec<&Arc<ReplicaSet>> = old.iter().filter(|s| wanted(s) > 0).collect();
     sets.sort_by_key(|s| revision(s));
     let mut sizes: Vec<i32> = sets.iter().map(|s| wanted(s)).collect();
-    // What is not available anyway goes first.
+    // Unavailable pods are scaled down first.
     for (set, size) in sets.iter().zip(&mut sizes) {
         let sick = (*size - available(set)).clamp(0, spare);
         *size -= sick;
@@ -205,8 +205,9 @@ pub fn step(
         .collect()
 }
 
-/// Whether a rollout went on, to so many replicas in all, updated and available ones, and whether it is late. Progress is
-/// what goes forward: a pod that loses its readiness is none (control-plane spec, 5.6).
+/// Whether a rollout has progressed to these numbers of total, updated and available replicas, and whether its progress
+/// deadline has passed. A pod that becomes not ready is no progress (`DeploymentProgressing` in
+/// `pkg/controller/deployment/util/deployment_util.go`).
 fn progress(
     deployment: &Deployment,
     [total, updated, available]: [i32; 3],
@@ -226,7 +227,7 @@ fn progress(
     let progressing = conditions.iter().find(|c| c.type_ == "Progressing");
     let since = progressing.and_then(|c| c.last_update_time.as_ref());
     let late = match progressing.and_then(|c| c.reason.as_deref()) {
-        // It stays so until something moves.
+        // The deadline stays exceeded until the rollout progresses.
         Some("ProgressDeadlineExceeded") => true,
         Some("NewReplicaSetAvailable") => false,
         _ => since.is_some_and(|t| {
@@ -237,7 +238,7 @@ fn progress(
     (progressed, late)
 }
 
-/// The status of a deployment; conditions keep their times where nothing changed.
+/// The status of a deployment. Conditions that do not change keep their times.
 #[must_use]
 pub fn status(
     deployment: &Deployment,

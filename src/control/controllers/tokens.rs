@@ -1,5 +1,6 @@
-//! Secrets of type `kubernetes.io/service-account-token` get the token of their account, the authority's certificate and their
-//! namespace; they are deleted with their account (upstream's `pkg/controller/serviceaccount/tokens_controller.go`).
+//! The controller of Secrets of type `kubernetes.io/service-account-token`. It adds the token of the account, the CA
+//! certificate and the namespace, and deletes the Secret with its account
+//! (`pkg/controller/serviceaccount/tokens_controller.go`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,17 +18,17 @@ use crate::core::meta;
 use crate::kubeapi::client::{chain, code};
 use crate::kubeapi::{Api, Cache};
 
-/// Signs the token of an account for the Secret of that name.
+/// Signs the token of an account for the Secret of this name.
 pub type SignToken = Arc<dyn Fn(&Subject<'_>, &str) -> Result<String, String> + Send + Sync>;
 
 /// The type of these Secrets.
 pub const TYPE: &str = "kubernetes.io/service-account-token";
-/// Names a Secret's account.
+/// Annotation with the name of the Secret's account.
 const ACCOUNT: &str = "kubernetes.io/service-account.name";
-/// The uid of the account; the controller adds it.
+/// Annotation with the uid of the account, set by the controller.
 const ACCOUNT_UID: &str = "kubernetes.io/service-account.uid";
 
-/// Whether an account is the one that a Secret names.
+/// Whether a Secret refers to this account.
 fn is_of(secret: &Secret, account: &ServiceAccount) -> bool {
     let annotations = meta::annotations(secret);
     annotations.get(ACCOUNT) == account.metadata.name.as_ref()
@@ -36,7 +37,7 @@ fn is_of(secret: &Secret, account: &ServiceAccount) -> bool {
             .is_none_or(|uid| uid.is_empty() || Some(uid) == account.metadata.uid.as_ref())
 }
 
-/// What a Secret lacks, as base64 by its key; the token is signed where it is lacking.
+/// The missing or outdated data of a Secret, base64-encoded by key. The token is signed only if it is missing.
 fn lacking(
     secret: &Secret,
     ca: &str,
@@ -76,7 +77,7 @@ async fn reconcile(
     let secrets: Api<Secret> = Api::namespaced(client.clone(), &namespace);
     let mut found = caches.accounts.get(&namespace, &account);
     if found.as_ref().is_none_or(|a| !is_of(secret, a)) {
-        // The cache may be behind: a Secret must not be deleted for that.
+        // The cache may be stale, and a Secret must not be deleted because of that.
         let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), &namespace);
         found = accounts.get_opt(&account).await?.map(Arc::new);
     }
@@ -119,7 +120,7 @@ async fn reconcile(
         .map(|_| ())
 }
 
-/// Runs until the process ends.
+/// Runs until the process exits.
 pub(super) async fn run(client: Client, caches: Caches, ca: String, sign: SignToken) {
     let secrets: Cache<Secret> = Cache::start(
         Api::all(client.clone()),
@@ -136,7 +137,8 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String, sign: SignTo
         let mut unfinished = false;
         for secret in secrets.list() {
             let result = reconcile(&client, &caches, &secret, &ca, &sign).await;
-            // After a conflict the change that came first is seen; what is refused stays refused until somebody changes it.
+            // After a conflict, the next reconciliation sees the concurrent change. A rejected write is not retried,
+            // because only a change of the Secret can make it valid.
             if let Err(error) = result
                 && !matches!(code(&error), Some(404 | 409))
             {

@@ -1,4 +1,4 @@
-//! Filter and score: which node a pod goes to, or the sentence that says why none will do. Pure.
+//! Filters and scores nodes: chooses the node of a pod, or explains why none fits. Pure.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -12,12 +12,12 @@ use crate::core::node::taints::tolerates;
 use crate::core::pod::resources::{Amounts, requests};
 use crate::core::quantity::Quantity;
 
-/// What pods take of a node.
+/// The pods of a node and their resource requests.
 #[derive(Debug, Default)]
 struct Taken {
     pods: Vec<Arc<Pod>>,
     requests: Amounts,
-    /// In the order of [`UNASKED`].
+    /// Requests used for scoring, in the order of [`UNASKED`].
     weights: [i64; 2],
 }
 
@@ -34,12 +34,12 @@ impl Taken {
     }
 }
 
-/// What pods take of all nodes: summed up once a turn, not once for every pod that waits.
+/// The use of all nodes. It is summed up once per scheduling cycle, not once per pending pod.
 #[derive(Debug, Default)]
 pub struct Cluster(HashMap<String, Taken>);
 
 impl Cluster {
-    /// `assumed` maps uids of pods bound a moment ago to their nodes.
+    /// Sums up all pods. `assumed` maps the uids of pods whose binding is not visible in the cache yet to their nodes.
     pub fn of(pods: &[Arc<Pod>], assumed: &HashMap<String, String>) -> Cluster {
         let mut cluster = Cluster::default();
         for pod in pods {
@@ -50,7 +50,7 @@ impl Cluster {
         cluster
     }
 
-    /// A pod goes to a node.
+    /// Adds a pod to a node.
     pub fn add(&mut self, node: &str, pod: &Arc<Pod>) {
         match self.0.get_mut(node) {
             Some(taken) => taken.add(pod),
@@ -59,7 +59,7 @@ impl Cluster {
     }
 }
 
-/// Picks a node, or explains.
+/// Chooses a node, or returns the message why no node fits.
 pub fn choose(
     pod: &Pod,
     nodes: &[Arc<Node>],
@@ -99,7 +99,7 @@ pub fn choose(
     })
 }
 
-/// The node that a pod takes room on.
+/// The node whose resources a pod uses.
 fn node_of<'a>(pod: &'a Pod, assumed: &'a HashMap<String, String>) -> Option<&'a str> {
     let phase = pod.status.as_ref().and_then(|s| s.phase.as_deref());
     if matches!(phase, Some("Succeeded" | "Failed")) {
@@ -116,19 +116,19 @@ fn node_of<'a>(pod: &'a Pod, assumed: &'a HashMap<String, String>) -> Option<&'a
     })
 }
 
-/// How well a pod fits: the greater the better. Of what is equal the node with fewer pods is better.
+/// The score of a node for a pod; higher is better. At equal merit, the node with fewer pods wins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Score {
-    /// Room that is left, and how few of the same owner's pods there are: 0 to 300.
+    /// Free resources and few pods of the same owner: 0 to 300.
     merit: i64,
     fewest: Reverse<usize>,
 }
 
-/// What a container that asks for nothing is taken to need when nodes are compared: CPU in thousandths, memory in bytes.
-/// Without it all pods without requests would go to one node.
+/// Assumed requests of a container without requests, for scoring only: CPU in millicores, memory in bytes. Otherwise
+/// all pods without requests would go to the same node (`pkg/scheduler/util/pod_resources.go`).
 const UNASKED: [(&str, i64); 2] = [("cpu", 100), ("memory", 200 << 20)];
 
-/// The taints that a node's state stands for, also before the controller has written them.
+/// The taints of a node, including those that its conditions imply and that the controller has not written yet.
 fn taints(node: &Node) -> Vec<Taint> {
     let spec = node.spec.clone().unwrap_or_default();
     let mut all = spec.taints.unwrap_or_default();
@@ -201,7 +201,7 @@ fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score
     }
 }
 
-/// What a pod is taken to need of a resource when nodes are compared, in thousandths or bytes.
+/// A pod's request of a resource for scoring, in millicores or bytes.
 fn weight(pod: &Pod, name: &str, unasked: i64) -> i64 {
     let asked = requests(pod).get(name).copied().unwrap_or(Quantity::ZERO);
     if asked.is_zero() {
@@ -223,8 +223,8 @@ fn owner(pod: &Pod) -> Option<&str> {
         .map(|o| o.uid.as_str())
 }
 
-/// Room that is left with the pod there (the mean of CPU and memory, 0 to 100), and twice how few of its owner's pods are
-/// there already.
+/// Computes the merit of a node. The mean free share of CPU and memory with the pod on the node counts 0 to 100. Few
+/// pods of the same owner count up to 200.
 fn score(pod: &Pod, here: &Taken, allocatable: &Amounts) -> Score {
     let free = |((name, unasked), taken): ((&str, i64), &i64)| {
         let all = allocatable.get(name).copied().unwrap_or(Quantity::ZERO);

@@ -1,7 +1,7 @@
-//! The scheduler: finds a node for every pod that has none (control-plane spec, chapter 8).
+//! The scheduler: assigns a node to every pending pod (`pkg/scheduler/schedule_one.go`).
 //!
-//! `fit` decides; this file watches, binds and reports. What has been bound but not seen yet counts
-//! as there, so that a burst does not overfill a node.
+//! `fit` decides; this module watches, binds and reports. Bindings that are not visible in the cache yet are assumed,
+//! so that a burst does not overcommit a node.
 
 mod fit;
 mod storage;
@@ -25,28 +25,28 @@ use crate::kubeapi::Api;
 use fit::Cluster;
 use storage::{Storage, Wanted};
 
-/// A pod that did not fit is looked at again after this long at the latest, doubling up to the maximum.
+/// Initial and maximum back-off before an unschedulable pod is evaluated again.
 const RETRY: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(10));
 
-/// How long a pod that did not fit is left alone at least, though something has changed that may let it fit: what many pods
-/// wait for is evaluated once a second, not for every change.
+/// Minimum time between evaluations of an unschedulable pod, even if the cluster has changed. It limits the work for
+/// many pending pods to one evaluation per second.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// How long the scheduler waits at least for pods to become due: those that do within this time share a turn.
+/// Minimum wait for pods in back-off: pods that become due within this time are evaluated together.
 const TOGETHER: Duration = Duration::from_millis(250);
 
 struct Waiting {
     message: String,
-    /// When it was evaluated last.
+    /// When the pod was last evaluated.
     tried: Instant,
     next: Instant,
     retry: Doubling,
-    /// The generation of the spec that was evaluated.
+    /// The generation of the evaluated spec.
     generation: Option<i64>,
 }
 
 impl Waiting {
-    /// When the pod is to be evaluated again. `helped` is when the cluster last changed so that it may fit.
+    /// When to evaluate the pod again. `helped` is when the cluster last changed in a way that may let it fit.
     fn due(&self, pod: &Pod, helped: Instant) -> Instant {
         if self.generation != pod.metadata.generation {
             return self.tried;
@@ -58,16 +58,16 @@ impl Waiting {
     }
 }
 
-/// Notices changes of the cluster that may let a pod fit which did not.
+/// Detects changes of the cluster that may let an unschedulable pod fit.
 struct Room {
-    /// The pods that take room.
+    /// The uids of the pods that use resources of a node.
     taken: HashSet<String>,
-    /// When there was last such a change.
+    /// When the last such change was detected.
     changed: Instant,
 }
 
 impl Room {
-    /// Notes the pods that there are now, and whether anything but pods has changed.
+    /// Records the current pods. `others` is set if anything but pods has changed.
     fn look(&mut self, pods: &[Arc<Pod>], others: bool, now: Instant) {
         let takes = |pod: &&Arc<Pod>| {
             let node = pod.spec.as_ref().and_then(|s| s.node_name.as_deref());
@@ -82,7 +82,7 @@ impl Room {
     }
 }
 
-/// The pods that are to be placed now, the most important first. What is remembered of others than pending pods is forgotten.
+/// The pods to schedule now, by descending priority. Removes the state of pods that are no longer pending.
 fn due<'a>(
     all: &'a [Arc<Pod>],
     assumed: &mut HashMap<String, String>,
@@ -109,7 +109,7 @@ fn due<'a>(
     queue
 }
 
-/// How long until the next pod is due, if nothing changes.
+/// The time until the next pod is due, unless something changes.
 fn next_due(all: &[Arc<Pod>], waiting: &HashMap<String, Waiting>, helped: Instant) -> Duration {
     let known = |pod: &Arc<Pod>| waiting.get(pod.metadata.uid.as_ref()?);
     let dues = all
@@ -121,7 +121,7 @@ fn next_due(all: &[Arc<Pod>], waiting: &HashMap<String, Waiting>, helped: Instan
     })
 }
 
-/// Schedules until the process ends.
+/// Schedules pods until the process exits.
 pub async fn run(client: Client, caches: Caches) {
     let Caches {
         pods,
@@ -166,7 +166,7 @@ pub async fn run(client: Client, caches: Caches) {
         let now = Instant::now();
         room.look(&all, others, now);
         let queue = due(&all, &mut assumed, &mut waiting, room.changed, now);
-        // Nothing is summed up for a turn that has no pod to place.
+        // The sums are not needed if no pod is due.
         let mut cluster = match queue.is_empty() {
             true => Cluster::default(),
             false => Cluster::of(&all, &assumed),
@@ -184,7 +184,7 @@ pub async fn run(client: Client, caches: Caches) {
                 continue;
             }
             let chosen = fit::choose(pod, &node_list, &cluster, &storage);
-            // Claims that waited for their consumer are bound first; then the pod comes again.
+            // Claims that wait for their first consumer are bound first; the pod is then evaluated again.
             if let Ok(node) = &chosen
                 && let Some(node) = node_list.iter().find(|n| n.name_any() == *node)
                 && let Some(wanted) = storage.reserve(pod, node)
@@ -211,7 +211,7 @@ pub async fn run(client: Client, caches: Caches) {
         }
         let most = next_due(&all, &waiting, room.changed);
         tokio::select! {
-            // All are cancel-safe: nothing is lost that the next round does not read anew.
+            // All branches are cancel-safe: the next cycle reads the caches again.
             _ = pod_changes.changed() => {}
             _ = node_changes.changed() => {}
             _ = claim_changes.changed() => {}
@@ -222,7 +222,7 @@ pub async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// Tells the binder what the claims of a pod that has a node are to be bound to.
+/// Requests the binding of a pod's claims from the binder.
 async fn select(client: &Client, wanted: Vec<Wanted>) {
     for desired in wanted {
         let (name, result) = match desired {
@@ -302,7 +302,7 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
     }
 }
 
-/// Says once per change of reason why a pod fits nowhere.
+/// Reports why a pod is unschedulable, once per change of the reason.
 async fn refuse(
     client: &Client,
     pod: &Pod,
@@ -314,7 +314,7 @@ async fn refuse(
     let known = waiting.get(&uid);
     let mut retry = known.map_or(RETRY, |w| w.retry);
     let news = known.is_none_or(|w| w.message != message);
-    // Evaluated early for a change that did not help: the pause goes on.
+    // If the pod was evaluated early and the change did not help, its back-off continues.
     let next = known.filter(|w| w.next > now && !news).map(|w| w.next);
     waiting.insert(
         uid,

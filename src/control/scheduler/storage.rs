@@ -1,4 +1,5 @@
-//! Whether a pod's claims can be had on a node, and what its choice binds them to. Pure.
+//! Whether a pod's claims are available on a node, and the writes that bind them
+//! (`pkg/scheduler/framework/plugins/volumebinding/binder.go`). Pure.
 
 use std::sync::Arc;
 
@@ -9,23 +10,23 @@ use serde_json::{Value, json};
 
 use crate::core::volume::claims::{self, NO_PROVISIONER, SELECTED_NODE};
 
-/// Claims, volumes and classes as last seen.
+/// Claims, volumes and classes, as observed.
 #[derive(Default)]
 pub struct Storage {
-    /// Claims.
+    /// All claims.
     pub claims: Vec<Arc<PersistentVolumeClaim>>,
-    /// Volumes.
+    /// All volumes.
     pub volumes: Vec<Arc<PersistentVolume>>,
-    /// Classes.
+    /// All storage classes.
     pub classes: Vec<Arc<StorageClass>>,
 }
 
-/// A write that sets a claim on its way, as a merge patch.
+/// A write that starts the binding of a claim, as a merge patch.
 #[derive(Debug)]
 pub enum Wanted {
-    /// This volume is set aside for it.
+    /// Reserves this volume for the claim.
     Volume(Arc<PersistentVolume>, Value),
-    /// Its provisioner learns the node.
+    /// Writes the selected node to the claim, for its provisioner.
     Node(Arc<PersistentVolumeClaim>, Value),
 }
 
@@ -46,7 +47,7 @@ impl Storage {
             .is_some_and(|c| c.volume_binding_mode.as_deref() == Some("WaitForFirstConsumer"))
     }
 
-    /// Why a pod's claims cannot be had on a node.
+    /// Why a pod's claims are not available on a node; empty if they are.
     #[must_use]
     pub fn check(&self, pod: &Pod, node: &Node) -> Vec<String> {
         claims::of_pod(pod)
@@ -90,8 +91,8 @@ impl Storage {
         (!made && !found).then(|| "node(s) didn't find available persistent volumes to bind".into())
     }
 
-    /// What has to be written so that the claims of a pod that goes to `node` are bound; `None` once they are.
-    /// What is given away here is not given twice.
+    /// The writes needed to bind the claims of a pod on `node`; `None` if all are bound. Volumes
+    /// reserved here are not reserved for other claims.
     pub fn reserve(&mut self, pod: &Pod, node: &Node) -> Option<Vec<Wanted>> {
         let (mut wanted, mut all_bound) = (vec![], true);
         for (_, name) in claims::of_pod(pod) {

@@ -1,7 +1,7 @@
-//! The store's file: one redb database that holds the newest version of every key, and the changes that can be read back.
+//! The store's file: a redb database with the newest version of every key, and the changes of the retained history.
 //!
-//! A change is kept as what it replaced: read backwards from the newest versions, that gives every version in between. So
-//! clients go on with their watches after a restart, and need not list again.
+//! A change is stored as the version that it replaced. Applied backwards from the newest versions, the changes yield
+//! all versions in between. Clients can therefore resume their watches after a restart without listing again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ use super::{Change, Event, Record, State};
 
 /// A version: its revision as 8 big-endian bytes, then the value.
 type Version = &'static [u8];
-/// Key to its newest version.
+/// Key to newest version.
 const CURRENT: TableDefinition<&str, Version> = TableDefinition::new("current");
-/// Revision of a change to the key, the version that it replaced, and for a deletion the last version.
+/// Revision of a change to its key, the version that it replaced, and for a deletion the last version.
 const CHANGES: TableDefinition<u64, (&str, Option<Version>, Option<Version>)> =
     TableDefinition::new("changes");
 /// Kind to the revision up to which its changes were dropped.
@@ -41,15 +41,15 @@ pub struct DiskError {
 pub(super) struct Loaded {
     pub revision: u64,
     pub entries: Vec<(String, u64, Bytes)>,
-    /// Changes up to this revision are not kept.
+    /// Changes up to this revision are not stored.
     pub since: u64,
-    /// Kinds of which only newer changes than these are kept.
+    /// For each kind: changes up to this revision were dropped.
     pub compacted: BTreeMap<String, u64>,
     /// Oldest first.
     pub changes: Vec<Replaced>,
 }
 
-/// A change as it is kept.
+/// A stored change.
 pub(super) struct Replaced {
     pub revision: u64,
     pub key: String,
@@ -60,7 +60,7 @@ pub(super) struct Replaced {
 
 pub(super) struct Disk {
     file: PathBuf,
-    /// None after a write that failed: redb refuses every other one until the file is opened anew.
+    /// `None` after a failed write: redb rejects further writes until the file is reopened.
     database: Option<Database>,
 }
 
@@ -85,7 +85,8 @@ impl Disk {
         Ok((disk, loaded))
     }
 
-    /// Makes all of `events` durable and drops the changes `dropped`, or does nothing. `known` is what has been shown so far.
+    /// Writes `events` durably and deletes the changes `dropped`, in one transaction.
+    /// `known` is the state that is visible to readers.
     pub fn commit(
         &mut self,
         events: &[Event],
@@ -96,14 +97,14 @@ impl Disk {
             Some(database) => database,
             None => self.reopen(known)?,
         };
-        // Given back only if it can go on.
+        // Kept only after success; otherwise the next commit reopens the file.
         put(&database, events, dropped)?;
         self.database = Some(database);
         Ok(())
     }
 
-    /// Opens the file after a write that failed. What was told to have failed may be in it all the same; it is taken back,
-    /// or its revisions would be given out twice.
+    /// Reopens the file after a failed write. If the file contains the write nevertheless, the write is reverted:
+    /// otherwise its revisions would be assigned twice.
     fn reopen(&self, known: &State) -> Result<Database, redb::Error> {
         let database = database(&self.file)?;
         let revision = database
@@ -142,7 +143,8 @@ fn stored(record: &Record) -> Vec<u8> {
     stored
 }
 
-/// Makes the tables. Changes that do not lead to the newest revision are dropped: an older release has written to the file.
+/// Creates the tables. Changes that do not lead to the newest revision are dropped,
+/// because an older release has written to the file.
 fn prepare(write: &WriteTransaction) -> Result<(), redb::Error> {
     write.open_table(CURRENT)?;
     let mut meta = write.open_table(META)?;
@@ -199,7 +201,7 @@ fn put(
     events: &[Event],
     dropped: &[(String, u64)],
 ) -> Result<(), redb::Error> {
-    // One sync a commit. Opening after kill -9 scans the file instead; it holds one small cluster.
+    // One sync per commit. After a crash, redb scans the file on opening, which is fast for a small cluster.
     let write = database.begin_write()?;
     {
         let mut current = write.open_table(CURRENT)?;

@@ -1,20 +1,20 @@
-//! Whether the committing thread does its work.
+//! Health of the committing thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A commit that takes longer than this hangs.
+/// A commit that takes longer counts as hanging.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How the committing thread fares. Clones share it.
+/// The state of the committing thread; clones share it.
 #[derive(Clone, Default)]
 pub(super) struct Health(Arc<Mutex<Commits>>);
 
 #[derive(Default)]
 struct Commits {
-    /// Since when a commit is under way.
+    /// When the current commit began; `None` between commits.
     since: Option<Instant>,
-    /// Why the last commit failed; none if it succeeded.
+    /// Why the last commit failed; `None` if it succeeded.
     failure: Option<String>,
 }
 
@@ -23,12 +23,12 @@ impl Health {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a commit begins.
+    /// Records the begin of a commit.
     pub(super) fn begin(&self) {
         self.commits().since = Some(Instant::now());
     }
 
-    /// Notes how a commit ended. One that had nothing to write (`wrote` is false) says nothing of the disk.
+    /// Records the result of a commit. A commit without writes (`wrote` is false) does not clear a failure.
     pub(super) fn end<E: std::fmt::Display>(&self, result: &Result<(), E>, wrote: bool) {
         let mut commits = self.commits();
         commits.since = None;
@@ -39,7 +39,7 @@ impl Health {
         }
     }
 
-    /// What is wrong with the commits, if anything is.
+    /// Why commits do not work; `Ok` if they do.
     pub(super) fn check(&self, now: Instant) -> Result<(), String> {
         let commits = self.commits();
         if let Some(failure) = &commits.failure {

@@ -1,8 +1,8 @@
-//! The changes that can be read back, kept for each kind of its own: renewals of leases do not push out changes of pods.
+//! The retained changes, separately for each kind, so that renewals of leases do not displace changes of pods.
 //!
-//! How long a client has to resume its watch is a matter of time, not of the load of the cluster: every change is kept for
-//! [`Retention::fresh`]. Older ones are kept within limits for each kind. Beyond [`Retention::total`] bytes, fresh changes of
-//! the kind with the most bytes are dropped too.
+//! The time to resume a watch should not depend on the load of the cluster, so every change is kept for
+//! [`Retention::fresh`]. Older changes are kept within limits per kind. If all kinds together exceed
+//! [`Retention::total`] bytes, fresh changes of the largest kind are dropped too.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 
 use super::{Compacted, Event};
 
-/// The most changes of one kind that are kept once they are no longer fresh.
+/// Maximum number of changes per kind that are no longer fresh.
 pub(super) const CHANGES: usize = 8192;
-/// The most bytes of one kind that are kept once they are no longer fresh, with what a change costs besides its value. The
-/// newest change of a kind is kept whatever its size.
+/// Maximum number of bytes per kind that are no longer fresh, including the overhead per
+/// change. The newest change of a kind is always kept.
 pub(super) const BYTES: usize = 8 << 20;
 
-/// How long changes are kept.
+/// Retention limits.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Retention {
-    /// Changes are not dropped before this time, as long as `total` permits
-    /// (`eventFreshDuration` in `staging/src/k8s.io/apiserver/pkg/storage/cacher/watch_cache.go`).
+    /// Minimum age before a change is dropped, unless `total` is exceeded (`eventFreshDuration` in
+    /// `staging/src/k8s.io/apiserver/pkg/storage/cacher/watch_cache.go`).
     pub fresh: Duration,
-    /// The most bytes of all kinds.
+    /// Maximum number of bytes of all kinds.
     pub total: usize,
 }
 
@@ -35,9 +35,9 @@ impl Default for Retention {
     }
 }
 
-/// About how many bytes a change takes in memory.
+/// Approximate memory use of a change, in bytes.
 fn cost(event: &Event) -> usize {
-    // The event itself, its key and two maps that are not empty.
+    // The event, its key and two maps that are not empty.
     const BASE: usize = 512;
     let attrs = &event.record.attrs;
     let labels: usize = attrs
@@ -49,7 +49,7 @@ fn cost(event: &Event) -> usize {
     BASE + labels + fields + event.record.value.len()
 }
 
-/// The kind of a key or of a prefix of keys: `pods` of `pods/default/web-1`.
+/// The kind in a key or prefix: `pods` in `pods/default/web-1`.
 pub(super) fn kind(key: &str) -> &str {
     key.split('/').next().unwrap_or_default()
 }
@@ -59,12 +59,12 @@ struct Kind {
     /// Oldest first, each with the time when it was added.
     events: VecDeque<(Instant, Arc<Event>)>,
     bytes: usize,
-    /// Changes of this kind up to and including this revision cannot be read back.
+    /// Changes of this kind up to and including this revision were dropped.
     compacted: u64,
 }
 
 impl Kind {
-    /// Whether it has more than is kept of changes that are not fresh, and the oldest is none.
+    /// Whether the kind exceeds its limits and its oldest change is no longer fresh.
     fn is_over(&self, now: Instant, fresh: Duration) -> bool {
         let over = self.events.len() > CHANGES || self.bytes > BYTES;
         over && self.events.len() > 1
@@ -74,13 +74,13 @@ impl Kind {
                 .is_some_and(|(added, _)| now.saturating_duration_since(*added) >= fresh)
     }
 
-    /// Drops the oldest change. Returns its revision and cost.
+    /// Drops the oldest change. Returns its revision and size.
     fn drop_oldest(&mut self) -> Option<(u64, usize)> {
         let (_, oldest) = self.events.pop_front()?;
         let cost = cost(&oldest);
         self.bytes -= cost;
         self.compacted = oldest.revision;
-        // Releases the memory that a busy time needed.
+        // Releases memory after a burst.
         if self.events.capacity() > CHANGES && self.events.len() < self.events.capacity() / 4 {
             self.events.shrink_to_fit();
         }
@@ -88,19 +88,19 @@ impl Kind {
     }
 }
 
-/// The newest changes of all kinds.
+/// The retained changes of all kinds.
 #[derive(Default)]
 pub(super) struct History {
     retention: Retention,
-    /// Of all kinds.
+    /// Total size of all kinds.
     bytes: usize,
-    /// Changes up to and including this revision cannot be read back, whatever their kind.
+    /// Changes of all kinds up to and including this revision are not available.
     since: u64,
     kinds: BTreeMap<String, Kind>,
 }
 
 impl History {
-    /// A history without changes, of what happens after `since`. `compacted` says of which kinds it begins later.
+    /// An empty history that begins after `since`. `compacted` names the kinds that begin later.
     pub fn new(since: u64, compacted: &BTreeMap<String, u64>, retention: Retention) -> History {
         let kinds = compacted.iter().map(|(name, &compacted)| {
             let kind = Kind {
@@ -117,7 +117,7 @@ impl History {
         }
     }
 
-    /// Adds a change that is newer than all others. Returns kind and revision of those that had to make room.
+    /// Adds a change, which must be newer than all others. Returns kind and revision of the dropped changes.
     pub fn push(&mut self, event: Arc<Event>, now: Instant) -> Vec<(String, u64)> {
         let cost = cost(&event);
         let kind = self.kinds.entry(kind(&event.key).to_owned()).or_default();
@@ -127,7 +127,7 @@ impl History {
         self.make_room(now)
     }
 
-    /// Drops what is over the limits, of kinds that no longer change too.
+    /// Drops changes beyond the limits, also of kinds that are not written any more.
     fn make_room(&mut self, now: Instant) -> Vec<(String, u64)> {
         let mut dropped = vec![];
         for (name, kind) in &mut self.kinds {
@@ -151,7 +151,7 @@ impl History {
         dropped
     }
 
-    /// The revision from which on the changes below `prefix`, which names a kind, can be read back.
+    /// The revision after which all changes below `prefix`, which names a kind, are available.
     pub fn oldest(&self, prefix: &str) -> u64 {
         let kind = self.kinds.get(kind(prefix));
         kind.map_or(self.since, |k| k.compacted.max(self.since))
@@ -212,7 +212,7 @@ mod tests {
         all.expect("from the oldest on").len()
     }
 
-    /// 80 MiB of changes in ten seconds are kept for 75 seconds, and are 8 MiB again when another kind changes later.
+    /// 80 MiB of changes in ten seconds are kept for 75 seconds, and reduced to 8 MiB when another kind changes later.
     #[test]
     fn changes_are_kept_for_a_time_whatever_their_size() {
         let mut history = History::default();
@@ -232,7 +232,7 @@ mod tests {
         assert!(history.after(1, "pods/", 1).is_err());
     }
 
-    /// Many small changes are kept for their time too; an idle kind has no more than [`CHANGES`] later.
+    /// Many small changes are also kept while they are fresh. Later, an idle kind is reduced to [`CHANGES`].
     #[test]
     fn the_number_of_fresh_changes_is_not_limited() {
         let mut history = History::default();
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!(kept(&history, "leases/"), CHANGES);
     }
 
-    /// Over the total the kind with the most bytes makes room, fresh or not, and keeps its newest change.
+    /// If the total is exceeded, the largest kind drops changes, fresh or not, except its newest.
     #[test]
     fn the_total_is_bounded_and_the_largest_kind_makes_room() {
         let mut history = History::default();

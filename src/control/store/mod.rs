@@ -1,14 +1,14 @@
-//! The store behind the API: an ordered map from key to bytes with one revision counter.
+//! The store of the apiserver: an ordered map from key to bytes with a single revision counter.
 //!
-//! What it promises (control-plane spec, chapter 7):
-//! - revisions grow strictly and are never reused, also after a crash;
-//! - a write names the revision it expects, and loses if another came first;
-//! - a write is on disk before anybody can see it, in the answer, a list or a watch;
-//! - every change newer than the compaction point can be read in order, with the content before it.
+//! Guarantees, as clients expect from etcd:
+//! - revisions strictly increase and are never reused, also after a crash;
+//! - a write names the revision that it expects, and fails if another write came first;
+//! - a write is durable before it is visible in a response, a list or a watch;
+//! - every change after the compaction point can be read in order, with the previous content.
 //!
-//! One thread commits. Writers queue; what has queued up while the disk was busy goes to disk
-//! together (group commit). Readers look at memory only. A watcher pulls changes from its kind's bounded history
-//! at its own pace, woken by changes of that kind alone; one that falls behind is told so ([`Compacted`]) and never skips.
+//! A single thread commits. Writes that queue up during a commit form the next one (group commit). Reads use memory
+//! only. A watcher reads changes from the bounded history of its kind at its own pace, and is woken by changes of this
+//! kind only. If it falls behind the history, it gets [`Compacted`] and never misses a change silently.
 
 mod disk;
 mod health;
@@ -27,14 +27,14 @@ use health::Health;
 use history::{History, Retention};
 pub use hyper::body::Bytes;
 
-/// The most writes that share one commit.
+/// Maximum number of writes per commit.
 const BATCH: usize = 128;
-/// How long a committer waits for more writes to share the next sync, which takes about as long. It waits only while several
-/// write at a time: the last commit had more than one write and was less than [`IDLE`] ago.
+/// How long the committing thread waits for further writes; about as long as a sync. It waits only if several clients
+/// write concurrently: the last commit had more than one write and was less than [`IDLE`] ago.
 const GATHER: Duration = Duration::from_millis(2);
 const IDLE: Duration = Duration::from_millis(5);
 
-/// Labels and selectable fields of a stored object, so that selectors never parse its bytes.
+/// Labels and selectable fields of a stored object, so that selectors need not parse its bytes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Attrs {
     /// `metadata.labels`.
@@ -55,15 +55,15 @@ impl Attrs {
 /// One version of one object.
 #[derive(Debug, Clone)]
 pub struct Record {
-    /// The JSON text, its `metadata.resourceVersion` included.
+    /// The JSON text, including `metadata.resourceVersion`.
     pub value: Bytes,
-    /// What selectors look at.
+    /// The attributes that selectors match.
     pub attrs: Arc<Attrs>,
     /// The revision that wrote this version.
     pub revision: u64,
 }
 
-/// What happened to a key.
+/// The kind of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// The key was created or replaced.
@@ -72,31 +72,31 @@ pub enum Change {
     Delete,
 }
 
-/// One change, as watchers see it.
+/// One change, as seen by watchers.
 #[derive(Debug)]
 pub struct Event {
     /// The revision of this change.
     pub revision: u64,
     /// The key that changed.
     pub key: Arc<str>,
-    /// What happened.
+    /// The kind of the change.
     pub change: Change,
-    /// The new content; for a deletion the last content, stamped with the deletion's revision.
+    /// The new content; for a deletion, the last content with the deletion's revision.
     pub record: Record,
-    /// The content before, absent when the key was created.
+    /// The previous content; `None` if the key was created.
     pub previous: Option<Record>,
 }
 
-/// What a write expects to find.
+/// The condition of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Expect {
-    /// No such key.
+    /// The key does not exist.
     Absent,
-    /// The key at exactly this revision.
+    /// The key has exactly this revision.
     Revision(u64),
 }
 
-/// Renders the final bytes once the revision is known.
+/// Renders the final bytes once the revision is assigned.
 pub type Render = Box<dyn FnOnce(u64) -> Bytes + Send>;
 
 /// A conditional write.
@@ -105,26 +105,26 @@ pub struct Write {
     pub key: String,
     /// The condition.
     pub expect: Expect,
-    /// Another key and the revision that it has to be at still, for instance the namespace that the object is created in.
+    /// Another key and the revision it must still have, such as the namespace of a new object.
     pub requires: Option<(String, u64)>,
     /// Put or delete.
     pub change: Change,
-    /// Makes the bytes; for a deletion the last content.
+    /// Renders the bytes; for a deletion, the last content.
     pub render: Render,
     /// The attributes of the new content.
     pub attrs: Arc<Attrs>,
 }
 
-/// Why a write did not happen.
+/// Why a write failed.
 #[derive(Debug, thiserror::Error)]
 pub enum WriteError {
-    /// Another write came first. Holds what is there now.
+    /// Another write came first. Contains the current version.
     #[error("the key is not at the expected revision")]
     Conflict(Option<Record>),
-    /// What the write requires has changed since.
+    /// The key in `requires` has changed.
     #[error("what the write depends on is not at the expected revision")]
     Overtaken,
-    /// The disk refused; the write did not happen.
+    /// The disk write failed; the write is not visible.
     #[error("writing to the store failed: {0}")]
     Disk(String),
     /// The store is shutting down.
@@ -132,13 +132,13 @@ pub enum WriteError {
     Closed,
 }
 
-/// The asked-for history is gone.
+/// The requested history is no longer available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("too old resource version: {asked} ({oldest})")]
 pub struct Compacted {
-    /// What was asked for.
+    /// The requested revision.
     pub asked: u64,
-    /// The oldest revision from which changes can still be read.
+    /// The oldest revision from which changes are available.
     pub oldest: u64,
 }
 
@@ -151,7 +151,7 @@ struct State {
 
 type Request = (Write, oneshot::Sender<Result<Record, WriteError>>);
 
-/// Announces the newest revision to all, and to those who look at one kind only changes of that kind.
+/// Announces the newest revision: to some receivers all revisions, to others only those of one kind.
 #[derive(Clone)]
 struct Heads {
     all: watch::Sender<u64>,
@@ -181,7 +181,7 @@ impl Heads {
     }
 }
 
-/// A handle to the store; clones share it. The last one dropped ends the committing thread.
+/// A handle to the store; clones share it. The committing thread exits when the last clone is dropped.
 #[derive(Clone)]
 pub struct Store {
     state: Arc<RwLock<State>>,
@@ -197,7 +197,7 @@ impl Store {
         Ok(Self::start(Some(disk), loaded, index, Retention::default()))
     }
 
-    /// A store that forgets everything when it ends: for tests.
+    /// A store without a file, for tests.
     #[must_use]
     pub fn in_memory() -> Store {
         Self::start(
@@ -208,7 +208,7 @@ impl Store {
         )
     }
 
-    /// The same with a history that keeps no change longer than this for its age: for tests.
+    /// The same with this minimum retention of changes, for tests.
     #[must_use]
     pub fn in_memory_for(fresh: Duration) -> Store {
         let retention = Retention {
@@ -240,7 +240,7 @@ impl Store {
         }
         let (since, events) = replay(&state.map, loaded.since, loaded.changes, record);
         state.history = History::new(since, &loaded.compacted, retention);
-        // When they were made is not known: they count as fresh once more.
+        // The time of old changes is unknown, so they count as new.
         let now = Instant::now();
         let dropped = events
             .into_iter()
@@ -265,11 +265,11 @@ impl Store {
         }
     }
 
-    /// Whether the store takes writes. Does not wait for one.
+    /// Whether the store accepts writes. Does not wait for a write.
     ///
     /// # Errors
     ///
-    /// Why the last write failed, or that one hangs.
+    /// Why the last write failed, or that a write hangs.
     pub fn check(&self) -> Result<(), String> {
         if self.queue.is_closed() {
             return Err(WriteError::Closed.to_string());
@@ -295,7 +295,7 @@ impl Store {
         self.read().map.get(key).cloned()
     }
 
-    /// Everything below `prefix` in key order, and the revision at which that was true.
+    /// All keys below `prefix` in order, and the revision of this list.
     #[must_use]
     pub fn list(&self, prefix: &str) -> (Vec<(Arc<str>, Record)>, u64) {
         let state = self.read();
@@ -311,7 +311,7 @@ impl Store {
         (items, state.revision)
     }
 
-    /// As [`Store::list`], but as it was at `revision`, worked out from the changes since.
+    /// Like [`Store::list`], but at `revision`, computed from the changes since then.
     pub fn list_at(
         &self,
         prefix: &str,
@@ -329,8 +329,8 @@ impl Store {
         Ok(then.into_iter().collect())
     }
 
-    /// The first `most` changes below `prefix`, which names a kind, that are newer than `after`, oldest first; and the
-    /// revision up to which there are no others.
+    /// The first `most` changes below `prefix`, which names a kind, that are newer than `after`, oldest first. Also
+    /// returns the revision up to which they are complete.
     pub fn changes(
         &self,
         after: u64,
@@ -346,19 +346,20 @@ impl Store {
         Ok((changes, complete))
     }
 
-    /// Announces the newest revision.
+    /// Receives the newest revision.
     #[must_use]
     pub fn head(&self) -> watch::Receiver<u64> {
         self.heads.all.subscribe()
     }
 
-    /// Announces changes of the kind that `prefix` names; a watcher waits on it and then asks for [`Store::changes`].
+    /// Receives the revisions of changes to the kind that `prefix` names. Watchers wait
+    /// for it and then call [`Store::changes`].
     #[must_use]
     pub fn head_of(&self, prefix: &str) -> watch::Receiver<u64> {
         self.heads.of(history::kind(prefix))
     }
 
-    /// Performs a conditional write; it is durable when this returns.
+    /// Performs a conditional write; it is durable when this function returns.
     pub async fn write(&self, write: Write) -> Result<Record, WriteError> {
         let (reply, answer) = oneshot::channel();
         self.queue
@@ -369,11 +370,11 @@ impl Store {
     }
 }
 
-/// Takes what has queued up, decides each write against the state as of the ones before it, commits
-/// them together, and only then shows them.
+/// Takes queued writes, decides each against the state after the previous ones, and commits them
+/// together. Readers see them only after the commit.
 fn commit_loop(
     mut disk: Option<Disk>,
-    // Changes that are in the file and no longer in memory.
+    // Changes to delete from the file: they are no longer in memory.
     mut dropped: Vec<(String, u64)>,
     state: &RwLock<State>,
     mut requests: mpsc::Receiver<Request>,
@@ -410,7 +411,7 @@ fn commit_loop(
                 dropped.append(&mut show(state, events));
                 heads.announce(readable(state).revision, &changed);
                 for (reply, result) in replies {
-                    // A caller that gave up does not need the answer; the write stands.
+                    // The receiver may be dropped; the write is committed nevertheless.
                     let _ = reply.send(result);
                 }
             }
@@ -464,7 +465,7 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
             continue;
         }
         revision += 1;
-        // Most changes leave them alone; versions in the history then share them.
+        // Most changes do not affect the attributes, so versions in the history share them.
         let attrs = match &now {
             Some(before) if before.attrs == write.attrs => Arc::clone(&before.attrs),
             _ => write.attrs,
@@ -490,7 +491,7 @@ fn decide(state: &RwLock<State>, batch: Vec<Request>) -> (Vec<Event>, Replies) {
     (events, replies)
 }
 
-/// Shows committed changes to readers. Returns those that had to make room in the history.
+/// Publishes committed changes to readers. Returns the changes dropped from the history.
 fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     let mut state = state
         .write()
@@ -509,7 +510,7 @@ fn show(state: &RwLock<State>, events: Vec<Event>) -> Vec<(String, u64)> {
     dropped
 }
 
-/// Works out the changes since `since`, oldest first, backwards from the newest versions in `map`. Returns them with the
+/// Reconstructs the changes since `since`, oldest first, backwards from the newest versions in `map`. Also returns the
 /// revision after which they are complete.
 fn replay(
     map: &BTreeMap<Arc<str>, Record>,
@@ -517,7 +518,7 @@ fn replay(
     changes: Vec<disk::Replaced>,
     record: impl Fn(&str, u64, Bytes) -> Record,
 ) -> (u64, Vec<Arc<Event>>) {
-    // What the keys held before the changes that have been worked out.
+    // The versions before the changes that are already reconstructed.
     let mut before: HashMap<Arc<str>, Option<Record>> = HashMap::new();
     let mut events = vec![];
     let mut complete = since;

@@ -103,7 +103,7 @@ async fn a_write_that_requires_another_key_waits_for_nobody() {
         .write(put("namespaces/n", Expect::Absent, "n"))
         .await
         .expect("put");
-    // Both are decided in one batch: the write sees what came before it in the same one.
+    // Both writes are decided in the same batch: the second sees the first.
     let (changed, late) = tokio::join!(
         store.write(put(
             "namespaces/n",
@@ -140,7 +140,7 @@ async fn watchers_are_woken_by_their_kind_alone() {
     );
 }
 
-/// Writes `count` keys of a kind, many at once.
+/// Writes `count` keys of a kind concurrently.
 async fn fill(store: &Store, kind: &str, count: usize) {
     let writes = (0..count).map(|i| store.write(put(&format!("{kind}/{i}"), Expect::Absent, "v")));
     for written in futures::future::join_all(writes).await {
@@ -148,13 +148,13 @@ async fn fill(store: &Store, kind: &str, count: usize) {
     }
 }
 
-/// Keeps no change for its age.
+/// No minimum retention.
 const SHORT: Retention = Retention {
     fresh: Duration::ZERO,
     total: usize::MAX,
 };
 
-/// A store whose history is bounded by the number of changes alone.
+/// A store whose history is limited by the number of changes only.
 fn short_lived(file: Option<&Path>) -> Store {
     let opened = file.map(|file| Disk::open(file).expect("open"));
     let (disk, loaded) = match opened {
@@ -177,11 +177,11 @@ async fn a_reader_behind_its_kinds_history_is_told_so() {
     assert!(store.list_at("leases/", 0).is_err());
     let kept = changes(&store, oldest, "leases/").expect("kept");
     assert_eq!(kept.len(), history::CHANGES);
-    // Other kinds keep theirs.
+    // The history of other kinds is not affected.
     assert_eq!(changes(&store, 0, "pods/").expect("kept").len(), 1);
 }
 
-/// What kill -9 leaves of a store, opened.
+/// Opens a copy of the file, in the state that kill -9 would leave.
 fn reopened(file: &Path, into: &Path) -> Store {
     std::fs::copy(file, into).expect("copy");
     Store::open(into, |_, _| Attrs::default()).expect("open the copy")
@@ -209,7 +209,7 @@ async fn history_survives_a_restart() {
         .await
         .expect("delete");
     fill(&store, "b", history::CHANGES + 5).await;
-    // The changes that made room leave the file with the next write.
+    // Dropped changes are deleted from the file with the next write.
     store
         .write(put("a/1", Expect::Absent, "again"))
         .await
@@ -250,7 +250,7 @@ async fn what_was_acknowledged_is_there_after_reopening() {
         .write(delete("a/1", record.revision))
         .await
         .expect("delete");
-    // A copy of the file as it stands is what kill -9 would leave.
+    // A copy of the open file has the state that kill -9 would leave.
     let copy = dir.path().join("copy");
     std::fs::copy(&file, &copy).expect("copy");
     let again = Store::open(&copy, |_, _| Attrs::default()).expect("open the copy");

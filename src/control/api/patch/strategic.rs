@@ -1,4 +1,5 @@
-//! Strategic merge patch: maps are merged field by field, lists by the rule of their field.
+//! Strategic merge patch: maps are merged field by field, lists by the rule of their field
+//! (`staging/src/k8s.io/apimachinery/pkg/util/strategicpatch/patch.go`).
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -9,15 +10,16 @@ use crate::control::api::error::ApiError;
 /// How a list is merged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ListRule {
-    /// The patch's list replaces the old one.
+    /// The patch's list replaces the stored one.
     Atomic,
-    /// Objects matched by this key.
+    /// A list of objects, matched by this merge key.
     Key(&'static str),
-    /// Primitives, united.
+    /// A list of scalars: the union of both lists.
     Set,
 }
 
-/// The rule of a list, by its name and the field around it (control-plane spec, the complete table).
+/// The merge rule of a list, by its name and its parent field: the `patchStrategy`
+/// and `patchMergeKey` tags of upstream's types.
 fn list_rule(parent: &str, field: &str) -> ListRule {
     match (parent, field) {
         (_, "ownerReferences") => ListRule::Key("uid"),
@@ -61,7 +63,7 @@ fn unknown_directive(directive: &Value, map: &Map<String, Value>) -> ApiError {
     )
 }
 
-/// Merges a patch into a map; `parent` is the name of the field that holds the map.
+/// Merges a patch into a map; `parent` is the name of the map's field.
 pub(super) fn merge_map(
     target: &mut Map<String, Value>,
     patch: &Map<String, Value>,
@@ -128,7 +130,7 @@ pub(super) fn merge_map(
             }
         }
     }
-    // An order without a list moves what is there.
+    // A `$setElementOrder` directive without a list reorders the stored elements.
     for (key, value) in patch {
         if let (Some(field), Some(order)) =
             (key.strip_prefix("$setElementOrder/"), value.as_array())
@@ -187,8 +189,8 @@ fn merge_list(
     }
 }
 
-/// An element of a patch of a keyed list and the value of its merge key. Merge keys are scalars: strings and numbers in
-/// every list of [`list_rule`].
+/// An element of the patch of a keyed list, and the value of its merge key. Merge keys are scalars:
+/// strings and numbers in every list of [`list_rule`].
 fn identified<'a>(
     item: &'a Value,
     key: &str,
@@ -214,10 +216,10 @@ fn identified<'a>(
     Ok((map, id))
 }
 
-/// A keyed list while a patch is merged into it: elements are found by their key without a scan.
+/// A keyed list while a patch is merged into it. An index by key avoids scans.
 struct Merged {
     key: &'static str,
-    /// None where an element was deleted.
+    /// The stored elements; `None` where one was deleted.
     kept: Vec<Option<Value>>,
     places: HashMap<Value, BTreeSet<usize>>,
     added: Vec<Value>,
@@ -267,7 +269,7 @@ impl Merged {
         if let Some(map) = target.as_object_mut() {
             merge_map(map, patch, field)?;
         }
-        // A patch whose key is null removes the key.
+        // If the patch sets the merge key to null, the element loses its key.
         if target.get(self.key) != Some(id)
             && let Some(places) = self.places.get_mut(id)
         {
@@ -276,14 +278,13 @@ impl Merged {
         Ok(())
     }
 
-    /// The elements that were not deleted, and the added ones.
+    /// Returns the remaining stored elements and the added ones.
     fn finish(self) -> (Vec<Value>, Vec<Value>) {
         (self.kept.into_iter().flatten().collect(), self.added)
     }
 }
 
-/// The first place of every element of a list, by what identifies it. An element without the list's key is identified by
-/// that.
+/// The first index of each element of a list, by its identity. All elements without the merge key share one identity.
 struct Places {
     rule: ListRule,
     by_id: HashMap<Value, usize>,
@@ -317,7 +318,7 @@ impl Places {
         }
     }
 
-    /// Notes an element; false if the list has one of the same identity.
+    /// Adds an element to the index; false if an element with this identity exists.
     fn insert(&mut self, item: &Value, place: usize) -> bool {
         if self.get(item).is_some() {
             return false;
@@ -330,9 +331,9 @@ impl Places {
     }
 }
 
-/// Joins what was in a list and what is added to it. Elements named in `order` (`$setElementOrder`, or else the patch's own
-/// list) come in that order; each of the others stays before those that it stood before in the old list, and otherwise comes
-/// last. (apimachinery `strategicpatch`: the directive first, then the order of the patch, then the stored one.)
+/// Joins the stored and the added elements of a list in the order of apimachinery's `strategicpatch`. Elements named in
+/// `order` (`$setElementOrder`, else the patch's own list) come in that order. Any other element keeps its place before
+/// the elements that followed it in the old list, else it comes last.
 fn in_order<'a>(
     stood: &Places,
     kept: Vec<Value>,
@@ -468,7 +469,7 @@ mod tests {
         );
     }
 
-    /// The rule of a merge with scans instead of maps: what [`merge_list`] must agree with.
+    /// Reference implementation of a keyed merge, with scans: [`merge_list`] must agree with it.
     fn scanned(old: &[Value], patch: &[Value], key: &str) -> Vec<String> {
         let name = |item: &Value| item[key].as_str().unwrap_or_default().to_owned();
         let deletes = |item: &Value| item["$patch"] == "delete";
@@ -526,7 +527,8 @@ mod tests {
         let merged = strategic(pod, more);
         let env = &merged["spec"]["containers"][0]["env"];
         assert_eq!(env.as_array().map(Vec::len), Some(30_000));
-        // Scans compare 10^9 pairs of texts here, which takes a minute; this is far below, whatever else runs.
+        // A merge by scans compares 10^9 pairs of texts here, which takes a minute. The limit
+        // is far below that, also on a busy machine.
         assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
     }
 
@@ -541,13 +543,14 @@ mod tests {
     }
 
     proptest! {
-        /// A keyed list is merged as scans would do it.
+        /// A keyed list is merged like the reference implementation merges it.
         #[test]
         fn keyed_lists_are_merged_as_by_scans(
             old in proptest::sample::subsequence(vec!["a", "b", "c", "d", "e"], 0..5).prop_shuffle(),
             patch in vec((proptest::sample::select(vec!["a", "b", "c", "d", "e", "f"]), proptest::bool::weighted(0.2)), 0..5),
         ) {
-            // A key that is deleted and patched at once depends on the order: upstream deletes first.
+            // Skips keys that are both deleted and patched: their result depends on
+            // the order, and upstream deletes first.
             let deleted: HashSet<&str> = patch.iter().filter(|(_, gone)| *gone).map(|(name, _)| *name).collect();
             let items = |(name, gone): &(&str, bool)| match gone {
                 true => json!({"name": name, "$patch": "delete"}),
@@ -582,12 +585,12 @@ mod tests {
                 .collect::<Vec<_>>()
                 .into()
         };
-        // What the order does not name stays before what it stood before.
+        // Elements that the order does not name stay before the elements that followed them.
         assert_eq!(
             names(json!({"spec": {"$setElementOrder/containers": order(&["c", "b", "a"])}})),
             "server c b a"
         );
-        // Without the directive the patch's own order counts.
+        // Without the directive, the patch's own order applies.
         assert_eq!(
             names(json!({"spec": {"containers": [{"name": "b"}, {"name": "new"}, {"name": "a"}]}})),
             "server b new a c"

@@ -1,16 +1,17 @@
-//! The roles and bindings that every cluster has (control-plane spec, 6.2).
+//! The bootstrap roles and bindings (`plugin/pkg/auth/authorizer/rbac/bootstrappolicy/policy.go`).
 
 use serde_json::{Value, json};
 
 use crate::control::api::object::{list, meta, text};
 
-/// The user as whom we call the agents of nodes: it may do that and nothing else.
+/// The user with which the apiserver calls the nodes' agents; it has no other permissions.
 pub const NODE_CLIENT: &str = "kube-apiserver-kubelet-client";
-/// `false` keeps a start from bringing a role or binding up to date.
+/// Annotation: `false` excludes a role or binding from reconciliation at start.
 const AUTOUPDATE: &str = "rbac.authorization.kubernetes.io/autoupdate";
 
-/// A role or binding that a cluster has had for longer, brought up to date: none if it is, or is not ours to change. What
-/// a version before gave too much is taken back; subjects that somebody added stay.
+/// Reconciles a stored bootstrap role or binding. `None` if it is up to date or must not be
+/// changed. Rules are replaced, so that permissions in excess of the current defaults are
+/// removed. Additional subjects of a binding are kept.
 #[must_use]
 pub fn renewed(stored: &Value, ours: &Value) -> Option<Value> {
     let of = |object: &'_ Value, kind: &str, key: &str| {
@@ -44,7 +45,7 @@ pub fn renewed(stored: &Value, ours: &Value) -> Option<Value> {
     (new != *stored).then_some(new)
 }
 
-/// The roles and bindings that every cluster has: kind in paths, and object.
+/// The bootstrap roles and bindings: the plural of the kind, and the object.
 #[must_use]
 pub fn bootstrap() -> Vec<(&'static str, Value)> {
     let mut all = roles();
@@ -90,7 +91,7 @@ fn bindings() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// The kinds of batch/v1, with what they have below them.
+/// The resources of batch/v1, with their subresources.
 const JOBS: [&str; 4] = ["cronjobs", "cronjobs/status", "jobs", "jobs/status"];
 
 fn roles() -> Vec<(&'static str, Value)> {

@@ -1,23 +1,23 @@
-//! Whether the rules that a user holds grant all that another rule grants
+//! Whether the rules that a user holds grant everything that another rule grants
 //! (`staging/src/k8s.io/component-helpers/auth/rbac/validation/policy_comparator.go`).
 //!
-//! A rule grants the product of its verbs, groups, resources and names, which a small body makes as large as it likes. The
-//! product is not walked word by word: words of one list that the same held rules match are in one class, and one word stands
-//! for its class. A walk over classes ends early where one held rule matches all that is left. The walk has a budget for
-//! those who hold many rules that each match another part.
+//! A rule grants the product of its verbs, groups, resources and names. Even a small body can define a huge product, so
+//! it is not enumerated. Words of a list that are matched by the same held rules form a class, and only classes are
+//! combined. The walk over classes stops early where a single held rule matches all remaining lists. A step limit
+//! bounds the walk for users with many rules that each match a different part.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::Rule;
 
-/// How many steps one write may take; a step compares the places of two held rules.
+/// Maximum number of steps per write; a step compares the indices of two held rules.
 pub(super) const MAX_STEPS: usize = 1_000_000;
 
-/// The write would take more than [`MAX_STEPS`]; holds how many it had taken.
+/// The write would take more than [`MAX_STEPS`]; contains the number of steps taken so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TooManySteps(pub usize);
 
-/// The steps that a write has taken.
+/// The number of steps that a write has taken.
 #[derive(Debug, Default)]
 pub(super) struct Steps(usize);
 
@@ -31,10 +31,10 @@ impl Steps {
     }
 }
 
-/// Places of held rules, in ascending order.
+/// Indices of held rules, in ascending order.
 type Places = Vec<usize>;
 
-/// Which held rules match a word of one of their lists.
+/// The held rules that match a word, for one of a rule's lists.
 #[derive(Debug, Default)]
 struct Words<'a> {
     /// Rules that match every word.
@@ -58,7 +58,7 @@ impl<'a> Words<'a> {
         }
     }
 
-    /// The rules that match one of these spellings; `None` if those of `any` are all.
+    /// The rules that match one of these spellings; `None` if only the rules of `any` do.
     fn matching(&self, spellings: &[&str]) -> Option<BTreeSet<usize>> {
         let known = spellings.iter().filter_map(|word| self.exact.get(word));
         let mut found: BTreeSet<usize> = known.flatten().copied().collect();
@@ -70,7 +70,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// The classes of the words of a list: for each class the held rules that match its words.
+/// The classes of a list's words: for each class, the held rules that match its words.
 #[derive(Debug, Default)]
 struct Classes(BTreeSet<Places>);
 
@@ -112,7 +112,7 @@ fn common(a: &Places, b: &Places, steps: &mut Steps) -> Result<Places, TooManySt
     Ok(both.copied().collect())
 }
 
-/// Whether every combination of one class of each list has a rule of `left` in common.
+/// Whether every combination of classes, one of each list, has a rule of `left` in common.
 fn covered(lists: &[Classes], left: &Places, steps: &mut Steps) -> Result<bool, TooManySteps> {
     if left.is_empty() {
         return Ok(false);
@@ -120,7 +120,7 @@ fn covered(lists: &[Classes], left: &Places, steps: &mut Steps) -> Result<bool, 
     let Some((first, rest)) = lists.split_first() else {
         return Ok(true);
     };
-    // One rule that matches every class of every list that is left covers all of their combinations.
+    // A single rule that matches every class of all remaining lists covers all their combinations.
     let mut whole = left.clone();
     for class in lists.iter().flat_map(|list| &list.0) {
         if whole.is_empty() {
@@ -140,7 +140,7 @@ fn covered(lists: &[Classes], left: &Places, steps: &mut Steps) -> Result<bool, 
     Ok(true)
 }
 
-/// The rules that a user holds over objects, by the words of their lists.
+/// A user's rules for resources, indexed by the words of their lists.
 #[derive(Debug, Default)]
 pub(super) struct HeldObjects<'a> {
     count: usize,
@@ -161,7 +161,7 @@ impl<'a> HeldObjects<'a> {
             if rule.resource_names.is_empty() {
                 note(&mut held.names.any, place);
             }
-            // A name is only ever itself, also if it is `*`.
+            // A resource name is always literal, also `*`.
             for name in &rule.resource_names {
                 note(held.names.exact.entry(name.as_str()).or_default(), place);
             }
@@ -169,7 +169,7 @@ impl<'a> HeldObjects<'a> {
         held
     }
 
-    /// Whether these rules grant all that `rule` grants over objects.
+    /// Whether these rules grant everything that `rule` grants on resources.
     pub(super) fn cover(&self, rule: &Rule, steps: &mut Steps) -> Result<bool, TooManySteps> {
         if rule.verbs.is_empty() || rule.api_groups.is_empty() || rule.resources.is_empty() {
             return Ok(true);
@@ -182,7 +182,7 @@ impl<'a> HeldObjects<'a> {
             };
             resources.add(&self.resources, matching, steps)?;
         }
-        // Without names the rule is about all objects, which no rule with names matches.
+        // A rule without names applies to all objects; held rules that have names do not cover it.
         let unnamed = rule.resource_names.is_empty().then_some("");
         let names = rule
             .resource_names
@@ -203,13 +203,13 @@ impl<'a> HeldObjects<'a> {
     }
 }
 
-/// The rules that a user holds over paths.
+/// A user's rules for non-resource URLs.
 #[derive(Debug, Default)]
 pub(super) struct HeldPaths<'a> {
     count: usize,
     verbs: Words<'a>,
     paths: Words<'a>,
-    /// What is before the `*` of a pattern, and the place of its rule.
+    /// The prefix before the `*` of a pattern, and the index of its rule.
     prefixes: Vec<(&'a str, usize)>,
 }
 
@@ -227,7 +227,7 @@ impl<'a> HeldPaths<'a> {
         held
     }
 
-    /// Whether these rules grant all that `rule` grants over paths.
+    /// Whether these rules grant everything that `rule` grants on non-resource URLs.
     pub(super) fn cover(&self, rule: &Rule, steps: &mut Steps) -> Result<bool, TooManySteps> {
         if rule.verbs.is_empty() || rule.paths.is_empty() {
             return Ok(true);
@@ -282,7 +282,7 @@ mod tests {
             )
     }
 
-    /// Every point of a rule, one by one.
+    /// Reference implementation: enumerates the product of a rule.
     fn by_points(held: &[Rule], rule: &Rule) -> (bool, bool) {
         let names = match rule.resource_names.as_slice() {
             [] => vec![String::new()],
@@ -332,7 +332,8 @@ mod tests {
         }
     }
 
-    /// 38⁴ points in 2 KB, repeated words or not, held or not: the steps are of the order of the words.
+    /// A body of 2 KB defines a product of 38⁴ combinations. The number of steps is in the order of the number of
+    /// words, for repeated and distinct words, and for held and other rules.
     #[test]
     fn a_product_takes_few_steps() {
         let held = [
@@ -360,7 +361,8 @@ mod tests {
         }
     }
 
-    /// Rules that each match one point of the product: here the walk is as large as the product, and its budget ends it.
+    /// Each held rule matches one combination only, so the walk is as large as the
+    /// product until the step limit stops it.
     #[test]
     fn a_walk_has_a_budget() {
         let word = |kind: &str, i: usize| format!("{kind}{i}");

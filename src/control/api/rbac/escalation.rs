@@ -1,4 +1,5 @@
-//! Nobody gives away what they do not have: who may write which role, and bind it (control-plane spec, 6.2).
+//! Prevention of privilege escalation: who may write which role and bind it (`pkg/registry/rbac/validation/rule.go`,
+//! `pkg/registry/rbac/escalation_check.go`).
 
 use serde_json::Value;
 
@@ -9,7 +10,7 @@ use crate::control::api::error::{ApiError, FieldError};
 use crate::control::api::object::{self, at, text};
 use crate::control::store::Store;
 
-/// What a write would give, and what lets a user give it all the same.
+/// The permissions that a write grants, and the verb that allows it without holding them.
 struct Gift {
     rules: Vec<Rule>,
     verb: &'static str,
@@ -17,7 +18,8 @@ struct Gift {
     name: String,
 }
 
-/// All that there is: who decides what a role gathers decides over roles that nobody has made yet.
+/// All permissions. An aggregated role can match roles that do not exist yet, so
+/// setting an aggregation rule needs all of them.
 fn everything() -> [Rule; 2] {
     let all = || vec!["*".to_owned()];
     [
@@ -68,7 +70,7 @@ fn of_binding(store: &Store, old: Option<&Value>, new: &Value) -> Option<Gift> {
         object::name(r) == name && (cluster || object::namespace(r) == object::namespace(new))
     });
     Some(Gift {
-        // Of a role that is not there nobody knows what it will give: only who may bind anything binds it.
+        // A missing role may later contain any permission, so binding it needs all permissions or the verb `bind`.
         rules: role.map_or_else(|| everything().into(), |r| gathered(r, &all)),
         verb: "bind",
         plural: if cluster { "clusterroles" } else { "roles" },
@@ -77,8 +79,9 @@ fn of_binding(store: &Store, old: Option<&Value>, new: &Value) -> Option<Gift> {
 }
 
 impl Rbac {
-    /// Whether `user` may write a role or binding: only what they have themselves can be given away, unless they may
-    /// `escalate` roles or `bind` them. What an update leaves as it was is not given anew.
+    /// Checks that `user` may write a role or binding. Users can grant only permissions that they
+    /// hold, unless they have the verb `escalate` on the role or `bind` on the referenced role.
+    /// Permissions that an update does not change are not checked.
     pub fn check_write(
         &self,
         store: &Store,
@@ -135,7 +138,7 @@ impl Rbac {
         )))
     }
 
-    /// Those of `rules` that grant something which a user does not have in a namespace.
+    /// Those of `rules` that grant permissions which the user does not hold in the namespace.
     fn lacking(
         &self,
         store: &Store,

@@ -1,5 +1,5 @@
-//! Role-based access: what roles allow, and to whom they are bound (control-plane spec, 6.2). What no rule allows is
-//! denied; nobody gives away what they do not have.
+//! Role-based access control: the permissions of roles, and their bindings (`plugin/pkg/auth/authorizer/rbac/rbac.go`).
+//! Requests that no rule allows are denied, and users cannot grant permissions that they do not hold.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
@@ -21,7 +21,7 @@ mod objects;
 pub use bootstrap::{NODE_CLIENT, bootstrap, renewed};
 pub use objects::{cells, columns, defaults, validate, validate_update};
 
-/// The group of roles and bindings.
+/// The API group of roles and bindings.
 pub const GROUP: &str = "rbac.authorization.k8s.io";
 
 const KINDS: [&str; 4] = [
@@ -31,7 +31,7 @@ const KINDS: [&str; 4] = [
     "clusterrolebindings/",
 ];
 
-/// Something that is allowed.
+/// A `PolicyRule`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Rule {
@@ -51,28 +51,28 @@ struct Subject {
     namespace: String,
 }
 
-/// A role, bound to somebody.
+/// The rules of a role that is bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Grant {
-    /// Where it counts; none for everywhere.
+    /// The namespace where it applies; `None` for the whole cluster.
     namespace: Option<String>,
     rules: Arc<Vec<Rule>>,
 }
 
-/// Whom a binding is for.
+/// The subject of a binding; service accounts count as users.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Holder {
     User(String),
     Group(String),
 }
 
-/// All grants, found by their holders.
+/// All grants, indexed by their subjects.
 #[derive(Debug, Default)]
 struct Grants {
     all: Vec<Grant>,
-    /// Places in `all` by the name of the user, ascending.
+    /// Indices in `all` by user name, ascending.
     users: HashMap<String, Vec<usize>>,
-    /// The same by the name of the group.
+    /// Indices in `all` by group name, ascending.
     groups: HashMap<String, Vec<usize>>,
 }
 
@@ -93,7 +93,7 @@ impl Grants {
 
     /// The grants of a user and of the user's groups.
     fn of<'a>(&'a self, user: &User) -> impl Iterator<Item = &'a Grant> {
-        // The groups of a review come from its body.
+        // Deduplicated: the groups of a SubjectAccessReview come from the client.
         let groups: HashSet<&str> = user.groups.iter().map(String::as_str).collect();
         let of_groups = groups
             .into_iter()
@@ -110,7 +110,7 @@ fn any(list: &[String], wanted: &str) -> bool {
 
 impl Rule {
     fn allows(&self, ask: &Ask<'_>) -> bool {
-        // `resource/sub`, or all resources that have the subresource.
+        // `resource/sub`, or `*/sub` for all resources with the subresource.
         let fits = |rule: &String| {
             if ask.sub.is_empty() {
                 return rule == ask.resource;
@@ -137,7 +137,8 @@ impl Rule {
 }
 
 impl Subject {
-    /// The holder that it names in a binding of a namespace; none if its kind is unknown.
+    /// The user or group that a subject names; `None` if the subject's kind is
+    /// unknown. `binding` is the binding's namespace.
     fn holder(self, binding: Option<&str>) -> Option<Holder> {
         match self.kind.as_str() {
             "User" => Some(Holder::User(self.name)),
@@ -156,7 +157,7 @@ impl Subject {
     }
 }
 
-/// The rules that stand in the store, read anew when they change.
+/// Cache of the stored rules, rebuilt when they change.
 #[derive(Default)]
 pub struct Rbac(Mutex<(Option<[u64; 4]>, Arc<Grants>)>);
 
@@ -173,8 +174,8 @@ fn rules(role: &Value) -> Vec<Rule> {
     serde_json::from_value(role["rules"].clone()).unwrap_or_default()
 }
 
-/// A cluster role's rules; of one that gathers others, theirs, and what they gather in turn. What stands as its own rules
-/// then is only for people to read.
+/// A role's rules. For an aggregated role: the rules of all roles that its selectors match, recursively. The `rules`
+/// stored in an aggregated role are ignored.
 fn gathered(role: &Value, all: &[Value]) -> Vec<Rule> {
     type Labels = Vec<BTreeMap<String, String>>;
     fn add<'a>(
@@ -219,7 +220,7 @@ fn grants(store: &Store) -> Grants {
     let roles: HashMap<(Option<&str>, &str), &Value> =
         roles.iter().map(|r| ((namespace(r), name(r)), r)).collect();
     let by_name: HashMap<&str, &Value> = cluster_roles.iter().map(|r| (name(r), r)).collect();
-    // What a role gathers is worked out once, however many bindings it has.
+    // Each role's rules are computed once, however many bindings refer to it.
     let mut known: HashMap<String, Arc<Vec<Rule>>> = HashMap::new();
     let mut grants = Grants::default();
     for (kind, prefix) in KINDS.iter().enumerate().skip(2) {
@@ -251,7 +252,7 @@ fn grants(store: &Store) -> Grants {
 }
 
 impl Grant {
-    /// Whether it counts in a namespace, which is empty for what is in none.
+    /// Whether the grant applies in a namespace; empty for cluster-scoped requests.
     fn counts_in(&self, namespace: &str) -> bool {
         self.namespace.as_deref().is_none_or(|n| n == namespace)
     }
@@ -259,7 +260,7 @@ impl Grant {
 
 impl Rbac {
     fn grants(&self, store: &Store) -> Arc<Grants> {
-        // Read before the objects are: what changes meanwhile is read again the next time.
+        // Revisions are read before the objects: a concurrent change then causes another rebuild.
         let heads = KINDS.map(|prefix| *store.head_of(prefix).borrow());
         let mut known = lock(&self.0);
         if known.0 != Some(heads) {
@@ -268,7 +269,7 @@ impl Rbac {
         Arc::clone(&known.1)
     }
 
-    /// Whether a role that is bound to `user` allows it.
+    /// Whether a role that is bound to `user` allows the request.
     #[must_use]
     pub fn allows(&self, store: &Store, user: &User, ask: &Ask<'_>) -> bool {
         let grants = self.grants(store);
@@ -276,7 +277,7 @@ impl Rbac {
         here.any(|grant| grant.rules.iter().any(|rule| rule.allows(ask)))
     }
 
-    /// The same for a path outside the object API.
+    /// Like [`Rbac::allows`], for a non-resource URL.
     #[must_use]
     pub fn allows_path(&self, store: &Store, user: &User, verb: &str, path: &str) -> bool {
         let grants = self.grants(store);

@@ -1,4 +1,4 @@
-//! Roles and bindings as objects: defaults, validation, columns.
+//! Roles and bindings as objects: defaults, validation, table columns.
 
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ pub fn defaults(kind: &str, object: &mut Value) {
     }
 }
 
-/// Checks an object.
+/// Validates an object of one of these kinds.
 pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     match kind {
         "Role" | "ClusterRole" => {
@@ -110,7 +110,7 @@ pub fn validate(kind: &str, object: &Value, errors: &mut Errors) {
     }
 }
 
-/// Checks what an update changes: what a binding binds stays.
+/// Validates an update: the `roleRef` of a binding is immutable.
 pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors) {
     if matches!(kind, "RoleBinding" | "ClusterRoleBinding") && old["roleRef"] != new["roleRef"] {
         errors.push(FieldError::invalid(
@@ -121,7 +121,7 @@ pub fn validate_update(kind: &str, old: &Value, new: &Value, errors: &mut Errors
     }
 }
 
-/// The columns of a kind; none if it is not one of these.
+/// The table columns of a kind; `None` for other kinds.
 #[must_use]
 pub fn columns(kind: &str) -> Option<&'static [Column]> {
     Some(match kind {
@@ -138,7 +138,7 @@ pub fn columns(kind: &str) -> Option<&'static [Column]> {
     })
 }
 
-/// The cells of a row.
+/// The cells of a table row.
 #[must_use]
 pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     let name = Value::from(object::name(object));
@@ -160,7 +160,7 @@ pub fn cells(kind: &str, object: &Value, age: &str) -> Vec<Value> {
     }
 }
 
-/// A subject as a column names it.
+/// A subject as shown in a table column.
 fn subject(subject: &Value) -> String {
     let name = text(subject, &["name"]).unwrap_or_default();
     match text(subject, &["namespace"]) {

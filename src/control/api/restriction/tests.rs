@@ -3,7 +3,7 @@ use crate::control::api::token::ISSUER;
 use crate::core::pod::references::tests::every_reference;
 use serde_json::json;
 
-/// What is stored beside the object that is written.
+/// Other stored objects, by key.
 fn stored(key: &str) -> Option<Value> {
     let pod = |node: &str, uid: &str| json!({"metadata": {"name": uid, "uid": uid}, "spec": {"nodeName": node, "serviceAccountName": "a"}});
     match key {
@@ -208,7 +208,7 @@ fn a_node_makes_mirrors_of_its_own_static_pods() {
     }
 }
 
-/// A mirror refers to nothing of the API, so that a node comes to no object by it.
+/// A mirror pod refers to no API object, so that a node cannot gain access with it.
 #[test]
 fn no_mirror_refers_to_an_object() {
     for (spec, kind) in every_reference() {

@@ -14,7 +14,7 @@ fn a_deployment_as_kubectl_sends_it_becomes_json() {
     let label = [field(1, b"app"), field(2, b"web")].concat();
     let template = [field(1, &field(11, &label)), field(2, &pod_spec)].concat();
     let selector = field(1, &label);
-    // replicas: 0 is kept (a pointer), minReadySeconds: 0 is not.
+    // `replicas: 0` is kept (a pointer), `minReadySeconds: 0` is omitted.
     let spec = [
         vec![0x08, 0x00, 0x28, 0x00],
         field(2, &selector),
@@ -101,7 +101,7 @@ proptest! {
     }
 }
 
-/// Whatever a typed client could not read is refused, or brought into the form that it reads.
+/// Values that a typed client cannot decode are rejected or normalised.
 #[test]
 fn what_is_stored_can_be_read_by_typed_clients() {
     let pod = |spec: Value| json!({"metadata": {"name": "p"}, "spec": spec});

@@ -1,4 +1,4 @@
-//! The kinds of batch/v1 (pkg/apis/batch/validation/validation.go).
+//! Validation of batch/v1 (`pkg/apis/batch/validation/validation.go`).
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,19 +16,19 @@ const ACTIONS: [&str; 4] = ["Count", "FailIndex", "FailJob", "Ignore"];
 const OPERATORS: [&str; 2] = ["In", "NotIn"];
 const POLICIES: [&str; 3] = ["Allow", "Forbid", "Replace"];
 const STATUSES: [&str; 3] = ["False", "True", "Unknown"];
-/// What one list of rules, or of patterns of conditions, may have.
+/// Maximum number of rules in a list, and of patterns for pod conditions.
 const MOST_RULES: usize = 20;
 const MOST_EXIT_CODES: usize = 255;
-/// The most indexes of an indexed job at once, and that may fail.
+/// Maximum parallelism of an indexed job, and maximum of `maxFailedIndexes`.
 const MOST_INDEXES: i64 = 100_000;
-/// The same where there are more than [`MOST_INDEXES`] completions.
+/// The same limits for jobs with more than [`MOST_INDEXES`] completions and `backoffLimitPerIndex`.
 const MOST_OF_MANY: i64 = 10_000;
 const LONGEST_MANAGER: usize = 63;
 const LONGEST_INDEXES: usize = 64 << 10;
-/// What a CronJob's name may have: its jobs' names are eleven longer.
+/// Maximum length of a CronJob's name: the names of its jobs are eleven characters longer.
 const LONGEST_CRON: usize = 52;
 
-/// An error about a field as a whole, whose value is not repeated.
+/// An invalid-value error that does not repeat the value.
 pub(super) fn about(field: impl Into<String>, detail: &str) -> FieldError {
     FieldError {
         reason: "FieldValueInvalid",
@@ -54,7 +54,7 @@ fn indexed(spec: &Value) -> bool {
     spec["completionMode"] == "Indexed"
 }
 
-/// A job.
+/// Validates a job.
 pub(super) fn job(job: &Value, errors: &mut Errors) {
     let spec = &job["spec"];
     generated(job, errors);
@@ -92,7 +92,7 @@ fn labels_of(spec: &Value) -> std::collections::BTreeMap<String, String> {
     labels.map(|(k, v)| (k.clone(), text(v))).collect()
 }
 
-/// The generated selector, and the labels that pods get for it.
+/// Checks the generated selector and the matching pod labels.
 fn generated(job: &Value, errors: &mut Errors) {
     use crate::control::api::object::{name, uid};
     let spec = &job["spec"];
@@ -126,7 +126,7 @@ fn generated(job: &Value, errors: &mut Errors) {
     }
 }
 
-/// What jobs and the templates of jobs have in common.
+/// Validates the spec of a job or a job template.
 pub(super) fn job_spec(spec: &Value, path: &str, errors: &mut Errors) {
     let counts = [
         "parallelism",
@@ -260,7 +260,7 @@ fn restart_policy(spec: &Value, field: &str, errors: &mut Errors) {
                 "only \"Never\" is supported when podFailurePolicy is specified",
             ));
         }
-        // What is no policy at all is refused as in any pod.
+        // Unknown policies are rejected by the validation of the pod template.
         _ => {}
     }
 }
@@ -275,7 +275,7 @@ fn replacement(spec: &Value, field: &str, errors: &mut Errors) {
     }
 }
 
-/// A word of a list; none at all is required.
+/// Checks a required value against the allowed ones.
 fn word(value: Option<&str>, field: String, allowed: &[&str], errors: &mut Errors) {
     match value.unwrap_or_default() {
         "" => {
@@ -443,7 +443,7 @@ fn success_rule(rule: &Value, here: &str, completions: i64, errors: &mut Errors)
     }
 }
 
-/// A CronJob, but for what only a new one, or a change, has to keep.
+/// Validates a CronJob, except for rules on creation and update.
 pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
     let spec = &cron["spec"];
     match text(spec, &["schedule"]).unwrap_or_default() {
@@ -488,7 +488,7 @@ pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
         let field = format!("{path}.manualSelector");
         errors.push(FieldError::unsupported(field, "true", &["nil", "false"]));
     }
-    // An older one with another name or zone can still be changed.
+    // On creation only, so that an existing CronJob with an invalid name or time zone can still be changed.
     if at(cron, &["metadata", "resourceVersion"]).is_none() {
         let name = crate::control::api::object::name(cron);
         if name.len() > LONGEST_CRON {
@@ -499,7 +499,7 @@ pub(super) fn cron_job(cron: &Value, errors: &mut Errors) {
     }
 }
 
-/// The zone of a schedule: one of the tz database, by its name.
+/// Checks the time zone of a schedule: the name of a zone in the tz database.
 fn time_zone(spec: &Value, errors: &mut Errors) {
     let Some(zone) = text(spec, &["timeZone"]) else {
         return;
@@ -524,14 +524,14 @@ fn time_zone(spec: &Value, errors: &mut Errors) {
     errors.push(FieldError::invalid("spec.timeZone", &zone.into(), &why));
 }
 
-/// What an update of a CronJob has to keep beside what it is.
+/// Validates an update of a CronJob: a changed time zone must be valid.
 pub(super) fn cron_update(old: &Value, new: &Value, errors: &mut Errors) {
     if text(&old["spec"], &["timeZone"]) != text(&new["spec"], &["timeZone"]) {
         time_zone(&new["spec"], errors);
     }
 }
 
-/// What an update of a job may change.
+/// Validates an update of a job.
 pub(super) fn job_update(old: &Value, new: &Value, errors: &mut Errors) {
     let (before, after) = (&old["spec"], &new["spec"]);
     let mut fixed = |key: &str| {
@@ -572,8 +572,8 @@ pub(super) fn job_update(old: &Value, new: &Value, errors: &mut Errors) {
     }
 }
 
-/// The template of a job with what may change taken from the new one: where its pods run and what they ask for, while the
-/// job is suspended and has no pods.
+/// The old template with the mutable fields of the new one. While the job is suspended and has no active pods, the
+/// scheduling fields, labels, annotations and container resources are mutable.
 fn comparable(old: &Value, new: &Value) -> Value {
     let mut template = old["spec"]["template"].clone();
     let started = at(old, &["status", "startTime"]).is_some();
@@ -605,7 +605,7 @@ fn comparable(old: &Value, new: &Value) -> Value {
     template
 }
 
-/// Takes over the affinity to nodes; what else a pod has of affinity stays.
+/// Copies the node affinity; other kinds of affinity stay unchanged.
 fn node_affinity(into: &mut Value, new: &Value) {
     let wanted = at(new, &["affinity", "nodeAffinity"]);
     let there = at(new, &["affinity"]).is_some();

@@ -1,6 +1,7 @@
-//! What may be written to the `/status` of a job (pkg/registry/batch/job/strategy.go, pkg/apis/batch/validation). Another
-//! controller than ours may write it (`managedBy`), so that it has to make sense by itself. Most rules look only at what
-//! a write changes: a change of the spec may leave a status behind that is mended by the next write.
+//! Validation of writes to a job's `/status` (`pkg/registry/batch/job/strategy.go`,
+//! `pkg/apis/batch/validation/validation.go`). An external controller may write it (`managedBy`), so the status must be
+//! consistent in itself. Most rules apply only to fields that the write changes. A change of the spec can make the
+//! stored status invalid until the next write corrects it.
 
 use std::collections::HashSet;
 
@@ -19,7 +20,7 @@ struct Write<'a> {
     new: &'a Value,
 }
 
-/// Checks what a write to `/status` makes of a job.
+/// Validates a write to a job's `/status`.
 pub(super) fn job(old: &Value, new: &Value, errors: &mut Errors) {
     let counts = ["active", "succeeded", "failed", "ready", "terminating"];
     not_negative(&new["status"], "status", &counts, errors);
@@ -32,7 +33,7 @@ pub(super) fn job(old: &Value, new: &Value, errors: &mut Errors) {
     write.numbers(errors);
 }
 
-/// Pods that are not counted yet: each is named once.
+/// Pods that are not counted yet: each uid occurs once.
 fn uncounted(status: &Value, errors: &mut Errors) {
     let mut seen = HashSet::new();
     for key in ["succeeded", "failed"] {
@@ -60,7 +61,7 @@ impl<'a> Write<'a> {
         has_condition(self.old, kind)
     }
 
-    /// Whether one of these conditions became true, or is true no more.
+    /// Whether the write changes one of these conditions to or from true.
     fn turns(&self, kinds: &[&str]) -> bool {
         kinds.iter().any(|kind| self.is(kind) != self.was(kind))
     }
@@ -69,7 +70,7 @@ impl<'a> Write<'a> {
         has_condition(job, "Complete") || has_condition(job, "Failed")
     }
 
-    /// Whether the job ends with this write, or goes on again.
+    /// Whether the write changes the job to or from finished.
     fn ends(&self) -> bool {
         Self::ended(self.old) != Self::ended(self.new)
     }
@@ -133,7 +134,7 @@ impl<'a> Write<'a> {
         }
     }
 
-    /// A job that has ended has no pods that run, end or are to be counted, and had begun.
+    /// A finished job has a start time and no pods that are active, terminating or uncounted.
     fn finished(&self, errors: &mut Errors) {
         if !Self::ended(self.new) {
             return;
@@ -248,7 +249,7 @@ impl<'a> Write<'a> {
         }
     }
 
-    /// Counts do not go down, and no more pods are ready than are active.
+    /// Counters do not decrease, and at most the active pods are ready.
     fn numbers(&self, errors: &mut Errors) {
         let mut refuse = |key: &str, why: &str| {
             let value = &self.new["status"][key];
@@ -263,7 +264,7 @@ impl<'a> Write<'a> {
         if less("failed") {
             refuse("failed", "cannot decrease the failed counter");
         }
-        // Such a job may be made smaller.
+        // An elastic indexed job can be scaled down.
         let elastic = self.spec("completionMode") == Some(&"Indexed".into())
             && self.spec("completions") == self.spec("parallelism");
         if less("succeeded") && !elastic {

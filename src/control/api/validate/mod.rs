@@ -48,7 +48,7 @@ pub fn is_subdomain(name: &str) -> bool {
     name.len() <= 253 && !name.is_empty() && name.split('.').all(is_label_part)
 }
 
-/// Whether `name` can stand between two slashes of a path.
+/// Whether `name` can be a path segment.
 fn is_segment(name: &str) -> bool {
     name != "." && name != ".." && !name.contains(['/', '%'])
 }
@@ -80,7 +80,7 @@ fn is_qualified(key: &str) -> bool {
     prefix.is_none_or(is_subdomain) && !name.is_empty() && is_label_value(name)
 }
 
-/// Checks an object that is created.
+/// Validates a new object.
 #[must_use]
 pub fn new(resource: &Resource, fresh: &Value) -> Errors {
     let mut errors = object(resource, fresh);
@@ -93,7 +93,7 @@ pub fn new(resource: &Resource, fresh: &Value) -> Errors {
     errors
 }
 
-/// Checks a complete object.
+/// Validates a complete object.
 #[must_use]
 pub fn object(resource: &Resource, object: &Value) -> Errors {
     let mut errors = Errors::new();

@@ -1,4 +1,4 @@
-//! Pod specs: of pods, and of what makes pods.
+//! Validation of pod specs, in pods and pod templates.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use super::{Errors, rules};
 use crate::control::api::error::FieldError;
 use crate::control::api::object::{at, list, text};
 
-/// Scheduling gates: names of their own kind, and no node while there are any (KEP-3521).
+/// Scheduling gates: qualified names, and no node while a gate exists (KEP-3521).
 pub(super) fn gates(pod: &Value, errors: &mut Errors) {
     let gates = list(pod, &["spec", "schedulingGates"]);
     let mut seen = HashSet::new();
@@ -30,7 +30,7 @@ pub(super) fn gates(pod: &Value, errors: &mut Errors) {
     }
 }
 
-/// What holds for pods, and not for templates (`validateContainersOnlyForPod`).
+/// Rules for pods, not for templates (`validateContainersOnlyForPod`).
 pub(super) fn images(pod: &Value, errors: &mut Errors) {
     for kind in ["containers", "initContainers"] {
         for (i, container) in list(pod, &["spec", kind]).iter().enumerate() {
@@ -53,7 +53,7 @@ pub(super) fn images(pod: &Value, errors: &mut Errors) {
     }
 }
 
-/// Checks the spec of a pod or template; `restart` are the policies that the kind allows.
+/// Validates the spec of a pod or template; `restart` lists the restart policies that the kind allows.
 pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &mut Errors) {
     let allowed = restart.unwrap_or(&["Always", "OnFailure", "Never"]);
     if let Some(policy) = text(spec, &["restartPolicy"])
@@ -69,8 +69,8 @@ pub(super) fn spec(spec: &Value, path: &str, restart: Option<&[&str]>, errors: &
     whole(spec, path, errors);
 }
 
-/// What is set for a pod as a whole: resources that can be, no less than its containers request together, and no limit
-/// below that of a container (KEP-2837).
+/// Pod-level resources: only supported ones, requests of at least the sum of the containers' requests, and limits of at
+/// least each container's limit (KEP-2837).
 fn whole(spec: &Value, path: &str, errors: &mut Errors) {
     use crate::core::pod::resources::{Side, amounts, of_container, of_containers};
     for side in ["limits", "requests"] {
@@ -89,7 +89,7 @@ fn whole(spec: &Value, path: &str, errors: &mut Errors) {
             }
         }
     }
-    // What cannot be read has errors of its own.
+    // A spec that cannot be decoded has other errors.
     let Ok(pod) = serde_json::from_value::<Pod>(json!({"spec": spec})) else {
         return;
     };

@@ -1,4 +1,4 @@
-//! What may be written to `/status` (control-plane spec, 3.5): the rules of upstream's status strategies.
+//! Validation of writes to `/status`, by the rules of upstream's status strategies (`pkg/registry/*/*/strategy.go`).
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
@@ -10,7 +10,7 @@ use crate::control::api::error::FieldError;
 use crate::control::api::object::{self, at, list, text};
 use crate::control::api::resources::Resource;
 
-/// Checks what a write to `/status` changes.
+/// Validates a write to `/status`.
 #[must_use]
 pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
@@ -55,7 +55,7 @@ pub fn status(resource: &Resource, old: &Value, new: &Value) -> Errors {
     errors
 }
 
-/// An object that is being deleted gets no new finalizers, whatever the endpoint.
+/// An object that is being deleted must not get new finalizers, through any endpoint.
 pub(super) fn finalizers(old: &Value, new: &Value, errors: &mut Errors) {
     let had: HashSet<&Value> = list(old, &["metadata", "finalizers"]).iter().collect();
     let added = list(new, &["metadata", "finalizers"])
@@ -69,7 +69,7 @@ pub(super) fn finalizers(old: &Value, new: &Value, errors: &mut Errors) {
     }
 }
 
-/// Numbers of replicas are none below zero, and parts are no more than their wholes.
+/// Replica counts are not negative and do not exceed the total.
 fn counts(new: &Value, errors: &mut Errors) {
     let of = |key: &str| new["status"][key].as_i64().unwrap_or(0);
     let mut refuse = |key: &str, why: &str| {
@@ -103,7 +103,7 @@ fn counts(new: &Value, errors: &mut Errors) {
     }
 }
 
-/// Quantities can be read and are none below zero.
+/// Quantities can be parsed and are not negative.
 fn amounts(new: &Value, field: &str, errors: &mut Errors) {
     use crate::core::quantity::Quantity;
     let amounts = at(new, &["status", field]).and_then(Value::as_object);
@@ -123,8 +123,8 @@ fn amounts(new: &Value, field: &str, errors: &mut Errors) {
     }
 }
 
-/// The addresses of a pod or its host: valid ones, of which those that were there before may be none, and one of each family
-/// at most. A list that is merged with the one before it, where it should have taken its place, shows here.
+/// The addresses of a pod or its host: valid, and at most one per IP family. Invalid addresses that are stored already
+/// are accepted. This also detects a list that was merged with the stored one instead of replacing it.
 fn addresses(old: &Value, new: &Value, [one, all]: [&str; 2], errors: &mut Errors) {
     let ips = |pod| -> Vec<&str> {
         let all = list(pod, &["status", all]).iter();
@@ -153,7 +153,7 @@ fn addresses(old: &Value, new: &Value, [one, all]: [&str; 2], errors: &mut Error
         ));
     }
     let own = text(new, &["status", one]).unwrap_or_default();
-    // A pod's own address may be left out beside the list.
+    // `podIP` may be omitted when `podIPs` is set; `hostIP` may not.
     let must_equal = !own.is_empty() || one == "hostIP";
     if let Some(first) = after.first().filter(|first| must_equal && **first != own) {
         errors.push(FieldError::invalid(
@@ -198,9 +198,9 @@ fn pod(old: &Value, new: &Value, errors: &mut Errors) {
 /// The restart policies of a pod's containers.
 struct Policies<'a> {
     pod: Option<&'a str>,
-    /// Those of the containers that have their own, by name.
+    /// The policies of containers that set one, by container name.
     own: HashMap<&'a Value, &'a str>,
-    /// With rules of their own (KEP-5307, KEP-5532) one container may start all others again.
+    /// Whether a container has restart rules (KEP-5307, KEP-5532): these can restart all other containers.
     rules: bool,
 }
 
@@ -222,7 +222,7 @@ impl<'a> Policies<'a> {
         }
     }
 
-    /// Whether a container that a status shows as ended is never started again.
+    /// Whether a terminated container is never restarted.
     fn ended_for_good(&self, status: &Value) -> bool {
         let Some(terminated) = at(status, &["state", "terminated"]) else {
             return false;

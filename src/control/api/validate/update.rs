@@ -1,4 +1,5 @@
-//! What an update may change (control-plane spec, 4.2 to 4.4).
+//! Validation of updates: immutable fields
+//! (`pkg/apis/core/validation/validation.go`, `ValidatePodUpdate` and its siblings).
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,7 +11,7 @@ use crate::control::api::object::{at, list, put, text};
 use crate::control::api::resources::Resource;
 use crate::control::api::{certificates, rbac, storage};
 
-/// Checks what an update may change.
+/// Validates an update.
 #[must_use]
 pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
@@ -82,7 +83,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
     errors
 }
 
-/// Checks a write to `ephemeralcontainers`: they are only ever added.
+/// Validates a write to `ephemeralcontainers`: containers can only be added.
 #[must_use]
 pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
@@ -147,7 +148,8 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
     errors
 }
 
-/// Checks a write to `resize`: CPU and memory only, and what is set stays set (KEP-1287, KEP-5419).
+/// Validates a write to `resize`: only CPU and memory can change, and values that are
+/// set cannot be removed (KEP-1287, KEP-5419).
 #[must_use]
 pub fn resize(old: &Value, new: &Value) -> Errors {
     let mut errors = Errors::new();
@@ -194,7 +196,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
     errors
 }
 
-/// Checks how the `resources` of a container, or of a pod's spec, change.
+/// Validates a change of the `resources` of a container or pod spec.
 fn sizes(here: &str, before: &Value, after: &Value, errors: &mut Errors) {
     for side in ["requests", "limits"] {
         let of = |holder: &Value| {
@@ -271,8 +273,8 @@ fn pod_update(old: &Value, new: &Value, errors: &mut Errors) {
     }
 }
 
-/// Scheduling gates only go; while there are any, the nodes that the pod may go to become fewer (KEP-3838). What may change is
-/// made equal in `comparable`.
+/// Scheduling gates can only be removed. While one exists, the set of eligible nodes can only shrink (KEP-3838). Copies
+/// the mutable fields of the old spec to `comparable`, so that the caller's comparison ignores them.
 fn gated_update(old: &Value, new: &Value, comparable: &mut Value, errors: &mut Errors) {
     let gates: HashSet<&Value> = list(old, &["spec", "schedulingGates"]).iter().collect();
     for gate in list(new, &["spec", "schedulingGates"]) {
@@ -313,7 +315,7 @@ fn gated_update(old: &Value, new: &Value, comparable: &mut Value, errors: &mut E
         ));
     }
     let Some(affinity) = comparable.get_mut("affinity").filter(|a| a.is_object()) else {
-        // Without one of another kind it came or went with the node affinity.
+        // If the old spec has no other kind of affinity, only the node affinity has changed.
         if others(&old["spec"]["affinity"]).is_empty() {
             put(comparable, "affinity", old["spec"].get("affinity"));
         }
@@ -336,15 +338,15 @@ const REQUIRED: [&str; 4] = [
     "requiredDuringSchedulingIgnoredDuringExecution",
 ];
 
-/// What of an affinity is not about nodes.
+/// The kinds of affinity other than node affinity.
 fn others(affinity: &Value) -> Vec<&String> {
     let fields = affinity.as_object().into_iter().flatten();
     let others = fields.filter(|(key, value)| *key != "nodeAffinity" && !value.is_null());
     others.map(|(key, _)| key).collect()
 }
 
-/// Whether a pod's required node affinity selects no node that it did not select before: its terms are alternatives, each
-/// with expressions that all have to hold.
+/// Whether a pod's new required node affinity selects only nodes that the old one selects. Its terms are alternatives;
+/// all expressions of a term must match.
 fn narrower(old: &Value, new: &Value) -> bool {
     let terms = |pod| at(pod, &REQUIRED).map(|required| list(required, &["nodeSelectorTerms"]));
     let Some(before) = terms(old) else {

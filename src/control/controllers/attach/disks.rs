@@ -1,5 +1,6 @@
-//! Disks that nodes attach by themselves (iSCSI, Fibre Channel): nothing is to be done for them but to keep book, so that two nodes
-//! never have one that only one node may write to (kubelet spec, 9.2). Pure.
+//! Disks that nodes attach without a CSI driver (iSCSI, Fibre Channel). The controller only
+//! maintains the list of attached volumes, so that two nodes never use a disk that only one may
+//! use (`pkg/controller/volume/attachdetach`). Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,22 +16,22 @@ use crate::core::volume::disks;
 struct Need<'a> {
     pod: &'a Arc<Pod>,
     node: &'a str,
-    /// The name of its volume, for people.
+    /// The volume's name, for events.
     volume: String,
-    /// The name that nodes know it by.
+    /// The volume's unique name in the node's status.
     unique: String,
-    /// No other node may have it at the same time.
+    /// No other node may use the disk at the same time.
     alone: bool,
 }
 
-/// Whether a name is such a disk's.
+/// Whether a unique name belongs to such a disk.
 fn is_disk(unique: &str) -> bool {
     ["kubernetes.io/iscsi/", "kubernetes.io/fc/"]
         .iter()
         .any(|plugin| unique.starts_with(plugin))
 }
 
-/// The name that nodes know a persistent volume by, if it is such a disk.
+/// The unique name of a persistent volume in the node's status, if it is such a disk.
 fn of_persistent(volume: &PersistentVolume) -> Option<String> {
     let spec = volume.spec.as_ref()?;
     if let Some(source) = &spec.iscsi {
@@ -43,7 +44,7 @@ fn of_persistent(volume: &PersistentVolume) -> Option<String> {
     spec.fc.as_ref().map(disks::fc_name)
 }
 
-/// Whether only one node may have a persistent volume. One that says nothing of that may go anywhere.
+/// Whether only one node may use a persistent volume. Without access modes, any number may.
 fn is_for_one_node(volume: &PersistentVolume) -> bool {
     let modes = volume.spec.as_ref().and_then(|s| s.access_modes.as_deref());
     let modes = modes.unwrap_or_default();
@@ -86,13 +87,13 @@ fn needs<'a>(
     needs
 }
 
-/// What nodes are to be told of such disks, by the node's name.
+/// The listed disks by node name.
 pub(super) type Lists = BTreeMap<String, BTreeSet<String>>;
 
-/// A pod, a reason and a message.
+/// An event: a pod, a reason and a message.
 pub(super) type News = (Arc<Pod>, &'static str, String);
 
-/// What nodes are to be told, and what the users of pods that wait are.
+/// Decides which disks each node's status lists, and the events for pending pods.
 pub(super) fn decide(
     pods: &[Arc<Pod>],
     claims: &[Arc<PersistentVolumeClaim>],
@@ -101,7 +102,7 @@ pub(super) fn decide(
 ) -> (Lists, Vec<News>) {
     let needs = needs(pods, claims, volumes);
     let mut lists = Lists::new();
-    // What a node has or may be about to mount is not given to another one.
+    // A disk that a node lists or uses is not assigned to another node.
     let mut taken: BTreeSet<(String, String)> = BTreeSet::new();
     for node in nodes {
         let (name, in_use) = (node.name_any(), in_use(node));
@@ -142,7 +143,7 @@ pub(super) fn decide(
     (lists, news)
 }
 
-/// Whether there may be such disks.
+/// Whether any such disk exists.
 pub(super) fn are_there(
     pods: &[Arc<Pod>],
     volumes: &[Arc<PersistentVolume>],
@@ -229,7 +230,7 @@ mod tests {
         };
         let (attached, refused) = ("SuccessfulAttachVolume", "FailedAttachVolume");
         let alone: &[&str] = &["ReadWriteOnce"];
-        // Both at once: the first has it.
+        // Both pods need the disk at the same time: the first gets it.
         let free = [node("one", &[], &[]), node("two", &[], &[])];
         let both = [first, Arc::clone(&second)];
         assert_eq!(
@@ -241,7 +242,8 @@ mod tests {
             decided(&both, many, &free),
             (on(&disk, &disk), vec![attached; 2])
         );
-        // The first pod has gone: its node has the disk mounted, then it is taken off the list, and only then the second has it.
+        // The first pod was deleted. Its node unmounts the disk, then the disk is removed from the list, and only then
+        // assigned to the second pod's node.
         let only = [second];
         for (in_use, listed, expected) in [
             (vec![DISK], vec![DISK], (on(&disk, &none), vec![refused])),

@@ -1,5 +1,5 @@
-//! What is to be done for a CronJob: a pure function of it, its jobs, its time zone and the time
-//! (pkg/controller/cronjob/cronjob_controllerv2.go, utils.go).
+//! Decides the next steps for a CronJob: a pure function of the CronJob, its jobs, its time zone and the time
+//! (`pkg/controller/cronjob/cronjob_controllerv2.go`, `utils.go`).
 
 use std::time::Duration;
 
@@ -14,51 +14,51 @@ use super::super::job::ended_with;
 use super::super::owned::owner;
 use crate::core::schedule::Schedule;
 
-/// The annotation of a job with the time that it was meant for.
+/// Annotation of a job with its scheduled time.
 const SCHEDULED: &str = "batch.kubernetes.io/cronjob-scheduled-timestamp";
-/// So many missed times are told of.
+/// Number of missed times above which an event is emitted.
 const MANY: i64 = 100;
-/// How much later than the time a look is taken, as clocks differ a little.
+/// Delay of the reconciliation after a scheduled time, because clocks differ slightly.
 const LATER: SignedDuration = SignedDuration::from_millis(100);
 
-/// What is known.
+/// The observed state.
 pub(super) struct Seen<'a> {
     pub cron: &'a CronJob,
-    /// The jobs that it controls.
+    /// The jobs that the CronJob controls.
     pub jobs: Vec<&'a Job>,
-    /// The zone that its schedule is meant in, or why there is none.
+    /// The time zone of the schedule, or why it is invalid.
     pub zone: Result<TimeZone, String>,
     pub now: Timestamp,
 }
 
-/// What is to be done, in this order.
+/// The steps to take, in this order.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Plan {
-    /// Jobs that still run and make room for the next one.
+    /// Active jobs to delete for the next one (`concurrencyPolicy: Replace`).
     pub replace: Vec<String>,
-    /// The job to create, and the time that it is for.
+    /// The job to create, with its scheduled time.
     pub start: Option<(Timestamp, Box<Job>)>,
-    /// Jobs that have ended and are more than are kept.
+    /// Finished jobs beyond the history limits.
     pub clean: Vec<String>,
-    /// The status, without the job that is to be created.
+    /// The status, without the job to create.
     pub status: CronJobStatus,
     /// Reasons and messages.
     pub events: Vec<(&'static str, String)>,
-    /// When to look again.
+    /// When to reconcile again at the latest.
     pub wake: Option<Duration>,
 }
 
-/// The times that have come since the last one.
+/// The scheduled times since the last job.
 struct Due {
-    /// The last of them.
+    /// The latest of them.
     last: Option<Timestamp>,
-    /// About how many there were.
+    /// Their approximate number.
     missed: i64,
-    /// The time before them that counts: of the last job, or of the CronJob's creation, or of the deadline.
+    /// The time after which they count: of the last job, the CronJob's creation, or the starting deadline.
     since: Timestamp,
 }
 
-/// Decides.
+/// Decides the next steps.
 pub(super) fn decide(seen: &Seen<'_>) -> Plan {
     let mut plan = Plan {
         status: seen.cron.status.clone().unwrap_or_default(),
@@ -72,7 +72,7 @@ pub(super) fn decide(seen: &Seen<'_>) -> Plan {
     plan
 }
 
-/// Brings the list of active jobs, and the time of the last success, up to what the jobs show.
+/// Updates the list of active jobs and the time of the last success.
 fn account(seen: &Seen<'_>, plan: &mut Plan) {
     let mut active = plan.status.active.take().unwrap_or_default();
     let listed =
@@ -111,7 +111,7 @@ fn account(seen: &Seen<'_>, plan: &mut Plan) {
     plan.status.active = Some(active).filter(|a| !a.is_empty());
 }
 
-/// Decides whether a job is to be created now.
+/// Decides whether to create a job now.
 fn start(seen: &Seen<'_>, plan: &mut Plan) {
     let spec = &seen.cron.spec;
     let zone = match &seen.zone {
@@ -173,7 +173,7 @@ fn start(seen: &Seen<'_>, plan: &mut Plan) {
     plan.start = Some((time, Box::new(job(seen.cron, name, time, zone))));
 }
 
-/// The times between the last one and now. With `late`, those that it is too late for are left out.
+/// The scheduled times between the last one and now. With `late`, times beyond the starting deadline are skipped.
 fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due {
     let cron = seen.cron;
     let created = cron.metadata.creation_timestamp.as_ref();
@@ -203,7 +203,8 @@ fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due
             ..none
         };
     };
-    // A long time is not gone through time by time: by the first two it is judged where the last ones are.
+    // Long intervals are not enumerated: the distance of the first two times gives an
+    // estimate from which the last ones are found.
     let pause = second.duration_since(first).as_secs().max(1);
     let missed = seen.now.duration_since(first).as_secs() / pause + 1;
     let skipped = SignedDuration::from_secs((missed - 2).saturating_mul(pause));
@@ -218,7 +219,7 @@ fn due(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone, late: bool) -> Due
     }
 }
 
-/// How long until the next time.
+/// The time until the next scheduled time.
 fn wake(seen: &Seen<'_>, schedule: &Schedule, zone: &TimeZone) -> Option<Duration> {
     let due = due(seen, schedule, zone, false);
     let from = match due.last {
@@ -234,7 +235,7 @@ fn job_name(cron: &CronJob, time: Timestamp) -> String {
     format!("{}-{}", cron.name_any(), time.as_second().div_euclid(60))
 }
 
-/// The job for a time. Its name tells the time, so that there is only one.
+/// The job for a scheduled time. Its name contains the time, so that it is created once.
 fn job(cron: &CronJob, name: String, time: Timestamp, zone: &TimeZone) -> Job {
     let template = cron.spec.job_template.clone();
     let meta = template.metadata.unwrap_or_default();
@@ -260,7 +261,7 @@ fn job(cron: &CronJob, name: String, time: Timestamp, zone: &TimeZone) -> Job {
     }
 }
 
-/// Of the jobs that have ended only so many are kept, the newest.
+/// Deletes finished jobs beyond the history limits, oldest first.
 fn clean(seen: &Seen<'_>, plan: &mut Plan) {
     let spec = &seen.cron.spec;
     for (kind, most) in [
@@ -330,8 +331,8 @@ mod tests {
         plan.events.iter().map(|(reason, _)| *reason).collect()
     }
 
-    /// The spec, the minute of the last time, now (on a day of January 2026), the job's minute in unix time, the event, and
-    /// how long to wait, in ms. Of several times that were missed the last one counts.
+    /// Columns: spec, minute of the last schedule, current time (on a day in January 2026), minute of the expected job
+    /// in Unix time, event, wait in ms. Of several missed times, the latest is used.
     const TIMES: &str = r#"
 {} - 01T00:09:59 - - 1100
 {} - 01T00:10:00 29453770 - 600100

@@ -1,4 +1,5 @@
-//! CronJobs: a job whenever its time has come. What is to be done is decided in `decide`; here it is done.
+//! The CronJob controller: creates jobs at their scheduled times. `decide`
+//! computes the steps; this module executes them.
 
 mod decide;
 
@@ -21,10 +22,10 @@ use crate::kubeapi::client::code;
 use decide::{Plan, Seen, decide};
 
 const COMPONENT: &str = "cronjob-controller";
-/// How long nothing is looked at while nothing changes.
+/// Maximum time between reconciliations without changes.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// What was written and has not been seen yet. CronJobs and jobs are kept apart as they may have one name.
+/// Writes that are not visible in the caches yet. CronJobs and jobs are kept separately, because they may share names.
 #[derive(Default)]
 struct Written {
     crons: Pending,
@@ -32,7 +33,7 @@ struct Written {
 }
 
 impl Written {
-    /// The uids of the CronJobs of which everything written has been seen.
+    /// The uids of the CronJobs whose writes are all visible in the caches.
     fn settled(&self, caches: &Caches) -> HashSet<String> {
         let of_cron = |(namespace, name): &Key| {
             let cron = caches.cron_jobs.get(namespace, name);
@@ -72,7 +73,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// Looks at one CronJob. Returns when to look again at the latest.
+/// Reconciles one CronJob. Returns the maximum time until the next reconciliation.
 async fn turn(
     client: &Client,
     written: &Written,
@@ -102,7 +103,7 @@ async fn turn(
     }
 }
 
-/// The zone of a CronJob; without one, this machine's.
+/// The time zone of a CronJob; by default this machine's.
 fn zone(cron: &CronJob) -> Result<TimeZone, String> {
     let name = cron.spec.time_zone.as_deref();
     name.map_or_else(
@@ -156,8 +157,8 @@ async fn carry_out(
     failure.map_or(Ok(plan.wake), Err)
 }
 
-/// Creates a job. `None` if there is one of this name that is not the CronJob's; its own is found again where its creation
-/// was not noted.
+/// Creates a job. If a job of this name exists and belongs to the CronJob, returns it: its creation was not recorded.
+/// `None` if the existing job does not belong to the CronJob.
 async fn create(
     client: &Client,
     api: &Api<Job>,
@@ -182,7 +183,7 @@ async fn create(
     }
 }
 
-/// Deletes a job and what it owns.
+/// Deletes a job and its dependents.
 async fn delete(
     client: &Client,
     api: &Api<Job>,

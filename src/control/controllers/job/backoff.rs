@@ -1,4 +1,4 @@
-//! How long a job waits before it replaces a failed pod (pkg/controller/job/backoff_utils.go).
+//! Back-off before a job replaces a failed pod (`pkg/controller/job/backoff_utils.go`).
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 
 use crate::core::backoff::Doubling;
 
-/// The pause after the first failure, and the longest one.
+/// Initial and maximum back-off.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(10), Duration::from_secs(600));
 
-/// The failures of a job's pods since one succeeded.
+/// The pod failures of a job since its last success.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Backoff {
     failures: u32,
@@ -18,7 +18,7 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// With pods that have ended since: what failed before the last success counts no more.
+    /// Adds pods that have terminated. Failures before the latest success are dropped.
     pub(super) fn with(self, succeeded: &[&Pod], failed: &[&Pod]) -> Backoff {
         let success = succeeded.iter().map(|p| finished(p)).max();
         let before = if success.is_some() {
@@ -36,14 +36,14 @@ impl Backoff {
         }
     }
 
-    /// How long no pod is created yet.
+    /// The time until pods may be created again.
     pub(super) fn remaining(self, now: Timestamp) -> Duration {
         self.last
             .map_or(Duration::ZERO, |last| remaining(self.failures, last, now))
     }
 }
 
-/// How long to wait after so many failures, of which the last was at a time.
+/// The remaining back-off after a number of failures, the last of which was at `last`.
 pub(super) fn remaining(failures: u32, last: Timestamp, now: Timestamp) -> Duration {
     if failures == 0 {
         return Duration::ZERO;
@@ -52,8 +52,8 @@ pub(super) fn remaining(failures: u32, last: Timestamp, now: Timestamp) -> Durat
     Duration::try_from(pause.saturating_sub(now.duration_since(last))).unwrap_or(Duration::ZERO)
 }
 
-/// When a pod ended: when the last of its containers did, else when it was no longer ready, else when it was deleted, else
-/// when it was created.
+/// When a pod terminated: when its last container exited, else when it became not ready, else
+/// when it was deleted, else when it was created.
 pub(super) fn finished(pod: &Pod) -> Timestamp {
     let meta = &pod.metadata;
     let deleted = || {

@@ -1,9 +1,9 @@
-//! What is to be done for a job: a pure function of the job, its pods and the time (KEP-2307, 2214, 3850, 3939, 3998;
-//! pkg/controller/job/job_controller.go).
+//! Decides the next steps for a job: a pure function of the job, its pods and the time (KEP-2307, KEP-2214, KEP-3850,
+//! KEP-3939, KEP-3998; `pkg/controller/job/job_controller.go`).
 //!
-//! The end of a pod is counted in two turns, so that none is lost or counted twice: first the status names the pod as
-//! ended and not yet counted, then its finalizer goes, and when it has, the pod is moved to the counts. The end of a job
-//! is told in two turns as well: SuccessCriteriaMet or FailureTarget first, Complete or Failed when no pod is left.
+//! Each terminated pod is counted exactly once, in three steps. The status lists the pod as uncounted, then the pod's
+//! finalizer is removed, and then the pod moves to the counters. The end of a job is reported in two steps:
+//! SuccessCriteriaMet or FailureTarget first, and Complete or Failed when no pod is left.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
@@ -21,44 +21,44 @@ use super::policy::{self, Verdict, verdict};
 use crate::core::indexes::Indexes;
 use crate::core::pod;
 
-/// The most pods that are created, or deleted, in one turn.
+/// Maximum number of pods to create or delete in one reconciliation.
 const MOST_AT_ONCE: usize = 500;
-/// The most pods that a status names as not yet counted.
+/// Maximum number of uncounted pods in a status.
 const MOST_UNCOUNTED: usize = 500;
 
-/// What is known.
+/// The observed state.
 pub(super) struct Seen<'a> {
     pub job: &'a Job,
     /// The pods that the job controls.
     pub pods: Vec<&'a Pod>,
     /// The failures so far.
     pub backoff: Backoff,
-    /// The time, in whole seconds as the API has it.
+    /// The time, in whole seconds as in the API.
     pub now: Timestamp,
 }
 
-/// A pod that is to be deleted.
+/// A pod to delete.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Surplus {
     pub name: String,
-    /// Whether its finalizer goes first, as its end is not counted.
+    /// Whether to remove its finalizer first, because its termination is not counted.
     pub forgotten: bool,
 }
 
-/// What is to be done, in this order.
+/// The steps to take, in this order.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Plan {
     pub create: Vec<New>,
     pub delete: Vec<Surplus>,
-    /// The status as it is once all pods were created and deleted.
+    /// The status after all pods are created and deleted.
     pub status: JobStatus,
-    /// The names of the pods whose finalizer goes when the status is written.
+    /// The names of the pods whose finalizer is removed after the status is written.
     pub release: Vec<String>,
-    /// Reasons and messages, told when the status is written.
+    /// Events (reason and message), emitted after the status is written.
     pub events: Vec<(String, String)>,
-    /// The failures, once the status is written.
+    /// The failures, valid once the status is written.
     pub backoff: Backoff,
-    /// When to look again though nothing changes.
+    /// When to reconcile again at the latest.
     pub wake: Option<Duration>,
 }
 
@@ -80,24 +80,24 @@ impl End {
     }
 }
 
-/// A job in this turn.
+/// The state of one reconciliation.
 struct Turn<'a> {
     seen: &'a Seen<'a>,
     spec: &'a JobSpec,
-    /// The status before this turn.
+    /// The stored status.
     before: &'a JobStatus,
     suspended: bool,
     active: Vec<&'a Pod>,
-    /// Pods named in the status as ended and not yet counted, by uid.
+    /// Terminated pods that the status lists as not counted yet, by uid.
     uncounted: UncountedTerminatedPods,
-    /// How many have succeeded and failed, with those that no status names yet.
+    /// The number of pods that have succeeded and failed, including those that the status does not list yet.
     succeeded: i32,
     failed: i32,
-    /// The indexes that have succeeded, of an indexed job.
+    /// The succeeded indexes of an indexed job.
     indexes: Option<Indexes>,
-    /// The indexes that have failed, where there is a limit for each.
+    /// The failed indexes, if there is a back-off limit per index.
     failed_indexes: Option<Indexes>,
-    /// Failed pods that stay until their replacement knows how many have failed, by index.
+    /// Failed pods whose replacement is not created yet, by index. The replacement inherits their failure count.
     awaiting: BTreeMap<i32, &'a Pod>,
 }
 
@@ -105,13 +105,13 @@ fn count<T>(list: &[T]) -> i32 {
     i32::try_from(list.len()).unwrap_or(i32::MAX)
 }
 
-/// Whether a condition is true.
+/// The condition of this type, if it is true.
 fn condition<'a>(status: &'a JobStatus, kind: &str) -> Option<&'a JobCondition> {
     let mut conditions = status.conditions.iter().flatten();
     conditions.find(|c| c.type_ == kind && c.status == "True")
 }
 
-/// As what a job ended for good, Complete or Failed, and when.
+/// The terminal condition of a job, Complete or Failed, and when it was set.
 pub(in crate::control::controllers) fn ended_with(job: &Job) -> Option<(&str, Timestamp)> {
     let status = job.status.as_ref()?;
     let end = condition(status, "Complete").or_else(|| condition(status, "Failed"))?;
@@ -119,12 +119,12 @@ pub(in crate::control::controllers) fn ended_with(job: &Job) -> Option<(&str, Ti
     Some((&end.type_, since.map_or(Timestamp::UNIX_EPOCH, |t| t.0)))
 }
 
-/// When a job ended for good.
+/// When a job reached its terminal condition.
 pub(super) fn finished(job: &Job) -> Option<Timestamp> {
     ended_with(job).map(|(_, when)| when)
 }
 
-/// How long until a job that has ended is deleted (KEP-592).
+/// The time until a finished job is deleted (KEP-592).
 pub(super) fn expires(job: &Job, now: Timestamp) -> Option<Duration> {
     let ttl = job.spec.as_ref()?.ttl_seconds_after_finished?;
     let end = finished(job)?;
@@ -135,7 +135,7 @@ pub(super) fn expires(job: &Job, now: Timestamp) -> Option<Duration> {
     Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
 }
 
-/// Decides. A job without a spec, or one that has ended, is left as it is.
+/// Decides the next steps. A job without a spec, or a finished one, stays unchanged.
 pub(super) fn decide(seen: &Seen<'_>) -> Plan {
     let before = seen.job.status.clone().unwrap_or_default();
     let mut plan = Plan {
@@ -214,14 +214,14 @@ impl<'a> Turn<'a> {
         self.spec.completion_mode.as_deref() == Some("Indexed")
     }
 
-    /// The pods whose end is not counted yet; of an indexed job, those of its indexes.
+    /// The pods that are not counted yet; for an indexed job, those with a valid index.
     fn tracked(&self) -> impl Iterator<Item = &'a Pod> {
         let (spec, indexed) = (self.spec, self.indexed());
         let pods = self.seen.pods.iter().copied();
         pods.filter(move |p| pods::tracked(p) && (!indexed || pods::index(spec, p).is_some()))
     }
 
-    /// Counts what has succeeded and failed. Returns the failures with those that are new.
+    /// Counts succeeded and failed pods. Returns the failures including the new ones.
     fn count_new(&mut self) -> Backoff {
         let new = |named: &Option<Vec<String>>, ended: &dyn Fn(&Pod) -> bool| -> Vec<&'a Pod> {
             let named: HashSet<&str> = named.iter().flatten().map(String::as_str).collect();
@@ -280,7 +280,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// A failed pod keeps its finalizer until the next pod of its index has been told how many have failed.
+    /// Selects the failed pods that keep their finalizer until their replacement has inherited the failure count.
     fn await_replacements(&mut self) {
         let spec = self.spec;
         let mut settled = self.indexes.clone().unwrap_or_default();
@@ -308,7 +308,7 @@ impl<'a> Turn<'a> {
         self.awaiting = awaiting;
     }
 
-    /// Whether the job ends, by what the status says already, by its failures, or by what its policy calls a success.
+    /// Whether the job ends: according to its status, its failures, or its success policy.
     fn end(&self) -> Option<End> {
         for (kind, succeeded) in [("SuccessCriteriaMet", true), ("FailureTarget", false)] {
             if let Some(noted) = condition(self.before, kind) {
@@ -358,7 +358,7 @@ impl<'a> Turn<'a> {
         })
     }
 
-    /// Containers that are started again in their pods count as well, where the pods start them again.
+    /// Whether container restarts exceed the back-off limit. They count only if the pods restart failed containers.
     fn restarted_too_often(&self) -> bool {
         let template = self.spec.template.spec.as_ref();
         if template.and_then(|s| s.restart_policy.as_deref()) != Some("OnFailure") {
@@ -374,7 +374,7 @@ impl<'a> Turn<'a> {
         restarts >= self.spec.backoff_limit.unwrap_or(6).max(1)
     }
 
-    /// How long the job may still be active.
+    /// The remaining time until the active deadline.
     fn deadline(&self) -> Option<Duration> {
         let seconds = self.spec.active_deadline_seconds?;
         let start = self
@@ -390,13 +390,13 @@ impl<'a> Turn<'a> {
         Some(Duration::try_from(left).unwrap_or(Duration::ZERO))
     }
 
-    /// Whether as many pods have succeeded as are wanted, and none is running.
+    /// Whether enough pods have succeeded, and none is active.
     fn reached(&self, running: usize) -> bool {
         let wanted = self.spec.completions.unwrap_or(1);
         self.succeeded >= wanted && running == 0
     }
 
-    /// Makes the number of active pods what it should be: deletes, or creates, never both.
+    /// Adjusts the number of active pods: either deletes or creates some.
     fn manage(&self, plan: &mut Plan, active: &mut Vec<&'a Pod>) {
         let have = count(active);
         let parallel = self.spec.parallelism.unwrap_or(1);
@@ -436,13 +436,13 @@ impl<'a> Turn<'a> {
         i32::try_from(terminating.count()).unwrap_or(i32::MAX)
     }
 
-    /// The pods that are too many: of an indexed job those without an index of their own first, then the least missed.
+    /// The surplus pods: for an indexed job, those without a unique valid index first; then by deletion rank.
     fn surplus(&self, active: &[&'a Pod], at_least: usize) -> Vec<&'a Pod> {
         let mut ranked = active.to_vec();
         ranked.sort_by_cached_key(|p| deletion_rank(p, self.seen.now));
         let mut surplus = vec![];
         if self.indexed() {
-            // Of several with one index the last one, which is missed most, stays.
+            // If several pods have the same index, the one with the highest rank stays.
             let mut taken = HashSet::new();
             let mut left = vec![];
             for pod in ranked.into_iter().rev() {
@@ -461,7 +461,7 @@ impl<'a> Turn<'a> {
         surplus
     }
 
-    /// The pods to create of those that are missing, or how long to wait.
+    /// The missing pods to create now, and the wait for those in back-off.
     fn create(&self, missing: usize, backoff: Backoff) -> (Vec<New>, Option<Duration>) {
         let per_index = self.failed_indexes.is_some();
         let wait = backoff.remaining(self.seen.now);
@@ -509,7 +509,7 @@ impl<'a> Turn<'a> {
         taken.missing(self.spec.completions.unwrap_or(0), most)
     }
 
-    /// Says that the job is suspended, or no longer.
+    /// Sets or clears the condition Suspended.
     fn suspension(&self, plan: &mut Plan) {
         let (status, reason, event, message) = if self.suspended {
             ("True", "JobSuspended", "Suspended", "Job suspended")
@@ -524,7 +524,7 @@ impl<'a> Turn<'a> {
         plan.events.push((event.into(), message.into()));
     }
 
-    /// Sets a condition. False if it is so already; none is added that is not true.
+    /// Sets a condition; returns false if nothing changes. A condition that is not true is not added.
     fn note(
         &self,
         status: &mut JobStatus,
@@ -567,7 +567,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// The numbers of pods once those of the plan were created and deleted.
+    /// Updates the pod counts to the state after the plan is executed.
     fn counts(&self, plan: &mut Plan, active: &[&Pod]) {
         let some = |n: i32| (n != 0).then_some(n);
         let ready = active.iter().filter(|p| pods::ready(p)).count();
@@ -576,7 +576,7 @@ impl<'a> Turn<'a> {
         plan.status.terminating = Some(self.terminating().saturating_add(count(&plan.delete)));
     }
 
-    /// Moves pods that have lost their finalizer to the counts, and names those that have ended since.
+    /// Counts the listed pods whose finalizer is removed, and lists pods that have terminated since.
     fn track(&self, plan: &mut Plan, end: Option<&End>) {
         let held: HashSet<&str> = self
             .seen
@@ -602,7 +602,7 @@ impl<'a> Turn<'a> {
             let of_index = !self.indexed() || pods::index(self.spec, pod).is_some();
             let given_up = end.is_some_and(|end| !end.succeeded);
             if is == "Succeeded" && !lost.contains(&own) {
-                // The index is enough to know that it was counted.
+                // The completed index already records that the pod was counted.
                 if self.indexed() {
                     named += 1;
                 } else if !done.contains(&own) {
@@ -632,7 +632,7 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Whether the end of a pod can be counted.
+    /// Whether the finalizer of a pod can be removed.
     fn may_go(&self, pod: &Pod, end: Option<&End>) -> bool {
         let over = end.is_some() || self.seen.job.metadata.deletion_timestamp.is_some();
         if over || pod::phase(pod) == "Succeeded" {
@@ -644,7 +644,8 @@ impl<'a> Turn<'a> {
         pods::failed(self.spec, pod) && !awaited
     }
 
-    /// Tells the end: that it has come, and when all pods are counted and gone, that it is final.
+    /// Reports the end: first the condition that announces it, then the terminal
+    /// one when all pods are counted and deleted.
     fn conclude(&self, plan: &mut Plan, end: End) {
         let (first, last) = if end.succeeded {
             ("SuccessCriteriaMet", "Complete")
@@ -677,7 +678,7 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// Of the uids of pods that were not counted those whose pod still has its finalizer, and the count with the others.
+/// Splits the listed uids: those whose pod still has its finalizer stay listed, the others are added to the counter.
 fn settle(
     named: &Option<Vec<String>>,
     was: Option<i32>,

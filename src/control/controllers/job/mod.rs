@@ -1,5 +1,6 @@
-//! Jobs: pods until as many as are wanted have succeeded, or too many have failed. What is to be done is decided in
-//! `decide`; here it is done. Jobs that another controller manages are left alone, but deleted when their time is over.
+//! The Job controller: runs pods until enough have succeeded or too many have failed. `decide`
+//! computes the steps; this module executes them. Jobs with another controller (`managedBy`) are not
+//! reconciled, but are deleted when their TTL expires.
 
 mod backoff;
 mod decide;
@@ -31,21 +32,21 @@ pub(super) use decide::ended_with;
 use decide::{Plan, Seen, decide, expires, finished};
 
 const COMPONENT: &str = "job-controller";
-/// The controller that jobs name which are ours.
+/// The value of `managedBy` for jobs of this controller.
 const OURS: &str = "kubernetes.io/job-controller";
-/// How long nothing is looked at while nothing changes.
+/// Maximum time between reconciliations without changes.
 const IDLE: Duration = Duration::from_secs(5);
 
-/// The pauses after a turn that failed, at first and at most.
+/// Initial and maximum back-off after a failed reconciliation.
 const AGAIN: Doubling = Doubling::new(Duration::from_secs(1), Duration::from_secs(60));
 
-/// What the controller remembers between two turns.
+/// State kept between reconciliations.
 struct Memory {
-    /// Jobs, and pods, that were written and not seen yet, by the uid of the job. They are kept apart as a pod and a job
-    /// may have one name.
+    /// Writes to jobs and to pods that are not visible in the caches yet, by the job's uid. They are kept separately,
+    /// because a pod and a job may share a name.
     jobs: Pending,
     pods: Pending,
-    /// Failures of pods, by the uid of the job.
+    /// Pod failures by the job's uid.
     failures: Mutex<HashMap<String, Backoff>>,
     again: Failures,
 }
@@ -60,7 +61,7 @@ impl Memory {
         }
     }
 
-    /// The uids of the jobs of which everything written has been seen.
+    /// The uids of the jobs whose writes are all visible in the caches.
     fn settled(&self, caches: &Caches) -> HashSet<String> {
         let of_job =
             |(namespace, name): &Key| caches.jobs.get(namespace, name).map(|j| revision(&*j));
@@ -73,7 +74,7 @@ impl Memory {
         settled
     }
 
-    /// Forgets jobs that are gone.
+    /// Removes the state of deleted jobs.
     fn keep(&self, jobs: &[Arc<Job>]) {
         let known: HashSet<&String> = jobs
             .iter()
@@ -111,7 +112,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
     }
 }
 
-/// Looks at one job. Returns when to look again at the latest.
+/// Reconciles one job. Returns the maximum time until the next reconciliation.
 async fn turn(client: &Client, memory: &Memory, job: &Job, of: &ByOwner<'_>) -> Option<Duration> {
     let uid = job.uid().unwrap_or_default();
     if let Some(left) = memory.again.pause(job, Instant::now()) {
@@ -137,13 +138,13 @@ fn managed_elsewhere(job: &Job) -> bool {
     manager.is_some_and(|m| m != OURS)
 }
 
-/// Deletes a job whose time after its end is over; its pods go first.
+/// Deletes a finished job whose TTL has expired; its pods are deleted first.
 async fn expire(client: &Client, job: &Job) -> Result<Option<Duration>, kube::Error> {
     let left = expires(job, Timestamp::now());
     if left.is_some_and(|left| left.is_zero()) {
         let (namespace, name) = key(job);
         let mut parameters = DeleteParams::foreground();
-        // A job that was changed meanwhile may have more time.
+        // If the job was changed concurrently, its TTL may be longer.
         parameters.preconditions = Some(Preconditions {
             uid: job.uid(),
             resource_version: job.resource_version(),
@@ -155,7 +156,7 @@ async fn expire(client: &Client, job: &Job) -> Result<Option<Duration>, kube::Er
     Ok(left)
 }
 
-/// That an object is gone, or has changed, is no failure.
+/// Maps 404 and 409 to `None`: an object that was deleted or changed is not an error.
 fn gone<T>(result: Result<T, kube::Error>) -> Result<Option<T>, kube::Error> {
     match result {
         Err(error) if matches!(code(&error), Some(404 | 409)) => Ok(None),
@@ -174,7 +175,7 @@ async fn reconcile(
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     let (own, free) = (of.get(&namespace, &uid), of.get(&namespace, ""));
     if claim(client, &api, memory, job, own, free).await? {
-        // What was claimed is looked at when it comes back.
+        // Reconciled again when the cache shows the patched pods.
         return Ok(None);
     }
     let now = Timestamp::from_second(Timestamp::now().as_second()).unwrap_or_default();
@@ -200,7 +201,7 @@ async fn reconcile(
     failure.map_or(Ok(plan.wake), Err)
 }
 
-/// Adopts pods without a controller that the job selects, and releases its own that it does not. True if there were any.
+/// Adopts matching pods without a controller and releases owned pods that do not match. Returns true if there were any.
 async fn claim(
     client: &Client,
     api: &Api<Pod>,
@@ -233,7 +234,7 @@ async fn claim(
     if patches.is_empty() {
         return Ok(false);
     }
-    // The cache may be behind: a job that is being deleted adopts nothing.
+    // The cache may be stale: a job that is being deleted must not adopt pods.
     let jobs: Api<Job> = Api::namespaced(client.clone(), &job.namespace().unwrap_or_default());
     let fresh = jobs.get_opt(&job.name_any()).await?;
     let alive = |j: &Job| j.metadata.uid == job.metadata.uid;
@@ -251,7 +252,7 @@ async fn claim(
     Ok(true)
 }
 
-/// Deletes what is too much; of a pod whose end is not to be counted the finalizer goes first.
+/// Deletes surplus pods; if their termination is not counted, their finalizer is removed first.
 async fn remove(
     client: &Client,
     api: &Api<Pod>,
@@ -280,14 +281,14 @@ async fn remove(
     Ok(())
 }
 
-/// Removes the finalizer by which a pod is counted.
+/// Removes the finalizer that keeps a pod until it is counted.
 async fn release(api: &Api<Pod>, name: &str) -> Result<Option<Pod>, kube::Error> {
     let patch = json!({"metadata": {"$deleteFromPrimitiveList/finalizers": [pods::FINALIZER]}});
     let patch = Patch::Strategic(patch);
     gone(api.patch(name, &PatchParams::default(), &patch).await)
 }
 
-/// Creates the pods of a plan. What could not be created is taken off the status. Returns the failure.
+/// Creates the pods of a plan, and subtracts those that fail from the status. Returns the error, if any.
 async fn create(
     client: &Client,
     memory: &Memory,
@@ -306,8 +307,8 @@ async fn create(
     failure
 }
 
-/// Writes the status if it has changed, and tells what it means. The version makes sure that it was computed from the
-/// present one.
+/// Writes the status if it has changed, and emits the events. The resource version ensures
+/// that it was computed from the current object.
 async fn write(
     client: &Client,
     memory: &Memory,
@@ -337,7 +338,7 @@ async fn tell(client: &Client, job: &Job, reason: &str, message: String) {
     event(client, job, "Job", "batch/v1", COMPONENT, reason, message).await;
 }
 
-/// Whether a pod waits to be counted by a job that is gone or has ended.
+/// Whether a pod has the tracking finalizer although its job was deleted or has finished.
 fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
     let owner = pod
         .owner_references()
@@ -356,7 +357,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
         })
 }
 
-/// Lets go of a pod whose job does not count it any more.
+/// Removes the finalizer of a pod that its job no longer counts.
 async fn let_go(client: &Client, caches: &Caches, pod: &Pod) {
     let (namespace, name) = key(pod);
     let owner = pod
@@ -364,7 +365,7 @@ async fn let_go(client: &Client, caches: &Caches, pod: &Pod) {
         .iter()
         .find(|o| o.controller == Some(true));
     if let Some(owner) = owner.filter(|o| caches.jobs.get(&namespace, &o.name).is_none()) {
-        // The cache may be behind: a job that it does not show may have just been made.
+        // The cache may be stale: a job missing there may have been created recently.
         let jobs: Api<Job> = Api::namespaced(client.clone(), &namespace);
         let gone = match jobs.get_opt(&owner.name).await {
             Ok(found) => found.is_none_or(|j| j.metadata.uid.as_ref() != Some(&owner.uid)),

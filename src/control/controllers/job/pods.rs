@@ -1,4 +1,5 @@
-//! What a job's controller reads from a pod, and the pods that it makes (pkg/controller/job/indexed_job_utils.go).
+//! Pods of jobs: attributes that the controller reads, and the pods that it creates
+//! (`pkg/controller/job/indexed_job_utils.go`).
 
 use k8s_openapi::api::batch::v1::{Job, JobSpec};
 use k8s_openapi::api::core::v1::{
@@ -10,23 +11,23 @@ use super::super::owned::owner;
 use super::policy::{Verdict, verdict};
 use crate::core::pod;
 
-/// Keeps a pod until the status of its job says how it ended.
+/// Finalizer that keeps a pod until the job's status counts it.
 pub(super) const FINALIZER: &str = "batch.kubernetes.io/job-tracking";
-/// The annotation and the label of a pod's index.
+/// The annotation and label with a pod's index.
 const INDEX: &str = "batch.kubernetes.io/job-completion-index";
-/// How many pods of an index had failed before this one, and how many more whose failure was ignored.
+/// Annotations: how many earlier pods of the index have failed, and how many further failures were ignored.
 const FAILURES: &str = "batch.kubernetes.io/job-index-failure-count";
 const IGNORED: &str = "batch.kubernetes.io/job-index-ignored-failure-count";
 const VARIABLE: &str = "JOB_COMPLETION_INDEX";
-/// What a generated name begins with, at most.
+/// Maximum length of the prefix of a generated name.
 const LONGEST_PREFIX: usize = 58;
 
-/// A pod that is to be created.
+/// A pod to create.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct New {
-    /// Its index, of an indexed job.
+    /// Its index, for an indexed job.
     pub index: Option<i32>,
-    /// How many pods of the index have failed, and had their failure ignored, where there is a limit for each index.
+    /// The counted and ignored failures of earlier pods of the index, if there is a limit per index.
     pub failures: Option<(i32, i32)>,
 }
 
@@ -44,12 +45,12 @@ pub(super) fn ready(pod: &Pod) -> bool {
         .any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
-/// Whether its end may still have to be counted.
+/// Whether the pod may still have to be counted.
 pub(super) fn tracked(pod: &Pod) -> bool {
     pod.finalizers().iter().any(|f| f == FINALIZER)
 }
 
-/// The index of a pod, if it has one that the job has.
+/// A pod's index, if it is valid for the job.
 pub(super) fn index(spec: &JobSpec, pod: &Pod) -> Option<i32> {
     let index = any_index(pod)?;
     (index < spec.completions.unwrap_or(0)).then_some(index)
@@ -60,7 +61,7 @@ fn any_index(pod: &Pod) -> Option<i32> {
     (index >= 0).then_some(index)
 }
 
-/// Whether the job replaces a pod only when it has ended, not as soon as it is deleted.
+/// Whether a pod is replaced only when it has terminated, not as soon as it is being deleted.
 pub(super) fn replaces_ended_only(spec: &JobSpec) -> bool {
     spec.pod_replacement_policy.as_deref() == Some("Failed") || spec.pod_failure_policy.is_some()
 }
@@ -76,12 +77,12 @@ fn counter(pod: &Pod, key: &str) -> i32 {
     count.max(0)
 }
 
-/// How many pods of this pod's index had failed before it, and how many more were ignored.
+/// The counted and ignored failures of earlier pods of this pod's index.
 pub(super) fn failures_before(pod: &Pod) -> (i32, i32) {
     (counter(pod, FAILURES), counter(pod, IGNORED))
 }
 
-/// The same for the pod that takes the place of a failed one, or of none.
+/// The same for the replacement of a failed pod; zero if the new pod replaces none.
 pub(super) fn failures_with(spec: &JobSpec, replaced: Option<&Pod>) -> (i32, i32) {
     let Some(pod) = replaced else {
         return (0, 0);
@@ -94,7 +95,7 @@ pub(super) fn failures_with(spec: &JobSpec, replaced: Option<&Pod>) -> (i32, i32
     }
 }
 
-/// Whether the failure of a pod is the failure of its index.
+/// Whether the failure of a pod makes its index fail.
 pub(super) fn fails_index(spec: &JobSpec, pod: &Pod) -> bool {
     let limit = spec.backoff_limit_per_index.unwrap_or(i32::MAX);
     failed(spec, pod)
@@ -105,7 +106,7 @@ pub(super) fn fails_index(spec: &JobSpec, pod: &Pod) -> bool {
         }
 }
 
-/// The pod to be created, without a name: the API generates it.
+/// The pod to create; the API generates its name.
 pub(super) fn object(job: &Job, new: &New) -> Pod {
     let template = job.spec.as_ref().map(|s| s.template.clone());
     let template = template.unwrap_or_default();

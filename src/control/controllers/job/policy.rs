@@ -1,5 +1,5 @@
-//! What a job's policies say of its pods: which failures count, and which successes are enough (KEP-3329, KEP-3998;
-//! pkg/controller/job/pod_failure_policy.go, success_policy.go).
+//! Pod failure policy and success policy of a job (KEP-3329, KEP-3998;
+//! `pkg/controller/job/pod_failure_policy.go`, `success_policy.go`).
 
 use k8s_openapi::api::batch::v1::{
     JobSpec, PodFailurePolicyOnExitCodesRequirement, PodFailurePolicyOnPodConditionsPattern,
@@ -9,16 +9,16 @@ use kube::ResourceExt as _;
 
 use crate::core::indexes::Indexes;
 
-/// What the failure of a pod means.
+/// The effect of a pod's failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It counts towards the limits of failures: the rule in the absence of another.
+    /// Counts towards the failure limits; the default.
     Count,
-    /// It counts towards none.
+    /// Does not count.
     Ignore,
-    /// Its index has failed.
+    /// Fails the pod's index.
     FailIndex,
-    /// The job has failed, for this reason.
+    /// Fails the job, for this reason.
     FailJob(String),
 }
 
@@ -29,7 +29,7 @@ impl Verdict {
     }
 }
 
-/// What a job's policy says of a failed pod: the first rule that matches decides.
+/// Evaluates the failure policy for a failed pod; the first matching rule decides.
 pub(super) fn verdict(spec: &JobSpec, pod: &Pod) -> Verdict {
     let rules = spec.pod_failure_policy.iter().flat_map(|p| &p.rules);
     for (i, rule) in rules.enumerate() {
@@ -59,7 +59,7 @@ pub(super) fn verdict(spec: &JobSpec, pod: &Pod) -> Verdict {
     Verdict::Count
 }
 
-/// The name and exit code of a container that has ended as a rule says.
+/// The name and exit code of the terminated container that matches a rule.
 fn matching_container<'a>(
     pod: &'a Pod,
     rule: &PodFailurePolicyOnExitCodesRequirement,
@@ -97,7 +97,7 @@ fn matching_condition<'a>(
     })
 }
 
-/// Why the indexes that have succeeded are enough, if they are.
+/// Why the succeeded indexes meet the success policy; `None` if they do not.
 pub(super) fn enough(spec: &JobSpec, succeeded: &Indexes) -> Option<String> {
     if succeeded.is_empty() {
         return None;

@@ -1,4 +1,4 @@
-//! Containers of a pod, their probes and hooks (`validateContainerCommon` and what it calls).
+//! Containers of a pod, their probes and hooks (`validateContainerCommon` and its callees).
 
 use std::collections::HashSet;
 
@@ -25,7 +25,7 @@ const MESSAGES: &[&str] = &["FallbackToLogsOnError", "File"];
 const RESTARTS: &[&str] = &["Always", "Never", "OnFailure"];
 const ACTIONS: &[&str] = &["Restart", "RestartAllContainers"];
 
-/// Of every container.
+/// Rules for all containers.
 const CONTAINER: &[Row] = &[
     row("name", Required(""), &["\"\""]),
     row("name", Text(is_label, LABEL), &["\"A\""]),
@@ -246,7 +246,7 @@ const CONTAINER: &[Row] = &[
     ),
 ];
 
-/// Of a probe.
+/// Rules for probes.
 const PROBE: &[Row] = &[
     row(
         "initialDelaySeconds",
@@ -265,7 +265,7 @@ const PROBE: &[Row] = &[
     row("grpc.port", Between(1, 65535, PORT), &["0"]),
 ];
 
-/// Of what a probe or hook does.
+/// Rules for the actions of probes and hooks.
 const HANDLER: &[Row] = &[
     row("exec.command", Required(""), &["[]"]),
     row("httpGet.port", Required(""), &["null"]),
@@ -321,7 +321,7 @@ const HOOKS: &[Row] = &[
 
 const NOT_IN_INIT: &str = "may not be set for init containers without restartPolicy=Always";
 
-/// Of init containers that are not sidecars.
+/// Rules for init containers that are not sidecars.
 const INIT: &[Row] = &[
     row("lifecycle", Absent(NOT_IN_INIT), &["{}"]),
     row("livenessProbe", Absent(NOT_IN_INIT), &["{}"]),
@@ -334,7 +334,7 @@ const INIT: &[Row] = &[
     ),
 ];
 
-/// Checks one container. `is_init` is for init containers; sidecars are regular ones in what they may have.
+/// Validates one container. `is_init` is set for init containers; sidecars may have the fields of regular containers.
 pub fn check(container: &Value, path: &str, is_init: bool, errors: &mut Errors) {
     table(CONTAINER, container, path, errors);
     let is_sidecar = text(container, &["restartPolicy"]) == Some("Always");
@@ -373,7 +373,7 @@ fn container_port(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// 0 stands for none.
+/// A port of the node; 0 means no port.
 fn host_port(value: &Value, path: &str, errors: &mut Errors) {
     if !value
         .as_i64()
@@ -430,7 +430,7 @@ fn env_field(field: &Value, path: &str, errors: &mut Errors) {
     field_ref(field, path, &paths, errors);
 }
 
-/// A field of the pod that a variable or file shows (`validateObjectFieldSelector`).
+/// A pod field for an environment variable or a file (`validateObjectFieldSelector`).
 pub fn field_ref(field: &Value, path: &str, paths: &[&str], errors: &mut Errors) {
     let Some(named) = text(field, &["fieldPath"]).filter(|named| !named.is_empty()) else {
         return errors.push(FieldError::required(format!("{path}.fieldPath"), ""));
@@ -474,7 +474,7 @@ const SIZES: [&str; 13] = [
     "1", "1k", "1M", "1G", "1T", "1P", "1E", "1Ki", "1Mi", "1Gi", "1Ti", "1Pi", "1Ei",
 ];
 
-/// A resource that a variable or file shows (`validateContainerResourceFieldSelector`).
+/// A container resource for an environment variable or a file (`validateContainerResourceFieldSelector`).
 pub fn resource_field(field: &Value, path: &str, errors: &mut Errors) {
     let Some(resource) = text(field, &["resource"]).filter(|name| !name.is_empty()) else {
         return errors.push(FieldError::required(format!("{path}.resource"), ""));
@@ -695,7 +695,7 @@ fn probe(value: &Value, path: &str, errors: &mut Errors) {
     table(PROBE, value, path, errors);
 }
 
-/// Liveness and startup probes need one success. Absent stands for the default, 1.
+/// Liveness and startup probes need exactly one success. If absent, it defaults to 1.
 fn single_success(probe: &Value, path: &str, errors: &mut Errors) {
     let threshold = &probe["successThreshold"];
     if !threshold.is_null() && *threshold != 1 {
@@ -748,7 +748,8 @@ pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
         "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "NotRequired"}],
         "securityContext": {"runAsUser": 0, "runAsGroup": 2147483647, "procMount": "Default", "seccompProfile": {"type": "Localhost", "localhostProfile": "a/b"}, "appArmorProfile": {"type": "Localhost", "localhostProfile": "x"}},
     });
-    // A variable and an entry of envFrom have one source each; here the rules of all of them are tried.
+    // A variable or an `envFrom` entry may have one source only, so the rules on this use
+    // another example than the rules on the sources.
     let single = json!({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}], "envFrom": [{"secretRef": {"name": "s"}}]});
     let is_single = |row: &&Row| matches!(row.path, "env[]" | "envFrom");
     let leak = |rows: Vec<&'static Row>| -> &'static [Row] {

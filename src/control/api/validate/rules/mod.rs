@@ -1,10 +1,10 @@
-//! Rules about fields as tables: a path, a rule, and a value that breaks it. Pure, and independent of requests.
+//! Field rules as tables: a path, a rule, and values that violate it. Pure, and independent of requests.
 //!
-//! The rules follow upstream's `pkg/apis/core/validation/validation.go` in fields, reasons and messages. A table holds for the
-//! object that its paths begin at, so that pods and pod templates share one. A test breaks each row once.
+//! Fields, reasons and messages follow `pkg/apis/core/validation/validation.go`. The paths of a table are relative to
+//! the object that it validates, so that pods and pod templates share tables. A test violates each row once.
 //!
-//! A path is a list of keys: `ports[].hostPort` names the field `hostPort` of each item of the list `ports`. A field that is
-//! absent or null breaks [`Rule::Required`] only; defaults may be filled in later.
+//! A path is a list of keys: `ports[].hostPort` is the field `hostPort` of each item of the list `ports`. A field that
+//! is absent or null violates [`Rule::Required`] only, because defaults may be applied later.
 
 mod container;
 mod others;
@@ -22,22 +22,22 @@ use crate::control::api::error::FieldError;
 pub(super) use others::check as object;
 pub(super) use pod::check as pod;
 
-/// What a field may hold.
+/// The valid values of a field.
 #[derive(Clone, Copy)]
 enum Rule {
-    /// It must be there and not be empty. The text is upstream's explanation, often empty.
+    /// Required and not empty. The text is upstream's explanation, often empty.
     Required(&'static str),
-    /// It must not be there, with the reason.
+    /// Forbidden, for this reason.
     Absent(&'static str),
-    /// An integer from the first to the second number, both inclusive, with the message.
+    /// An integer between both numbers, inclusive, with the message.
     Between(i64, i64, &'static str),
-    /// One of these words; an empty text counts as absent.
+    /// One of these values; an empty string counts as absent.
     OneOf(&'static [&'static str]),
-    /// A text for which the function returns true; the message says what is right. An empty text counts as absent.
+    /// A string for which the function returns true, with the message. An empty string counts as absent.
     Text(fn(&str) -> bool, &'static str),
-    /// A list of at most so many items.
+    /// A list of at most this many items.
     Most(usize),
-    /// Anything else: the function gets the value and its path.
+    /// Any other rule; the function gets the value and its path.
     Check(fn(&Value, &str, &mut Errors)),
 }
 
@@ -45,7 +45,8 @@ enum Rule {
 struct Row {
     path: &'static str,
     rule: Rule,
-    /// JSON values, each of which breaks the rule when it stands at the path of the table's example. [`Rule::Most`] has none.
+    /// JSON values, each of which violates the rule when set at the path of the
+    /// table's example. [`Rule::Most`] has none.
     #[cfg_attr(not(test), allow(dead_code))]
     breaks: &'static [&'static str],
 }
@@ -97,7 +98,7 @@ impl Rule {
     }
 }
 
-/// `path` and a key below it, also where `path` is that of a whole object.
+/// Appends a key to a path; the path of a whole object is empty.
 fn below(path: &str, key: &str) -> String {
     match path {
         "" => key.to_owned(),
@@ -105,7 +106,7 @@ fn below(path: &str, key: &str) -> String {
     }
 }
 
-/// Checks what stands at `path` below `value`; `at` is the path of `value` itself.
+/// Validates the values at `path` below `value`; `at` is the path of `value` itself.
 fn descend(value: &Value, at: &str, path: &str, rule: &Rule, errors: &mut Errors) {
     if path.is_empty() {
         return rule.check(value, at, errors);
@@ -124,13 +125,13 @@ fn descend(value: &Value, at: &str, path: &str, rule: &Rule, errors: &mut Errors
                 );
             }
         }
-        // What is below an absent object is not required.
+        // Fields of an absent object are not required.
         None if value[key].is_null() && !rest.is_empty() => {}
         None => descend(&value[key], &below(at, key), rest, rule, errors),
     }
 }
 
-/// Checks an object, or a part of one, against a table. `at` is its path, empty for a whole object.
+/// Validates an object, or a part of one, against a table. `at` is its path, empty for a whole object.
 fn table(rows: &[Row], value: &Value, at: &str, errors: &mut Errors) {
     for row in rows {
         descend(value, at, row.path, &row.rule, errors);
@@ -141,7 +142,7 @@ fn table(rows: &[Row], value: &Value, at: &str, errors: &mut Errors) {
 mod tests {
     use super::*;
 
-    /// Puts a value at a path, into the first item of each list.
+    /// Sets a value at a path, in the first item of each list.
     fn put(object: &mut Value, path: &str, value: Value) {
         let (key, rest) = path.split_once('.').unwrap_or((path, ""));
         let next = match key.strip_suffix("[]") {
@@ -155,7 +156,7 @@ mod tests {
         }
     }
 
-    /// Every row of every table with the example that it holds for.
+    /// All tables, each with an example object.
     fn tables() -> Vec<(&'static str, &'static [Row], Value)> {
         let examples = [
             pod::examples(),
@@ -168,7 +169,7 @@ mod tests {
         examples.into_iter().flatten().collect()
     }
 
-    /// The values that break a rule.
+    /// The values that violate a rule.
     fn breaking(row: &Row) -> Vec<Value> {
         let parse = |text: &&str| {
             serde_json::from_str(text).unwrap_or_else(|e| panic!("{}: {text}: {e}", row.path))
@@ -210,7 +211,7 @@ mod tests {
         assert!(count > 250, "{count} values");
     }
 
-    /// A rule that stood twice would be reported twice.
+    /// A duplicate row would report its error twice.
     #[test]
     fn no_rule_stands_twice() {
         for (name, rows, _) in tables() {

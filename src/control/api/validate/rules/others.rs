@@ -1,4 +1,4 @@
-//! Rules of other kinds whose breach would harm a node or another user.
+//! Rules for other kinds, limited to violations that would harm a node or another user.
 
 use std::net::IpAddr;
 
@@ -18,7 +18,7 @@ use crate::control::api::error::FieldError;
 use crate::control::api::object::{list, text};
 use crate::core::quantity::Quantity;
 
-/// The most bytes of a ConfigMap's or Secret's values together.
+/// Maximum total size of a ConfigMap's or Secret's values, in bytes.
 const MOST_DATA: usize = 1 << 20;
 const LARGEST: i64 = i32::MAX as i64;
 
@@ -308,7 +308,7 @@ const RUNTIME_CLASS: &[Row] = &[
     ),
 ];
 
-/// Checks an object of a kind that has a table.
+/// Validates an object of a kind that has a table.
 pub fn check(kind: &str, object: &Value, errors: &mut Errors) {
     let rows = match kind {
         "ConfigMap" => CONFIG_MAP,
@@ -329,7 +329,7 @@ pub fn check(kind: &str, object: &Value, errors: &mut Errors) {
     table(rows, object, "", errors);
 }
 
-/// The keys of a ConfigMap or Secret: each may become a file's name.
+/// Keys of a ConfigMap or Secret: each can become a file name.
 fn keys(data: &Value, path: &str, errors: &mut Errors) {
     for key in data.as_object().into_iter().flat_map(|data| data.keys()) {
         if key.is_empty() || !is_config_key(key) {
@@ -342,7 +342,7 @@ fn keys(data: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// The bytes that base64 stands for; what cannot be decoded has an error of its own.
+/// Decodes base64; undecodable values have an error of their own.
 fn decoded(value: &Value) -> Vec<u8> {
     let text = value.as_str().unwrap_or_default();
     base64::engine::general_purpose::STANDARD
@@ -413,7 +413,8 @@ fn secret(object: &Value, _: &str, errors: &mut Errors) {
     }
 }
 
-/// A recycled volume's files are deleted: not those of the node (`ValidatePersistentVolumeSpec`).
+/// Recycling deletes a volume's files, so it must not apply to the node's root
+/// directory (`ValidatePersistentVolumeSpec`).
 fn recycled_root(spec: &Value, path: &str, errors: &mut Errors) {
     let is_recycled = text(spec, &["persistentVolumeReclaimPolicy"]) == Some("Recycle");
     if is_recycled
@@ -427,7 +428,7 @@ fn recycled_root(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A range of addresses, if it is one.
+/// Parses a CIDR; returns its address.
 fn range(text: &str) -> Option<IpAddr> {
     let (address, length) = text.split_once('/')?;
     let address: IpAddr = address.parse().ok()?;
@@ -470,12 +471,12 @@ fn amounts(amounts: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// An address that traffic may be sent to: none of a node itself (`ValidateEndpointIP`).
+/// The address of an endpoint; addresses of the node itself are invalid (`ValidateEndpointIP`).
 fn endpoint_ip(value: &Value, path: &str, errors: &mut Errors) {
     let Some(address) = value.as_str().and_then(|text| text.parse::<IpAddr>().ok()) else {
         return errors.push(FieldError::invalid(path, value, IP));
     };
-    // An IPv4 address in IPv6 notation is that address.
+    // IPv4-mapped IPv6 addresses count as IPv4.
     let problem = match address.to_canonical() {
         address if address.is_unspecified() => format!("may not be unspecified ({address})"),
         address if address.is_loopback() => {
@@ -494,14 +495,14 @@ const LINK_LOCAL: &str = "may not be in the link-local range (169.254.0.0/16, fe
 const MULTICAST: &str = "may not be in the link-local multicast range (224.0.0.0/24, ff02::/10)";
 
 fn target_port(value: &Value, path: &str, errors: &mut Errors) {
-    // 0 and an empty text stand for the service's own port.
+    // 0 and an empty string mean the service's own port.
     if *value != 0 && *value != "" {
         port(value, path, errors);
     }
     port_name(value, path, errors);
 }
 
-/// What depends on a service's type and session affinity.
+/// Rules that depend on a service's type and session affinity.
 fn of_type(spec: &Value, path: &str, errors: &mut Errors) {
     let kind = text(spec, &["type"]).unwrap_or_default();
     let name = text(spec, &["externalName"]).unwrap_or_default();
@@ -675,7 +676,7 @@ mod tests {
             errors_of("ConfigMap", &of(MOST_DATA + 1)),
             ["[]: Too long: may not be more than 1048576 bytes"]
         );
-        // What is counted of a Secret is what base64 stands for.
+        // The values of a Secret count with their decoded size.
         let encoded = |size: usize| base64::engine::general_purpose::STANDARD.encode(vec![0; size]);
         let of = |size| json!({"data": {"a": encoded(size)}});
         assert_eq!(errors_of("Secret", &of(MOST_DATA)), Vec::<String>::new());

@@ -1,4 +1,4 @@
-//! The spec of a pod or pod template (`ValidatePodSpec` and what it calls).
+//! The spec of a pod or pod template (`ValidatePodSpec` and its callees).
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,10 +17,10 @@ const MAX: i64 = i32::MAX as i64;
 const DEADLINE: &str = "must be between 1 and 2147483647, inclusive";
 const GRACE: &str = "must be less than or equal to 2147483647";
 const DNS: &[&str] = &["ClusterFirstWithHostNet", "ClusterFirst", "Default", "None"];
-/// The kinds of containers, in the order in which upstream visits them.
+/// The container lists, in the order in which upstream validates them.
 const KINDS: [&str; 3] = ["initContainers", "containers", "ephemeralContainers"];
 
-/// Of a spec's fields.
+/// Rules for single fields.
 const SPEC: &[Row] = &[
     row("containers", Required(""), &["[]"]),
     row("dnsPolicy", OneOf(DNS), &["\"Custom\""]),
@@ -29,7 +29,7 @@ const SPEC: &[Row] = &[
         Between(1, MAX, DEADLINE),
         &["0", "2147483648"],
     ),
-    // Negative ones count as 1 (KEP-3960 keeps them).
+    // Negative values count as 1 (KEP-3960 keeps this).
     row(
         "terminationGracePeriodSeconds",
         Between(i64::MIN, MAX_GRACE, GRACE),
@@ -178,7 +178,7 @@ const SPEC: &[Row] = &[
     ),
 ];
 
-/// Rules between the fields of a spec. Their path is empty: the value that breaks one is a whole spec.
+/// Rules across fields. Their path is empty: the examples that violate them are whole specs.
 const WHOLE: &[Row] = &[
     row(
         "",
@@ -288,7 +288,7 @@ const WHOLE: &[Row] = &[
     ),
 ];
 
-/// Checks the spec of a pod or template, but for `restartPolicy`, whose choices depend on the kind.
+/// Validates the spec of a pod or template, except for `restartPolicy`, whose values depend on the kind.
 pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
     table(SPEC, spec, path, errors);
     scheduling::check(spec, path, errors);
@@ -306,7 +306,7 @@ pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Every container with its path.
+/// All containers with their paths.
 fn containers<'a>(spec: &'a Value, path: &str) -> impl Iterator<Item = (String, &'a Value)> {
     KINDS.into_iter().flat_map(move |kind| {
         let items = list(spec, &[kind]).iter().enumerate();
@@ -427,7 +427,7 @@ fn container_names(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Two containers of a pod cannot bind one port of the node. Init containers run one after the other.
+/// Two containers of a pod cannot bind the same host port. Init containers run one after the other and may share one.
 fn host_ports(spec: &Value, path: &str, errors: &mut Errors) {
     let mut seen = HashSet::new();
     for (i, container) in list(spec, &["containers"]).iter().enumerate() {
@@ -453,7 +453,7 @@ fn host_network_ports(spec: &Value, path: &str, errors: &mut Errors) {
     for (i, container) in list(spec, &["containers"]).iter().enumerate() {
         for (n, port) in list(container, &["ports"]).iter().enumerate() {
             let own = &port["hostPort"];
-            // A template's defaults are filled in when its pod is made.
+            // In a template, `hostPort` may be absent: it is defaulted when the pod is created.
             if own.as_i64().unwrap_or_default() != 0 && *own != port["containerPort"] {
                 let field = format!("containers[{i}].ports[{n}].hostPort");
                 let why = "must match `containerPort` when `hostNetwork` is true";
@@ -463,7 +463,7 @@ fn host_network_ports(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A pod with users of its own shares nothing else of the node (KEP-127).
+/// A pod with a user namespace cannot share other namespaces of the node (KEP-127).
 fn host_users(spec: &Value, path: &str, errors: &mut Errors) {
     if spec["hostUsers"] != false {
         return;
@@ -493,7 +493,7 @@ fn shared_processes(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A sysctl of a namespace that the pod shares with the node would change the node (`ValidateHostSysctl`).
+/// Sysctls of a namespace that the pod shares with the node are forbidden (`ValidateHostSysctl`).
 fn host_sysctls(spec: &Value, path: &str, errors: &mut Errors) {
     for (i, sysctl) in list(spec, &["securityContext", "sysctls"])
         .iter()
@@ -529,8 +529,7 @@ fn overridden_name(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// What containers mount is one of the pod's volumes, and devices come from claims (`ValidateVolumeMounts`,
-/// `ValidateVolumeDevices`).
+/// Mounts refer to volumes of the pod, and devices to claims (`ValidateVolumeMounts`, `ValidateVolumeDevices`).
 fn mounts(spec: &Value, path: &str, errors: &mut Errors) {
     let named = list(spec, &["volumes"])
         .iter()
@@ -572,7 +571,7 @@ fn mounts(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Variables come from files of emptyDirs only (KEP-3721).
+/// Files with environment variables must be in an emptyDir (KEP-3721).
 fn files_of_variables(spec: &Value, path: &str, errors: &mut Errors) {
     for (here, container) in containers(spec, path) {
         for (i, variable) in list(container, &["env"]).iter().enumerate() {
@@ -613,7 +612,7 @@ fn resizes(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A hook sleeps no longer than the grace period (`validateSleepAction`).
+/// The sleep of a hook must not exceed the grace period (`validateSleepAction`).
 fn sleeps(spec: &Value, path: &str, errors: &mut Errors) {
     let Some(grace) = spec["terminationGracePeriodSeconds"].as_i64() else {
         return;
@@ -635,7 +634,7 @@ fn sleeps(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Claims of containers are among those of the pod (`validateResourceClaimNames`).
+/// Containers may use only claims of the pod (`validateResourceClaimNames`).
 fn claims_of_containers(spec: &Value, path: &str, errors: &mut Errors) {
     let mut known: Vec<&str> = list(spec, &["resourceClaims"])
         .iter()
@@ -650,7 +649,7 @@ fn claims_of_containers(spec: &Value, path: &str, errors: &mut Errors) {
                 "" => errors.push(FieldError::required(field, "")),
                 name if known.binary_search(&name).is_ok() => {
                     let request = text(claim, &["request"]).unwrap_or_default();
-                    // The whole claim, or the same request of it, was named before.
+                    // Duplicate: the whole claim or the same request is listed already.
                     if !seen.insert((name, request))
                         || seen.contains(&(name, "")) && !request.is_empty()
                     {
@@ -673,7 +672,7 @@ fn claims_of_containers(spec: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Fields of a pod or its security context that Windows does not know.
+/// Fields of a pod or its security context that Windows does not support.
 const NOT_ON_WINDOWS: [&str; 4] = ["hostUsers", "hostPID", "hostIPC", "shareProcessNamespace"];
 const POD_NOT_ON_WINDOWS: [&str; 10] = [
     "appArmorProfile",
@@ -700,7 +699,7 @@ const CONTAINER_NOT_ON_WINDOWS: [&str; 10] = [
     "runAsGroup",
 ];
 
-/// A pod that names its operating system has none of another's fields (KEP-2802).
+/// A pod that names its operating system must not have fields of another one (KEP-2802).
 fn operating_system(spec: &Value, path: &str, errors: &mut Errors) {
     let linux = "windows options cannot be set for a linux pod";
     let windows = "cannot be set for a windows pod";

@@ -11,7 +11,7 @@ use crate::control::api::error::FieldError;
 use crate::control::api::object::at;
 use crate::core::quantity::Quantity;
 
-/// Of what has `resources`: containers, and pods as a whole.
+/// Amounts of resources, in containers and pod specs.
 const RESOURCES: &[Row] = &[row(
     "resources",
     Check(quantities),
@@ -27,7 +27,7 @@ const RESOURCES: &[Row] = &[row(
     ],
 )];
 
-/// Of containers' resources: what a container can have.
+/// Names of resources, in containers only.
 const NAMES: &[Row] = &[row(
     "resources",
     Check(names),
@@ -39,18 +39,18 @@ const NAMES: &[Row] = &[row(
     ],
 )];
 
-/// Checks the amounts of what has `resources`.
+/// Validates the amounts in `resources`.
 pub fn amounts(owner: &Value, path: &str, errors: &mut Errors) {
     table(RESOURCES, owner, path, errors);
 }
 
-/// Checks amounts and names of a container's resources.
+/// Validates names and amounts of a container's resources.
 pub fn of_container(container: &Value, path: &str, errors: &mut Errors) {
     table(NAMES, container, path, errors);
     amounts(container, path, errors);
 }
 
-/// Checks what a RuntimeClass or pod spec counts for the sandbox.
+/// Validates the pod overhead of a RuntimeClass or pod spec.
 pub fn overhead(overhead: &Value, path: &str, errors: &mut Errors) {
     for (name, value) in overhead.as_object().into_iter().flatten() {
         let field = format!("{path}.limits[{name}]");
@@ -63,7 +63,7 @@ fn is_huge(name: &str) -> bool {
     name.starts_with("hugepages-")
 }
 
-/// Those of Kubernetes itself, in upstream's words.
+/// Whether a resource belongs to Kubernetes, in upstream's definition.
 fn is_native(name: &str) -> bool {
     !name.contains('/') || name.contains("kubernetes.io/")
 }
@@ -73,7 +73,7 @@ fn is_extended(name: &str) -> bool {
     !is_native(name) && !name.starts_with("requests.") && is_qualified(&for_quota)
 }
 
-/// Whether more of it can be promised than there is: then requests and limits may differ.
+/// Whether a resource can be overcommitted; only then may requests and limits differ.
 fn can_overcommit(name: &str) -> bool {
     is_native(name) && !is_huge(name)
 }
@@ -93,7 +93,7 @@ fn names(resources: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A resource that a container can have (`validateContainerResourceName`).
+/// The name of a container's resource (`validateContainerResourceName`).
 fn container_name(name: &str, field: &str, errors: &mut Errors) {
     let why = if !is_qualified(name) {
         QUALIFIED
@@ -110,14 +110,14 @@ fn container_name(name: &str, field: &str, errors: &mut Errors) {
     errors.push(FieldError::invalid(field, &name.into(), why));
 }
 
-/// An amount as a text; JSON may have it as a number.
+/// An amount as text; in JSON it may also be a number.
 pub fn shown(value: &Value) -> String {
     value
         .as_str()
         .map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// An amount that can be of a resource, if it is one.
+/// Validates and parses an amount of a resource.
 fn quantity(name: &str, value: &Value, field: &str, errors: &mut Errors) -> Option<Quantity> {
     let amount = match shown(value).parse::<Quantity>() {
         Ok(amount) => amount,

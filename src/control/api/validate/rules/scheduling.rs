@@ -1,4 +1,4 @@
-//! Where a pod may run (`ValidateTolerations`, `validateAffinity`, `validateTopologySpreadConstraints`).
+//! Scheduling constraints of a pod (`ValidateTolerations`, `validateAffinity`, `validateTopologySpreadConstraints`).
 
 use std::collections::HashSet;
 
@@ -19,7 +19,7 @@ const WEIGHT: &str = "must be in the range 1-100";
 const ONE_NAME: &str =
     "must be only one value when `operator` is 'In' or 'NotIn' for node field selector";
 
-/// Of a pod's spec.
+/// Rules for pod specs.
 const SPEC: &[Row] = &[
     row(
         "nodeSelector",
@@ -116,7 +116,7 @@ const SPEC: &[Row] = &[
     ),
 ];
 
-/// Of a Node's taints.
+/// Rules for a Node's taints.
 pub const TAINTS: &[Row] = &[
     row(
         "spec.taints[]",
@@ -137,7 +137,7 @@ pub const TAINTS: &[Row] = &[
     ),
 ];
 
-/// Checks where a pod may run, or those of a RuntimeClass.
+/// Validates the scheduling constraints of a pod spec or RuntimeClass.
 pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
     table(SPEC, spec, path, errors);
 }
@@ -146,7 +146,7 @@ fn word<'a>(value: &'a Value, key: &str) -> &'a str {
     text(value, &[key]).unwrap_or_default()
 }
 
-/// Labels of a node or selector, by key.
+/// Labels of a node or selector.
 fn labels(labels: &Value, path: &str, errors: &mut Errors) {
     for (key, value) in labels.as_object().into_iter().flatten() {
         if !is_qualified(key) {
@@ -231,12 +231,12 @@ fn unique_taints(taints: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// What a requirement on labels may be.
+/// Extensions of a label requirement.
 #[derive(Clone, Copy)]
 struct Allowed {
-    /// Operators that compare numbers.
+    /// Whether operators that compare numbers are allowed.
     comparison: bool,
-    /// Values that no label can have.
+    /// Whether values that no label can have are allowed.
     any_value: bool,
 }
 
@@ -326,7 +326,7 @@ fn term(term: &Value, path: &str, strict: bool, errors: &mut Errors) {
     }
 }
 
-/// A term of a node selector.
+/// A term of a required node selector.
 pub fn strict_term(one: &Value, path: &str, errors: &mut Errors) {
     term(one, path, true, errors);
 }
@@ -361,7 +361,7 @@ fn weighted_term(weighted: &Value, path: &str, errors: &mut Errors) {
     );
 }
 
-/// A term of a pod's affinity to other pods (`validatePodAffinityTerm`).
+/// A pod affinity term (`validatePodAffinityTerm`).
 fn pod_term(term: &Value, path: &str, errors: &mut Errors) {
     for key in ["labelSelector", "namespaceSelector"] {
         label_selector(&term[key], &format!("{path}.{key}"), errors);
@@ -386,7 +386,7 @@ fn pod_term(term: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// Keys whose values are those of the pod itself (`ValidateMatchLabelKeysAndMismatchLabelKeys`).
+/// Label keys whose values are copied from the pod (`ValidateMatchLabelKeysAndMismatchLabelKeys`).
 fn label_keys(term: &Value, path: &str, errors: &mut Errors) {
     let mismatched: HashSet<&str> = list(term, &["mismatchLabelKeys"])
         .iter()
@@ -409,7 +409,7 @@ fn label_keys(term: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A selector of labels (`ValidateLabelSelector`).
+/// A label selector (`ValidateLabelSelector`).
 pub fn label_selector(selector: &Value, path: &str, errors: &mut Errors) {
     labels(
         &selector["matchLabels"],

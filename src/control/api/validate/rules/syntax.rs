@@ -1,4 +1,4 @@
-//! What texts in fields look like (upstream's `k8s.io/apimachinery/pkg/util/validation` and `validation.go`).
+//! The syntax of strings in fields (`staging/src/k8s.io/apimachinery/pkg/util/validation/validation.go`).
 
 use std::collections::HashSet;
 
@@ -47,7 +47,7 @@ pub fn is_config_key(key: &str) -> bool {
     key.len() <= 253 && key.chars().all(is_plain) && key != "." && !key.starts_with("..")
 }
 
-/// Segments of lower case letters, digits, '-' and '_', separated by dots or slashes.
+/// Segments of lower-case letters, digits, '-' and '_', separated by dots or slashes.
 pub fn is_sysctl(name: &str) -> bool {
     let is_edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
     let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c);
@@ -57,7 +57,7 @@ pub fn is_sysctl(name: &str) -> bool {
     name.len() <= 253 && name.split(['.', '/']).all(is_segment)
 }
 
-/// What is wrong with the name of a port (IANA service name), if anything.
+/// Why a port name (IANA service name) is invalid; `None` if it is valid.
 pub fn port_name_problem(name: &str) -> Option<&'static str> {
     let is_inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     if name.len() > 15 {
@@ -75,7 +75,7 @@ pub fn port_name_problem(name: &str) -> Option<&'static str> {
     }
 }
 
-/// A port's name.
+/// A port name.
 pub fn port_name(value: &Value, path: &str, errors: &mut Errors) {
     let name = value.as_str().unwrap_or_default();
     if let Some(problem) = port_name_problem(name).filter(|_| !name.is_empty()) {
@@ -83,7 +83,7 @@ pub fn port_name(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A port by its number or name (`ValidatePortNumOrName`).
+/// A port number or name (`ValidatePortNumOrName`).
 pub fn port(value: &Value, path: &str, errors: &mut Errors) {
     let problem = match value {
         Value::String(name) => port_name_problem(name),
@@ -97,7 +97,7 @@ pub fn port(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A path below a volume's directory (`ValidateLocalNonReservedPath`).
+/// A path within a volume's directory (`ValidateLocalNonReservedPath`).
 pub fn local_path(value: &Value, path: &str, errors: &mut Errors) {
     let text = value.as_str().unwrap_or_default();
     descending_path(value, path, errors);
@@ -106,7 +106,7 @@ pub fn local_path(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// A relative path that does not climb (`validateLocalDescendingPath`).
+/// A relative path without `..` (`validateLocalDescendingPath`).
 pub fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
     let text = value.as_str().unwrap_or_default();
     if is_absolute(text) {
@@ -117,8 +117,8 @@ pub fn descending_path(value: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// At most one of some fields may be there; the later ones are forbidden (`validateVolumeSource`, `validateHandler`). The
-/// answer is how many are there.
+/// At most one of these fields may be set; further ones are forbidden (`validateVolumeSource`, `validateHandler`).
+/// Returns the number of fields that are set.
 pub fn at_most_one(
     value: &Value,
     path: &str,
@@ -137,7 +137,7 @@ pub fn at_most_one(
     count
 }
 
-/// The name of a label, resource or condition, which may have a prefix (`ValidateLabelName`).
+/// The name of a label, resource or condition, with an optional prefix (`ValidateLabelName`).
 pub fn qualified(key: &Value, path: &str, errors: &mut Errors) {
     if !key.as_str().is_some_and(is_qualified) {
         let shown = key.as_str().unwrap_or_default();
@@ -145,27 +145,26 @@ pub fn qualified(key: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// An item of a list that is an IP address.
+/// An IP address in a list.
 pub fn ip(value: &Value, path: &str, errors: &mut Errors) {
     if !value.as_str().is_some_and(is_ip) {
         errors.push(FieldError::invalid(path, value, IP));
     }
 }
 
-/// An item of a list that is a DNS name (`ValidateDNS1123Subdomain`).
+/// A DNS name in a list (`ValidateDNS1123Subdomain`).
 pub fn subdomain(value: &Value, path: &str, errors: &mut Errors) {
     if !value.as_str().is_some_and(is_subdomain) {
         errors.push(FieldError::invalid(path, value, SUBDOMAIN));
     }
 }
 
-/// No two items of a list have one name. Each error names the name of the later item.
+/// The names in a list are unique. Each error names the later item.
 pub fn unique_names(items: &Value, path: &str, errors: &mut Errors) {
     unique_as(items, "name", |i| format!("{path}[{i}].name"), errors);
 }
 
-/// No two items of a list have the same value of a key, whose field an error names by the index of its item. Empty values
-/// count as absent.
+/// The values of a key are unique in a list. `field` returns the path of an item's error. Empty values count as absent.
 pub fn unique_as(items: &Value, key: &str, field: impl Fn(usize) -> String, errors: &mut Errors) {
     let mut seen = HashSet::new();
     for (i, item) in items.as_array().into_iter().flatten().enumerate() {

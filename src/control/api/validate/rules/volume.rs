@@ -1,4 +1,4 @@
-//! Volumes of a pod (`ValidateVolumes` and what it calls).
+//! Volumes of a pod (`ValidateVolumes` and its callees).
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ use crate::control::api::error::FieldError;
 use crate::control::api::object::{list, text};
 use crate::core::quantity::Quantity;
 
-/// The kinds of volumes, in upstream's order.
+/// The volume sources, in upstream's order.
 const SOURCES: [&str; 30] = [
     "emptyDir",
     "hostPath",
@@ -70,7 +70,7 @@ const KEY_TYPES: &[&str] = &[
     "ED25519",
 ];
 
-/// Of one volume.
+/// Rules for single volumes.
 const VOLUME: &[Row] = &[
     row("name", Required(""), &["\"\""]),
     row("name", Text(is_label, LABEL), &["\"A.b\""]),
@@ -224,7 +224,7 @@ const VOLUME: &[Row] = &[
     ),
 ];
 
-/// Of an item of a ConfigMap or Secret.
+/// Rules for items of a ConfigMap or Secret.
 const ITEM: &[Row] = &[
     row("key", Required(""), &["\"\""]),
     row("path", Required(""), &["\"\""]),
@@ -232,7 +232,7 @@ const ITEM: &[Row] = &[
     row("mode", Between(0, 0o777, MODE), &["512"]),
 ];
 
-/// Of a file of the downward API.
+/// Rules for downward API files.
 const FILE: &[Row] = &[
     row("path", Required(""), &["\"\""]),
     row("path", Check(local_path), &["\"../x\""]),
@@ -250,7 +250,7 @@ const FILE: &[Row] = &[
     ),
 ];
 
-/// Rules between the volumes of a pod, and what depends on the names of others.
+/// Rules across the volumes of a pod.
 const VOLUMES: &[Row] = &[
     row(
         "volumes[]",
@@ -274,7 +274,7 @@ const VOLUMES: &[Row] = &[
     ),
 ];
 
-/// Checks the volumes of a pod's spec.
+/// Validates the volumes of a pod spec.
 pub fn check(spec: &Value, path: &str, errors: &mut Errors) {
     table(VOLUMES, spec, path, errors);
 }
@@ -283,7 +283,7 @@ fn each(volume: &Value, path: &str, errors: &mut Errors) {
     table(VOLUME, volume, path, errors);
 }
 
-/// A volume without a source becomes an emptyDir by default.
+/// A volume has at most one source; without one it defaults to an emptyDir.
 fn one_source(volume: &Value, path: &str, errors: &mut Errors) {
     at_most_one(
         volume,
@@ -312,7 +312,7 @@ fn key_to_path(item: &Value, path: &str, errors: &mut Errors) {
     table(ITEM, item, path, errors);
 }
 
-/// A file of the downward API (`validateDownwardAPIVolumeFile`).
+/// A downward API file (`validateDownwardAPIVolumeFile`).
 fn downward_file(file: &Value, path: &str, errors: &mut Errors) {
     table(FILE, file, path, errors);
     match (
@@ -351,7 +351,7 @@ fn is_iqn(name: &str) -> bool {
     })
 }
 
-/// Ports and a logical unit, or identifiers, and not both (`validateFCVolumeSource`).
+/// Either target ports with a LUN, or WWIDs (`validateFCVolumeSource`).
 fn fibre_channel(source: &Value, path: &str, errors: &mut Errors) {
     let ports = list(source, &["targetWWNs"]);
     let ids = list(source, &["wwids"]);
@@ -417,7 +417,7 @@ fn trust_bundle(source: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// The longest lifetime that a certificate of a pod may ask for, in seconds: 91 days.
+/// Maximum lifetime of a pod certificate, in seconds: 91 days.
 const MAX_CERTIFICATE_LIFETIME: i64 = 91 * 86_400;
 
 fn certificate_lifetime(seconds: &Value, path: &str, errors: &mut Errors) {
@@ -465,7 +465,7 @@ fn one_projection(source: &Value, path: &str, errors: &mut Errors) {
     }
 }
 
-/// No two sources write one file.
+/// The files of different sources have different paths.
 fn projected_paths(projected: &Value, path: &str, errors: &mut Errors) {
     let mut seen = HashSet::new();
     for source in list(projected, &["sources"]) {
@@ -523,7 +523,7 @@ pub fn examples() -> Vec<(&'static str, &'static [Row], Value)> {
         }]},
     });
     vec![
-        // One volume has one source; here the rules of all of them are tried.
+        // A volume may have one source only; the example has all of them to cover all rules.
         ("volume", VOLUME, one),
         (
             "item",

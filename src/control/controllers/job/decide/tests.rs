@@ -1,4 +1,4 @@
-//! Jobs in a world of values: what is decided is done at once, and pods end as the test says.
+//! Jobs in a simulated world: decisions are executed immediately, and the test sets the pods' phases.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ struct World {
     now: i64,
     made: usize,
     events: Vec<String>,
-    /// What [`World::turn`] was told to wait for.
+    /// The wait that the last reconciliation returned.
     wake: Option<Duration>,
 }
 
@@ -37,7 +37,7 @@ impl World {
         }
     }
 
-    /// One turn. False if nothing was to be done.
+    /// One reconciliation. Returns false if no step was taken.
     fn turn(&mut self) -> bool {
         let plan = decide(&Seen {
             job: &self.job,
@@ -94,7 +94,7 @@ impl World {
         *finalizers = None;
     }
 
-    /// A pod gets a phase; one that ends does so now.
+    /// Sets a pod's phase; a terminal phase begins now.
     fn set(&mut self, name: &str, phase: &str, code: i32) {
         let mut status = json!({"phase": phase});
         if phase == "Running" {
@@ -138,7 +138,7 @@ impl World {
         self.job.status.clone().expect("a status")
     }
 
-    /// Active, ready, succeeded, failed and terminating pods, by the status.
+    /// Active, ready, succeeded, failed and terminating pods in the status.
     fn numbers(&self) -> [i32; 5] {
         let s = self.status();
         [s.active, s.ready, s.succeeded, s.failed, s.terminating].map(|n| n.unwrap_or(0))
@@ -164,7 +164,7 @@ fn a_job_is_complete_when_its_pod_has_succeeded_and_was_counted() {
     );
     world.set("p0", "Running", 0);
     assert_eq!(world.numbers(), [1, 1, 0, 0, 0]);
-    // The first turn names the pod and lets it go; only then is it counted.
+    // The first reconciliation lists the pod and removes its finalizer; only then is it counted.
     world.pod("p0").status =
         Some(serde_json::from_value(json!({"phase": "Succeeded"})).expect("a status"));
     world.turn();
@@ -196,7 +196,7 @@ fn as_many_run_at_once_as_are_wanted() {
         (json!(3), 2, 2, 3),
         (json!(2), 5, 2, 2),
         (json!(0), 1, 0, 0),
-        // Without a number one success is enough, and what runs goes on.
+        // Without `completions` one success is enough, and active pods continue.
         (Value::Null, 3, 3, 3),
     ] {
         let mut world = World::new(json!({"completions": completions, "parallelism": parallelism}));
