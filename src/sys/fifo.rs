@@ -44,7 +44,7 @@ impl Fifos {
         self.dir.join(name)
     }
 
-    /// Opens a FIFO for reading, whether or not it has a writer. Reads return the end while it has none.
+    /// Opens a FIFO for reading, with or without a writer. While it has no writer, reads return end of file.
     pub fn reader(&self, name: &str) -> io::Result<Receiver> {
         OpenOptions::new().open_receiver(self.path(name))
     }
