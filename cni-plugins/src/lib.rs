@@ -3,8 +3,14 @@
 //! A single binary acts as the plugin by whose name it is called. It uses netlink only: no plugin runs `ip`,
 //! `nft` or `iptables`. It has no async runtime, since starting the process takes most of the time of a call.
 //!
-//! `skel` reads the environment and standard input and dispatches the verb; `plugins` has a file per plugin; `ipam`
-//! manages addresses; `dhcp` is the DHCP client; only `net` talks to the kernel; `cni` has the types of the protocol.
+//! The modules:
+//!
+//! - [`skel`] reads the environment and standard input and dispatches the verb;
+//! - [`plugins`] has a file per plugin;
+//! - [`ipam`] manages addresses;
+//! - [`dhcp`] is the DHCP client and its daemon;
+//! - [`net`] is the only module that talks to the kernel;
+//! - [`cni`] has the types of the protocol.
 
 pub mod cni;
 pub mod dhcp;

@@ -1,5 +1,5 @@
-//! The process contract of a plugin (CNI spec 1.1, section 2): environment
-//! variables and standard input in, one JSON document out, exit code 0 or 1.
+//! The process contract of a plugin (CNI spec 1.1, section 2). Input: environment variables and a JSON
+//! document on standard input. Output: one JSON document on standard output, and exit code 0 or 1.
 
 use std::io::{Read as _, Write as _};
 use std::process::ExitCode;

@@ -123,7 +123,7 @@ impl Cgroups {
         }
     }
 
-    /// Switches to the mode without cgroups for pods and QoS classes: nothing is
+    /// Switches to the mode without cgroups for pods and QoS classes. Nothing is
     /// created or removed for pods, and the runtime chooses the location of containers.
     #[must_use]
     pub fn without_pods(self) -> Cgroups {

@@ -63,7 +63,7 @@ impl HostError {
     }
 }
 
-/// It is unknown when a retry may succeed.
+/// A host error does not say when a retry may succeed.
 impl From<HostError> for Fault {
     fn from(error: HostError) -> Fault {
         Fault::later(error.message)

@@ -49,8 +49,8 @@ impl Fifos {
         OpenOptions::new().open_receiver(self.path(name))
     }
 
-    /// Opens a FIFO for writing as soon as it has a reader. Bytes that are written to a FIFO without reader are lost when
-    /// the writer closes it.
+    /// Opens a FIFO for writing as soon as it has a reader. If the
+    /// writer closes a FIFO without reader, its unread bytes are lost.
     pub async fn writer(&self, name: &str) -> io::Result<Sender> {
         let mut retries = RETRIES;
         loop {

@@ -16,8 +16,8 @@ use tokio::sync::Semaphore;
 /// Delay after a failed `accept`: the process lacks file descriptors or memory.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// TCP keep-alive: seconds of idle time before the first probe, seconds between probes,
-/// and the number of unanswered probes after which the kernel closes the connection.
+/// TCP keep-alive: seconds of idle time before the first probe, and seconds between probes.
+/// The last is the number of unanswered probes after which the kernel closes the connection.
 const PROBED: (u32, u32, u32) = (20, 5, 3);
 
 /// Lets a socket bind to an address that the machine does not have (yet).

@@ -1,5 +1,5 @@
-//! Kernel notifications about memory shortage: when tasks stall on memory (PSI, all cgroup versions), and when a v1
-//! cgroup has grown by a number of bytes. They are hints to read the usage, and may come early, late or not at all.
+//! Kernel notifications about memory shortage: tasks stall on memory (PSI, all cgroup versions), or a v1 cgroup
+//! has grown by a number of bytes. They are hints to read the usage, and may come early, late or not at all.
 #![allow(unsafe_code)]
 
 use std::fs::OpenOptions;

@@ -251,9 +251,9 @@ pub fn memory() -> (u64, u64) {
     (total, total.saturating_sub(working_set))
 }
 
-/// The memory usage and working set of the machine, computed as cAdvisor does for the
-/// root cgroup, so that thresholds mean the same as for a kubelet. v1 counts memory
-/// of processes and page cache; v2 also counts kernel memory, which may be gigabytes.
+/// The memory usage and working set of the machine. Both are computed as cAdvisor does for
+/// the root cgroup, so that thresholds mean the same as for a kubelet. v1 counts memory of
+/// processes and page cache; v2 also counts kernel memory, which may be gigabytes.
 fn used(meminfo: &str, root: &Usage) -> (u64, u64) {
     if root.memory > 0 {
         return (root.memory, root.working_set);

@@ -31,7 +31,7 @@ const STAYING: usize = 1000;
 /// Why an object could not be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// It is a mount point.
+    /// The path is a mount point.
     Mounted,
     /// The kernel returned an error, for instance because the file is immutable.
     Refused(Errno),
@@ -189,7 +189,7 @@ impl Removal {
         }
     }
 
-    /// Moves a directory that is too deep half-way up, where it is found later.
+    /// Moves a directory that is too deep half-way up; the traversal reaches it there later.
     fn move_up(&mut self, name: &CString) {
         let (from, to) = (&self.levels[DEPTH - 1].dir, &self.levels[DEPTH / 2].dir);
         let moved = loop {

@@ -63,15 +63,15 @@ pub enum State {
 /// The result of an audit for one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The network.
+    /// The network's name.
     pub network: String,
-    /// The address.
+    /// The reserved address.
     pub address: IpAddr,
     /// The container that holds the reservation.
     pub container: String,
     /// The interface in the container.
     pub ifname: String,
-    /// What it turned out to be.
+    /// The state of the address.
     pub state: State,
     /// Whether the audit has released it.
     pub mended: bool,
@@ -246,9 +246,9 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
 /// Releases the addresses of sandboxes that the runtime no longer lists, in one network. Such addresses remain
 /// when a sandbox fails and the runtime cannot call DEL. `sandboxes` are the ids that the runtime lists now.
 ///
-/// Releases only addresses that this host-local has recorded for a Kubernetes pod, and
-/// only if the pod's namespace was removed or lacks the address and `patience` has passed.
-/// Reservations of podman, of the reference host-local and of starting pods thus stay.
+/// Releases only addresses that this host-local has recorded for a Kubernetes pod. In
+/// addition, the pod's namespace must be gone or lack the address, and `patience` must have
+/// passed. Reservations of podman, of the reference host-local and of starting pods thus stay.
 pub fn repair(
     request: &Request,
     network: &str,

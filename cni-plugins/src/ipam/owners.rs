@@ -1,5 +1,5 @@
-//! An index of reservations by owner, so that not every reservation must be read: a small file
-//! per owner, next to the directories that the reference host-local reads. The file records
+//! An index of reservations by owner, which saves reading every reservation. Each owner has a
+//! small file, next to the directories that the reference host-local reads. The file records
 //! the boot and the network namespace of the owner, which show whether the owner still exists.
 
 use std::collections::BTreeSet;

@@ -30,7 +30,7 @@ impl Packets {
     /// Opens a socket for the link with this index.
     pub fn open(link: u32) -> io::Result<Packets> {
         let protocol = i32::from((libc::ETH_P_IP as u16).to_be());
-        // SAFETY: a plain call; the descriptor that it gives belongs to nobody yet.
+        // SAFETY: a plain call; the descriptor that it returns has no owner yet.
         let raw = unsafe {
             libc::socket(
                 libc::AF_PACKET,
@@ -41,10 +41,10 @@ impl Packets {
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just opened.
+        // SAFETY: the descriptor was just opened.
         let socket = unsafe { OwnedFd::from_raw_fd(raw) };
         let address = address(link);
-        // SAFETY: the address lives through the call and is as long as said.
+        // SAFETY: the address lives through the call and has the given length.
         if unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), SIZE) } < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -54,7 +54,7 @@ impl Packets {
     /// Sends a packet to the broadcast address of the link.
     pub fn send(&self, packet: &[u8]) -> io::Result<()> {
         let address = address(self.link);
-        // SAFETY: both live through the call and are as long as said.
+        // SAFETY: packet and address live through the call and have the given lengths.
         let sent = unsafe {
             libc::sendto(
                 self.socket.as_raw_fd(),

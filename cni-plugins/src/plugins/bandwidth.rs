@@ -8,7 +8,7 @@ use crate::net::netlink::Socket;
 use crate::net::traffic::Bucket;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `bandwidth`.
 pub struct Bandwidth;
 
 /// The burst that containerd and go-cni send if none is configured.

@@ -24,7 +24,7 @@ use crate::skel::{Call, Plugin};
 /// Maximum time until a port whose two ends are up becomes operational.
 const OPERATES_WITHIN: Duration = Duration::from_secs(5);
 
-/// The plugin.
+/// The plugin `bridge`.
 pub struct Bridge;
 
 struct Config<'a> {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::cni::{Error, Success};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `dhcp`.
 pub struct Dhcp;
 
 /// The largest answer of the daemon, in bytes.

@@ -7,7 +7,7 @@ use crate::cni::{Error, Success};
 use crate::net::link::LinkPlan;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `dummy`.
 pub struct Dummy;
 
 impl Plugin for Dummy {

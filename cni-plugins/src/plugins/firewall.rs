@@ -11,7 +11,7 @@ use crate::net::firewalld::Firewalld;
 use crate::net::nft::iptables;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `firewall`.
 pub struct Firewall;
 
 /// The `ingressPolicy`: which containers on bridges may send to the container.

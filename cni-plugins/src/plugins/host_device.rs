@@ -12,7 +12,7 @@ use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `host-device`.
 pub struct HostDevice;
 
 /// How the configuration identifies the device. If it contains several identifications, the first of these

@@ -14,7 +14,7 @@ use crate::ipam::range::{self, RangeSet};
 use crate::ipam::store::{Reservation, Store};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `host-local`.
 pub struct HostLocal;
 
 struct Config {

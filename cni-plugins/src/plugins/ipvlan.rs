@@ -9,7 +9,7 @@ use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `ipvlan`.
 pub struct Ipvlan;
 
 const MODE: u16 = 1;

@@ -5,7 +5,7 @@ use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `loopback`.
 pub struct Loopback;
 
 impl Plugin for Loopback {

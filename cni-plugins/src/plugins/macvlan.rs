@@ -8,7 +8,7 @@ use crate::net::link::{LinkPlan, parse_mac};
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `macvlan`.
 pub struct Macvlan;
 
 const MODE: u16 = 1;

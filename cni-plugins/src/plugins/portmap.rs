@@ -16,7 +16,7 @@ use crate::net::nft::{Nft, iptables};
 use crate::net::{conntrack, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `portmap`.
 pub struct Portmap;
 
 const UDP: u8 = 17;

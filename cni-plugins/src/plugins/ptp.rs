@@ -15,7 +15,7 @@ use crate::net::route::Route;
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `ptp`.
 pub struct Ptp;
 
 struct Config<'a> {

@@ -12,7 +12,7 @@ use crate::net::netns;
 use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `sbr`.
 pub struct Sbr;
 
 /// The first routing table that this plugin uses; lower numbers are left to others.

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use crate::cni::{self, Address, Dns, Error, Success, at_least, cni_args, parse_routes};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `static`.
 pub struct Static;
 
 /// Parses an address in CIDR notation. `place` names the field for error messages.

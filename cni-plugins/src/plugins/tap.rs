@@ -8,7 +8,7 @@ use crate::net::link::{Change, parse_mac};
 use crate::net::tap;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `tap`.
 pub struct Tap;
 
 struct Config<'a> {

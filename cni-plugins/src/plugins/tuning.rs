@@ -13,7 +13,7 @@ use crate::net::netlink::Socket;
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `tuning`.
 pub struct Tuning;
 
 const ALLOWED: &str = "/etc/cni/tuning/allowlist.conf";

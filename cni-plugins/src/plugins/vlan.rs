@@ -7,7 +7,7 @@ use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `vlan`.
 pub struct Vlan;
 
 const ID: u16 = 1;

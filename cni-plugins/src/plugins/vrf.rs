@@ -9,7 +9,7 @@ use crate::net::netns;
 use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `vrf`.
 pub struct Vrf;
 
 const TABLE: u16 = 1;

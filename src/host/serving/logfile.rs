@@ -14,8 +14,9 @@ use crate::sys::beneath::Dir;
 
 /// The size of a read in bytes.
 const PIECE: usize = 64 << 10;
-/// Number of consecutive checks with unchanged length until a rotated file counts as complete. The runtime first gives
-/// the new file to the container's writer, then flushes its buffer to the old file, which takes time on a busy disk.
+/// Number of consecutive checks with unchanged length until a rotated file counts
+/// as complete. The runtime first gives the new file to the container's writer,
+/// then flushes its buffer to the old file. On a busy disk, flushing takes time.
 const QUIET: u32 = 4;
 
 /// A file of a log: plain, or compressed by a rotation.
@@ -207,8 +208,8 @@ fn last_lines(file: &File, lines: u64) -> io::Result<TailStart> {
     let mut at = if lines == 0 { 0 } else { length };
     let mut piece = vec![0; 1 + PIECE + ENTRY_HEAD];
     while at > 0 {
-        // Finds entries that begin in this piece. Reads one byte before it, to see whether an
-        // entry begins at its start, and enough bytes after it for the head of the last entry.
+        // Finds entries that begin in this piece. Also reads the byte before the piece, to see whether an entry
+        // begins at its start. Reads as many bytes after the piece as the head of the last entry may need.
         let end = at;
         at = at.saturating_sub(PIECE as u64);
         let from = at.saturating_sub(1);

@@ -1,8 +1,9 @@
-//! Mounts of a kubelet for a pod's block device, which remain if this agent replaces the kubelet while the pod runs:
-//! a bind mount of the device over a file named by the pod's uid, and a loop device on it, which keeps the device
-//! open (`MapBlockVolume` and `UnmapBlockVolume` in `pkg/volume/util/operationexecutor/operation_generator.go` and
-//! `pkg/volume/util/volumepathhandler/volume_path_handler_linux.go`). Both must be removed explicitly; until then no
-//! driver can detach the device.
+//! Mounts of a kubelet for a pod's block device, which remain if this agent replaces the kubelet while the pod
+//! runs. The kubelet bind-mounts the device over a file named by the pod's uid, and attaches a loop device to
+//! it, which keeps the device open. Both must be removed explicitly; until then no driver can detach the device.
+//!
+//! Upstream: `MapBlockVolume` and `UnmapBlockVolume` in `pkg/volume/util/operationexecutor/operation_generator.go`
+//! and `pkg/volume/util/volumepathhandler/volume_path_handler_linux.go`.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -1,8 +1,14 @@
 //! Unmounts and removes a pod's volumes (`pkg/volume/util/operationexecutor/operation_generator.go`).
 //!
-//! The order: cancel pending mounts and wait for them, unmount the pod's mounts from the deepest
-//! up, unmount global mounts that no pod uses, log out of sessions. The unmount of an unresponsive
-//! remote filesystem is forced after a timeout. Busy filesystems and local disks are never forced.
+//! The order:
+//!
+//! - Cancel pending mounts and wait for them.
+//! - Unmount the pod's mounts from the deepest up.
+//! - Unmount global mounts that no pod uses.
+//! - Log out of sessions.
+//!
+//! The unmount of an unresponsive remote filesystem is forced after a timeout. Busy filesystems and local disks are never
+//! forced.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -362,8 +368,8 @@ impl LinuxHost {
         self.patient.call(&key, KERNEL_TIMEOUT, work).await
     }
 
-    /// Logs out of disks that no pod uses: those that this pod used as
-    /// block devices, and leftovers of failed setups or of a killed agent.
+    /// Logs out of disks that no pod uses: block devices of this
+    /// pod, and leftovers of failed setups or of a killed agent.
     async fn let_sessions_go(&self, uid: &str) -> Result<(), HostError> {
         let (iscsi, mark) = (
             self.root.join("plugins/kubernetes.io/iscsi"),

@@ -143,8 +143,8 @@ impl Plan {
         self.forwards.len() + self.masqueraded().len()
     }
 
-    /// The numbers of rules that the reference creates for this plan in the tables of iptables, without
-    /// duplicates: rules with the container as target, and rules that mark packets for masquerading.
+    /// The numbers of rules that the reference creates for this plan in the tables of iptables, without duplicates.
+    /// The first counts rules with the container as target, the second those that mark packets for masquerading.
     #[must_use]
     pub fn size_in_iptables(&self) -> (usize, usize) {
         let ports = |f: &Forward| (f.protocol, f.host, f.port);

@@ -1,8 +1,8 @@
 //! nftables over netlink: tables, chains and rules, committed in transactions.
 //!
-//! Plugins use tables with the names of the reference plugins, so that either implementation can clean up after the
-//! other (see the modules for the sources). This module never lists a whole ruleset but requests chains by name. ADD
-//! only adds rules: after a transaction that deletes, closing the socket waits for an RCU grace period of the kernel.
+//! Plugins use tables with the names of the reference plugins, so that either implementation can clean up
+//! after the other. This module never lists a whole ruleset but requests chains by name. ADD only adds
+//! rules: after a transaction that deletes, closing the socket waits for an RCU grace period of the kernel.
 
 pub mod expression;
 pub mod hostport;
