@@ -3,6 +3,8 @@
 //! A single binary acts as the plugin by whose name it is called. It uses netlink only: no plugin runs `ip`,
 //! `nft` or `iptables`. It has no async runtime, since starting the process takes most of the time of a call.
 //!
+//! In comments, "the reference" means the plugins of containernetworking/plugins, with which these are interchangeable.
+//!
 //! The modules:
 //!
 //! - [`skel`] reads the environment and standard input and dispatches the verb;

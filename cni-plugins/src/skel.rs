@@ -63,23 +63,23 @@ impl Call<'_> {
 
 /// A plugin. Verbs without an implementation succeed.
 pub trait Plugin: Sync {
-    /// Its name.
+    /// The name by which the plugin is called.
     fn name(&self) -> &'static str;
     /// The protocol versions that the plugin supports.
     fn versions(&self) -> &'static [&'static str] {
         VERSIONS
     }
-    /// ADD.
+    /// ADD: attaches the container to the network.
     fn add(&self, call: &Call<'_>) -> Result<Success, Error>;
     /// DEL: best effort and idempotent.
     fn del(&self, call: &Call<'_>) -> Result<(), Error>;
-    /// CHECK.
+    /// CHECK: verifies that the attachment is as ADD has left it.
     fn check(&self, call: &Call<'_>) -> Result<(), Error>;
     /// GC: `keep` lists the container ids and interfaces of valid attachments.
     fn gc(&self, _call: &Call<'_>, _keep: &[(String, String)]) -> Result<(), Error> {
         Ok(())
     }
-    /// STATUS.
+    /// STATUS: verifies that the plugin can serve ADD.
     fn status(&self, _call: &Call<'_>) -> Result<(), Error> {
         Ok(())
     }

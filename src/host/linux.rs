@@ -787,7 +787,7 @@ mod tests {
         let pod: Pod = serde_json::from_str(text).expect("a pod");
         let (dir, all) = (root.path().join("pods/u"), root.path().join("l"));
         fs::create_dir_all(&dir).expect("mkdir");
-        // A file in place of the directory prevents its removal.
+        // With a file in place of the log directory, removing the logs fails.
         fs::write(&all, "").expect("a file");
         assert!(host.remove_directories(&pod, false).await.is_err() && dir.exists());
         fs::remove_file(&all).expect("removed");

@@ -237,7 +237,7 @@ pub trait PodHost: Send + Sync + 'static {
     async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
         Ok(())
     }
-    /// Unmounts everything inside a published volume that its driver cannot unmount because of it.
+    /// Unmounts what pods have mounted inside a published volume, because the driver cannot unmount the volume before.
     async fn unmount_within(&self, _volume: &Published) -> Result<(), HostError> {
         Ok(())
     }

@@ -85,7 +85,7 @@ fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
     ))
 }
 
-/// ADD.
+/// ADD: allocates addresses through the IPAM plugin `kind`.
 pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
     match find(call, kind)? {
         Delegate::Own(plugin) => plugin.add(call),
@@ -102,7 +102,7 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
     }
 }
 
-/// DEL, CHECK or STATUS.
+/// Calls DEL, CHECK or STATUS of the IPAM plugin `kind`.
 pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
     match (find(call, kind)?, verb) {
         (Delegate::Own(plugin), "DEL") => plugin.del(call),
@@ -112,7 +112,7 @@ pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
     }
 }
 
-/// GC.
+/// Calls GC of the IPAM plugin `kind`.
 pub fn collect(call: &Call<'_>, kind: &str, keep: &[(String, String)]) -> Result<(), Error> {
     match find(call, kind)? {
         Delegate::Own(plugin) => plugin.gc(call, keep),

@@ -110,8 +110,9 @@ pub(super) fn add_routes(
     Ok(())
 }
 
-/// Gets addresses from an IPAM plugin and passes them to `then`. If that fails, releases them.
-/// An IPAM result without addresses is an error, after which IPAM DEL is called as well.
+/// Gets at least one address from an IPAM plugin and passes the result to `then`. If
+/// `then` fails or there is no address, calls IPAM DEL. If IPAM ADD itself fails,
+/// does not: addresses that the attachment already has belong to an earlier call.
 pub(super) fn with_addresses(
     call: &Call<'_>,
     ipam: &str,
@@ -178,8 +179,8 @@ pub(super) fn remove(
     call: &Call<'_>,
     rules: impl FnOnce() -> Result<Option<Nft>, Error>,
 ) -> Result<(), Error> {
-    // host-local must release an address only after its interface was removed. Other
-    // IPAM plugins come first: dhcp sends its release message over the interface.
+    // host-local and static must release an address only after its interface was removed.
+    // Other IPAM plugins come first: dhcp sends its release message over the interface.
     let at_last = ["host-local", "static"].contains(&ipam(call).unwrap_or_default());
     let early = if at_last {
         Ok(())

@@ -83,7 +83,8 @@ impl Plugin for Ipvlan {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        // In a chain, the master is the previous plugin's interface. At CHECK, `prevResult` no longer shows it.
+        // In a chain, the master is the previous plugin's interface. At CHECK,
+        // `prevResult` already is the result of this plugin, so the master is unknown.
         let name = call.config.text("master")?;
         if !name.is_empty() {
             beside(call, call.config.flag("linkInContainer")?, |socket, _| {

@@ -1,6 +1,7 @@
 //! Rotates the log of a running container (`pkg/kubelet/logs/container_log_manager.go`): deletes the oldest files
 //! and renames the current one, after which the runtime opens a new file. Older files are compressed separately.
 //! Compression may take long, and the log may be rotated again meanwhile. Every byte stays in exactly one file.
+//!
 //! Pods with a hostPath of the log directory can create arbitrary files there. All operations
 //! are therefore relative to a handle of the container's log directory and follow no links.
 //! Otherwise a link could make the agent compress any file of the host into the pod's reach.

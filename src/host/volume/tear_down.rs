@@ -7,8 +7,8 @@
 //! - Unmount global mounts that no pod uses.
 //! - Log out of sessions.
 //!
-//! The unmount of an unresponsive remote filesystem is forced after a timeout. Busy filesystems and local disks are never
-//! forced.
+//! The unmount of an unresponsive remote filesystem is forced after a timeout.
+//! Busy filesystems and local disks are never forced.
 
 use std::collections::BTreeSet;
 use std::fs;
