@@ -113,7 +113,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("bandwidth", "GC", &gc);
     assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"), "GC");
-    // After ptp, and with a burst that exceeds 32 bits.
+    // Chained after ptp; a burst of 4 GiB is rejected.
     let line = World::new();
     let config = line.config("1.0.0", json!({"type": "ptp"}));
     let ends = line.ok("ptp", "ADD", &config);
