@@ -1,5 +1,6 @@
-//! `make bench-cni`: these plugins and the distribution's, called in turn as a runtime calls them, in a network namespace of
-//! the benchmark's own. Times are from the start of a process to its end, medians of thirty rounds; what counts is the ratio.
+//! `make bench-cni`: compares these plugins with those of the distribution. Both are called as
+//! a runtime calls them, alternately, in a network namespace of the benchmark. Times last from
+//! the start of a process to its exit and are medians of thirty rounds; the ratio matters.
 #![allow(clippy::unwrap_used)]
 
 use std::fmt::Write as _;
@@ -38,7 +39,7 @@ fn run(program: &str, arguments: &[&str], input: &str) {
     );
 }
 
-/// A set of plugins with a host's namespace of its own; gone when dropped.
+/// A set of plugins with its own host namespace, which is deleted on drop.
 struct Set {
     bin: PathBuf,
     host: String,
@@ -67,7 +68,7 @@ impl Set {
         inside(&self.host, work)
     }
 
-    /// One call; how long it took, and what it said.
+    /// Makes one call. Returns its duration and its output.
     fn call(&self, verb: &str, container: &str, netns: &str, config: &Value) -> (Duration, Value) {
         let text = config.to_string();
         let mut command = Command::new(self.bin.join(config["type"].as_str().unwrap()));
@@ -156,7 +157,7 @@ impl Set {
         plugins.iter().map(config).collect()
     }
 
-    /// The medians of ADD and DEL of a chain in milliseconds.
+    /// The medians of ADD and DEL of a chain, in milliseconds.
     fn measure(&self, plugins: &[&str], masquerade: bool) -> [f64; 2] {
         let chain = self.chain(plugins, masquerade);
         let (mut adds, mut dels) = (vec![], vec![]);
@@ -169,7 +170,7 @@ impl Set {
                 (add, self.del(&name, &netns, &chain, &result))
             });
             run("ip", &["netns", "del", &name], "");
-            // The first makes bridge and tables.
+            // The first round creates the bridge and the tables.
             if round > 0 {
                 adds.push(add);
                 dels.push(del);
@@ -178,7 +179,7 @@ impl Set {
         [median(adds), median(dels)]
     }
 
-    /// Removal of nothing but a veth pair such as a container has, in milliseconds.
+    /// The time to delete just a veth pair like a container's, in milliseconds.
     fn removal(&self) -> f64 {
         let once = |round: usize| {
             let name = format!("{}-v{round}", self.host);
@@ -221,7 +222,8 @@ impl Set {
         median((0..ROUNDS).map(once).collect())
     }
 
-    /// The 99th percentile of fifty chains at once, how many failed, and how many rules are there twice.
+    /// Runs fifty chains at once. Returns the 99th percentile,
+    /// the number of failures and the number of duplicate rules.
     fn at_once(&self) -> (f64, usize, usize) {
         let chain = self.chain(&["bridge", "portmap"], true);
         let names: Vec<String> = (0..AT_ONCE).map(|i| format!("{}-{i}", self.host)).collect();
@@ -290,7 +292,7 @@ fn inside<T: Send>(namespace: &str, work: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// Rules that their chain has more than once.
+/// The number of rules that occur more than once in their chain.
 fn twice(ruleset: &str) -> usize {
     let mut seen = std::collections::HashSet::new();
     let (mut chain, mut found) = (String::new(), 0);
@@ -318,7 +320,7 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times[times.len() / 2].as_secs_f64() * 1000.0
 }
 
-/// Foreign rules, as a busy kube-proxy makes them.
+/// Adds foreign rules, as many as a busy kube-proxy creates.
 fn fill(set: &Set) {
     let mut rules = String::from(
         "*nat\n:KUBE-SERVICES - [0:0]\n-A PREROUTING -j KUBE-SERVICES\n-A OUTPUT -j KUBE-SERVICES\n",

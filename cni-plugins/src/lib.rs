@@ -1,11 +1,18 @@
-//! CNI plugins that any runtime can use: `bridge`, `host-local` and `loopback`, spec 0.1.0 to 1.1.0.
+//! The CNI plugins of Holdfast, for any container runtime: all of [`plugins`], protocol versions 0.1.0 to 1.1.0.
 //!
-//! One binary that behaves as the plugin it is called as. It talks netlink only: no plugin runs `ip`,
-//! `nft` or `iptables`, and there is no async runtime, as process start is most of what a call costs.
+//! A single binary acts as the plugin by whose name it is called. It uses netlink only: no plugin runs `ip`,
+//! `nft` or `iptables`. It has no async runtime, since starting the process takes most of the time of a call.
 //!
-//! `skel` reads environment and standard input and dispatches the verb; `plugins` hold one file a
-//! plugin; `ipam` the address store; `net` the only code that talks to the kernel; `cni` the
-//! protocol's own types.
+//! In comments, "the reference" means the plugins of containernetworking/plugins, with which these are interchangeable.
+//!
+//! The modules:
+//!
+//! - [`skel`] reads the environment and standard input and dispatches the verb;
+//! - [`plugins`] has a file per plugin;
+//! - [`ipam`] manages addresses;
+//! - [`dhcp`] is the DHCP client and its daemon;
+//! - [`net`] is the only module that talks to the kernel;
+//! - [`cni`] has the types of the protocol.
 
 pub mod cni;
 pub mod dhcp;

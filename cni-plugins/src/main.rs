@@ -1,4 +1,4 @@
-//! The multi-call binary: its name decides which plugin it is.
+//! The multi-call binary: its name selects the plugin.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Called by its own name: what it is, or its installation.
+/// Handles a call by the binary's own name: `install` or the help text.
 fn own() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -66,7 +66,7 @@ fn own() -> ExitCode {
     }
 }
 
-/// `host-local audit`.
+/// Runs `host-local audit`.
 fn audit(arguments: &[String]) -> ExitCode {
     match holdfast_cni::ipam::audit::run(arguments) {
         Ok((text, well)) => {
@@ -80,7 +80,8 @@ fn audit(arguments: &[String]) -> ExitCode {
     }
 }
 
-/// Everything appears by rename: a plugin that runs right now is not disturbed, and there is never one missing.
+/// Installs all plugins into a directory. Each file is renamed into
+/// place, so that running plugins continue and none is ever missing.
 fn install(dir: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(dir)?;
     let fresh = dir.join(format!(".holdfast-cni.{}", std::process::id()));

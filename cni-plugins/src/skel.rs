@@ -1,5 +1,5 @@
-//! The process contract of a plugin (CNI reference spec, 1.1 to 1.4): environment in, one JSON document
-//! out, exit code 0 or 1.
+//! The process contract of a plugin (CNI spec 1.1, section 2). Input: environment variables and a JSON
+//! document on standard input. Output: one JSON document on standard output, and exit code 0 or 1.
 
 use std::io::{Read as _, Write as _};
 use std::process::ExitCode;
@@ -9,16 +9,16 @@ use serde_json::{Value, json};
 use crate::cni::{Error, Json, Owner, Success, VERSIONS, at_least};
 use crate::net::netns;
 
-/// The largest configuration that is read.
+/// The largest configuration, in bytes.
 const INPUT_LIMIT: u64 = 4 << 20;
 
-/// One call of a plugin.
+/// The parameters of a call.
 pub struct Call<'a> {
     /// The container's id.
     pub container: String,
-    /// The path of its network namespace, perhaps empty on DEL.
+    /// The path of its network namespace; may be empty on DEL.
     pub netns: String,
-    /// The interface in the container.
+    /// The name of the interface in the container.
     pub ifname: String,
     /// `CNI_ARGS`.
     pub args: String,
@@ -26,9 +26,9 @@ pub struct Call<'a> {
     pub path: String,
     /// The network configuration.
     pub config: Json<'a>,
-    /// Its bytes, for delegates.
+    /// The unparsed configuration, for delegated plugins.
     pub input: &'a [u8],
-    /// Its version.
+    /// The `cniVersion` of the configuration.
     pub version: &'a str,
 }
 
@@ -38,12 +38,12 @@ impl Call<'_> {
         self.config.text("name")
     }
 
-    /// Whose things on the host are those of this attachment.
+    /// The owner of everything that this attachment has on the host.
     pub fn owner(&self) -> Result<Owner, Error> {
         Ok(Owner::new(self.network()?, &self.container, &self.ifname))
     }
 
-    /// The result of the chain so far, without which `plugin` can do nothing.
+    /// The result of the previous plugin; an error without one, since `plugin` works only in a chain.
     pub fn chained(&self, plugin: &str) -> Result<Success, Error> {
         self.previous()?.ok_or_else(|| {
             Error::config(format!(
@@ -52,7 +52,7 @@ impl Call<'_> {
         })
     }
 
-    /// The result of the chain so far, if there is one.
+    /// The result of the previous plugin, if there is one.
     pub fn previous(&self) -> Result<Option<Success>, Error> {
         self.config
             .get("prevResult")
@@ -61,31 +61,31 @@ impl Call<'_> {
     }
 }
 
-/// What a plugin does. Verbs that it does not implement succeed.
+/// A plugin. Verbs without an implementation succeed.
 pub trait Plugin: Sync {
-    /// Its name.
+    /// The name by which the plugin is called.
     fn name(&self) -> &'static str;
-    /// The versions of the protocol that it speaks.
+    /// The protocol versions that the plugin supports.
     fn versions(&self) -> &'static [&'static str] {
         VERSIONS
     }
-    /// ADD.
+    /// ADD: attaches the container to the network.
     fn add(&self, call: &Call<'_>) -> Result<Success, Error>;
-    /// DEL: best effort, and again is fine.
+    /// DEL: best effort and idempotent.
     fn del(&self, call: &Call<'_>) -> Result<(), Error>;
-    /// CHECK.
+    /// CHECK: verifies that the attachment is as ADD has left it.
     fn check(&self, call: &Call<'_>) -> Result<(), Error>;
-    /// GC: `keep` lists container ids and interfaces that are still wanted.
+    /// GC: `keep` lists the container ids and interfaces of valid attachments.
     fn gc(&self, _call: &Call<'_>, _keep: &[(String, String)]) -> Result<(), Error> {
         Ok(())
     }
-    /// STATUS.
+    /// STATUS: verifies that the plugin can serve ADD.
     fn status(&self, _call: &Call<'_>) -> Result<(), Error> {
         Ok(())
     }
 }
 
-/// Runs a plugin as this process was called.
+/// Runs a plugin with the environment of this process.
 pub fn run(plugin: &dyn Plugin) -> ExitCode {
     let env = |name: &str| std::env::var(name).unwrap_or_default();
     if env("CNI_COMMAND").is_empty() {
@@ -113,7 +113,7 @@ pub fn run(plugin: &dyn Plugin) -> ExitCode {
     code
 }
 
-/// The variables that a command needs (CNI spec, section 2).
+/// The variables that a command requires (CNI spec 1.1, section 2).
 fn needed(command: &str) -> Result<&'static [&'static str], Error> {
     match command {
         "ADD" | "CHECK" => Ok(&["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"]),
@@ -126,7 +126,7 @@ fn needed(command: &str) -> Result<&'static [&'static str], Error> {
     }
 }
 
-/// Reads the configuration.
+/// Reads the configuration from standard input.
 fn input() -> Result<(Vec<u8>, Value), Error> {
     let mut input = Vec::new();
     std::io::stdin()
@@ -147,7 +147,7 @@ fn input() -> Result<(Vec<u8>, Value), Error> {
     Ok((input, parsed))
 }
 
-/// The version of a configuration, one that the plugin has; it names its network.
+/// Validates the name of the network and the `cniVersion`, and returns the version.
 fn checked<'a>(plugin: &dyn Plugin, config: Json<'a>) -> Result<&'a str, Error> {
     let name = config.text("name")?;
     if name.is_empty() {
@@ -169,7 +169,7 @@ fn checked<'a>(plugin: &dyn Plugin, config: Json<'a>) -> Result<&'a str, Error> 
     Ok(given)
 }
 
-/// Whether the command may be used with a configuration of this version.
+/// Checks that a configuration of this version allows the command.
 fn allows(given: &str, command: &str) -> Result<(), Error> {
     let least = match command {
         "CHECK" => "0.4.0",
@@ -248,7 +248,7 @@ fn call(
             plugin.check(&call).map(|()| None)
         }
         "STATUS" => plugin.status(&call).map(|()| None),
-        // A missing list says nothing about what is valid: then nothing is removed.
+        // Without a list of valid attachments, GC removes nothing.
         _ => match keep(config)? {
             Some(keep) => plugin.gc(&call, &keep).map(|()| None),
             None => Ok(None),
@@ -289,7 +289,7 @@ fn check_id(what: &str, id: &str) -> Result<(), Error> {
     ))
 }
 
-/// Refuses what cannot be the name of an interface.
+/// Checks that a name is valid for an interface.
 pub fn check_ifname(name: &str) -> Result<(), Error> {
     let why = if name.is_empty() {
         "it is empty"

@@ -1,4 +1,5 @@
-//! The cgroups of pods: made as directories, or by systemd as slices (kubelet spec, 7.1).
+//! The cgroups of pods, created as directories or by systemd as slices
+//! (`pkg/kubelet/cm/cgroup_manager_linux.go`, `pkg/kubelet/cm/pod_container_manager_linux.go`).
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,37 +15,38 @@ use crate::core::pod::qos::QosClass;
 use crate::sys;
 use crate::sys::systemd::Slices;
 
-/// How often it is looked whether somebody else has changed the node's own cgroups.
+/// Interval between checks whether another program has changed the node's cgroups.
 const LOOK: Duration = Duration::from_secs(5);
-/// With every so many looks the pods' are looked at, too.
+/// Every n-th check includes the cgroups of pods.
 const PODS_EVERY: u32 = 2;
-/// How long systemd may take to write what it was told.
+/// Time for systemd to apply the properties of a unit.
 const SETTLE: Duration = Duration::from_millis(200);
-/// How often it is looked whether a new slice is there, and how many times.
+/// Interval between checks whether a new slice exists, and the maximum number of checks.
 const APPEARS: (Duration, u32) = (Duration::from_millis(20), 50);
 
-/// How often the cgroups of containers are looked for at most, where only the runtime knows where it puts them.
+/// Minimum interval between searches for containers' cgroups,
+/// in the mode in which only the runtime knows their location.
 const SEARCH: Duration = Duration::from_secs(5);
 
-/// The cgroups that the pods of each class lie in.
+/// The cgroups that contain the pods of each QoS class.
 const CLASSES: [(QosClass, Group); 3] = [
     (QosClass::Guaranteed, Group::Pods),
     (QosClass::Burstable, Group::Burstable),
     (QosClass::BestEffort, Group::BestEffort),
 ];
 
-/// Whose a cgroup is.
+/// Who creates a cgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Owner {
-    /// A pod's: made with it.
+    /// Created for a pod.
     Pod,
-    /// One above pods: made where it is missing.
+    /// An ancestor of pods' cgroups; created if it is missing.
     Node,
-    /// Made by others: it only gets values.
+    /// Created by other programs; only values are written.
     Somebody,
 }
 
-/// What a cgroup was given last; none where that failed. Locked while it is written.
+/// The values last written to a cgroup; `None` if writing failed. Locked while the values are being written.
 type Given = Arc<tokio::sync::Mutex<Option<Values>>>;
 
 struct Known {
@@ -52,28 +54,28 @@ struct Known {
     given: Given,
 }
 
-/// Where containers were found, by id, and when they were looked for.
+/// The cgroups of containers by container id, and the time of the last search.
 #[derive(Default)]
 struct Found {
     at: Option<Instant>,
     places: BTreeMap<String, String>,
 }
 
-/// Who makes the cgroups of the node and of its pods here, and where.
+/// Creates and updates the cgroups of the node and of its pods.
 pub struct Cgroups {
     root: String,
     driver: Driver,
     slices: Slices,
-    /// The bytes of a huge page of each size that the kernel has.
+    /// The sizes of huge pages that the kernel supports, in bytes.
     page_sizes: Vec<u64>,
     known: Mutex<BTreeMap<String, Known>>,
     looks: AtomicU32,
-    /// Whether pods have none (`cgroupsPerQOS: false`).
+    /// Whether pods have no cgroups (`cgroupsPerQOS: false`).
     flat: bool,
     found: Mutex<Found>,
 }
 
-/// The settings that a cgroup with these values has.
+/// The settings that correspond to these values.
 fn wanted(values: &Values, systemd: bool) -> Vec<Setting> {
     let unified = sys::cgroup::is_v2();
     match systemd {
@@ -82,7 +84,7 @@ fn wanted(values: &Values, systemd: bool) -> Vec<Setting> {
     }
 }
 
-/// Limits the huge pages of a slice, of which systemd knows nothing.
+/// Limits the huge pages of a slice, since systemd has no property for them.
 async fn limit_huge_pages(path: String, mut settings: Vec<Setting>) -> Result<(), HostError> {
     settings.retain(|s| s.controller == Controller::HugeTlb);
     let (pause, most) = APPEARS;
@@ -105,7 +107,7 @@ async fn limit_huge_pages(path: String, mut settings: Vec<Setting>) -> Result<()
 }
 
 impl Cgroups {
-    /// Below `root`, which is `/` or a cgroup of its own.
+    /// Manages cgroups below `root`, which is `/` or another cgroup.
     #[must_use]
     pub fn new(root: &str, driver: Driver) -> Cgroups {
         let page_sizes = sys::machine::huge_pages().into_iter();
@@ -121,14 +123,14 @@ impl Cgroups {
         }
     }
 
-    /// The same where neither pods nor their classes have cgroups: nothing is made or removed for pods, and the runtime
-    /// says where their containers lie.
+    /// Switches to the mode without cgroups for pods and QoS classes. Nothing is
+    /// created or removed for pods, and the runtime chooses the location of containers.
     #[must_use]
     pub fn without_pods(self) -> Cgroups {
         Cgroups { flat: true, ..self }
     }
 
-    /// The bytes of a huge page of each size that the kernel has.
+    /// The sizes of huge pages that the kernel supports, in bytes.
     pub(in crate::host) fn page_sizes(&self) -> &[u64] {
         &self.page_sizes
     }
@@ -137,7 +139,8 @@ impl Cgroups {
         cgroup::pod_path(&self.root, self.driver, class, uid)
     }
 
-    /// Where a pod's lies below the hierarchies, or a container's by its id; none where there is none that is known.
+    /// The path of a pod's or container's cgroup relative to the
+    /// cgroup hierarchies; `None` if it does not exist or is unknown.
     pub(in crate::host) fn place(
         &self,
         class: QosClass,
@@ -151,7 +154,7 @@ impl Cgroups {
         }
     }
 
-    /// Where the runtime has put a container. A container never moves.
+    /// The cgroup in which the runtime has put a container. A container never moves.
     fn search(&self, id: &str) -> Option<String> {
         let mut found = lock(&self.found);
         if let Some(place) = found.places.get(id) {
@@ -165,7 +168,7 @@ impl Cgroups {
         found.places.get(id).cloned()
     }
 
-    /// Where all pods' lies; where they have none, the root that the configuration names.
+    /// The path of the cgroup of all pods; without cgroups for pods, that of the configured root.
     pub(in crate::host) fn place_of_all(&self) -> String {
         match self.flat {
             true => self.place_of(&Group::Root),
@@ -173,7 +176,7 @@ impl Cgroups {
         }
     }
 
-    /// Where the cgroups of the classes that have one lie.
+    /// The paths of the cgroups of QoS classes that have one.
     pub(in crate::host) fn places_of_classes(&self) -> Vec<String> {
         if self.flat {
             return vec![];
@@ -187,7 +190,7 @@ impl Cgroups {
         self.path(&group.name(&self.root, self.driver))
     }
 
-    /// The path of a cgroup below the hierarchies; a slice's name stands for one.
+    /// The path of a cgroup relative to the hierarchies. With systemd, `name` is a slice.
     fn path(&self, name: &str) -> String {
         match self.driver {
             Driver::Systemd => cgroup::place(name, None),
@@ -195,7 +198,7 @@ impl Cgroups {
         }
     }
 
-    /// Whether a cgroup of the node is there.
+    /// Whether this cgroup of the node exists.
     #[must_use]
     pub fn has(&self, group: &Group) -> bool {
         sys::cgroup::exists(&self.place_of(group))
@@ -205,7 +208,7 @@ impl Cgroups {
         lock(&self.known)
     }
 
-    /// Gives a cgroup its values and keeps in mind that it has them; the answer is what was different.
+    /// Writes values to a cgroup and remembers them. Returns the differences from the previous values.
     async fn give(
         &self,
         name: &str,
@@ -227,7 +230,7 @@ impl Cgroups {
         Ok(changes)
     }
 
-    /// The one place where values are written.
+    /// Writes values to a cgroup. No other code does so.
     async fn write(
         &self,
         name: &str,
@@ -256,7 +259,7 @@ impl Cgroups {
         }
         self.slices.ensure(name, values.properties(unified)).await?;
         if unified && sys::cgroup::has_controller(Controller::HugeTlb) {
-            // A pod without these limits is better than none: its containers have them all the same.
+            // A pod without these limits is better than none, and its containers have them in any case.
             if let Err(error) = limit_huge_pages(path, settings).await {
                 tracing::debug!(name, %error, "the huge pages of a slice are not limited");
             }
@@ -264,8 +267,8 @@ impl Cgroups {
         Ok(changes)
     }
 
-    /// Makes a pod's, or gives it these values; the answer is what the runtime is told, which is nothing where pods have
-    /// none.
+    /// Creates or updates a pod's cgroup. Returns the cgroup parent
+    /// for the runtime, which is empty if pods have no cgroups.
     pub(in crate::host) async fn ensure(
         &self,
         class: QosClass,
@@ -280,7 +283,7 @@ impl Cgroups {
         Ok(name)
     }
 
-    /// A pod's, in the driver's spelling; empty where pods have none. Nothing is touched.
+    /// The name of a pod's cgroup in the driver's syntax; empty if pods have no cgroups. Changes nothing.
     pub(in crate::host) fn parent(&self, class: QosClass, uid: &str) -> String {
         match self.flat {
             true => String::new(),
@@ -288,7 +291,7 @@ impl Cgroups {
         }
     }
 
-    /// The bytes of memory that a pod's uses, caches included; none where that is not known.
+    /// The memory usage of a pod in bytes, including caches; `None` if unknown.
     pub(in crate::host) fn memory_in_use(&self, class: QosClass, uid: &str) -> Option<u64> {
         if self.flat {
             return None;
@@ -296,7 +299,7 @@ impl Cgroups {
         sys::cgroup::memory_in_use(&self.path(&self.name(class, uid)))
     }
 
-    /// Gives the node's own cgroups their values, each by itself; the answers are in their order.
+    /// Writes values to the node's cgroups, each independently. Returns the results in the same order.
     pub(in crate::host) async fn apply(
         &self,
         tree: &[(Group, Values)],
@@ -314,7 +317,8 @@ impl Cgroups {
                 Group::Pods | Group::Burstable | Group::BestEffort => Owner::Node,
             };
             let mut given = self.give(&name, owner, values).await;
-            // A class may use more already than what it is to have from now on: then it gets no more than that.
+            // A class may already use more memory than its new limit, so that
+            // writing the limit fails. The present usage then becomes the limit.
             let used = sys::cgroup::memory_in_use(&self.path(&name));
             if let (
                 Err(_),
@@ -336,15 +340,15 @@ impl Cgroups {
         answers
     }
 
-    /// Waits until somebody else has changed what cgroups were given, and sets it back. The kernel tells nobody of such
-    /// changes: the files are read again and again.
+    /// Waits until another program has changed values of a cgroup, then restores them.
+    /// The kernel does not notify anyone of such changes, so this polls the files.
     pub(in crate::host) async fn mend(&self) -> Vec<Mended> {
         loop {
             tokio::time::sleep(LOOK).await;
             let looks = self.looks.fetch_add(1, Ordering::Relaxed);
             let suspects = self.changed(looks.is_multiple_of(PODS_EVERY)).await;
             if self.driver == Driver::Systemd && !suspects.is_empty() {
-                // systemd writes a moment after it was told.
+                // systemd applies properties with a delay.
                 tokio::time::sleep(SETTLE).await;
             }
             let mut mended = vec![];
@@ -357,7 +361,7 @@ impl Cgroups {
         }
     }
 
-    /// The cgroups that are not as they were made. One that is being written just now is as it should be.
+    /// The cgroups whose values differ from those written. Skips a cgroup that is being written.
     async fn changed(&self, with_pods: bool) -> Vec<(String, Owner, Given)> {
         let all: Vec<(String, String, Owner, Given)> = self
             .known()
@@ -378,7 +382,7 @@ impl Cgroups {
                     return false;
                 };
                 if !sys::cgroup::exists(path) {
-                    // A pod whose cgroup is gone has no containers: its worker sees to that.
+                    // If a pod's cgroup was removed, its containers are not running. The pod worker handles this.
                     return *owner != Owner::Pod;
                 }
                 !sys::cgroup::differences(path, &wanted(values, systemd)).is_empty()
@@ -408,7 +412,7 @@ impl Cgroups {
         })
     }
 
-    /// Removes a pod's.
+    /// Removes a pod's cgroup.
     pub(in crate::host) async fn remove(
         &self,
         class: QosClass,
@@ -428,7 +432,7 @@ impl Cgroups {
         }
     }
 
-    /// The pods that have one, by uid.
+    /// The pods that have a cgroup, by QoS class and uid.
     pub(in crate::host) async fn pods(&self) -> Result<Vec<(QosClass, String)>, HostError> {
         if self.flat {
             return Ok(vec![]);
@@ -464,7 +468,7 @@ mod tests {
         assert_eq!(cgroups.remove(class, uid).await, Ok(()));
         assert_eq!(cgroups.place_of_all(), "/");
         assert_eq!(cgroups.places_of_classes(), Vec::<String>::new());
-        // The root of the hierarchies is nobody's to set.
+        // The root of the hierarchies cannot be changed.
         let tree = [(Group::Root, Values::default())];
         assert_eq!(cgroups.apply(&tree).await, [Ok(vec![])]);
     }

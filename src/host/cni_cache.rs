@@ -1,8 +1,8 @@
-//! What the runtimes' library for CNI caches of a sandbox's networks (libcni's `CacheDir`, the same with containerd and CRI-O).
+//! libcni's cache of a sandbox's network results (`CacheDir`, the same for containerd and CRI-O).
 //!
-//! It does not have these files written through, and deletes no network whose file it cannot read: after a loss of power a
-//! sandbox that had just been made could never be stopped ("unexpected end of JSON input"). Without the file the plugins are
-//! told to delete what they have made all the same.
+//! libcni does not sync these files, and DEL fails if it cannot parse one. After a power
+//! loss, a recently created sandbox could thus never be stopped ("unexpected end of JSON
+//! input"). Without the file, libcni still calls the plugins to delete the networks.
 
 use std::fs;
 use std::io;
@@ -14,12 +14,13 @@ use super::{HostError, blocking};
 use crate::sys::failure::doing;
 use crate::sys::file;
 
-/// Where the files are, as `NETWORK-SANDBOX-INTERFACE`.
+/// The directory of the files, which are named `NETWORK-SANDBOX-INTERFACE`.
 const DIR: &str = "/var/lib/cni/results";
-/// More than any plugin answers.
+/// Size limit in bytes, larger than any plugin's result.
 const LIMIT: u64 = 1 << 20;
 
-/// Removes what is cached of a sandbox and is no JSON. Whether there was such a file: then the sandbox can be stopped now.
+/// Removes a sandbox's cached results that are not valid JSON. Returns whether
+/// there was such a file, so that stopping the sandbox can now succeed.
 pub async fn remove_torn(sandbox: &str) -> bool {
     let of = sandbox.to_owned();
     match blocking(move || remove_torn_below(Path::new(DIR), &of)).await {
@@ -53,7 +54,7 @@ fn remove_torn_below(dir: &Path, sandbox: &str) -> Result<Vec<PathBuf>, HostErro
             continue;
         }
         let path = entry.path();
-        // One that cannot be read says nothing of what is in it.
+        // An unreadable file may be valid, so it is an error.
         let text = file::read_text(&path, LIMIT).map_err(failing("read", &path))?;
         if serde_json::from_str::<IgnoredAny>(&text).is_err() {
             fs::remove_file(&path).map_err(failing("removed", &path))?;

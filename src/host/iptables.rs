@@ -1,20 +1,21 @@
-//! The chains that a kubelet makes with iptables for others (`makeIPTablesUtilChains`,
+//! The iptables chains that a kubelet creates for other programs (`makeIPTablesUtilChains`,
+//! `pkg/kubelet/kubelet_network_linux.go`,
 //! [KEP-3178](https://github.com/kubernetes/enhancements/tree/master/keps/sig-network/3178-iptables-cleanup)).
 //!
-//! `KUBE-IPTABLES-HINT` tells images that bring an iptables of their own (network plugins, kube-proxy) which of the
-//! kernel's two interfaces the node uses. `KUBE-FIREWALL` drops packets for 127.0.0.0/8 that come from elsewhere: where
-//! kube-proxy lets local addresses be routed, they would reach what listens on localhost only.
+//! `KUBE-IPTABLES-HINT` shows images with a bundled iptables (network plugins, kube-proxy) which of the kernel's
+//! two interfaces the node uses. `KUBE-FIREWALL` drops packets to 127.0.0.0/8 from other machines. Where
+//! kube-proxy enables `route_localnet`, such packets would otherwise reach services that listen on localhost only.
 
 use super::tool::tool;
 use super::{HostError, blocking};
 
 const HINT: &str = "KUBE-IPTABLES-HINT";
 const FIREWALL: &str = "KUBE-FIREWALL";
-/// As kube-proxy writes it too: whoever comes second finds the rule there.
+/// Identical to kube-proxy's rule, so that only one of the two programs adds it.
 const MARTIANS: &str = "--dst 127.0.0.0/8 ! --src 127.0.0.0/8 -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP";
 const COMMENT: &str = "block incoming localnet connections";
 
-/// One family's iptables.
+/// The iptables command of an address family.
 struct Family(&'static str);
 
 impl Family {
@@ -23,9 +24,9 @@ impl Family {
         tool(self.0, &[&common[..], arguments].concat())
     }
 
-    /// Whether what is asked about is there.
+    /// Whether a chain or rule exists.
     fn has(&self, table: &str, arguments: &[&str]) -> Result<bool, HostError> {
-        // 1: it is not there; 2 to 4: it cannot be said.
+        // Exit code 1 means that it does not exist; 2 to 4 are errors.
         match self.run(table, arguments)? {
             (0, _) => Ok(true),
             (1, _) => Ok(false),
@@ -45,7 +46,7 @@ impl Family {
         }
     }
 
-    /// Makes a chain that is not there; true if it was made.
+    /// Creates a chain if it is missing. Returns whether it was missing.
     fn chain(&self, table: &str, chain: &str) -> Result<bool, HostError> {
         let missing = !self.has(table, &["-S", chain])?;
         if missing {
@@ -54,7 +55,7 @@ impl Family {
         Ok(missing)
     }
 
-    /// Puts a rule into a chain of the filter table, with `-I` first or with `-A` last, unless it is there.
+    /// Adds a rule to a chain of the filter table if it is missing, with `-I` at the beginning or with `-A` at the end.
     fn rule(&self, place: &str, chain: &str, rule: &[&str]) -> Result<bool, HostError> {
         let missing = !self.has("filter", &[&["-C", chain], rule].concat())?;
         if missing {
@@ -65,7 +66,7 @@ impl Family {
 
     fn ensure(&self) -> Result<bool, HostError> {
         let mut made = self.chain("mangle", HINT)?;
-        // There is no network of local addresses in IPv6.
+        // IPv6 has no loopback network.
         if self.0 == "iptables" {
             made |= self.chain("filter", FIREWALL)?;
             let comment = ["-m", "comment", "--comment", COMMENT].into_iter();
@@ -79,10 +80,11 @@ impl Family {
     }
 }
 
-/// Makes what is missing, for both families. True if anything was.
+/// Creates missing chains and rules for both families. Returns whether any was missing.
 ///
 /// # Errors
-/// What cannot be made, and why; the other family is seen to nevertheless.
+///
+/// An iptables command failed. Both families are always attempted.
 pub async fn ensure() -> Result<bool, HostError> {
     blocking(|| {
         let families = [Family("iptables"), Family("ip6tables")];
@@ -99,7 +101,7 @@ mod tests {
     use super::*;
     use nix::sched::{CloneFlags, unshare};
 
-    /// In a network of its own, which ends with the thread.
+    /// Runs `work` in a separate network namespace, which is removed when the thread exits.
     fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         let run = || {
             unshare(CloneFlags::CLONE_NEWNET).expect("a network namespace");

@@ -1,4 +1,4 @@
-//! The real machine: directories below the root directory, tmpfs mounts, cgroups.
+//! [`PodHost`](super::PodHost) for the real machine: directories below the root directory, mounts, cgroups.
 
 use std::collections::HashMap;
 use std::fs;
@@ -39,16 +39,16 @@ use crate::sys::patient::Patient;
 use crate::sys::usage::{self, Usage};
 use crate::sys::{cgroup, file, machine, mount, quota, removal};
 
-/// How long a volume may be counted.
+/// Time limit for measuring the usage of a volume.
 const COUNTING: Duration = Duration::from_secs(300);
 
-/// The most that is read of a termination message.
+/// The size limit of a termination message in bytes.
 const MESSAGE_LIMIT: u64 = 4096;
 
-/// The largest environment file.
+/// The size limit of an environment file in bytes.
 const ENV_FILE_LIMIT: u64 = 64 << 10;
 
-/// The end of a log that may stand in for a message: lines, bytes, and how far back is read.
+/// Limits of the log tail that can replace a termination message: lines, bytes, and bytes read from the file.
 const LOG_LINES: usize = 80;
 const LOG_BYTES: usize = 2048;
 const LOG_END: u64 = 64 << 10;
@@ -61,27 +61,27 @@ pub struct LinuxHost {
     pub logs: PathBuf,
     /// The cgroups of pods.
     pub cgroups: Cgroups,
-    /// The number of processes a pod may have.
+    /// The limit of processes per pod.
     pub pids: Option<i64>,
-    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    /// The period of CPU quotas in microseconds; `None` if quotas are not enforced.
     pub cpu_period: Option<u64>,
-    /// Whether the memory that pods ask for is protected (cgroup v2 only).
+    /// Whether memory requests of pods are protected (MemoryQoS, cgroup v2 only).
     pub reserves_memory: bool,
-    /// The ids that pods with user namespaces get.
+    /// The pool of user ids for pods with user namespaces.
     pub users: Pool,
-    /// Is told of volumes that are given to groups.
+    /// Callback for changes of volumes' group ownership.
     pub given: Option<Given>,
-    /// Calls that the kernel may never answer.
+    /// Runs system calls that can block indefinitely.
     pub(in crate::host) patient: Patient,
-    /// Volumes that no pod uses and that stay for now.
+    /// Volumes that no pod uses but that cannot be removed yet.
     pub(in crate::host) staying: Staying,
-    /// Mounts of servers that seem to be gone, as unmounting them has no answer, and since when.
+    /// Mounts of unresponsive servers: unmounting them does not return. With the time of the first attempt.
     pub(in crate::host) silent: Mutex<HashMap<PathBuf, Instant>>,
-    /// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
+    /// Time that unmounting a remote filesystem may block before it is forced.
     pub(in crate::host) force_after: Duration,
 }
 
-/// A pod's uid as one path segment; anything else is refused.
+/// Checks that a text, such as a pod uid, is a single path segment.
 pub(in crate::host) fn segment(text: &str) -> Result<&str, HostError> {
     let fine =
         !text.is_empty() && text != "." && text != ".." && !text.contains('/') && text.len() < 256;
@@ -103,12 +103,13 @@ pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), HostError> {
         )))
 }
 
-/// Removes a directory and all in it, never across a mount; a missing one is fine. What stays is named.
+/// Removes a directory tree, but does not cross mount points. A
+/// missing directory is no error. The error names the remaining files.
 pub(in crate::host) fn remove(dir: &Path) -> Result<(), HostError> {
     removal::remove_tree(dir).map_err(|left| HostError::failed(left.to_string()))
 }
 
-/// The name of the file with the termination message of a container's instance.
+/// The file name of the termination message of a container instance.
 fn message_name(attempt: u32) -> String {
     format!("{attempt:08x}")
 }
@@ -124,8 +125,8 @@ fn last_bytes(mut file: fs::File, limit: u64) -> io::Result<String> {
 }
 
 impl LinuxHost {
-    /// The machine below the directory `root`. Links in its path are resolved here, once: mounts are found by where
-    /// they are, and `/var/lib/kubelet` may lead to a larger disk.
+    /// Creates the host for the root directory `root`. Resolves symlinks in its path once, because
+    /// mounts are found by their real path and `/var/lib/kubelet` may link to a larger disk.
     #[must_use]
     pub fn new(
         root: &Path,
@@ -154,24 +155,24 @@ impl LinuxHost {
         Ok(self.root.join("pods").join(segment(uid)?))
     }
 
-    /// Where the termination messages of a container lie.
+    /// The directory of a container's termination messages.
     fn messages(&self, uid: &str, container: &str) -> Result<PathBuf, HostError> {
         let of_all = self.pod_dir(uid)?.join("containers");
         Ok(of_all.join(segment(container)?))
     }
 
-    /// The file of a termination message that the agent makes.
+    /// The file of a termination message, which the agent creates.
     fn message_file(&self, uid: &str, container: &str, attempt: u32) -> Result<PathBuf, HostError> {
         Ok(self.messages(uid, container)?.join(message_name(attempt)))
     }
 
-    /// Where log collectors look: `containers` beside the directory of pod logs, as `/var/log/containers`
-    /// is beside `/var/log/pods`.
+    /// The directory that log collectors read: `containers` next to the directory
+    /// of pod logs, like `/var/log/containers` next to `/var/log/pods`.
     fn log_links(&self) -> PathBuf {
         self.logs.with_file_name("containers")
     }
 
-    /// Where the logs of a container lie.
+    /// The directory of a container's logs.
     fn log_place(&self, of_pod: &Path, container: &str) -> Result<LogPlace, HostError> {
         let pod = of_pod.file_name().unwrap_or_default();
         Ok(LogPlace {
@@ -238,7 +239,7 @@ impl PodHost for LinuxHost {
         let (pods, dir) = (self.root.join("pods"), self.pod_dir(pod::uid(pod))?);
         let pool = self.users;
         blocking(move || {
-            // One at a time: two pods must not take the same range.
+            // Serialised, so that two pods cannot get the same range.
             static TAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
             let _taking = lock(&TAKING);
             let read = |dir: &Path| {
@@ -684,8 +685,8 @@ impl PodHost for LinuxHost {
     }
 }
 
-/// Removes a pod's directory and its directories of logs, with the links to them, unless something is still mounted below
-/// the first. That goes last: by it what is left is found, should the agent be killed meanwhile.
+/// Removes a pod's directory, its log directories and the links to them, unless there is still a mount below
+/// the pod's directory. Removes the pod's directory last: after a crash it shows that the pod needs cleanup.
 fn remove_pod(dir: &Path, logs: &[PathBuf], links: &Path) -> Result<(), HostError> {
     check_unmounted(dir)?;
     for logs in logs {
@@ -712,7 +713,7 @@ fn remove_links(links: &Path, logs: &Path) -> Result<(), HostError> {
     Ok(())
 }
 
-/// An error where something is still mounted below a directory.
+/// Fails if there is a mount below a directory.
 fn check_unmounted(dir: &Path) -> Result<(), HostError> {
     let mounted = mount::below(dir)?;
     if let Some(mount) = mounted.first() {
@@ -786,7 +787,7 @@ mod tests {
         let pod: Pod = serde_json::from_str(text).expect("a pod");
         let (dir, all) = (root.path().join("pods/u"), root.path().join("l"));
         fs::create_dir_all(&dir).expect("mkdir");
-        // Nothing below it can be removed.
+        // With a file in place of the log directory, removing the logs fails.
         fs::write(&all, "").expect("a file");
         assert!(host.remove_directories(&pod, false).await.is_err() && dir.exists());
         fs::remove_file(&all).expect("removed");

@@ -1,6 +1,6 @@
 //! What a pod has on this machine besides its containers: a cgroup, directories, volumes, logs.
 //!
-//! [`PodHost`] is the narrow trait the agent calls; [`linux::LinuxHost`] does it for real.
+//! The agent uses the trait [`PodHost`]; [`linux::LinuxHost`] implements it for the real machine.
 
 pub mod cgroups;
 pub mod cni_cache;
@@ -33,11 +33,11 @@ use crate::sys::usage::Usage;
 
 pub use crate::sys::failure::{HostError, HostErrorKind};
 
-/// Does work on the filesystem where it holds up nobody.
+/// Runs blocking filesystem work on a separate thread.
 ///
 /// # Errors
 ///
-/// What `work` says, or that it has panicked.
+/// The error of `work`, or a panic of it.
 pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
 ) -> Result<T, HostError> {
@@ -46,7 +46,8 @@ pub async fn blocking<T: Send + 'static>(
     })
 }
 
-/// Volumes and disks that no pod uses and that stay for now. Repetitions are logged after pauses that grow.
+/// Rate-limits log messages about volumes and disks that no pod uses but that
+/// cannot be removed yet. Repetitions are logged at increasing intervals.
 #[derive(Debug, Default)]
 pub(crate) struct Staying(Mutex<RepeatedFailures<String>>);
 
@@ -65,36 +66,36 @@ impl Staying {
     }
 }
 
-/// A volume of a pod that was taken away, or could not be.
+/// The outcome of removing a volume of a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TakenAway {
-    /// Its plugin, for instance `kubernetes.io/secret`.
+    /// The plugin, for instance `kubernetes.io/secret`.
     pub plugin: String,
-    /// Whether it is a device and not a filesystem.
+    /// Whether the volume is a block device.
     pub block: bool,
-    /// Whether it is what all pods had, which goes with the last of them.
+    /// Whether this is the global mount, which is removed after its last pod.
     pub staged: bool,
-    /// Whether it could not be taken away.
+    /// Whether removing it failed.
     pub has_failed: bool,
-    /// How long it took.
+    /// The duration of the removal.
     pub took: Duration,
 }
 
-/// Is told of each volume that is taken away.
+/// Callback for each volume whose removal has succeeded or failed.
 pub type OnTakenAway<'a> = &'a (dyn Fn(TakenAway) + Send + Sync);
 
-/// The part of a volume that a container mounts.
+/// A container's mount of a volume, or of a part of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubPath {
     /// The container's name.
     pub container: String,
-    /// The place of the mount among the container's.
+    /// The index among the container's volume mounts.
     pub index: usize,
-    /// The path in the volume, if not all of it is mounted.
+    /// The subPath; `None` mounts the whole volume.
     pub path: Option<String>,
 }
 
-/// The log of one instance of a container.
+/// Identifies the log of a container instance.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Log {
     /// The pod's namespace.
@@ -109,94 +110,94 @@ pub struct Log {
     pub attempt: u32,
 }
 
-/// The machine's side of pods. Removing what is gone succeeds.
+/// The host's side of pods. Removing something that no longer exists succeeds.
 #[async_trait]
 pub trait PodHost: Send + Sync + 'static {
-    /// Makes the pod's cgroup and sets its values, a limit of its CPU time only with `cpu_limit`. The answer is the parent
-    /// that the runtime is given; it is empty where pods have no cgroups, and nothing is made.
+    /// Creates or updates the pod's cgroup; limits its CPU time only if `cpu_limit` is set. Returns the
+    /// cgroup parent for the runtime. If pods have no cgroups, does nothing and returns an empty string.
     async fn ensure_cgroup(&self, pod: &Pod, cpu_limit: bool) -> Result<String, HostError>;
-    /// The pod's cgroup as [`PodHost::ensure_cgroup`] names it. Nothing is touched.
+    /// The name of the pod's cgroup, as returned by [`PodHost::ensure_cgroup`]. Changes nothing.
     fn cgroup_parent(&self, pod: &Pod) -> String;
-    /// The bytes of memory that the pod uses, caches included; none where that is not known.
+    /// The memory usage of the pod in bytes, including caches; `None` if unknown.
     fn memory_of_pod(&self, _pod: &Pod) -> Option<u64> {
         None
     }
-    /// Gives the node's own cgroups their values, and makes those that are to be made. The answers are in their order: what
-    /// was different, or why one could not be set.
+    /// Writes values to the node's cgroups, and creates missing ones that the agent owns. For
+    /// each, returns the differences from the previous values or the error, in the same order.
     async fn apply_tree(
         &self,
         tree: &[(Group, Values)],
     ) -> Vec<Result<Vec<Difference>, HostError>> {
         tree.iter().map(|_| Ok(vec![])).collect()
     }
-    /// Waits until somebody else has changed a cgroup of the node or of a pod, and sets it back.
+    /// Waits until another program has changed a cgroup of the node or of a pod, then restores it.
     async fn mend_cgroups(&self) -> Vec<Mended> {
         std::future::pending().await
     }
-    /// Where the cgroup of all pods lies below the hierarchies; where pods have none, the root that the configuration names.
-    /// Nothing is touched.
+    /// The path of the cgroup of all pods relative to the hierarchies.
+    /// If pods have no cgroups, the configured root. Changes nothing.
     fn cgroup_of_all(&self) -> String;
-    /// Where the cgroups of the classes that have one lie.
+    /// The paths of the cgroups of QoS classes that have one.
     fn cgroups_of_classes(&self) -> Vec<String> {
         vec![]
     }
-    /// Where the pod's cgroup lies below the hierarchies, or a container's by its id; none where pods have none
-    /// (`cgroupsPerQOS: false`), and for a container that is not found then. Nothing is touched.
+    /// The path of the cgroup of the pod, or of a container given by its id, relative to the hierarchies. `None` for
+    /// pods without cgroups (`cgroupsPerQOS: false`), and then also for containers that are not found. Changes nothing.
     fn cgroup_path(&self, pod: &Pod, container: Option<&str>) -> Option<String>;
-    /// The ids of the pod's user namespace: those it has already, else a range that no other pod has.
+    /// The id mappings of the pod's user namespace: its existing range, or else a range that no other pod has.
     async fn user_mappings(&self, pod: &Pod) -> Result<Mappings, HostError>;
-    /// Makes the pod's directories.
+    /// Creates the pod's directories.
     async fn make_directories(&self, pod: &Pod) -> Result<(), HostError>;
-    /// The group of a local volume that other pods have too, where this pod asks for another one.
+    /// The group of a local volume that other pods use as well, if this pod requests another group.
     async fn group_of_others(&self, _pod: &Pod, _resolved: &ResolvedVolume) -> Option<u32> {
         None
     }
-    /// Mounts a volume and, for projecting kinds, writes its files.
+    /// Mounts a volume. For projected kinds, also writes the files.
     async fn set_up_volume(
         &self,
         pod: &Pod,
         resolved: &ResolvedVolume,
         files: Option<Files>,
     ) -> Result<(), Problem>;
-    /// Returns when one of the calls that are under way for the pod's volumes has ended: what waits for it is worth a try then.
-    /// Where none is under way, it does not return.
+    /// Waits until a pending call for one of the pod's volumes completes,
+    /// so that the caller can retry. Does not return if no call is pending.
     async fn call_ends(&self, _uid: &str) {
         std::future::pending().await
     }
-    /// Makes the filesystem of a volume that is set up as large as the volume has become.
+    /// Expands the filesystem of a mounted volume to the volume's size.
     async fn grow_volume(&self, _pod: &Pod, _resolved: &ResolvedVolume) -> Result<(), HostError> {
         Ok(())
     }
-    /// The directory or file that a container mounts.
+    /// The path of the directory or file that a container mounts.
     async fn mount_source(
         &self,
         pod: &Pod,
         resolved: &ResolvedVolume,
         place: &SubPath,
     ) -> Result<PathBuf, HostError>;
-    /// Reads a small file of a volume, never outside of it.
+    /// Reads a small file of a volume. Links cannot lead out of the volume.
     async fn read_file(
         &self,
         pod: &Pod,
         resolved: &ResolvedVolume,
         path: &str,
     ) -> Result<String, HostError>;
-    /// Writes the pod's `/etc/hosts`; the answer is its path here.
+    /// Writes the pod's `/etc/hosts` and returns its path on the host.
     async fn write_hosts(&self, pod: &Pod, text: String) -> Result<PathBuf, HostError>;
-    /// Makes an empty file for a container's termination message.
+    /// Creates an empty file for a container's termination message and returns its path.
     async fn termination_log(
         &self,
         pod: &Pod,
         container: &str,
         attempt: u32,
     ) -> Result<PathBuf, HostError>;
-    /// What an ended container of a pod left as its termination message.
+    /// The termination message of a terminated container.
     async fn termination_message(&self, uid: &str, container: &Container) -> Option<String>;
-    /// The end of a container's log: at most 80 lines and 2048 bytes.
+    /// The last lines of a container's log: at most 80 lines and 2048 bytes.
     async fn log_tail(&self, pod: &Pod, container: &str, attempt: u32) -> Option<String>;
-    /// The highest restart count that a container has a log of; `None` where it has no log.
+    /// The highest restart count for which a container has a log; `None` without a log.
     async fn last_attempt(&self, pod: &Pod, container: &str) -> Result<Option<u32>, HostError>;
-    /// Links a container's log from the directory that log collectors read.
+    /// Links a container's log into the directory that log collectors read.
     async fn link_log(
         &self,
         pod: &Pod,
@@ -204,7 +205,7 @@ pub trait PodHost: Send + Sync + 'static {
         attempt: u32,
         id: &str,
     ) -> Result<(), HostError>;
-    /// Removes what one ended instance of a container has here: logs, their link, its message.
+    /// Removes the files of a terminated container instance: its logs, their link, its termination message.
     async fn remove_instance(
         &self,
         pod: &Pod,
@@ -212,57 +213,58 @@ pub trait PodHost: Send + Sync + 'static {
         attempt: u32,
         id: &str,
     ) -> Result<(), HostError>;
-    /// The sizes of logs in bytes, in their order and in one visit to the disk; `None` for one that is not there.
+    /// The sizes of logs in bytes, in the same order, read in one blocking call; `None` for a missing log.
     async fn log_sizes(&self, logs: &[Log]) -> Vec<Option<u64>>;
-    /// Moves a log aside, keeping at most `files` in all; the answer puts it back.
+    /// Renames a log for rotation, and removes old files so that at most
+    /// `files` exist. Returns the new name, for [`PodHost::put_log_back`].
     async fn move_log_aside(
         &self,
         log: &Log,
         files: usize,
         stamp: &str,
     ) -> Result<String, HostError>;
-    /// Compresses what was moved aside before the newest of it. It may take long, and the log may be moved aside meanwhile.
+    /// Compresses the rotated files except the newest. May take long; the log may be rotated again meanwhile.
     async fn compress_log(&self, log: &Log) -> Result<(), HostError>;
-    /// Undoes the moving.
+    /// Reverts [`PodHost::move_log_aside`].
     async fn put_log_back(&self, log: &Log, aside: String) -> Result<(), HostError>;
-    /// What a volume on the node's disk uses; counting may end once it is more than `enough` bytes.
+    /// The disk usage of a volume. Counting may stop above `enough` bytes.
     async fn volume_usage(&self, pod: &Pod, volume: &str, enough: u64) -> Result<Usage, HostError>;
-    /// The bytes of a container's logs.
+    /// The size of a container's logs in bytes.
     async fn log_usage(&self, pod: &Pod, container: &str) -> Result<u64, HostError>;
-    /// The filesystem that a directory is on.
+    /// The size and usage of the filesystem that contains a directory.
     async fn filesystem(&self, dir: &Path) -> Result<Filesystem, HostError>;
-    /// Gives a volume that a driver has published to its pod's group.
+    /// Changes the group ownership of a volume that a CSI driver has published.
     async fn give_published(&self, _volume: &Published, _owner: Ownership) -> Result<(), Problem> {
         Ok(())
     }
-    /// Unmounts what pods have mounted within a published volume, where its driver cannot unmount it for that.
+    /// Unmounts what pods have mounted inside a published volume, because the driver cannot unmount the volume before.
     async fn unmount_within(&self, _volume: &Published) -> Result<(), HostError> {
         Ok(())
     }
-    /// Ends the setting up of the pod's volumes, and unmounts the parts of them that its containers had mounted.
+    /// Cancels pending setup of the pod's volumes, and unmounts the subPath mounts of its containers.
     async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError>;
-    /// Unmounts the pod's volumes, and removes what the agent has made for them: emptyDirs and projected files. Of those
-    /// of drivers, `each` is not told.
+    /// Unmounts the pod's volumes and removes the files that the agent has created: emptyDirs
+    /// and projected files. Calls `each` for all volumes except those of CSI drivers.
     async fn tear_down_volumes(&self, uid: &str, each: OnTakenAway<'_>) -> Result<(), HostError>;
     /// Removes the pod's cgroup.
     async fn remove_cgroup(&self, pod: &Pod) -> Result<(), HostError>;
-    /// Removes the cgroup of a container that has ended; processes still in it are killed.
+    /// Removes the cgroup of a terminated container, and kills processes in it.
     async fn remove_container_cgroup(&self, _pod: &Pod, _id: &str) -> Result<(), HostError> {
         Ok(())
     }
-    /// Removes the pod's directory, and its logs unless `keeps_logs`.
+    /// Removes the pod's directory, and its logs unless `keeps_logs` is set.
     async fn remove_directories(&self, pod: &Pod, keeps_logs: bool) -> Result<(), HostError>;
     /// The directory of the pod's logs.
     fn log_directory(&self, pod: &Pod) -> PathBuf;
-    /// The node's own `/etc/hosts`.
+    /// The contents of the node's `/etc/hosts`.
     async fn node_hosts(&self) -> String;
-    /// Uids of pods that have a directory or cgroup here.
+    /// The uids of pods that have a directory or cgroup on this host.
     async fn leftovers(&self) -> Vec<String>;
-    /// How many volumes of CSI drivers a pod has without a readable note.
+    /// The number of a pod's CSI volumes without a readable `vol_data.json`.
     async fn unknown_volumes(&self, uid: &str) -> u64;
-    /// Removes what a pod that nobody knows any more left here besides its volumes, never crossing a mount.
+    /// Removes the leftovers of an orphaned pod except its volumes. Never crosses a mount point.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError>;
-    /// Removes what the runtime's library for CNI has cached of a sandbox and cannot read; whether there was something.
+    /// Removes a sandbox's corrupt results from libcni's cache. Returns whether there were any.
     async fn remove_torn_results(&self, _sandbox: &str) -> bool {
         false
     }

@@ -1,7 +1,7 @@
-//! Running tools of the system: bounded in what they may say, and never through a shell.
+//! Runs system tools with bounded output, and never through a shell.
 //!
-//! What mounts may be killed after a time, or as soon as nobody wants the mount any more. What writes to a disk is
-//! never killed: half a filesystem is worse than a late one.
+//! Tools that mount may be killed after a timeout or when the call is cancelled. Tools that
+//! write to a disk are never killed, because a partial filesystem is worse than a delay.
 
 use std::fs::File;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -13,28 +13,28 @@ use super::HostError;
 use crate::core::backoff::Doubling;
 use crate::sys::patient::Call;
 
-/// How long a tool may take that can be killed.
+/// Timeout for tools that may be killed.
 const HELPER: Duration = Duration::from_secs(110);
-/// How often a tool is looked at: often at first, as most end at once.
+/// Interval between checks whether a tool has exited. Short at first, since most tools exit quickly.
 const LOOK: Doubling = Doubling::new(Duration::from_millis(2), Duration::from_millis(50));
 
-/// When a tool is killed.
+/// When to kill a tool.
 #[derive(Clone, Copy)]
 enum Limit<'a> {
     /// After [`HELPER`].
     Time,
-    /// After that time, or once the call is cancelled.
+    /// After [`HELPER`], or when the call is cancelled.
     Wanted(&'a Call),
     /// Never.
     None,
 }
 
-/// Runs a tool of the system and waits for it, at most 110 seconds. The answer is its code and what it said.
+/// Runs a system tool and waits for at most 110 seconds. Returns its exit code and output.
 pub(in crate::host) fn tool(program: &str, arguments: &[&str]) -> Result<(i32, String), HostError> {
     run(program, arguments, Stdio::null(), Limit::Time)
 }
 
-/// The same for a tool that is killed as soon as nobody wants its result any more. What it has done has to be undone.
+/// Like [`tool`], but also kills the tool when `call` is cancelled. The caller must undo what the tool has done.
 pub(in crate::host) fn tool_while_wanted(
     program: &str,
     arguments: &[&str],
@@ -43,8 +43,8 @@ pub(in crate::host) fn tool_while_wanted(
     run(program, arguments, Stdio::null(), Limit::Wanted(call))
 }
 
-/// The same for a tool that writes to a device: it is waited for however long it takes. `held` is what it inherits as
-/// its input, so that a lock on it is held for as long as the tool lives, also without us.
+/// Like [`tool`], but without a timeout, for tools that write to a device. The tool inherits `held` as its
+/// input, and with it a lock on that file. The lock lasts as long as the tool runs, even if the agent exits.
 pub(in crate::host) fn tool_to_its_end(
     program: &str,
     arguments: &[&str],
@@ -64,7 +64,7 @@ fn run(
             format!("{program} cannot be run ({why}): install the package that has it")
         })
     };
-    // In memory, so that a full disk does not hide what is wrong.
+    // In memory, so that a full disk does not hide the error.
     let output = memfd_create(c"output", MFdFlags::MFD_CLOEXEC).map(File::from)?;
     let said = || output.try_clone().map(Stdio::from);
     let mut child = Command::new(program)
@@ -101,7 +101,7 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
         };
         if over {
             child.kill()?;
-            // It may hang in the kernel even then; this thread is the only one that waits.
+            // The process may block in the kernel even now; only this thread waits for it.
             child.wait()?;
             return Err(format!(
                 "{program} had not ended after {}s and was killed",
@@ -154,7 +154,8 @@ mod tests {
             let held = File::open("/dev/null")?;
             tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
         });
-        // While a thread of tokio's waits, the clock stands: it is not given up before its thread has begun.
+        // While a blocking thread of tokio runs, the paused clock does not
+        // advance, so the call cannot time out before its thread has started.
         tokio::time::pause();
         let begun = tokio::task::spawn_blocking(move || begun.recv());
         let (formatting, begun) = tokio::join!(formatting, begun);

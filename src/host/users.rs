@@ -1,4 +1,4 @@
-//! Which ids of the machine pods with a user namespace get (KEP-127).
+//! The user ids for pods with a user namespace (KEP-127, `pkg/kubelet/userns/userns_manager.go`).
 
 use nix::unistd::User;
 
@@ -8,17 +8,17 @@ use crate::core::pod::users::{Pool, subordinate};
 use crate::sys::failure::doing;
 use crate::sys::process::find_program;
 
-/// Who asks for subordinate ids, as the machine knows the agent.
+/// The user whose subordinate ids the agent uses.
 const USER: &str = "kubelet";
-/// Tells them.
+/// The tool that reads subordinate ids.
 const GETSUBIDS: &str = "getsubids";
 
-/// Those that the machine sets aside for the user `kubelet`, `each` for one of so many pods; all but the machine's own users
-/// where there is no such user, or nothing that could say.
+/// The subordinate ids of the user `kubelet`, divided into ranges of `each` ids for at most
+/// `pods` pods. Without this user or the tool, all ids except those of the machine's own users.
 ///
 /// # Errors
 ///
-/// They are not what pods can get, or cannot be read.
+/// The ids cannot be read, or do not suffice.
 pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
     let user =
         User::from_name(USER).map_err(doing(format!("the user {USER} cannot be looked up")))?;

@@ -1,4 +1,4 @@
-//! The addresses of this machine, as the kernel tells them.
+//! The addresses of this machine, read over rtnetlink.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -16,7 +16,7 @@ impl From<rtnetlink::Error> for HostError {
     }
 }
 
-/// Reads them.
+/// Reads all addresses and the interfaces of the default routes.
 pub async fn read() -> Result<Machine, HostError> {
     const WHAT: &str = "the kernel does not tell the machine's addresses";
     let (connection, handle, _) = rtnetlink::new_connection().map_err(doing(WHAT))?;
@@ -26,14 +26,14 @@ pub async fn read() -> Result<Machine, HostError> {
     found.map_err(doing(WHAT))
 }
 
-/// The interfaces of the default routes among some, in the kernel's order: the lower metric first.
+/// The interfaces of the default routes in the result of a query, in the kernel's order: lowest metric first.
 async fn default_routes(handle: &Handle, query: RouteMessage) -> Vec<u32> {
     let mut found = vec![];
     let mut routes = handle.route().get(query).execute();
-    // A kernel without IPv6 has no such routes.
+    // A kernel without IPv6 returns an error, and has no such routes.
     while let Ok(Some(route)) = routes.try_next().await {
         let header = &route.header;
-        // Other tables are for some packets only.
+        // Other tables apply to some packets only.
         if header.destination_prefix_length != 0
             || header.table != RouteHeader::RT_TABLE_MAIN
             || header.kind != RouteType::Unicast
@@ -60,7 +60,7 @@ async fn query(handle: &Handle) -> Result<Machine, rtnetlink::Error> {
     ];
     let messages: Vec<_> = handle.address().get().execute().try_collect().await?;
     let held = messages.iter().filter_map(|m| {
-        // Such an address is not, or no longer, to be told to others.
+        // Such an address must not, or no longer, be published.
         let passing = AddressHeaderFlags::Tentative
             | AddressHeaderFlags::Deprecated
             | AddressHeaderFlags::Dadfailed;
@@ -71,7 +71,7 @@ async fn query(handle: &Handle) -> Result<Machine, rtnetlink::Error> {
             AddressAttribute::Address(ip) => Some(*ip),
             _ => None,
         })?;
-        // Of IPv6, the kernel calls temporary addresses secondary.
+        // For IPv6, the kernel flags temporary addresses as secondary.
         let temporary = address.is_ipv6() && m.header.flags.contains(AddressHeaderFlags::Secondary);
         (!temporary).then_some((m.header.index, address))
     });
@@ -81,7 +81,7 @@ async fn query(handle: &Handle) -> Result<Machine, rtnetlink::Error> {
     })
 }
 
-/// An address of this machine, for a cluster that it is alone: an IPv4 one if there is one.
+/// An address for a single-machine cluster: IPv4 if available.
 pub async fn default_address() -> Option<IpAddr> {
     read().await.ok()?.any()
 }

@@ -1,8 +1,8 @@
-//! Directories whose files change all at once: the published symlink layout of configMap and secret
-//! volumes (kubelet spec, 9.7).
+//! Directories whose files change atomically: the symlink layout of
+//! configMap and secret volumes (`pkg/volume/util/atomic_writer.go`).
 //!
-//! The files lie in a directory of their own, `..data` links to it, and every visible name links through
-//! `..data`. A change makes a new directory and renames one link.
+//! The files are in a versioned directory, `..data` links to it, and every visible
+//! name links through `..data`. A change creates a new directory and renames one link.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,14 +17,14 @@ use crate::core::volume::payload::Files;
 
 const DATA: &str = "..data";
 
-/// The bits that a volume's group needs of its files, and of directories besides (kubelet spec, 9.7: such volumes are
-/// read-only).
+/// The mode bits that a volume's group needs on files, and additionally on
+/// directories (`pkg/volume/volume_linux.go`; these volumes are read-only).
 const FILE: u32 = 0o440;
 const DIR: u32 = 0o2110 | FILE;
 
-/// Makes the directory hold exactly `files`; true if their content has changed. Under a `group` every file is the
-/// group's and readable for it. Visible links that are missing are made again in any case: an agent may have been
-/// killed between the two steps of a change.
+/// Makes the directory contain exactly `files`. Returns whether their contents have changed.
+/// With a `group`, every file belongs to it and is readable for it. Always recreates missing
+/// visible links, because an agent may have been killed between the two steps of a change.
 pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::Result<bool> {
     let current = fs::read_link(dir.join(DATA))
         .ok()
@@ -51,7 +51,7 @@ pub fn write(dir: &Path, files: &Files, group: Option<u32>, stamp: &str) -> io::
     Ok(!unchanged)
 }
 
-/// Writes a new version of the files.
+/// Writes the files into a new version directory.
 fn fill(version: &Path, files: &Files, group: Option<u32>) -> io::Result<()> {
     make_dir(version, group)?;
     for (path, file) in files {
@@ -122,8 +122,8 @@ fn walk(dir: &Path, below: &Path, found: &mut BTreeSet<PathBuf>) -> io::Result<(
     Ok(())
 }
 
-/// Makes the visible links, and removes those without a file, and versions that are not `current`. A link belongs to the
-/// owner of its files, as in upstream since 1.36 (`pkg/volume/util/atomic_writer.go`).
+/// Creates the visible links, and removes links without a file and versions other than `current`. A
+/// link belongs to the owner of its file, as upstream since 1.36 (`pkg/volume/util/atomic_writer.go`).
 fn publish(dir: &Path, files: &Files, current: &Path) -> io::Result<()> {
     let mut wanted: BTreeMap<&str, Option<u32>> = BTreeMap::new();
     for (path, file) in files {
@@ -214,7 +214,7 @@ mod tests {
         let content = files(&[("a", "1"), ("d/x", "2")]);
         write(dir.path(), &content, None, "t").expect("first");
         let version = fs::read_link(dir.path().join(DATA)).expect("link");
-        // Killed before the links were made, after a stray one, and before the old version went.
+        // The state after a kill: visible links are missing or stray, and the old version still exists.
         fs::remove_file(dir.path().join("a")).expect("removed");
         fs::remove_file(dir.path().join("d")).expect("removed");
         symlink("..data/elsewhere", dir.path().join("d")).expect("link");
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!(stat("key"), (4242, 0o440));
         assert_eq!(stat("d/x"), (4242, 0o440));
         assert_eq!(stat("d"), (4242, 0o2755));
-        // Without a group the mode is what was asked for.
+        // Without a group, files have the requested mode.
         content.insert("new".into(), File::new(b"3".to_vec(), 0o400));
         write(dir.path(), &content, None, "u").expect("written");
         assert_eq!(stat("key").1, 0o400);
@@ -262,7 +262,7 @@ mod tests {
         }
         let dir = tempfile::tempdir().expect("a directory");
         let mut content = files(&[("token", "1"), ("d/x", "2"), ("d/y", "3"), ("ca.crt", "4")]);
-        // As an agent of before left it.
+        // As an earlier version wrote it.
         write(dir.path(), &content, None, "t").expect("written");
         for path in ["token", "d/y"] {
             content.get_mut(path).expect("a file").owner = Some(4242);

@@ -1,5 +1,5 @@
-//! Files below a directory that a pod can influence: opened with `openat2` and `RESOLVE_BENEATH`, so
-//! that no link leads outside, whoever swaps what meanwhile.
+//! Access to files below a directory that a pod can modify. Opens them with `openat2` and
+//! `RESOLVE_BENEATH`, so that no link leads outside, even if files are replaced concurrently.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -27,7 +27,7 @@ fn without_links(how: OpenHow) -> OpenHow {
     )
 }
 
-/// Whether the kernel has `openat2` (Linux 5.6), without which nothing here works.
+/// Whether the kernel has `openat2` (Linux 5.6), which this module requires.
 #[must_use]
 pub fn is_supported() -> bool {
     let root = Dir::open(Path::new("/"));
@@ -36,7 +36,7 @@ pub fn is_supported() -> bool {
 }
 
 impl Dir {
-    /// Opens a directory whose path is ours.
+    /// Opens a directory whose path is trusted.
     pub fn open(path: &Path) -> io::Result<Dir> {
         let fd = nix::fcntl::open(
             path,
@@ -46,7 +46,7 @@ impl Dir {
         Ok(Dir(fd))
     }
 
-    /// This directory itself, as something found.
+    /// This directory as a [`Found`].
     pub fn itself(&self) -> io::Result<Found> {
         Found::of(self.0.try_clone()?)
     }
@@ -60,20 +60,20 @@ impl Dir {
         )?))
     }
 
-    /// Opens a directory below this one; no part of the path may be a link.
+    /// Opens a directory below this one. Fails if any part of the path is a symlink.
     pub fn open_dir_without_links(&self, path: &Path) -> io::Result<Dir> {
         let how = how(OFlag::O_DIRECTORY | OFlag::O_PATH);
         Ok(Dir(openat2(self.0.as_fd(), path, without_links(how))?))
     }
 
-    /// Makes a file that must not be there, not even as a link, for writing.
+    /// Creates a file for writing. Fails if the name exists, even as a symlink.
     pub fn create_new(&self, name: &Path, mode: u32) -> io::Result<std::fs::File> {
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_WRONLY | OFlag::O_NOFOLLOW;
         let how = how(flags).mode(Mode::from_bits_truncate(mode));
         Ok(openat2(self.0.as_fd(), name, without_links(how))?.into())
     }
 
-    /// Renames a file in this directory. A file that has the new name already is an error.
+    /// Renames a file in this directory. Fails if the new name exists.
     pub fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let dir = self.0.as_fd();
         Ok(renameat2(
@@ -85,7 +85,7 @@ impl Dir {
         )?)
     }
 
-    /// Removes a file, or a link itself; one that is gone is fine.
+    /// Removes a file, or a symlink itself. A missing file is no error.
     pub fn remove_file(&self, name: &str) -> io::Result<()> {
         match unlinkat(self.0.as_fd(), name, UnlinkatFlags::NoRemoveDir) {
             Ok(()) | Err(nix::errno::Errno::ENOENT) => Ok(()),
@@ -93,7 +93,7 @@ impl Dir {
         }
     }
 
-    /// Opens what is at a relative path, a file or a directory; none where nothing is.
+    /// Opens the file or directory at a relative path; `None` if it does not exist.
     pub fn find(&self, path: &Path) -> io::Result<Option<Found>> {
         match openat2(self.0.as_fd(), path, how(OFlag::O_PATH)) {
             Ok(fd) => Found::of(fd).map(Some),
@@ -102,7 +102,7 @@ impl Dir {
         }
     }
 
-    /// The same. What is missing is made as directories with the mode and owner of this one.
+    /// Like [`Dir::find`], but creates missing directories with the mode and owner of this directory.
     pub fn find_or_make(&self, path: &Path) -> io::Result<Found> {
         if let Some(found) = self.find(path)? {
             return Ok(found);
@@ -114,7 +114,7 @@ impl Dir {
                 Err(nix::errno::Errno::EEXIST) => here = here.open_dir(part)?,
                 Err(error) => return Err(error.into()),
                 Ok(()) => {
-                    // Opened for reading: the mode of a path handle cannot be set.
+                    // Open for reading, because the mode of an O_PATH handle cannot be changed.
                     let made = openat2(
                         here.0.as_fd(),
                         part,
@@ -129,13 +129,13 @@ impl Dir {
         Found::of(here.0)
     }
 
-    /// Opens a file for reading; no part of the path may be a link.
+    /// Opens a file for reading. Fails if any part of the path is a symlink.
     pub fn open_file(&self, path: &Path) -> io::Result<std::fs::File> {
         let how = how(OFlag::O_RDONLY | OFlag::O_NONBLOCK);
         Self::only_a_file(openat2(self.0.as_fd(), path, without_links(how))?)
     }
 
-    /// The same, where links may lead to other places below this directory.
+    /// Like [`Dir::open_file`], but follows symlinks that stay below this directory.
     pub fn open_within(&self, path: &Path) -> io::Result<std::fs::File> {
         Self::only_a_file(openat2(
             self.0.as_fd(),
@@ -144,8 +144,8 @@ impl Dir {
         )?)
     }
 
-    /// The same, where the name may also be that of a link with an absolute path. `at` is this directory's own path: what the
-    /// link names must be below it, and no link on the way there may lead outside.
+    /// Like [`Dir::open_within`], but the file may also be a symlink with an absolute path. `at` is the
+    /// path of this directory; the target must be below it, and no symlink on the way may lead outside.
     pub fn open_linked(&self, at: &Path, path: &Path) -> io::Result<std::fs::File> {
         match self.open_within(path) {
             Err(error) if error.raw_os_error() == Some(libc::EXDEV) => {
@@ -157,7 +157,7 @@ impl Dir {
         }
     }
 
-    /// A pipe would be waited for, a device could do anything.
+    /// Rejects anything but regular files: a FIFO could block, and opening a device could have side effects.
     fn only_a_file(fd: OwnedFd) -> io::Result<std::fs::File> {
         let file = std::fs::File::from(fd);
         if file.metadata()?.is_file() {
@@ -170,7 +170,7 @@ impl Dir {
         }
     }
 
-    /// The names in a directory below this one, in order; directories end with a slash.
+    /// The sorted names in a directory below this one. Names of directories end with a slash.
     pub fn list(&self, path: &Path) -> io::Result<Vec<String>> {
         let fd = openat2(
             self.0.as_fd(),
@@ -211,11 +211,11 @@ impl Dir {
     }
 }
 
-/// Something that was found, held open so that it stays the same whoever renames what.
+/// An open file or directory. The handle refers to the same object even if its path changes.
 #[derive(Debug)]
 pub struct Found {
     fd: OwnedFd,
-    /// Whether it is a directory.
+    /// Whether this is a directory.
     pub is_dir: bool,
     identity: (u64, u64),
 }
@@ -232,14 +232,13 @@ impl Found {
         })
     }
 
-    /// Whether a path leads to the very same thing.
+    /// Whether a path leads to the same object.
     #[must_use]
     pub fn is_at(&self, path: &Path) -> bool {
         nix::sys::stat::lstat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
     }
 
-    /// The path by which the kernel finds it again, for calls that take only paths. It is
-    /// valid while the handle is open.
+    /// A path to the object, for calls that accept only paths. It is valid while the handle is open.
     #[must_use]
     pub fn magic_path(&self) -> std::path::PathBuf {
         use std::os::fd::AsRawFd as _;

@@ -1,7 +1,6 @@
-//! Pod cgroups, on v1 and v2, made directly (cgroupfs driver). Blocking: callers use a blocking thread.
+//! Pod cgroups on v1 and v2, managed directly (cgroupfs driver). All functions block, so callers use a blocking thread.
 //!
-//! cgroups-rs knows which hierarchies there are and writes the values; this module keeps it from
-//! touching anything but the cgroups named here.
+//! cgroups-rs detects the hierarchies; this module restricts access to the cgroups that the caller names.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,7 +15,7 @@ use crate::core::pod::cgroup_values::{Controller, Difference, Setting};
 
 const ROOT: &str = "/sys/fs/cgroup";
 
-/// The controllers of v1 in which pods get a cgroup.
+/// The v1 controllers in which pods get a cgroup.
 const CONTROLLERS: &[&str] = &[
     "cpu",
     "cpuacct",
@@ -36,14 +35,14 @@ const CONTROLLERS: &[&str] = &[
     "unified",
 ];
 
-/// Whether this machine has the unified hierarchy only.
+/// Whether this machine uses only the unified hierarchy.
 #[must_use]
 pub fn is_v2() -> bool {
     static V2: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *V2.get_or_init(cgroups_rs::fs::hierarchies::is_cgroup2_unified_mode)
 }
 
-/// The controllers that the kernel has and that are enabled.
+/// The available and enabled controllers.
 #[must_use]
 pub fn controllers() -> Vec<String> {
     if is_v2() {
@@ -63,7 +62,7 @@ pub fn controllers() -> Vec<String> {
     enabled.collect()
 }
 
-/// Whether the kernel accounts for the swap of cgroups.
+/// Whether the kernel accounts for the swap usage of cgroups.
 #[must_use]
 pub fn accounts_swap() -> bool {
     if !is_v2() {
@@ -71,7 +70,7 @@ pub fn accounts_swap() -> bool {
             .join("memory/memory.memsw.limit_in_bytes")
             .exists();
     }
-    // The root has no such file, every cgroup below it has.
+    // The root has no such file, but every other cgroup does.
     let below = fs::read_dir(ROOT)
         .into_iter()
         .flatten()
@@ -81,8 +80,8 @@ pub fn accounts_swap() -> bool {
         .any(|entry| entry.path().join("memory.swap.max").exists())
 }
 
-/// The hierarchies of this machine: the unified one on v2, every mounted one on v1. They do not change
-/// while the process runs.
+/// The hierarchies of this machine: the unified one on v2, all
+/// mounted ones on v1. They do not change while the process runs.
 fn hierarchies() -> &'static [PathBuf] {
     static FOUND: std::sync::OnceLock<Vec<PathBuf>> = std::sync::OnceLock::new();
     FOUND.get_or_init(|| {
@@ -95,7 +94,7 @@ fn hierarchies() -> &'static [PathBuf] {
             .map(|c| Path::new(ROOT).join(c))
             .filter(|dir| dir.is_dir());
         mounted
-            // `cpu` and `cpuacct` may be one hierarchy under two names.
+            // `cpu` and `cpuacct` can be names of the same hierarchy.
             .filter(|dir| match fs::canonicalize(dir) {
                 Ok(real) if !seen.contains(&real) => {
                     seen.push(real);
@@ -107,7 +106,7 @@ fn hierarchies() -> &'static [PathBuf] {
     })
 }
 
-/// The directories that a cgroup path stands for.
+/// The directories of a cgroup path.
 fn places(path: &str) -> Vec<PathBuf> {
     let relative = path.trim_start_matches('/');
     hierarchies().iter().map(|h| h.join(relative)).collect()
@@ -131,8 +130,8 @@ fn write(dir: &Path, file: &str, value: &str) -> io::Result<()> {
     })
 }
 
-/// Makes one level. On v1 a cpuset starts without CPUs and must copy its parent's; on v2 the parent must
-/// pass its controllers down.
+/// Creates a single level. On v1, a new cpuset has no CPUs and must copy those
+/// of its parent. On v2, the parent must enable its controllers for children.
 fn make_level(path: &str) -> io::Result<()> {
     for dir in places(path) {
         match fs::create_dir(&dir) {
@@ -170,10 +169,10 @@ fn make_level(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The controllers that are passed down to pods' cgroups where the kernel has them (v2).
+/// The controllers that are enabled for pods' cgroups if the kernel has them (v2).
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "memory", "pids", "io", "hugetlb"];
 
-/// Whether a cgroup's parent passes all controllers down to it (v2).
+/// Whether the parent of a cgroup has enabled all controllers for it (v2).
 fn has_controllers(path: &str) -> bool {
     let read = |dir: &Path| fs::read_to_string(dir.join("cgroup.controllers")).unwrap_or_default();
     let own = read(&Path::new(ROOT).join(path.trim_start_matches('/')));
@@ -184,7 +183,7 @@ fn has_controllers(path: &str) -> bool {
     wanted.all(|c| own.split_whitespace().any(|o| o == *c))
 }
 
-/// Makes a cgroup, and those above it, where they are not there.
+/// Creates a cgroup and its ancestors, as far as they are missing.
 pub fn make(path: &str) -> io::Result<()> {
     let is_there = |path: &str| {
         places(path).iter().all(|dir| dir.is_dir()) && (!is_v2() || has_controllers(path))
@@ -199,7 +198,7 @@ pub fn make(path: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Passes a controller down to a cgroup that somebody else has made (v2).
+/// Enables a controller for a cgroup that another program has created (v2).
 pub fn pass_down(path: &str, controller: Controller) -> io::Result<()> {
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
     for depth in 0..parts.len() {
@@ -213,7 +212,7 @@ pub fn pass_down(path: &str, controller: Controller) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether the kernel has a controller where it can be used.
+/// Whether the kernel has a usable controller.
 #[must_use]
 pub fn has_controller(controller: Controller) -> bool {
     if !is_v2() {
@@ -233,7 +232,7 @@ fn directory(path: &str, controller: Controller) -> PathBuf {
     }
 }
 
-/// What a setting's file holds instead of it; none where it holds it, or where the kernel has no such file at all.
+/// The difference between a setting and its file. `None` if they agree, or if the kernel does not support the file.
 fn difference(path: &str, setting: &Setting) -> Option<Difference> {
     if !has_controller(setting.controller) {
         return None;
@@ -242,7 +241,7 @@ fn difference(path: &str, setting: &Setting) -> Option<Difference> {
     let found = match fs::read_to_string(file) {
         Ok(text) if setting.is_met_by(&text) => return None,
         Ok(text) => Some(text.trim().to_owned()),
-        // Not every kernel has every size, nor counts what is reserved.
+        // Some kernels lack a page size or the accounting of reservations.
         Err(_) if setting.controller == Controller::HugeTlb => return None,
         Err(_) => None,
     };
@@ -253,7 +252,7 @@ fn difference(path: &str, setting: &Setting) -> Option<Difference> {
     })
 }
 
-/// The files of a cgroup that hold something else than they are to.
+/// The files of a cgroup whose contents differ from the settings.
 #[must_use]
 pub fn differences(path: &str, settings: &[Setting]) -> Vec<Difference> {
     settings
@@ -262,8 +261,8 @@ pub fn differences(path: &str, settings: &[Setting]) -> Vec<Difference> {
         .collect()
 }
 
-/// Gives a cgroup these settings; the answer is what was different. A file that cannot be written keeps none of the others
-/// from being written; the error is the first one.
+/// Writes settings to a cgroup and returns the differences. If a file cannot
+/// be written, writes the others nevertheless and returns the first error.
 pub fn set(path: &str, settings: &[Setting]) -> io::Result<Vec<Difference>> {
     let (mut changed, mut failed) = (vec![], None);
     for setting in settings {
@@ -279,7 +278,7 @@ pub fn set(path: &str, settings: &[Setting]) -> io::Result<Vec<Difference>> {
     failed.map_or(Ok(changed), Err)
 }
 
-/// The bytes of memory that a cgroup uses, caches included; none where that is not known.
+/// The memory usage of a cgroup in bytes, including caches; `None` if unknown.
 #[must_use]
 pub fn memory_in_use(path: &str) -> Option<u64> {
     let file = if is_v2() {
@@ -292,7 +291,7 @@ pub fn memory_in_use(path: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// The processes in a cgroup, not below it. On v1 the hierarchy of devices counts, as for the kubelet.
+/// The processes in a cgroup, without its descendants. On v1, uses the devices hierarchy, as the kubelet does.
 pub fn processes(path: &str) -> io::Result<Vec<i32>> {
     let of_devices = Path::new(ROOT).join("devices");
     let dir = match hierarchies().iter().find(|dir| **dir == of_devices) {
@@ -304,7 +303,8 @@ pub fn processes(path: &str) -> io::Result<Vec<i32>> {
     Ok(text.lines().filter_map(|pid| pid.parse().ok()).collect())
 }
 
-/// Moves a process to a cgroup, which is made where it is missing, in all hierarchies. One that has ended is nowhere.
+/// Moves a process to a cgroup in all hierarchies, and creates
+/// the cgroup if it is missing. An exited process is no error.
 pub fn join(path: &str, pid: i32) -> io::Result<()> {
     make(path)?;
     let mut failed = None;
@@ -326,17 +326,17 @@ pub fn join(path: &str, pid: i32) -> io::Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// How often it is looked whether processes have begun while others were moved.
+/// Maximum number of passes to catch processes that started while others were moved.
 const ROUNDS: u32 = 11;
 
-/// Whether a process is the kernel's own, which have no program. One that has ended has none either.
+/// Whether a process is a kernel thread, which has no executable. An exited process has none either.
 fn is_of_kernel(pid: i32) -> bool {
     let program = fs::read_link(format!("/proc/{pid}/exe"));
     program.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// Moves what is in a cgroup to another one, but for the first process and the kernel's own. The answer is how many were
-/// moved; the error is the first of the last round.
+/// Moves processes from a cgroup to another, except process 1 and kernel threads.
+/// Returns the number of moved processes, or the first error of the last pass.
 pub fn move_processes(from: &str, to: &str) -> io::Result<usize> {
     let (mut moved, mut failed) = (0, None);
     for _ in 0..ROUNDS {
@@ -356,7 +356,7 @@ pub fn move_processes(from: &str, to: &str) -> io::Result<usize> {
     failed.map_or(Ok(moved), Err)
 }
 
-/// Removes a cgroup and all below it; processes still in it are killed.
+/// Removes a cgroup and its descendants, and kills processes in them.
 pub fn remove(path: &str) -> io::Result<()> {
     for dir in places(path) {
         remove_tree(&dir)?;
@@ -384,7 +384,7 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
         }
         let processes = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
         for pid in processes.lines().filter_map(|l| l.parse().ok()) {
-            // It may have ended meanwhile.
+            // The process may have exited meanwhile.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -397,16 +397,16 @@ fn remove_tree(dir: &Path) -> io::Result<()> {
     })
 }
 
-/// Whether there is such a cgroup.
+/// Whether the cgroup exists.
 #[must_use]
 pub fn exists(path: &str) -> bool {
     places(path).iter().any(|dir| dir.is_dir())
 }
 
-/// The deepest cgroups that [`named`] looks at.
+/// The maximum depth at which [`named`] searches.
 const DEPTH: usize = 8;
 
-/// The cgroups below the root whose name means something to `key`, by what it means.
+/// Searches all cgroups below the root for names to which `key` returns a value. Returns the paths by this value.
 pub fn named(key: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let mut left = vec![(String::new(), 0)];
@@ -423,7 +423,7 @@ pub fn named(key: impl Fn(&str) -> Option<String>) -> BTreeMap<String, String> {
     found
 }
 
-/// The names of the cgroups in one; none if it is not there.
+/// The names of a cgroup's children; empty if the cgroup does not exist.
 #[must_use]
 pub fn children(path: &str) -> Vec<String> {
     let first = places(path).into_iter().next();
@@ -445,12 +445,12 @@ mod tests {
     const FROM: &str = "/holdfast-t-move-from";
     const TO: &str = "/holdfast-t-move-to";
 
-    /// A process that waits, and its cgroups, gone with it.
+    /// A sleeping process and its cgroups, which are removed on drop.
     struct Moved(std::process::Child);
 
     impl Drop for Moved {
         fn drop(&mut self) {
-            // The test has failed already if they are not there.
+            // If they do not exist, the test has already failed.
             let _ = self.0.kill();
             let _ = self.0.wait();
             let _ = remove(FROM);
@@ -476,7 +476,7 @@ mod tests {
         assert!(!text.contains(FROM), "in every hierarchy: {text}");
         assert_eq!(move_processes(FROM, TO).expect("nothing"), 0);
         assert!(is_of_kernel(i32::MAX) && !is_of_kernel(pid));
-        // One that has ended is not missed.
+        // An exited process is no error.
         join(&below, i32::MAX).expect("nothing");
     }
 }

@@ -1,5 +1,5 @@
-//! The time of day, steered by tests. It may be set, and it goes on while a machine sleeps: how long something takes is
-//! measured with tokio's `Instant`, and whoever keeps times to act at asks [`Watch::moved`].
+//! The wall clock, which tests can control. It can be set, and it continues while the machine sleeps. Durations are
+//! therefore measured with tokio's `Instant`, and code that schedules by wall-clock time uses [`Watch::moved`].
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
@@ -7,17 +7,17 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use tokio::time::Instant;
 
-/// What is not worth calling a movement: clocks are slewed, and reading two takes a moment.
+/// Smaller differences do not count as a clock change: clocks are slewed, and reading two clocks takes time.
 const UNMOVED: SignedDuration = SignedDuration::from_secs(2);
 
-/// A clock; copies agree.
+/// A clock. Copies share their state.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock(Source);
 
 #[derive(Debug, Clone, Copy)]
 enum Source {
     System,
-    /// Moves with tokio's time, which a test can pause and advance, and by milliseconds that a test adds.
+    /// Advances with tokio's time, which a test can pause and advance, plus milliseconds that a test adds.
     Steered {
         wall: Timestamp,
         at: Instant,
@@ -26,13 +26,13 @@ enum Source {
 }
 
 impl Clock {
-    /// The system's clock.
+    /// The system clock.
     #[must_use]
     pub fn system() -> Clock {
         Clock(Source::System)
     }
 
-    /// A clock for a test that starts at `wall`. It stays allocated until the process ends.
+    /// A clock for tests that starts at `wall`. It is never deallocated.
     #[must_use]
     pub fn starting_at(wall: Timestamp) -> Clock {
         Clock(Source::Steered {
@@ -42,7 +42,7 @@ impl Clock {
         })
     }
 
-    /// Sets a test's clock forward or back. The system's is not ours to set.
+    /// Sets a test's clock forward or back. Does nothing for the system clock.
     pub fn set_by(&self, by: SignedDuration) {
         if let Source::Steered { moved, .. } = self.0 {
             let by = i64::try_from(by.as_millis()).unwrap_or(i64::MAX);
@@ -50,9 +50,9 @@ impl Clock {
         }
     }
 
-    /// The present time.
+    /// The current time.
     #[must_use]
-    #[allow(clippy::disallowed_methods)] // The one place that asks the system for the time.
+    #[allow(clippy::disallowed_methods)] // The only place that reads the system clock.
     pub fn now(&self) -> Timestamp {
         match self.0 {
             Source::System => Timestamp::now(),
@@ -64,7 +64,7 @@ impl Clock {
     }
 }
 
-/// Notices that a clock was set, or that the machine slept.
+/// Detects that a clock was set, or that the machine slept.
 #[derive(Debug)]
 pub struct Watch {
     clock: Clock,
@@ -73,7 +73,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches a clock from now on.
+    /// Starts to watch a clock.
     #[must_use]
     pub fn of(clock: Clock) -> Watch {
         Watch {
@@ -83,13 +83,14 @@ impl Watch {
         }
     }
 
-    /// By how much the clock has moved otherwise than time has passed, since it was asked last; none if it has not.
+    /// The difference between the clock's movement and the elapsed
+    /// time since the last detected change; `None` if there is none.
     pub fn moved(&mut self) -> Option<SignedDuration> {
         let fresh = Watch::of(self.clock);
         let passed: Duration = fresh.at - self.at;
         let moved = fresh.wall.duration_since(self.wall)
             - SignedDuration::try_from(passed).unwrap_or_default();
-        // A clock that is slewed a little between many questions moves in the end.
+        // Keep the old reference point, so that small differences add up.
         (moved.abs() >= UNMOVED).then(|| {
             *self = fresh;
             moved

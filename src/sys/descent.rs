@@ -1,7 +1,8 @@
-//! The way down into a tree that a pod has made: deeper than a stack has room, or than a process may hold files open.
+//! Traverses directory trees that a pod has created. They can be deeper than the
+//! stack allows for recursion, or than the number of files that a process may open.
 //!
-//! Only the topmost directories stay open, and the one that is being read. The way back up to the others is `..`, and
-//! what is found there counts only if it is the directory that was come from: one that was moved meanwhile leads nowhere.
+//! Only the topmost directories and the current one stay open. The way up to the others is `..`, and the directory
+//! found there must be the one from which the traversal came. If a directory was moved meanwhile, going up fails.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -9,38 +10,38 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::{Mode, fstat};
 
-/// How many of the topmost directories stay open.
+/// The number of topmost directories that stay open.
 const HELD: usize = 64;
 
-/// How directories of pods are opened: never through a link.
+/// Flags to open a pod's directories; symlinks are not followed.
 pub(super) const FLAGS: OFlag = OFlag::O_RDONLY
     .union(OFlag::O_DIRECTORY)
     .union(OFlag::O_NOFOLLOW)
     .union(OFlag::O_CLOEXEC);
 
-/// A directory above the one that is being read.
+/// An ancestor of the current directory.
 struct Level<T> {
-    /// Open, if it is one of the topmost.
+    /// Open if it is one of the topmost.
     dir: Option<OwnedFd>,
     identity: (u64, u64),
     below: Vec<T>,
 }
 
-/// A directory of a tree, what is still to be looked at in it, and the way back up.
+/// The current directory of a traversal, the items still to visit in it, and its ancestors.
 pub(super) struct Descent<T> {
     here: OwnedFd,
     below: Vec<T>,
     above: Vec<Level<T>>,
 }
 
-/// What tells one directory from another.
+/// The device and inode number of a directory.
 fn identity(dir: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
     let stat = fstat(dir)?;
     Ok((stat.st_dev, stat.st_ino))
 }
 
 impl<T> Descent<T> {
-    /// At the top of a tree.
+    /// Starts at the top of a tree.
     pub(super) fn new(top: OwnedFd, below: Vec<T>) -> Descent<T> {
         Descent {
             here: top,
@@ -49,17 +50,17 @@ impl<T> Descent<T> {
         }
     }
 
-    /// The directory that is being read.
+    /// The current directory.
     pub(super) fn here(&self) -> BorrowedFd<'_> {
         self.here.as_fd()
     }
 
-    /// What is to be looked at next in it.
+    /// The next item to visit in the current directory.
     pub(super) fn next(&mut self) -> Option<T> {
         self.below.pop()
     }
 
-    /// Goes down into a directory.
+    /// Descends into a directory.
     pub(super) fn enter(&mut self, dir: OwnedFd, below: Vec<T>) -> io::Result<()> {
         let identity = identity(self.here())?;
         let left = std::mem::replace(&mut self.here, dir);
@@ -71,11 +72,12 @@ impl<T> Descent<T> {
         Ok(())
     }
 
-    /// Goes back up; false at the top.
+    /// Returns to the parent; false at the top.
     ///
     /// # Errors
-    /// The directory above was moved, or it cannot be opened any more. Then this is the lowest of those that are held, and
-    /// what was to be looked at in between is left out.
+    ///
+    /// The parent was moved or cannot be opened. The traversal then continues at
+    /// the lowest directory that stayed open, and skips the items in between.
     pub(super) fn leave(&mut self) -> io::Result<bool> {
         let Some(mut level) = self.above.pop() else {
             return Ok(false);
@@ -114,7 +116,7 @@ pub(super) mod tests {
     use super::*;
     use std::path::Path;
 
-    /// Makes directories in each other, and a file in the lowest: deeper than a path is long.
+    /// Creates nested directories, deeper than the maximum length of a path, and a file in the lowest one.
     pub(in crate::sys) fn deep(top: &Path, depth: usize) {
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY;
         let mut here = nix::fcntl::open(top, flags, Mode::empty()).expect("open");
@@ -128,7 +130,7 @@ pub(super) mod tests {
         nix::unistd::write(&file, &[1; 4096]).expect("written");
     }
 
-    /// In a thread with as much stack as those have that walk the volumes of pods.
+    /// Runs `work` in a thread with the stack size of the threads that walk volumes.
     pub(in crate::sys) fn with_a_small_stack<T: Send>(work: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(256 << 10);
@@ -152,7 +154,7 @@ pub(super) mod tests {
         assert_eq!(held, HELD, "no more are open");
         assert!(descent.leave().expect("up"));
         assert_eq!(descent.next(), Some(HELD + 3));
-        // The directory that is being read goes to the top: what is above it now was never on the way.
+        // Move the current directory to the top. Its new parent is not the one from which the traversal came.
         let here = format!(
             "/proc/self/fd/{}",
             std::os::fd::AsRawFd::as_raw_fd(&descent.here())

@@ -1,4 +1,4 @@
-//! Why something on this machine could not be done: a class that callers decide by, and a text for people.
+//! Errors of operations on this machine: a kind by which callers decide, and a message for users.
 
 use std::fmt::Display;
 use std::io;
@@ -7,30 +7,29 @@ use nix::errno::Errno;
 
 use crate::core::fault::Fault;
 
-/// What a failure means for the caller. There is a kind for each thing that a caller does differently.
+/// What an error means for the caller. Each kind leads to a different reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostErrorKind {
-    /// A call about the same thing has not ended, for this pod or for another: nothing has failed yet. It is worth a try as
-    /// soon as that has ended.
+    /// A call for the same object is still pending, for this pod or another. Retry when that call completes.
     UnderWay,
-    /// Something that has to be there is not: a file, a device, a program.
+    /// A required file, device or program is missing.
     NotFound,
-    /// It was done and had no success; it may have some later.
+    /// The operation was attempted and failed; a later attempt may succeed.
     Failed,
 }
 
-/// Why something could not be done on this machine.
+/// An error of an operation on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct HostError {
-    /// What kind of failure.
+    /// The kind of error.
     pub kind: HostErrorKind,
-    /// A sentence for people.
+    /// A message for users.
     pub message: String,
 }
 
 impl HostError {
-    /// It had no success.
+    /// An error of kind [`HostErrorKind::Failed`].
     #[must_use]
     pub fn failed(message: impl Into<String>) -> HostError {
         HostError {
@@ -39,7 +38,7 @@ impl HostError {
         }
     }
 
-    /// It was not done: a call about the same thing has not ended.
+    /// An error of kind [`HostErrorKind::UnderWay`].
     #[must_use]
     pub fn under_way(message: impl Into<String>) -> HostError {
         HostError {
@@ -48,7 +47,7 @@ impl HostError {
         }
     }
 
-    /// The same failure in other words.
+    /// Replaces the message and keeps the kind.
     #[must_use]
     pub fn as_text(self, text: impl FnOnce(String) -> String) -> HostError {
         HostError {
@@ -57,21 +56,21 @@ impl HostError {
         }
     }
 
-    /// Whether it is tried again as soon as a call that is under way has ended.
+    /// Whether to retry when a pending call completes.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         self.kind == HostErrorKind::UnderWay
     }
 }
 
-/// Nothing says when it may succeed.
+/// A host error does not say when a retry may succeed.
 impl From<HostError> for Fault {
     fn from(error: HostError) -> Fault {
         Fault::later(error.message)
     }
 }
 
-/// A sentence alone is a failure; whoever knows more says so.
+/// A message alone means kind `Failed`.
 impl From<String> for HostError {
     fn from(message: String) -> HostError {
         HostError::failed(message)
@@ -111,7 +110,7 @@ impl From<serde_json::Error> for HostError {
     }
 }
 
-/// Says before the cause what could not be done; the kind stays.
+/// Prefixes the message with the operation that failed; keeps the kind.
 pub fn doing<E: Into<HostError>>(what: impl Display) -> impl FnOnce(E) -> HostError {
     move |error| error.into().as_text(|cause| format!("{what}: {cause}"))
 }
@@ -125,7 +124,7 @@ mod tests {
         for (errno, kind) in [
             (Errno::ENOENT, HostErrorKind::NotFound),
             (Errno::EBUSY, HostErrorKind::Failed),
-            // The thread or the file that is missing is ours, and no call about the same thing.
+            // The missing thread or file belongs to this process; no call for the same object is pending.
             (Errno::EAGAIN, HostErrorKind::Failed),
             (Errno::ENOSPC, HostErrorKind::Failed),
         ] {

@@ -44,13 +44,13 @@ impl Fifos {
         self.dir.join(name)
     }
 
-    /// Opens a FIFO for reading, whether or not it has a writer. Reads return the end while it has none.
+    /// Opens a FIFO for reading, with or without a writer. While it has no writer, reads return end of file.
     pub fn reader(&self, name: &str) -> io::Result<Receiver> {
         OpenOptions::new().open_receiver(self.path(name))
     }
 
-    /// Opens a FIFO for writing as soon as it has a reader. Bytes that are written to a FIFO without reader are lost when
-    /// the writer closes it.
+    /// Opens a FIFO for writing as soon as it has a reader. If the
+    /// writer closes a FIFO without reader, its unread bytes are lost.
     pub async fn writer(&self, name: &str) -> io::Result<Sender> {
         let mut retries = RETRIES;
         loop {

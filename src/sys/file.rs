@@ -1,11 +1,11 @@
-//! Small files: read as a whole and no further than they may be long, never seen half written.
+//! Small files: read with a size limit, and replaced atomically.
 
 use std::fs;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// The text of a file of at most `limit` bytes; `InvalidData` where it is longer, or no text. Blocking.
+/// Reads a text file of at most `limit` bytes. `InvalidData` if it is longer or not UTF-8. Blocking.
 pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     let mut text = String::new();
     let file = fs::File::open(path)?;
@@ -17,7 +17,7 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     Ok(text)
 }
 
-/// The same; none where there is no such file. Blocking.
+/// Like [`read_text`], but `None` if the file does not exist. Blocking.
 pub fn read_text_if_there(path: &Path, limit: u64) -> io::Result<Option<String>> {
     match read_text(path, limit) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -25,13 +25,14 @@ pub fn read_text_if_there(path: &Path, limit: u64) -> io::Result<Option<String>>
     }
 }
 
-/// Where the new content of a file is before it is all there.
+/// The path of the new contents before they are complete.
 fn aside_of(path: &Path) -> PathBuf {
     PathBuf::from(format!("{}.new", path.display()))
 }
 
-/// The new content beside the old, under a name that what a crash has left there has, too. Who writes the same file
-/// meanwhile waits until this file is closed, which is after it was renamed.
+/// Writes the new contents next to the file and returns the locked temporary file. The
+/// fixed name lets a later write replace leftovers of a crash. A concurrent writer of
+/// the same file waits until the lock is released, which happens after the rename.
 fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     let aside = aside_of(path);
     loop {
@@ -42,13 +43,13 @@ fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
             .mode(0o600)
             .open(&aside)?;
         file.lock()?;
-        // Who held it before has renamed it, and it is not to be written any more.
+        // The previous holder of the lock has renamed this file, so it must not be written to.
         if !is_at(&file, &aside)? {
             continue;
         }
         let written = file.set_len(0).and_then(|()| file.write_all(content));
         if let Err(error) = written {
-            // A full disk: nothing of it is of use. That it stays then would be no harm.
+            // A partial file, for instance on a full disk. If removing it fails, it does no harm.
             _ = fs::remove_file(&aside);
             return Err(error);
         }
@@ -56,7 +57,7 @@ fn aside(path: &Path, content: &[u8]) -> io::Result<(PathBuf, fs::File)> {
     }
 }
 
-/// Whether this file is the one at the path.
+/// Whether the open file is the one at the path.
 fn is_at(file: &fs::File, path: &Path) -> io::Result<bool> {
     let (open, there) = match fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -65,13 +66,14 @@ fn is_at(file: &fs::File, path: &Path) -> io::Result<bool> {
     Ok((open.dev(), open.ino()) == (there.dev(), there.ino()))
 }
 
-/// Replaces a file as a whole, readable by root only, and leaves it to the kernel when it reaches the disk.
+/// Replaces a file atomically, readable by root only. Does not sync it to disk.
 pub fn replace_soon(path: &Path, content: &[u8]) -> io::Result<()> {
     let (aside, _locked) = aside(path, content)?;
     fs::rename(aside, path)
 }
 
-/// Replaces a file as a whole, readable by root only: after a crash there is the old content or the new.
+/// Replaces a file atomically, readable by root only, and syncs it.
+/// After a crash, the file has either the old or the new contents.
 pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let (aside, file) = aside(path, content)?;
     file.sync_all()?;
@@ -82,8 +84,8 @@ pub fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a directory for plugins that run in containers, and lets these use it where there is SELinux (the label is the
-/// kubelet's `KubeletPluginsDirSELinuxLabel`).
+/// Creates a directory for plugins in containers. On a machine with SELinux, sets the
+/// label that lets containers use it (the kubelet's `KubeletPluginsDirSELinuxLabel`).
 pub fn make_for_plugins(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new()
         .recursive(true)
@@ -99,8 +101,8 @@ pub fn make_for_plugins(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes a file that nobody writes any more, with what a crash or a full disk has left beside it. One that is not there is
-/// no error.
+/// Removes a file and its temporary file, which a crash or a full disk may
+/// have left. There must be no concurrent writer. A missing file is no error.
 pub fn remove(path: &Path) -> io::Result<()> {
     for path in [&aside_of(path), path] {
         match fs::remove_file(path) {

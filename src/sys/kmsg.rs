@@ -1,4 +1,4 @@
-//! The kernel's log, as `/dev/kmsg` gives it out: one record a line, from now on.
+//! Reads new records of the kernel log from `/dev/kmsg`.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -13,27 +13,28 @@ use tokio::io::unix::AsyncFd;
 
 use super::memory_notice::registered;
 
-/// The log.
+/// The device of the kernel log.
 pub const DEVICE: &str = "/dev/kmsg";
-/// More than the kernel's longest record, in bytes. Of a line that is longer the beginning is left out.
+/// The size limit of a line in bytes, above that of the kernel's
+/// longest record. The beginning of a longer line is dropped.
 const LONGEST: usize = 16 << 10;
 
-/// The log, from where it was opened.
+/// The kernel log, from the time of opening.
 pub struct KernelLog {
     fd: AsyncFd<OwnedFd>,
-    /// What was read and not given out.
+    /// Bytes that were read but not yet returned.
     read: Vec<u8>,
 }
 
 impl KernelLog {
-    /// Opens it at its end. To be called within a runtime of tokio.
+    /// Opens the log at its end. Must be called inside a tokio runtime.
     pub fn open(path: &Path) -> io::Result<KernelLog> {
         let file = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
         match lseek(&file, 0, Whence::SeekEnd) {
-            // A pipe has no end to go to.
+            // A pipe cannot seek.
             Ok(_) | Err(Errno::ESPIPE) => {}
             Err(error) => return Err(error.into()),
         }
@@ -43,7 +44,7 @@ impl KernelLog {
         })
     }
 
-    /// The next line: a record, or one of its fields, which begins with a space.
+    /// The next line: a record, or a field of a record, which begins with a space.
     pub async fn next(&mut self) -> io::Result<String> {
         loop {
             if let Some(end) = self.read.iter().position(|byte| *byte == b'\n') {
@@ -64,7 +65,7 @@ impl KernelLog {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(length) => self.read.extend_from_slice(&some[..length]),
             Err(Errno::EAGAIN) => ready.clear_ready(),
-            // Records were overwritten before they were read; those after them follow.
+            // Records were overwritten before they could be read; reading continues with the next.
             Err(Errno::EPIPE | Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
@@ -98,7 +99,7 @@ mod tests {
         }
         other.write_all(b"2,-;\xfftwo\n").expect("written");
         assert_eq!(log.next().await.expect("a line"), "6,2,2,-;\u{fffd}two");
-        // More than any record: only what follows the part that was kept comes, and no more is held than that.
+        // More than any record: the beginning is dropped, so that the buffer stays bounded.
         let flood = vec![b'x'; 40 << 10];
         let writer = std::thread::spawn(move || {
             other.write_all(&flood).expect("written");
@@ -111,11 +112,11 @@ mod tests {
         assert_eq!(ended, Err(io::ErrorKind::UnexpectedEof));
     }
 
-    /// Where there is a log: what was in it before is not read again.
+    /// If the log is readable: existing records are not returned.
     #[tokio::test]
     async fn the_log_is_read_from_its_end() {
         let Ok(mut log) = KernelLog::open(Path::new(DEVICE)) else {
-            return; // There is none here, or it is not for us.
+            return; // There is no log, or this user may not read it.
         };
         let mut next = std::pin::pin!(log.next());
         assert!(futures::poll!(&mut next).is_pending());

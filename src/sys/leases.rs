@@ -1,4 +1,4 @@
-//! The leases of the bundled host-local plugin.
+//! Address reservations of the bundled host-local plugin.
 
 use std::io;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use tokio::sync::oneshot;
 
 use crate::core::node::leases::Attachments;
 
-/// A lease that was released.
+/// A released address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Released {
     /// The network.
     pub network: String,
     /// The address.
     pub address: String,
-    /// The sandbox that had it.
+    /// The sandbox that held it.
     pub sandbox: String,
-    /// Why nobody can use it.
+    /// Why no pod can use it any more.
     pub why: String,
 }
 
@@ -50,17 +50,19 @@ fn repair_all(attachments: &Attachments, patience: Duration) -> io::Result<Vec<R
     Ok(released)
 }
 
-/// Releases the addresses of sandboxes that the runtime no longer has; none that was leased less than `patience` ago.
+/// Releases the addresses of sandboxes that the runtime no longer
+/// has, unless they were reserved less than `patience` ago.
 ///
 /// # Errors
 ///
-/// A store cannot be read or changed. What was released before stays so.
+/// A store cannot be read or changed. Addresses that were already released stay released.
 pub async fn release_orphaned(
     attachments: Attachments,
     patience: Duration,
 ) -> io::Result<Vec<Released>> {
     let (answer, answered) = oneshot::channel();
-    // A thread of its own: it enters network namespaces, and a plugin that hangs may hold the lock of a store.
+    // On a separate thread, because it enters network namespaces,
+    // and because a hanging plugin may hold the lock of a store.
     let work = move || {
         // The receiver is dropped only when the agent stops.
         _ = answer.send(repair_all(&attachments, patience));

@@ -1,4 +1,4 @@
-//! Network links, local sockets of the host, and the kernel's care for connections.
+//! Network links, local sockets, and TCP keep-alive.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -13,19 +13,20 @@ use nix::sys::socket::{setsockopt, sockopt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
 
-/// How long after a connection that could not be taken the next one is tried: it lacked descriptors or memory.
+/// Delay after a failed `accept`: the process lacks file descriptors or memory.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A connection on which nothing is said is probed by the kernel after so many seconds, so often, and closed after so many
-/// probes without an answer.
+/// TCP keep-alive: seconds of idle time before the first probe, and seconds between probes.
+/// The last is the number of unanswered probes after which the kernel closes the connection.
 const PROBED: (u32, u32, u32) = (20, 5, 3);
 
-/// Lets a socket be bound to an address that the machine does not have yet, or has no longer.
+/// Lets a socket bind to an address that the machine does not have (yet).
 pub fn bind_to_any(socket: &impl AsFd) -> io::Result<()> {
     Ok(setsockopt(socket, sockopt::IpFreebind, &true)?)
 }
 
-/// Has the kernel end a TCP connection whose other side was cut off: it says nothing, and nobody would notice.
+/// Enables TCP keep-alive, so that the kernel closes connections to
+/// unreachable peers. Otherwise a read would block indefinitely.
 pub fn keep_alive(connection: &impl AsFd) -> io::Result<()> {
     setsockopt(connection, sockopt::TcpKeepIdle, &PROBED.0)?;
     setsockopt(connection, sockopt::TcpKeepInterval, &PROBED.1)?;
@@ -34,15 +35,15 @@ pub fn keep_alive(connection: &impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Listens on a socket of the filesystem, in place of one that nobody listens on any more. To be called within a runtime
-/// of tokio.
+/// Listens on a socket path and replaces a stale socket. Must be called inside a tokio runtime.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     let listener = local::listen(path)?;
     listener.set_nonblocking(true)?;
     UnixListener::from_std(listener)
 }
 
-/// Serves the connections to a socket until the process ends, each in a task of its own: `most` at once, more wait.
+/// Serves connections until the process exits, each in a separate
+/// task. At most `most` connections are served at once; others wait.
 pub async fn serve<S>(listener: UnixListener, most: usize, serve: impl Fn(UnixStream) -> S)
 where
     S: Future<Output = ()> + Send + 'static,
@@ -68,7 +69,7 @@ where
     }
 }
 
-/// Removes a link; a missing one is fine.
+/// Deletes a link. A missing link is no error.
 pub async fn remove(name: &str) -> anyhow::Result<()> {
     let (connection, handle, _) = rtnetlink::new_connection()?;
     let task = tokio::spawn(connection);

@@ -1,7 +1,7 @@
-//! The machine's shutdown as logind announces and delays it, over D-Bus (org.freedesktop.login1; KEP-2000).
+//! Shutdown announcements and inhibitors of logind, over D-Bus (org.freedesktop.login1; KEP-2000).
 //!
-//! Whoever holds an inhibitor is waited for when the machine is shut down, as long as `InhibitDelayMaxSec` allows; where
-//! that is too short it is raised, in the file that the kubelet uses for it.
+//! A shutdown waits for holders of an inhibitor for at most `InhibitDelayMaxSec`. If that
+//! is too short, the agent raises it in the file that the kubelet uses for this purpose.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -16,51 +16,51 @@ use zbus::zvariant::OwnedFd;
 
 use super::systemd::ManagerProxy;
 
-/// How long logind may take for an answer.
+/// Timeout for an answer of logind.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// Where logind reads its configuration besides its own file.
+/// The directory of additional configuration files of logind.
 const CONFIGURATION: &str = "/etc/systemd/logind.conf.d";
-/// The file for the delay: the kubelet's, so that there are never two.
+/// The file with the delay. The name is the kubelet's, so that there are never two.
 const DELAY_FILE: &str = "99-kubelet.conf";
-/// logind, as systemd knows it.
+/// The systemd unit of logind.
 const UNIT: &str = "systemd-logind.service";
-/// What makes it read its configuration again.
+/// The signal on which logind reloads its configuration.
 const SIGHUP: i32 = 1;
-/// How often it is looked whether it has, with pauses that double from [`LOOK`].
+/// Maximum number of checks whether logind has reloaded. The pause doubles after each, starting at [`LOOK`].
 const LOOKS: u32 = 5;
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What logind answers when somebody wants to delay a shutdown that is under way.
+/// The error of logind when an inhibitor is requested during a shutdown.
 const IN_PROGRESS: &str = "org.freedesktop.login1.OperationInProgress";
 
-/// Why a shutdown is not announced, or does not wait.
+/// Why shutdowns are not announced or cannot be delayed.
 #[derive(Debug, thiserror::Error)]
 pub enum LogindError {
-    /// One is under way: it waits for nobody who comes now.
+    /// A shutdown is in progress; new inhibitors have no effect.
     #[error("a shutdown is under way")]
     UnderWay,
-    /// The bus does not answer in time.
+    /// The bus did not answer in time.
     #[error("the system's D-Bus does not answer")]
     Silent,
-    /// A call over the bus has failed.
+    /// A D-Bus call failed.
     #[error("{what}: {why}")]
     Call {
-        /// What could not be done by it.
+        /// The operation that failed.
         what: &'static str,
-        /// Why.
+        /// The error of the call.
         why: zbus::Error,
     },
-    /// logind's configuration cannot be written.
+    /// logind's configuration could not be written.
     #[error("{} cannot be written: {why}", .file.display())]
     Configuration {
         /// The file.
         file: PathBuf,
-        /// Why.
+        /// The error of the write.
         why: std::io::Error,
     },
 }
 
-/// What a failed call means.
+/// Maps a failed call to an error.
 fn failed(what: &'static str) -> impl FnOnce(zbus::Error) -> LogindError {
     move |why| match &why {
         zbus::Error::MethodError(name, ..) if name.as_str() == IN_PROGRESS => LogindError::UnderWay,
@@ -68,25 +68,25 @@ fn failed(what: &'static str) -> impl FnOnce(zbus::Error) -> LogindError {
     }
 }
 
-/// While it is held, a shutdown waits; dropping it lets the shutdown go on.
+/// Delays a shutdown until it is dropped.
 pub type Inhibitor = Box<dyn Any + Send>;
 
-/// Who knows that the machine is to be shut down.
+/// A source of shutdown announcements.
 #[async_trait]
 pub trait Announcer: Send + Sync + 'static {
-    /// Listens from now on, and sees to it that a shutdown waits for inhibitors as long as is `needed`.
+    /// Subscribes to announcements, and makes sure that a shutdown waits up to `needed` for inhibitors.
     async fn listen(&self, needed: Duration) -> Result<Box<dyn Announcements>, LogindError>;
 }
 
-/// What is announced.
+/// A subscription to shutdown announcements.
 #[async_trait]
 pub trait Announcements: Send {
-    /// Makes a shutdown wait. Refused while one is under way ([`LogindError::UnderWay`]).
+    /// Takes an inhibitor. Fails during a shutdown ([`LogindError::UnderWay`]).
     async fn inhibit(&mut self) -> Result<Inhibitor, LogindError>;
-    /// Whether a shutdown is under way.
+    /// Whether a shutdown is in progress.
     async fn is_shutting_down(&mut self) -> Result<bool, LogindError>;
-    /// The next announcement: that the machine is to be shut down, or that it is not after all. None when there will be
-    /// no more, because whoever announces has gone.
+    /// The next announcement: true for a pending shutdown, false if it was cancelled.
+    /// `None` if there will be no more, because logind was stopped or restarted.
     async fn next(&mut self) -> Option<bool>;
 }
 
@@ -106,15 +106,15 @@ trait Login {
     fn preparing_for_shutdown(&self) -> zbus::Result<bool>;
 }
 
-/// logind behind a bus.
+/// A connection to logind.
 pub struct Logind {
-    /// The bus; none for the system's.
+    /// The address of the bus; `None` for the system bus.
     address: Option<String>,
     configuration: PathBuf,
 }
 
 impl Logind {
-    /// The machine's own.
+    /// The machine's logind.
     #[must_use]
     pub fn system() -> Logind {
         Logind {
@@ -123,7 +123,7 @@ impl Logind {
         }
     }
 
-    /// Another one, which reads its configuration in this directory.
+    /// A logind on another bus, with another configuration directory.
     #[must_use]
     pub fn at(address: &str, configuration: &Path) -> Logind {
         Logind {
@@ -140,7 +140,7 @@ impl Logind {
         builder.method_timeout(REPLY_TIMEOUT).build().await
     }
 
-    /// Raises the longest delay to what is needed. The answer is the delay that counts then.
+    /// Raises the maximum delay to what is needed. Returns the effective delay.
     async fn raise_delay(
         &self,
         connection: &Connection,
@@ -150,7 +150,7 @@ impl Logind {
         let file = self.configuration.join(DELAY_FILE);
         let own = file.clone();
         let written = tokio::task::spawn_blocking(move || write_delay(&own, needed)).await;
-        // It does not panic, and is cut off with the process alone.
+        // The task does not panic, and is cancelled only when the process exits.
         let written = written.map_err(std::io::Error::other).flatten();
         written.map_err(|why| LogindError::Configuration { file, why })?;
         let manager = ManagerProxy::new(connection).await;
@@ -187,7 +187,7 @@ fn write_delay(file: &Path, needed: Duration) -> std::io::Result<()> {
         builder.recursive(true).mode(0o755).create(dir)?;
     }
     super::file::replace(file, text.as_bytes())?;
-    // Everybody may read it, as all of logind's configuration.
+    // World-readable, like all of logind's configuration.
     std::fs::set_permissions(file, std::fs::Permissions::from_mode(0o644))
 }
 
@@ -233,7 +233,7 @@ impl Announcer for Logind {
 
 struct Listening {
     login: LoginProxy<'static>,
-    /// Tells when logind is started anew.
+    /// Notifies when logind restarts.
     owners: OwnerChangedStream<'static>,
     signals: PrepareForShutdownStream,
 }
@@ -256,7 +256,7 @@ impl Announcements for Listening {
 
     async fn next(&mut self) -> Option<bool> {
         tokio::select! {
-            // Cancel-safe: streams keep what has not been taken.
+            // Cancel-safe: streams keep items that were not taken.
             biased;
             signal = self.signals.next() => Some(signal?.args().ok()?.start),
             _ = self.owners.next() => None,

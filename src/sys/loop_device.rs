@@ -1,4 +1,4 @@
-//! Loop devices: which of them have a file, and letting go of it.
+//! Finds and detaches loop devices.
 #![allow(unsafe_code)]
 
 use std::fs::{self, File};
@@ -11,12 +11,13 @@ use nix::errno::Errno;
 // `LOOP_CLR_FD` of the kernel's `linux/loop.h`.
 nix::ioctl_none_bad!(clear, 0x4c01);
 
-/// The loop devices that have this file, which is named as the kernel names it: without links.
+/// The loop devices with this backing file. The path must not
+/// contain symlinks, because the kernel reports the real path.
 pub fn of(file: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = vec![];
     for entry in fs::read_dir("/sys/block")? {
         let entry = entry?;
-        // Not a loop device, or one without a file.
+        // Not a loop device, or one without a backing file.
         let Ok(text) = fs::read(entry.path().join("loop/backing_file")) else {
             continue;
         };
@@ -28,7 +29,8 @@ pub fn of(file: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Lets a loop device go of its file: at once, or when whoever has the device open closes it. One without a file is no error.
+/// Detaches a loop device from its backing file, immediately or when the last
+/// process closes the device. A device without a backing file is no error.
 pub fn detach(device: &Path) -> io::Result<()> {
     let device = File::open(device)?;
     // SAFETY: the call takes no argument, and the descriptor is open.

@@ -11,49 +11,49 @@ use crate::core::node::capacity::count_cpus;
 use crate::core::serving::machine_stats;
 use crate::core::volume::selinux;
 
-/// What a node reports about itself.
+/// The properties that a node reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Machine {
-    /// Logical processors.
+    /// The number of logical processors.
     pub cpus: u32,
-    /// Bytes of memory.
+    /// Memory in bytes.
     pub memory: u64,
-    /// Bytes of the filesystem with the root directory.
+    /// The size in bytes of the filesystem with the root directory.
     pub storage: u64,
-    /// `/etc/machine-id`.
+    /// The contents of `/etc/machine-id`.
     pub machine_id: String,
-    /// The firmware's uuid.
+    /// The UUID of the firmware.
     pub system_uuid: String,
-    /// Changes with every boot.
+    /// The boot id, which changes with every boot.
     pub boot_id: String,
-    /// When it was booted.
+    /// The time of the last boot.
     pub booted: Timestamp,
-    /// `uname -r`.
+    /// The kernel release (`uname -r`).
     pub kernel: String,
-    /// The distribution's name.
+    /// The name of the distribution.
     pub os_image: String,
-    /// The huge pages set aside, by size: the bytes of one page, and how many pages there are.
+    /// The pools of huge pages: the size of a page in bytes, and the number of pages.
     pub huge_pages: Vec<(u64, u64)>,
     /// The `thermal_throttle` directories of the processors.
     pub thermal: Vec<String>,
-    /// Whether controllers are in the unified hierarchy.
+    /// Whether cgroups use only the unified hierarchy.
     pub cgroup_v2: bool,
-    /// Bytes of swap; none where the kernel does not account for what cgroups use of it.
+    /// Swap in bytes; `None` if the kernel does not account for cgroups' swap usage.
     pub swap: Option<u64>,
     /// Whether the kernel enforces AppArmor profiles.
     pub apparmor: bool,
-    /// The SELinux label of containers' files; none where SELinux is off.
+    /// The SELinux label of containers' files; `None` without SELinux.
     pub selinux: Option<String>,
 }
 
-/// The pools of huge pages: the bytes of one page, and how many pages there are.
+/// The pools of huge pages: the size of a page in bytes, and the number of pages.
 #[must_use]
 pub fn huge_pages() -> Vec<(u64, u64)> {
     let pools = topology::huge_pages(Path::new("/sys/kernel/mm/hugepages"));
     pools.into_iter().collect()
 }
 
-/// The machine's logical processors. Not those that this process may run on: its cgroup and affinity are its own matter.
+/// The machine's logical processors, even if this process's cgroup or affinity allows fewer.
 fn cpus() -> u32 {
     let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
     online
@@ -88,17 +88,17 @@ fn line(path: &str) -> String {
         .unwrap_or_default()
 }
 
-/// Whether the kernel has SELinux with a policy, whether it enforces it or not.
+/// Whether SELinux has a policy loaded, enforcing or not.
 #[must_use]
 pub fn has_selinux() -> bool {
     let is_there = Path::new("/sys/fs/selinux/enforce").exists();
     is_there && selinux::is_loaded(&line("/proc/self/attr/current"))
 }
 
-/// What the loaded SELinux policy says of containers' files, else the configuration of the machine's container tools.
+/// The SELinux label of containers' files, from the policy's configuration or that of the container tools.
 fn selinux_files() -> Option<String> {
     has_selinux().then(|| {
-        // As the runtime looks for them (`go-selinux`, `openContextFile`).
+        // In the runtime's order (`go-selinux`, `openContextFile`).
         let shared = fs::read_to_string("/usr/share/containers/selinux/contexts");
         if let Ok(contexts) = shared {
             return selinux::files(&contexts);
@@ -116,7 +116,7 @@ fn selinux_files() -> Option<String> {
 }
 
 impl Machine {
-    /// Reads everything; what cannot be read is empty or zero.
+    /// Reads all properties; unreadable ones are empty or zero.
     #[must_use]
     pub fn read(root: &Path) -> Machine {
         let meminfo = line("/proc/meminfo");
@@ -137,7 +137,7 @@ impl Machine {
             memory: total.unwrap_or(0) * 1024,
             storage: filesystem(root).map_or(0, |f| f.capacity),
             machine_id: line("/etc/machine-id"),
-            // Machines without DMI have no other number of their own (cAdvisor, `GetSystemUUID`).
+            // Machines without DMI use other ids (cAdvisor, `GetSystemUUID`).
             system_uuid: [
                 "/sys/class/dmi/id/product_uuid",
                 "/proc/device-tree/vm,uuid",
@@ -165,7 +165,7 @@ impl Machine {
     }
 }
 
-/// The room on the filesystem that a directory is on.
+/// The size and available space of the filesystem that contains a directory.
 pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
     let Room {
         capacity,
@@ -178,23 +178,23 @@ pub fn filesystem(dir: &Path) -> std::io::Result<Filesystem> {
     })
 }
 
-/// The room on a filesystem.
+/// The size and usage of a filesystem.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Room {
-    /// All bytes.
+    /// The size in bytes.
     pub capacity: u64,
-    /// Those that anybody may still write.
+    /// Bytes available to unprivileged users.
     pub available: u64,
-    /// Those that root may.
+    /// Bytes available to root.
     pub free: u64,
-    /// All inodes.
+    /// The number of inodes.
     pub inodes: u64,
-    /// Those that are free.
+    /// The number of free inodes.
     pub inodes_free: u64,
 }
 
 impl Room {
-    /// That of the filesystem that a directory is on.
+    /// Reads the usage of the filesystem that contains a directory.
     pub fn of(dir: &Path) -> std::io::Result<Room> {
         let stat = nix::sys::statvfs::statvfs(dir)?;
         let bytes = |blocks: u64| blocks * stat.fragment_size();
@@ -208,22 +208,22 @@ impl Room {
     }
 }
 
-/// The kernel's release.
+/// The kernel release.
 #[must_use]
 pub fn kernel() -> String {
     line("/proc/sys/kernel/osrelease")
 }
 
-/// A setting of the kernel, by its path below `/proc/sys`; empty where there is none.
+/// A sysctl by its path below `/proc/sys`; empty if it does not exist.
 #[must_use]
 pub fn sysctl(name: &str) -> String {
     line(&format!("/proc/sys/{name}"))
 }
 
-/// The largest list of modules that is read.
+/// The size limit of a module list in bytes.
 const MODULES: u64 = 8 << 20;
 
-/// Whether the kernel has a filesystem, or a module for it.
+/// Whether the kernel supports a filesystem, directly or through a module.
 #[must_use]
 pub fn has_filesystem(name: &str) -> bool {
     let loaded = line("/proc/filesystems");
@@ -240,7 +240,7 @@ pub fn has_filesystem(name: &str) -> bool {
     })
 }
 
-/// The files and devices that the machine swaps to. Compressed memory (zram) counts too, as for the kubelet.
+/// The swap files and devices of the machine. Includes compressed memory (zram), as for the kubelet.
 #[must_use]
 pub fn swaps() -> Vec<String> {
     let table = line("/proc/swaps");
@@ -249,7 +249,7 @@ pub fn swaps() -> Vec<String> {
         .collect()
 }
 
-/// The OS's host name.
+/// The host name in lower case.
 #[must_use]
 pub fn hostname() -> String {
     line("/proc/sys/kernel/hostname").to_lowercase()
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn processors_are_the_machines() {
-        // This test may be bound to fewer: the machine has what it has.
+        // This test may be bound to fewer processors than the machine has.
         let here = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         assert!(usize::try_from(cpus()).is_ok_and(|all| all >= here));
     }

@@ -1,7 +1,7 @@
-//! The process's own memory: keeping the allocator from hoarding.
+//! Limits the memory that the allocator of this process retains.
 #![allow(unsafe_code)]
 
-/// At most two arenas: with more, every thread that once allocated keeps memory of its own.
+/// Limits malloc to two arenas. Otherwise every thread that has allocated may retain memory.
 pub fn limit_arenas() {
     // SAFETY: mallopt only sets a parameter of the allocator and takes plain integers.
     unsafe {
@@ -9,7 +9,7 @@ pub fn limit_arenas() {
     }
 }
 
-/// Gives memory that is free back to the system. Costs about a millisecond after a burst.
+/// Returns free memory to the system. Takes about a millisecond after a burst.
 pub fn trim() {
     // SAFETY: malloc_trim takes a plain integer and touches only free memory.
     unsafe {

@@ -1,5 +1,5 @@
-//! The kernel's word that memory runs short: when processes stall for want of it (PSI, any version of cgroups), and when a
-//! cgroup of version 1 has grown by so many bytes. Hints to look, which may come early, late or not at all.
+//! Kernel notifications about memory shortage: tasks stall on memory (PSI, all cgroup versions), or a v1 cgroup
+//! has grown by a number of bytes. They are hints to read the usage, and may come early, late or not at all.
 #![allow(unsafe_code)]
 
 use std::fs::OpenOptions;
@@ -17,19 +17,19 @@ use tokio::io::unix::AsyncFd;
 use super::cgroup::is_v2;
 
 const STALLS: &str = "/proc/pressure/memory";
-/// Something stalled for 50 ms within a second, in microseconds. A zero byte ends it, as the kernel wants it.
+/// The PSI trigger: 50 ms of stalls within a second, in microseconds. The kernel requires the terminating zero.
 const STALLED: &[u8] = b"some 50000 1000000\0";
 const V1: &str = "/sys/fs/cgroup/memory";
-/// The pause after a notice: what goes on giving some must not keep a processor busy.
+/// Delay after a notification, so that continuous notifications do not keep a processor busy.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// What the kernel is to tell.
+/// The notifications to receive.
 pub struct MemoryNotices {
     stalls: Option<AsyncFd<OwnedFd>>,
     grown: Vec<AsyncFd<OwnedFd>>,
 }
 
-/// So that it is known when something can be read.
+/// Registers a descriptor for readiness with tokio.
 pub(super) fn registered(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an owned descriptor stays the same, and open, until it is dropped.
     let registered = unsafe { AsyncFd::register_with_interest(fd, interest) };
@@ -46,7 +46,7 @@ fn watch_stalls() -> io::Result<AsyncFd<OwnedFd>> {
     registered(file.into(), Interest::PRIORITY)
 }
 
-/// The registration ends when the answer is dropped.
+/// The registration lasts until the returned descriptor is dropped.
 fn watch_growth(cgroup: &str, by: u64) -> io::Result<AsyncFd<OwnedFd>> {
     let dir = Path::new(V1).join(cgroup.trim_matches('/'));
     let usage = OpenOptions::new()
@@ -70,20 +70,20 @@ fn watch_growth(cgroup: &str, by: u64) -> io::Result<AsyncFd<OwnedFd>> {
     registered(told.into(), Interest::READABLE)
 }
 
-/// Returns when there is a notice; never where there can be none any more.
+/// Returns on the next notification. If no more can come, never returns.
 async fn notice(fd: &AsyncFd<OwnedFd>, interest: Interest) {
     let Ok(mut ready) = fd.ready(interest).await else {
         return std::future::pending().await;
     };
     if interest.is_readable() {
-        // What is read is a count of no interest.
+        // The value read is a count, which is not needed.
         let _ = nix::unistd::read(fd.get_ref(), &mut [0; 8]);
     }
     ready.clear_ready();
 }
 
 impl MemoryNotices {
-    /// Asks for notices of stalls. To be made within a runtime of tokio.
+    /// Registers for notifications of stalls. Must be called inside a tokio runtime.
     #[must_use]
     pub fn open() -> MemoryNotices {
         let stalls = watch_stalls();
@@ -96,7 +96,8 @@ impl MemoryNotices {
         }
     }
 
-    /// Asks for notices of cgroups' growth by so many bytes from now on, in place of those asked for before.
+    /// Registers for notifications when cgroups grow by these
+    /// numbers of bytes from now on. Replaces earlier registrations.
     pub fn tell_growth(&mut self, cgroups: &[(&str, u64)]) {
         self.grown.clear();
         if is_v2() {
@@ -112,7 +113,7 @@ impl MemoryNotices {
         }
     }
 
-    /// Returns with the next notice.
+    /// Returns on the next notification.
     pub async fn next(&mut self) {
         let stalls = self.stalls.iter().map(|fd| (fd, Interest::PRIORITY));
         let grown = self.grown.iter().map(|fd| (fd, Interest::READABLE));
@@ -133,19 +134,19 @@ mod tests {
     use super::*;
     use std::process::{Command, Stdio};
 
-    /// A process grows in a cgroup of its own: the notice comes once it has grown enough, not before.
+    /// A process grows in a separate cgroup: the notification comes only after it has grown enough.
     #[tokio::test]
     async fn the_kernel_tells_when_a_cgroup_has_grown() {
         let name = format!("holdfast-notice-{}", std::process::id());
         let dir = Path::new(V1).join(&name);
         if is_v2() || std::fs::create_dir(&dir).is_err() {
-            return; // There are no such notices, or we may not ask for them.
+            return; // Such notifications do not exist, or require privileges.
         }
         let mut notices = MemoryNotices {
             stalls: None,
             grown: vec![],
         };
-        // What sorts keeps all it has read.
+        // `sort` keeps all its input in memory.
         let mut sort = Command::new("sort")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())

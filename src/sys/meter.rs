@@ -1,4 +1,5 @@
-//! Reading what cgroups, processes and the machine used. Nothing is kept; what is gone has used nothing.
+//! Reads the resource usage of cgroups, processes and the machine.
+//! Stateless; anything that no longer exists has no usage.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -20,15 +21,15 @@ use super::machine::Room;
 use super::mount;
 
 const ROOT: &str = "/sys/fs/cgroup";
-/// The most that is read of a file of the kernel's.
+/// The size limit for reading a kernel file, in bytes.
 const MOST_TEXT: u64 = 1 << 20;
-/// The most processes of a cgroup whose descriptors are counted, and the most descriptors.
+/// Limits for counting descriptors: processes of a cgroup, and descriptors of a process.
 const MOST_PROCESSES: usize = 256;
 const MOST_DESCRIPTORS: usize = 4096;
-/// The most filesystems of the machine that are asked.
+/// Maximum number of filesystems of the machine to query.
 const MOST_FILESYSTEMS: usize = 64;
 
-/// A directory that stays open while its files are read: a path from the root costs more than the reading.
+/// An open cgroup directory. Resolving a path from the root costs more than reading a file.
 struct Group(OwnedFd);
 
 impl Group {
@@ -41,19 +42,20 @@ impl Group {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC;
         let file = File::from(openat(&self.0, file, flags, Mode::empty()).ok()?);
         let mut text = String::with_capacity(2048);
-        // The kernel refuses a file whose figures are switched off when it is read.
+        // If the accounting of a file is disabled, the kernel returns an error on reading.
         file.take(MOST_TEXT).read_to_string(&mut text).ok()?;
         Some(text)
     }
 }
 
-/// What a cgroup used; none if there is no such cgroup.
+/// The usage of a cgroup; `None` if it does not exist.
 #[must_use]
 pub fn cgroup(path: &str, depth: Depth) -> Option<Usage> {
     texts(path, |_, needed| needed <= depth).map(|texts| usage(&texts))
 }
 
-/// The files of a cgroup that are wanted, by name and by what they are needed for; none if there is no such cgroup.
+/// Reads the wanted files of a cgroup, by name. `wanted` gets the name and
+/// the depth that needs the file. `None` if the cgroup does not exist.
 #[must_use]
 pub fn texts(path: &str, wanted: impl Fn(&str, Depth) -> bool) -> Option<Texts> {
     let relative = path.trim_matches('/');
@@ -78,7 +80,7 @@ pub fn texts(path: &str, wanted: impl Fn(&str, Depth) -> bool) -> Option<Texts> 
     (!texts.is_empty()).then_some(texts)
 }
 
-/// What the files of a cgroup of this machine say.
+/// Parses the files of a cgroup.
 #[must_use]
 pub fn usage(texts: &Texts) -> Usage {
     if is_v2() {
@@ -88,18 +90,18 @@ pub fn usage(texts: &Texts) -> Usage {
     }
 }
 
-/// What the processes of a cgroup have, beyond what the cgroup counts.
+/// Properties of a cgroup's processes that the cgroup does not account for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Processes {
-    /// The interfaces of the first of them.
+    /// The network interfaces of the first process.
     pub interfaces: Vec<Interface>,
-    /// Open descriptors, and those of them that are sockets; none where there are too many to count.
+    /// The number of open descriptors and of sockets among them; `None` if there are too many to count.
     pub descriptors: Option<(u64, u64)>,
-    /// How many files the first may have open; -1 for any number.
+    /// The open file limit of the first process; -1 if unlimited.
     pub open_files: Option<i64>,
 }
 
-/// The processes in a cgroup, not below it.
+/// The processes in a cgroup, without its descendants.
 fn members(path: &str) -> Vec<u32> {
     let relative = path.trim_matches('/');
     let dir = if is_v2() {
@@ -112,7 +114,7 @@ fn members(path: &str) -> Vec<u32> {
     text.lines().filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// What the processes in a cgroup have: their interfaces, and with [`Depth::All`] their descriptors.
+/// Reads the properties of a cgroup's processes: interfaces if requested, and descriptors with [`Depth::All`].
 #[must_use]
 pub fn processes_of(path: &str, depth: Depth, with_interfaces: bool) -> Processes {
     let members = members(path);
@@ -130,7 +132,7 @@ pub fn processes_of(path: &str, depth: Depth, with_interfaces: bool) -> Processe
     found
 }
 
-/// The descriptors of processes, and those of them that are sockets.
+/// The number of open descriptors of processes, and of sockets among them.
 fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
     if members.len() > MOST_PROCESSES {
         return None;
@@ -139,11 +141,11 @@ fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
     for pid in members {
         let path = format!("/proc/{pid}/fd");
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        // One that has ended meanwhile has none.
+        // The process has exited meanwhile.
         let Ok(mut dir) = Dir::open(path.as_str(), flags, Mode::empty()) else {
             continue;
         };
-        // Since Linux 6.2 the directory's size is their number: those that are too many need not be listed.
+        // Since Linux 6.2, the directory's size is the number of descriptors, which avoids listing too many.
         let size = fstatat(&dir, ".", AtFlags::empty()).map_or(0, |stat| stat.st_size);
         if usize::try_from(size).is_ok_and(|size| size > MOST_DESCRIPTORS) {
             return None;
@@ -167,13 +169,13 @@ fn descriptors(members: &[u32]) -> Option<(u64, u64)> {
     Some((all, sockets))
 }
 
-/// The cgroup of the process that listens on a socket, if it is not the root. Nothing is sent.
+/// The cgroup of the process that listens on a socket; `None` for the root cgroup. Connects, but sends nothing.
 #[must_use]
 pub fn cgroup_of_server(socket: &str) -> Option<String> {
     use nix::sys::socket::{UnixAddr, connect, getsockopt, sockopt::PeerCredentials};
     use std::os::fd::AsRawFd as _;
     let path = socket.strip_prefix("unix://").unwrap_or(socket);
-    // One that does not accept must not be waited for.
+    // Non-blocking, because the server may not accept.
     let end = super::link::client().ok()?;
     connect(end.as_raw_fd(), &UnixAddr::new(path).ok()?).ok()?;
     let pid = getsockopt(&end, PeerCredentials).ok()?.pid();
@@ -181,39 +183,39 @@ pub fn cgroup_of_server(socket: &str) -> Option<String> {
     machine_stats::cgroup_of_process(&text, is_v2()).map(str::to_owned)
 }
 
-/// The machine's own figures.
+/// The usage of the machine.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Whole {
-    /// What it used.
+    /// Resource usage.
     pub usage: Usage,
-    /// Memory that can be had at once, in bytes.
+    /// Available memory in bytes.
     pub available: u64,
-    /// Swap: all, and what is free, in bytes.
+    /// Total and free swap in bytes.
     pub swap: (u64, u64),
-    /// Its interfaces.
+    /// The network interfaces.
     pub interfaces: Vec<Interface>,
-    /// The highest number of processes, and the present one.
+    /// The maximum and current number of processes.
     pub processes: (u64, u64),
-    /// When it was started, in seconds since 1970.
+    /// The time of the last boot, in seconds since 1970.
     pub booted: u64,
-    /// Its disks and partitions.
+    /// The disks and partitions.
     pub disks: Vec<DiskCounters>,
-    /// The room on its filesystems.
+    /// The filesystems and their usage.
     pub filesystems: Vec<Filesystem>,
-    /// What the processes in the root cgroup have.
+    /// Properties of the processes in the root cgroup.
     pub own: Processes,
 }
 
-/// The room on a filesystem of the machine.
+/// The usage of a filesystem of the machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Filesystem {
-    /// The device that it is on, or where it is if it is on none.
+    /// The device, or the mount point of a filesystem without device.
     pub device: String,
-    /// Its room.
+    /// The size and usage.
     pub room: Room,
 }
 
-/// The machine's filesystems; `root` is the agent's directory, and what pods have mounted below it is left out.
+/// The machine's filesystems. `root` is the agent's directory; mounts of pods below it are excluded.
 fn filesystems(root: &str) -> Vec<Filesystem> {
     let mut known: BTreeMap<String, std::path::PathBuf> = BTreeMap::new();
     for mount in mount::table().unwrap_or_default() {
@@ -231,27 +233,27 @@ fn filesystems(root: &str) -> Vec<Filesystem> {
     known.filter_map(room).collect()
 }
 
-/// The cgroup that this process is in, if it is not the root.
+/// The cgroup of this process; `None` for the root cgroup.
 #[must_use]
 pub fn own_cgroup() -> Option<String> {
     let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     machine_stats::cgroup_of_process(&text, is_v2()).map(str::to_owned)
 }
 
-/// The bytes of the machine's memory, and those of them that are not in its working set.
+/// The machine's memory in bytes, and the part that is outside its working set.
 #[must_use]
 pub fn memory() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let total = machine_stats::meminfo(&text, "MemTotal");
-    // Version 2 has no figures of memory there.
+    // cgroup v2 has no memory statistics in the root.
     let root = (!is_v2()).then(|| cgroup("/", Depth::Memory)).flatten();
     let (_, working_set) = used(&text, &root.unwrap_or_default());
     (total, total.saturating_sub(working_set))
 }
 
-/// How much of its memory the machine uses, and its working set, as cAdvisor has them of the root cgroup, so that a threshold
-/// means what it means to a kubelet: version 1 counts what processes and files have, version 2 the kernel's own as well,
-/// which may be gigabytes.
+/// The memory usage and working set of the machine. Both are computed as cAdvisor does for
+/// the root cgroup, so that thresholds mean the same as for a kubelet. v1 counts memory of
+/// processes and page cache; v2 also counts kernel memory, which may be gigabytes.
 fn used(meminfo: &str, root: &Usage) -> (u64, u64) {
     if root.memory > 0 {
         return (root.memory, root.working_set);
@@ -261,7 +263,7 @@ fn used(meminfo: &str, root: &Usage) -> (u64, u64) {
     (used, used.saturating_sub(of("Inactive(file)")))
 }
 
-/// The highest process id that the kernel gives, and how many processes and threads there are.
+/// The maximum number of processes and threads, and their current number.
 #[must_use]
 pub fn processes() -> (u64, u64) {
     let number = |path: &str| {
@@ -280,7 +282,7 @@ pub fn processes() -> (u64, u64) {
     (most, now)
 }
 
-/// What the machine used; with [`Depth::All`] of its disks and filesystems too. `root` is the agent's directory.
+/// The usage of the machine; with [`Depth::All`] including disks and filesystems. `root` is the agent's directory.
 #[must_use]
 pub fn machine(depth: Depth, root: &str) -> Whole {
     let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
@@ -320,7 +322,7 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
                 memory: pressure("memory"),
                 io: pressure("io"),
             },
-            // The rest the root cgroup tells, as far as the version has it there.
+            // The other fields come from the root cgroup, as far as the cgroup version provides them.
             ..root_cgroup
         },
         available: of("MemTotal").saturating_sub(working_set),
@@ -334,8 +336,8 @@ pub fn machine(depth: Depth, root: &str) -> Whole {
     }
 }
 
-/// What this process used: processor seconds, resident and virtual bytes, open descriptors and the most it may have,
-/// and when it began, in seconds since 1970.
+/// The usage of this process: CPU seconds, resident and virtual memory in
+/// bytes, open descriptors and their limit, start time in seconds since 1970.
 #[must_use]
 pub fn own() -> (f64, u64, u64, u64, u64, f64) {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -375,7 +377,7 @@ pub fn own() -> (f64, u64, u64, u64, u64, f64) {
 mod tests {
     use super::*;
 
-    /// What other processes may take and give back meanwhile.
+    /// Memory that other processes may allocate or free during the test.
     const SLACK: u64 = 64 << 20;
 
     #[test]

@@ -1,4 +1,4 @@
-//! The only callers of the kernel and of systemd: mounts, cgroups, directories below a handle, facts about the machine.
+//! The only module that calls the kernel and systemd: mounts, cgroups, directory handles, properties of the machine.
 
 pub mod addresses;
 pub mod atomic_dir;

@@ -1,8 +1,8 @@
-//! Mounts: found, made and undone.
+//! Finds, creates and removes mounts.
 //!
-//! Whether something is mounted at a path is asked of the kernel by a lookup that refuses to cross mounts, never by
-//! comparing text: that is right below linked directories too, and asks no filesystem that may hang. Only which
-//! mounts lie below a directory is read from the mount table; the directory's path is resolved for it first.
+//! To find out whether a path is a mount point, this module uses a lookup that refuses to cross mounts. It does not
+//! compare paths with the mount table. The lookup is also correct below symlinks, and accesses no filesystem that may
+//! hang. Only the mounts below a directory are read from the mount table, after resolving the path of the directory.
 
 use std::ffi::OsString;
 use std::io;
@@ -21,28 +21,28 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use super::beneath::Found;
 use crate::core::lock::lock;
 
-/// One mount.
+/// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// Where.
+    /// The mount point.
     pub point: PathBuf,
-    /// The filesystem's number, `major:minor`.
+    /// The filesystem's device number, `major:minor`.
     pub device: String,
-    /// The filesystem's type, for instance `nfs4`.
+    /// The type of the filesystem, for instance `nfs4`.
     pub kind: String,
-    /// What is mounted, for instance `/dev/sda1`.
+    /// The source, for instance `/dev/sda1`.
     pub source: String,
-    /// Whether its files have SELinux labels of their own.
+    /// Whether its files can have individual SELinux labels.
     pub labels_files: bool,
 }
 
-/// All mounts of this mount namespace, oldest first. Reading them asks no filesystem.
+/// All mounts of this mount namespace, oldest first. Reading the table accesses no filesystem.
 pub fn table() -> io::Result<Vec<Mount>> {
     let table = std::fs::read("/proc/thread-self/mountinfo")?;
     Ok(table.split(|b| *b == b'\n').filter_map(parse).collect())
 }
 
-/// A line of mountinfo: `id parent major:minor root point options [fields…] - type source options`.
+/// Parses a line of mountinfo: `id parent major:minor root point options [fields…] - type source options`.
 fn parse(line: &[u8]) -> Option<Mount> {
     let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
     let mut fields = line.split(|b| *b == b' ');
@@ -53,7 +53,7 @@ fn parse(line: &[u8]) -> Option<Mount> {
     let kind = text(fields.next()?);
     let source = text(&unescape(fields.next().unwrap_or_default()));
     let of_filesystem = fields.next().unwrap_or_default();
-    // The kernel says so among the one or the other.
+    // The kernel shows this among the mount's or the filesystem's options.
     let labels_files = [of_mount, of_filesystem]
         .iter()
         .any(|options| options.split(|b| *b == b',').any(|o| o == b"seclabel"));
@@ -66,7 +66,7 @@ fn parse(line: &[u8]) -> Option<Mount> {
     })
 }
 
-/// Undoes the kernel's escapes: a backslash and three octal digits.
+/// Decodes the kernel's escapes: a backslash and three octal digits.
 pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -82,7 +82,7 @@ pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The path with every link resolved. What is mounted at its end is not asked: it may hang.
+/// The path with all symlinks resolved. Does not access a mount at the path itself, which may hang.
 fn canonical(path: &Path) -> io::Result<PathBuf> {
     match (path.parent(), path.file_name()) {
         (Some(parent), Some(name)) if is_mounted(path)? => {
@@ -92,16 +92,16 @@ fn canonical(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// Writes what a filesystem has in memory only. Unmounting does so as well, but not while another mount of it is left, for
-/// instance in the mount namespace of a container that has the node's root.
+/// Writes a filesystem's cached data to disk. Unmounting also does this, but only for the last mount of the
+/// filesystem. Another mount may remain, for instance in the mount namespace of a container with the node's root.
 pub fn sync(point: &Path) -> io::Result<()> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
     let dir = nix::fcntl::open(point, flags, Mode::empty())?;
     Ok(nix::unistd::syncfs(&dir)?)
 }
 
-/// Whether files on the mount at `point` have SELinux labels of their own. Of several the newest is seen. None where nothing
-/// is mounted.
+/// Whether files on the mount at `point` can have individual SELinux labels.
+/// Of several mounts, the newest counts. False if nothing is mounted.
 pub fn labels_files(point: &Path) -> io::Result<bool> {
     let point = canonical(point)?;
     let table = table()?;
@@ -111,7 +111,7 @@ pub fn labels_files(point: &Path) -> io::Result<bool> {
         .is_some_and(|m| m.labels_files))
 }
 
-/// The mounts at or below `dir`, deepest and newest first. The directory may be named through links.
+/// The mounts at or below `dir`, deepest and newest first. The path may contain symlinks.
 pub fn below(dir: &Path) -> io::Result<Vec<Mount>> {
     let dir = match canonical(dir) {
         Ok(dir) => dir,
@@ -121,7 +121,7 @@ pub fn below(dir: &Path) -> io::Result<Vec<Mount>> {
     Ok(among(&table()?, &dir))
 }
 
-/// The mounts of a table at or below `dir`, whose path has no links: deepest and newest first.
+/// The mounts of a table at or below `dir`, deepest and newest first. The path must not contain symlinks.
 #[must_use]
 pub fn among(table: &[Mount], dir: &Path) -> Vec<Mount> {
     let within = table.iter().rev().filter(|m| m.point.starts_with(dir));
@@ -130,7 +130,7 @@ pub fn among(table: &[Mount], dir: &Path) -> Vec<Mount> {
     mounts
 }
 
-/// Whether something is mounted at `path`. A path that is not there is no mount.
+/// Whether `path` is a mount point. False if it does not exist.
 pub fn is_mounted(path: &Path) -> io::Result<bool> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(true);
@@ -148,7 +148,7 @@ pub fn is_mounted(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Opens one name in a directory, following no link. Where another mount lies there, the error is `EXDEV`.
+/// Opens a name in a directory without following symlinks. `EXDEV` if the name is a mount point.
 pub(super) fn open_here(
     dir: impl AsFd,
     name: &Path,
@@ -159,7 +159,7 @@ pub(super) fn open_here(
         .flags(flags)
         .resolve(ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_MAGICLINKS);
     match openat2(&dir, name, how) {
-        // A kernel before 5.6, or a sandbox that does not know the call.
+        // A kernel before 5.6, or a sandbox that rejects the call.
         Err(Errno::ENOSYS | Errno::EPERM) => {
             let found = openat(&dir, name, flags, Mode::empty())?;
             if mount_id(&found)? == mount_id(&dir)? {
@@ -172,7 +172,7 @@ pub(super) fn open_here(
     }
 }
 
-/// The kernel's number of the mount that a handle is on.
+/// The kernel's id of the mount to which a handle belongs.
 pub(super) fn mount_id(fd: impl AsFd) -> Result<u64, Errno> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd());
     let text = std::fs::read_to_string(path).map_err(|_| Errno::EIO)?;
@@ -187,7 +187,7 @@ pub fn is_tmpfs(path: &Path) -> bool {
         .is_ok_and(|s| s.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC)
 }
 
-/// Mounts a tmpfs of at most `size` bytes (0: the kernel's default) at `dir`, unless one is there.
+/// Mounts a tmpfs at `dir` with a limit of `size` bytes (0: the kernel's default), unless there already is a mount.
 pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     if is_mounted(dir)? {
         return Ok(());
@@ -209,18 +209,18 @@ pub fn tmpfs(dir: &Path, size: u64) -> io::Result<()> {
     Ok(NOSWAP.tried(&options, with)?)
 }
 
-/// Whether the kernel takes the option `noswap` of a tmpfs: 6.4 and later do, outside user namespaces.
+/// Whether the kernel supports the option `noswap` of tmpfs: version 6.4 and later, outside user namespaces.
 static NOSWAP: NoSwap = NoSwap(Mutex::new(None));
 
-/// The same, once it is known: each try of a kernel that does not take it is a complaint in its log.
+/// Caches the answer, because an unsupporting kernel logs a complaint at each attempt.
 struct NoSwap(Mutex<Option<bool>>);
 
 impl NoSwap {
-    /// Mounts with the option, as what is in memory may be secret and is not to be swapped out; without it where the kernel
-    /// does not take it.
+    /// Mounts with the option, so that secrets in memory are not swapped
+    /// out. Mounts without it if the kernel does not support it.
     fn tried(&self, options: &str, mount: impl Fn(&str) -> Result<(), Errno>) -> Result<(), Errno> {
         let with = || mount(&format!("noswap,{options}"));
-        // Whoever comes while it is tried waits for the outcome.
+        // Concurrent callers wait until the answer is known.
         let mut known = lock(&self.0);
         match *known {
             Some(true) => {
@@ -235,7 +235,7 @@ impl NoSwap {
         }
         match with() {
             Err(Errno::EINVAL) => {
-                // Unless another option is what is wrong.
+                // If this fails as well, another option is invalid.
                 mount(options)?;
                 *known = Some(false);
             }
@@ -248,8 +248,8 @@ impl NoSwap {
     }
 }
 
-/// Mounts huge pages of so many bytes each at `dir`, unless they are there. Pages of another size there are an
-/// error.
+/// Mounts a hugetlbfs with this page size in bytes at `dir`, unless there
+/// already is one. An existing mount with another page size is an error.
 pub fn hugetlbfs(dir: &Path, page: u64) -> io::Result<()> {
     if is_mounted(dir)? {
         let there = u64::try_from(nix::sys::statfs::statfs(dir)?.block_size()).unwrap_or(0);
@@ -271,8 +271,8 @@ pub fn hugetlbfs(dir: &Path, page: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Binds what was found to `target`, which is made. What is mounted there already stays if it is the same
-/// thing, and goes if it is another.
+/// Bind-mounts a found object at `target`, which is created. An
+/// existing mount of the same object stays; another mount is replaced.
 pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     if is_mounted(target)? {
         if found.is_at(target) {
@@ -280,7 +280,7 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
         }
         umount2(target, MntFlags::UMOUNT_NOFOLLOW)?;
     }
-    // A place of the other kind, from before the volume changed.
+    // The target is of the other kind, because the volume has changed.
     match std::fs::symlink_metadata(target) {
         Ok(there) if there.is_dir() && !found.is_dir => std::fs::remove_dir(target)?,
         Ok(there) if !there.is_dir() && found.is_dir => std::fs::remove_file(target)?,
@@ -312,7 +312,7 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
     Err(io::Error::other("what was mounted is not what was found"))
 }
 
-/// The options of a mount that a bind mount has of its own.
+/// The options that a bind mount can have independently of its filesystem.
 const OWN: [(&str, MsFlags, FsFlags); 6] = [
     ("ro", MsFlags::MS_RDONLY, FsFlags::ST_RDONLY),
     ("nosuid", MsFlags::MS_NOSUID, FsFlags::ST_NOSUID),
@@ -322,8 +322,8 @@ const OWN: [(&str, MsFlags, FsFlags); 6] = [
     ("nodiratime", MsFlags::MS_NODIRATIME, FsFlags::ST_NODIRATIME),
 ];
 
-/// Gives a bind mount at `dir` those of these options that are not its filesystem's; the others the kernel leaves out, as for
-/// `mount -o bind`. What it has already stays.
+/// Adds options to the bind mount at `dir`. Ignores options that only a filesystem
+/// can have, as the kernel does for `mount -o bind`. Existing options stay.
 pub fn restrict(dir: &Path, options: &[String]) -> io::Result<()> {
     if options.is_empty() {
         return Ok(());
@@ -343,17 +343,17 @@ pub fn restrict(dir: &Path, options: &[String]) -> io::Result<()> {
     Ok(())
 }
 
-/// How a directory's mount passes on what is mounted below it.
+/// The propagation of mounts below a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
-    /// To the mount namespaces of others, as before or from now on.
+    /// Mounts propagate to other mount namespaces, as before or from now on.
     Shared,
-    /// Not, as there are mounts below it already, which a mount over the directory would hide.
+    /// Mounts do not propagate: there are mounts below the directory, which a mount over it would hide.
     Occupied,
 }
 
-/// Makes what is mounted below `dir` from now on visible in other mount namespaces (`rshared`). Where its mount does not do
-/// that, the directory is mounted over itself, as a kubelet does with its root directory.
+/// Makes future mounts below `dir` propagate to other mount namespaces (`rshared`). If the mount of `dir`
+/// is not shared, bind-mounts the directory over itself, as a kubelet does with its root directory.
 pub fn share(dir: &Path) -> io::Result<Sharing> {
     let dir = std::fs::canonicalize(dir)?;
     let id = mount_id(std::fs::File::open(&dir)?)?.to_string();
@@ -374,13 +374,13 @@ pub fn share(dir: &Path) -> io::Result<Sharing> {
     Ok(Sharing::Shared)
 }
 
-/// Whether a line of mountinfo has the optional field of a shared mount.
+/// Whether a line of mountinfo describes a shared mount.
 fn is_shared(line: &str) -> bool {
     let mut optional = line.split(' ').skip(6).take_while(|f| *f != "-");
     optional.any(|f| f.starts_with("shared:"))
 }
 
-/// Unmounts everything at or below `dir`, the deepest first. Nothing that is in use is forced.
+/// Unmounts everything at or below `dir`, deepest first. Does not force busy mounts.
 pub fn unmount_all(dir: &Path) -> io::Result<()> {
     for mount in below(dir)? {
         unmount(&mount.point, MntFlags::empty())?;
@@ -388,7 +388,7 @@ pub fn unmount_all(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Unmounts what is mounted at a place, which may be nothing any more. A link is not followed.
+/// Unmounts a path. A path without a mount is no error. Symlinks are not followed.
 pub fn unmount(point: &Path, flags: MntFlags) -> io::Result<()> {
     try_unmount(point, flags).map_err(|error| {
         io::Error::new(
@@ -398,7 +398,7 @@ pub fn unmount(point: &Path, flags: MntFlags) -> io::Result<()> {
     })
 }
 
-/// The same; the error is the kernel's own.
+/// Like [`unmount`], but returns the kernel's error.
 pub fn try_unmount(point: &Path, flags: MntFlags) -> Result<(), Errno> {
     match umount2(point, flags | MntFlags::UMOUNT_NOFOLLOW) {
         Err(Errno::EINVAL | Errno::ENOENT) => Ok(()),
@@ -514,7 +514,7 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().expect("a directory");
-        // Whether the machine's own mounts are shared or not: this one is not.
+        // The machine's mounts may be shared; this one is not.
         tmpfs(dir.path(), 0).expect("mounted");
         mount(
             None::<&str>,
@@ -561,12 +561,12 @@ mod tests {
             assert_eq!(below(root).expect("listed").len(), 1);
             assert_eq!(below(&root.join("a")).expect("listed").len(), 1);
         }
-        // A bind of the same filesystem has the same device number.
+        // A bind mount of the same filesystem has the same device number.
         let found = super::super::beneath::Dir::open(&real.join("a")).expect("open");
         bind(&found.itself().expect("itself"), &link.join("b")).expect("bound");
         assert!(is_mounted(&real.join("b")).expect("looked at"));
         drop(found);
-        // A program that another test starts just now holds it too, until it is executed.
+        // A program that another test has just forked keeps the file open until its execve.
         let begun = std::time::Instant::now();
         let mut outcome = unmount_all(&link.join("b"));
         while outcome.is_err() && begun.elapsed().as_secs() < 60 {

@@ -1,9 +1,10 @@
-//! The directory in which network namespaces have names: files over which namespaces are mounted.
+//! The directory of named network namespaces: files on which namespaces are mounted.
 //!
-//! The first `ip netns add` of a boot mounts the directory over itself, if it is no mount (iproute2, `ip/ipnetns.c`). Where the
-//! filesystem that the directory is on is not shared, this hides what container runtimes mounted there before: a runtime
-//! unmounts the copy on top, and cannot remove the file, which is still a mount point below (EBUSY). So the agent does the same
-//! before the first sandbox. On a shared filesystem both copies are peers, and unmounting one unmounts the other.
+//! The first `ip netns add` after boot bind-mounts the directory over itself, unless it is a mount already
+//! (iproute2, `ip/ipnetns.c`). If the filesystem of the directory is not shared, this hides namespaces that
+//! container runtimes have mounted there before. A runtime then unmounts the copy on top, and cannot remove
+//! the file, which is still a mount point below (EBUSY). The agent therefore creates this mount before the
+//! first sandbox. On a shared filesystem, both copies are peers, and unmounting one unmounts the other.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -16,11 +17,11 @@ use nix::mount::MntFlags;
 
 use super::mount::{self as mounts, Sharing, unescape};
 
-/// The directory of iproute2 and of container runtimes.
+/// The directory that iproute2 and container runtimes use.
 pub const DIR: &str = "/run/netns";
 
-/// Makes `dir` a shared mount of itself, unless it is on a shared mount already. Where namespaces are mounted below it, nothing
-/// changes.
+/// Makes `dir` a shared bind mount of itself, unless it already is on
+/// a shared mount. Changes nothing if namespaces are mounted below it.
 ///
 /// # Errors
 ///
@@ -33,14 +34,14 @@ pub fn share(dir: &Path) -> io::Result<Sharing> {
     let was_mounted = mounts::is_mounted(dir)?;
     let sharing = mounts::share(dir)?;
     if !was_mounted && mounts::is_mounted(dir)? && !hidden(dir)?.is_empty() {
-        // A runtime was faster.
+        // A runtime has mounted a namespace meanwhile.
         mounts::unmount(dir, MntFlags::empty())?;
         return Ok(Sharing::Occupied);
     }
     Ok(sharing)
 }
 
-/// The places below `dir` at which something is mounted that a mount over `dir` hides.
+/// The mount points below `dir` that a mount over `dir` hides.
 ///
 /// # Errors
 ///
@@ -61,11 +62,11 @@ pub fn hidden(dir: &Path) -> io::Result<Vec<PathBuf>> {
 struct Entry {
     parent: u64,
     point: PathBuf,
-    /// The group of mounts that get each other's mounts below them; none of a private mount.
+    /// The peer group, whose members propagate mounts to each other; `None` for a private mount.
     peers: Option<Vec<u8>>,
 }
 
-/// `id parent major:minor root point options [optional…] - …` (proc_pid_mountinfo(5)).
+/// Parses `id parent major:minor root point options [optional…] - …` (proc_pid_mountinfo(5)).
 fn parse(line: &[u8]) -> Option<(u64, Entry)> {
     let number = |field: Option<&[u8]>| std::str::from_utf8(field?).ok()?.parse::<u64>().ok();
     let mut fields = line.split(|b| *b == b' ');
@@ -88,13 +89,13 @@ fn hidden_in(table: &[u8], dir: &Path) -> Vec<PathBuf> {
         .filter(|(_, entry)| entry.point == dir)
         .map(|(id, _)| *id)
         .collect();
-    // Of several mounts at one place each is the parent of the next.
+    // Of several mounts at the same path, each is the parent of the next.
     let is_covered = |id: &u64| over.iter().any(|other| all[other].parent == *id);
     let Some(top) = over.iter().find(|id| !is_covered(id)) else {
         return vec![];
     };
-    // Below the top are the other mounts over the directory, and the mount that the directory is on. What yet another mount
-    // hides is not this one's doing.
+    // The mounts below the top one: other mounts over the directory, and the mount that
+    // contains the directory. Mounts that are hidden by other mounts do not count.
     let covered: Vec<u64> = over
         .iter()
         .map(|id| all[id].parent)
@@ -136,7 +137,7 @@ mod tests {
         let over = "50 30 0:25 /netns /run/netns rw shared:5 - tmpfs t rw\n\
                     51 50 0:4 net:[1] /run/netns/cni-1 rw - nsfs nsfs rw\n\
                     52 50 0:4 net:[2] /run/netns/a\\040b rw - nsfs nsfs rw\n";
-        // What a mount over /run hides.
+        // Hidden by a mount over /run.
         let base = &format!("{base}25 20 0:4 net:[3] /run/netns/older rw - nsfs nsfs rw\n");
         let twice = "60 50 0:25 /netns /run/netns rw shared:6 - tmpfs t rw\n";
         let names = |table: &str| {
@@ -159,7 +160,7 @@ mod tests {
         assert_eq!(names("1 1 0:1 / / rw - a b c\nx\n"), Vec::<String>::new());
     }
 
-    /// A mount namespace of its own with an empty `/run`, for a thread.
+    /// Runs `work` in a thread with a separate mount namespace and an empty `/run`.
     fn with_a_run_of_its_own(work: impl FnOnce() + Send) {
         let thread = || {
             nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).expect("unshared");
@@ -176,7 +177,7 @@ mod tests {
         std::thread::scope(|scope| scope.spawn(thread).join().expect("it ends well"));
     }
 
-    /// As a runtime pins the namespace of a sandbox, and lets it go.
+    /// Pins a namespace as a runtime does for a sandbox.
     fn pin(name: &str) -> PathBuf {
         let path = Path::new(DIR).join(name);
         std::fs::create_dir_all(DIR).expect("mkdir");
@@ -212,7 +213,7 @@ mod tests {
             assert_eq!(hidden(dir).expect("read"), std::slice::from_ref(&sandbox));
             let error = unpin(&sandbox).expect_err("the hidden mount is still there");
             assert_eq!(error.raw_os_error(), Some(nix::errno::Errno::EBUSY as i32));
-            // The remedy that doctor names.
+            // The remedy that `holdfast doctor` suggests.
             mounts::unmount_all(dir).expect("unmounted");
             assert!(hidden(dir).expect("read").is_empty());
         });

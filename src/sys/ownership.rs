@@ -1,5 +1,4 @@
-//! Giving a volume to a group: every file of it, never through a link and never into another mount's parent
-//! (kubelet spec, 9.7).
+//! Changes the group ownership of all files of a volume. Follows no symlinks (`pkg/volume/volume_linux.go`).
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -19,7 +18,7 @@ use nix::unistd::{Gid, fchownat};
 use super::descent::{Descent, FLAGS};
 use crate::core::lock::lock;
 
-/// The bits that a member of the group needs: of files, and of directories besides.
+/// The mode bits that the group needs on files, and additionally on directories.
 const FILE: u32 = 0o660;
 const FILE_READ_ONLY: u32 = 0o440;
 const DIR: u32 = 0o2110;
@@ -33,36 +32,36 @@ fn wanted(stat: &FileStat, read_only: bool) -> u32 {
     }
 }
 
-/// How far the giving of a volume is.
+/// The progress of a running ownership change.
 #[derive(Debug, Clone)]
 pub struct UnderWay {
-    /// When it was begun.
+    /// The start time.
     pub begun: Instant,
     files: Arc<AtomicU64>,
 }
 
 impl UnderWay {
-    /// How many files have been given.
+    /// The number of files changed so far.
     #[must_use]
     pub fn files(&self) -> u64 {
         self.files.load(Ordering::Relaxed)
     }
 }
 
-/// Volumes that are being given.
+/// The running ownership changes by volume path.
 static UNDER_WAY: Mutex<BTreeMap<PathBuf, UnderWay>> = Mutex::new(BTreeMap::new());
 
 fn under_way_now() -> MutexGuard<'static, BTreeMap<PathBuf, UnderWay>> {
     lock(&UNDER_WAY)
 }
 
-/// How far a volume is that is being given just now.
+/// The progress of the ownership change of a volume, if one is running.
 #[must_use]
 pub fn under_way(root: &Path) -> Option<UnderWay> {
     under_way_now().get(root).cloned()
 }
 
-/// A volume while it is being given.
+/// A running ownership change.
 struct Giving<'a> {
     root: &'a Path,
     given: Arc<AtomicU64>,
@@ -80,7 +79,7 @@ impl<'a> Giving<'a> {
         Giving { root, given, stop }
     }
 
-    /// One more file.
+    /// Counts a changed file. Fails if the change is to stop.
     fn count(&mut self) -> io::Result<()> {
         let given = self.given.fetch_add(1, Ordering::Relaxed) + 1;
         if (self.stop)() {
@@ -97,7 +96,7 @@ impl Drop for Giving<'_> {
     }
 }
 
-/// Sets group and mode of what is held open, which may be a path handle.
+/// Sets group and mode of an open file, which may be an O_PATH handle.
 fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     let stat = fstat(fd)?;
     if stat.st_gid != group {
@@ -114,7 +113,7 @@ fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     }
     let mode = stat.st_mode & 0o7777;
     let wanted = mode | wanted(&stat, read_only);
-    // Changing the group of a file clears its set-id bits: they are put back.
+    // Changing the group of a file clears its set-id bits, so restore them.
     if mode != wanted || (stat.st_gid != group && mode & 0o6000 != 0) {
         let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
         fchmodat(
@@ -127,7 +126,7 @@ fn give(fd: BorrowedFd<'_>, group: u32, read_only: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// A name in a directory, and what it is if the directory says so.
+/// A name in a directory, and its file type if the directory contains it.
 type Name = (CString, Option<Type>);
 
 fn list(dir: BorrowedFd<'_>) -> io::Result<Vec<Name>> {
@@ -142,11 +141,11 @@ fn list(dir: BorrowedFd<'_>) -> io::Result<Vec<Name>> {
     Ok(names)
 }
 
-/// What a name in a directory is.
+/// The object that a name in a directory refers to.
 enum Found {
     Gone,
     Dir(OwnedFd),
-    /// Held by its path.
+    /// An O_PATH handle.
     Other(OwnedFd),
 }
 
@@ -158,7 +157,7 @@ fn open(dir: BorrowedFd<'_>, (name, kind): &Name) -> io::Result<Found> {
         Mode::empty(),
     ) {
         Ok(held) => held,
-        // Somebody removed it meanwhile.
+        // The file was removed meanwhile.
         Err(Errno::ENOENT) => return Ok(Found::Gone),
         Err(error) => return Err(error.into()),
     };
@@ -171,13 +170,13 @@ fn open(dir: BorrowedFd<'_>, (name, kind): &Name) -> io::Result<Found> {
     }
     match openat(dir, name.as_c_str(), FLAGS, Mode::empty()) {
         Ok(below) => Ok(Found::Dir(below)),
-        // It was swapped for something else: that is looked at as what it is now.
+        // The directory was replaced by another object meanwhile; treat it as such.
         Err(Errno::ENOTDIR | Errno::ELOOP | Errno::ENOENT) => Ok(Found::Other(held)),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Gives all that is in a directory, however deep; each directory after what is in it.
+/// Changes everything below a directory, at any depth. Changes each directory after its contents.
 fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> io::Result<()> {
     let names = list(top.as_fd())?;
     let (mut descent, mut depth) = (Descent::new(top, names), 0_u64);
@@ -195,7 +194,7 @@ fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> i
                     giving.count()?;
                 }
             },
-            // The top is given by who has asked, after all else.
+            // The caller changes the top directory at the end.
             None if depth == 0 => return Ok(()),
             None => {
                 give(descent.here(), group, read_only)?;
@@ -207,12 +206,13 @@ fn walk(top: OwnedFd, group: u32, read_only: bool, giving: &mut Giving<'_>) -> i
     }
 }
 
-/// Gives a volume to a group. With `on_mismatch` only if its root is not the group's yet: the root is changed
-/// last, so that a change that was cut off is done again. `stop` is asked after each file. The answer is whether there was
-/// anything to do.
+/// Changes the group ownership of a volume. With `on_mismatch`, does so only if the root does not have
+/// the right group and mode (fsGroupChangePolicy). The root is changed last, so that an interrupted
+/// change is repeated. Calls `stop` after each file. Returns whether there was anything to do.
 ///
 /// # Errors
-/// Of the kind `Interrupted` if it was stopped, or if a directory was moved meanwhile.
+///
+/// `Interrupted` if `stop` returned true, or if a directory was moved meanwhile.
 pub fn set_group(
     root: &Path,
     group: u32,
@@ -273,13 +273,13 @@ mod tests {
         assert_eq!(stat("a/link").gid(), 4242);
         let after = std::fs::metadata(&victim).expect("stat");
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
-        // On a mismatch only: what was changed below a root that is right stays.
+        // With `on_mismatch`, files below a root with the right group stay unchanged.
         std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
         assert!(!set_group(root, 4242, true, false, &|| false).expect("looked at"));
         assert_eq!(stat("a/b/f").gid(), 0);
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);
-        // One that is stopped leaves the root for the end, and is done again as a whole.
+        // A stopped change leaves the root unchanged, and is repeated as a whole.
         let asked = std::cell::Cell::new(0);
         let stop = || asked.replace(asked.get() + 1) > 0;
         let stopped = set_group(root, 4343, true, false, &stop);
@@ -299,7 +299,7 @@ mod tests {
         std::fs::create_dir(&top).expect("mkdir");
         deep(&top, 5000);
         std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
-        // Its own group: this can be had without being root. The modes show what was given.
+        // The process's own group, so that the test works without root. The modes show what was changed.
         let group = nix::unistd::getegid().as_raw();
         let asked = std::sync::atomic::AtomicU64::new(0);
         let count = || {

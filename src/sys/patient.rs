@@ -1,5 +1,6 @@
-//! Calls that the kernel may never answer: a server behind a mount is gone, a device hangs. Each runs in a thread
-//! of its own and is waited for only so long, and never made twice at once: what hangs holds up nobody else.
+//! Runs calls that may block in the kernel indefinitely, for instance on an unreachable
+//! server or a hanging device. Each call runs in a separate thread, and callers wait with a
+//! timeout. There is at most one call per key, so that a hanging object blocks no others.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +12,7 @@ use tokio::sync::Notify;
 use super::failure::{HostError, doing};
 use crate::core::lock::lock;
 
-/// One call under way, as the work sees it.
+/// A pending call, as seen by its work.
 #[derive(Debug)]
 pub struct Call {
     since: Instant,
@@ -20,12 +21,12 @@ pub struct Call {
 }
 
 impl Call {
-    /// Says what is being done, for whoever asks why it takes so long.
+    /// Sets a description of the current step, for messages about the delay.
     pub fn doing(&self, what: impl Into<String>) {
         *lock(&self.doing) = what.into();
     }
 
-    /// Whether nobody wants the result any more. What was done so far has to be undone then.
+    /// Whether the result is no longer needed. The work must then undo what it has done.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
@@ -40,7 +41,7 @@ impl Call {
     }
 }
 
-/// Calls under way, by key.
+/// Runs calls and tracks pending ones by key.
 #[derive(Clone, Default)]
 pub struct Patient(Arc<Calls>);
 
@@ -50,7 +51,7 @@ struct Calls {
     ended: Notify,
 }
 
-/// Frees the key when the call has ended, however it ended.
+/// Frees the key when the call completes or panics.
 struct Slot(Patient, String);
 
 impl Drop for Slot {
@@ -61,13 +62,13 @@ impl Drop for Slot {
 }
 
 impl Patient {
-    /// Does `work` and waits for it, at most so long. If an earlier call under the same key is still under way,
-    /// that is the answer, and nothing is begun. What is given up goes on; its result is lost, and its end is what
-    /// [`Patient::one_ends`] waits for.
+    /// Runs `work` and waits for at most `wait`. If a call with the same key is pending, returns
+    /// its progress as the error and does not start another. After a timeout, `work` continues in
+    /// the background and its result is dropped. [`Patient::one_ends`] waits for its completion.
     ///
     /// # Errors
     ///
-    /// What `work` says; [`HostErrorKind::UnderWay`](super::failure::HostErrorKind) where it has not ended.
+    /// The error of `work`, or [`HostErrorKind::UnderWay`](super::failure::HostErrorKind) if a call is pending.
     pub async fn call<T: Send + 'static, E: From<HostError> + Send + 'static>(
         &self,
         key: &str,
@@ -77,7 +78,7 @@ impl Patient {
         self.call_with(key, wait, |_| work()).await
     }
 
-    /// The same for work that says what it is doing, or that looks at whether it is still wanted.
+    /// Like [`Patient::call`], for work that describes its current step or checks for cancellation.
     ///
     /// # Errors
     ///
@@ -109,7 +110,7 @@ impl Patient {
             .spawn(move || {
                 let result = work(&own);
                 drop(slot);
-                // Whoever asked may have given up.
+                // The caller may have timed out.
                 let _ = sender.send(result);
             });
         thread.map_err(doing("no thread can be made"))?;
@@ -120,17 +121,16 @@ impl Patient {
         }
     }
 
-    /// Tells all calls whose key begins with `prefix` that nobody wants their results, and waits until they have
-    /// ended, at most so long. The error says what is still under way.
+    /// Cancels all calls whose key begins with `prefix`, and waits for at most `wait` until they complete.
     ///
     /// # Errors
     ///
-    /// One of them has not ended.
+    /// The progress of a call that is still pending.
     pub async fn cancel(&self, prefix: &str, wait: Duration) -> Result<(), HostError> {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
             let mut ended = std::pin::pin!(self.0.ended.notified());
-            // From here on no end is missed.
+            // From here on, no completion is missed.
             ended.as_mut().enable();
             let mut progress = None;
             for call in self.beginning(prefix) {
@@ -146,8 +146,8 @@ impl Patient {
         }
     }
 
-    /// Waits until one of the calls whose key begins with `prefix`, and that are under way now, has ended. Where none is under
-    /// way, it waits for ever.
+    /// Waits until one of the calls that are now pending and whose key
+    /// begins with `prefix` completes. If none is pending, never returns.
     pub async fn one_ends(&self, prefix: &str) {
         let before = self.beginning(prefix);
         loop {
@@ -162,14 +162,14 @@ impl Patient {
         }
     }
 
-    /// The calls under way whose key begins with `prefix`.
+    /// The pending calls whose key begins with `prefix`.
     fn beginning(&self, prefix: &str) -> Vec<Arc<Call>> {
         let calls = lock(&self.0.under_way);
         let of_prefix = calls.iter().filter(|(key, _)| key.starts_with(prefix));
         of_prefix.map(|(_, call)| Arc::clone(call)).collect()
     }
 
-    /// How many calls are under way.
+    /// The number of pending calls.
     #[must_use]
     pub fn under_way(&self) -> usize {
         lock(&self.0.under_way).len()
@@ -231,7 +231,8 @@ mod tests {
             held.recv().map_err(disconnected)
         };
         let calling = patient.call_with("u/v", short, until_cancelled);
-        // While a thread of tokio's waits, the clock stands: it is not given up before its thread has begun.
+        // While a blocking thread of tokio runs, the paused clock does not
+        // advance, so the call cannot time out before its thread has started.
         tokio::time::pause();
         let begun = tokio::task::spawn_blocking(move || begun.recv());
         let (given_up, begun) = tokio::join!(calling, begun);

@@ -1,4 +1,4 @@
-//! Which process listens on a TCP port, from the kernel's tables.
+//! Finds the process that listens on a TCP port, from the kernel's tables.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -6,7 +6,8 @@ use std::net::{SocketAddr, TcpListener};
 /// The state of a listening socket in `/proc/net/tcp`.
 const LISTENS: &str = "0A";
 
-/// Whether an address can be listened on; if not, who has it, as name and pid as far as they can be found out.
+/// Whether an address is in use: `None` if it can be bound. Otherwise
+/// the name and pid of the listening process, if they can be determined.
 #[must_use]
 pub fn holder(address: SocketAddr) -> Option<Option<(String, u32)>> {
     match TcpListener::bind(address) {
@@ -15,7 +16,7 @@ pub fn holder(address: SocketAddr) -> Option<Option<(String, u32)>> {
     }
 }
 
-/// The process that listens on a port, whatever the address.
+/// The process that listens on a port at any address.
 fn listener(port: u16) -> Option<(String, u32)> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(fs::read_to_string);
     let inodes: Vec<String> = tables
@@ -42,7 +43,7 @@ fn listener(port: u16) -> Option<(String, u32)> {
     Some((name.trim().to_owned(), pid))
 }
 
-/// The inode of the socket that a row of the table is about, if it listens on the port.
+/// The inode of the socket in a row of the table, if it listens on the port.
 fn listening(row: &str, port: u16) -> Option<&str> {
     let fields: Vec<&str> = row.split_whitespace().collect();
     let [_, local, _, state, _, _, _, _, _, inode, ..] = &fields[..] else {
@@ -61,7 +62,7 @@ mod tests {
     fn the_holder_of_a_port_is_named() {
         let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = socket.local_addr().expect("an address");
-        // A program that another test starts just now holds it too, until it is executed.
+        // A program that another test has just forked keeps the socket open until its execve.
         let until = |what: &str, holds: &dyn Fn(Option<u32>) -> bool| {
             let begun = std::time::Instant::now();
             while !holds(holder(address).map(|found| found.map_or(0, |(_, pid)| pid))) {

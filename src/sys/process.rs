@@ -1,46 +1,46 @@
-//! This process's own limits, and the programs that it can run.
+//! The limits of this process, and the programs that it can run.
 
 use std::io;
 use std::path::PathBuf;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// Lets this process have `wanted` files open, or as many as it may. The answer is how many that is.
+/// Sets the open file limit to `wanted`, or to the maximum allowed. Returns the new limit.
 pub fn limit_open_files(wanted: u64) -> io::Result<u64> {
     let files = Resource::RLIMIT_NOFILE;
     let (_, most) = getrlimit(files)?;
-    // To raise the upper limit takes a right that a container may lack.
+    // Raising the hard limit needs a capability that a container may lack.
     if setrlimit(files, wanted, wanted).is_err() {
         setrlimit(files, wanted.min(most), most)?;
     }
     Ok(getrlimit(files)?.0)
 }
 
-/// Lets nobody but root read this process's memory, by `ptrace` or `/proc`, and lets the kernel write no core file of it.
-/// Programs that it starts are not concerned.
+/// Prevents processes without root privileges from reading this process's memory through
+/// `ptrace` or `/proc`, and core dumps by the kernel. Does not apply to child processes.
 pub fn hide_memory() -> io::Result<()> {
     Ok(nix::sys::prctl::set_dumpable(false)?)
 }
 
-/// The same, also where the kernel is told to write core files of processes that hide their memory. Programs that this
-/// process starts inherit the limit and write no core files either.
+/// Like [`hide_memory`], but also prevents core dumps if the kernel is
+/// configured to dump such processes. Child processes inherit this limit.
 pub fn forbid_dumps() -> io::Result<()> {
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     hide_memory()
 }
 
-/// Says how soon this process is killed when memory is short: -1000 (never) to 1000.
+/// Sets the priority of this process for the OOM killer: -1000 (never killed) to 1000.
 pub fn set_oom_score_adj(score: i32) -> io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", score.to_string())
 }
 
-/// Whether this process sees the machine's processes, and not only those of a container.
+/// Whether this process is in the machine's pid namespace, and not in that of a container.
 pub fn is_on_host() -> io::Result<bool> {
     let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/pid"));
     Ok(of("1")? == of("self")?)
 }
 
-/// Finds a program in `PATH` and the usual places for system programs.
+/// Finds a program in `PATH` and in the usual directories of system programs.
 #[must_use]
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -74,7 +74,7 @@ mod tests {
             (false, Ok((0, 0)))
         );
         nix::sys::prctl::set_dumpable(true).expect("allowed to every process");
-        // Only root raises a limit again.
+        // Only root can raise the limit again.
         let _ = setrlimit(Resource::RLIMIT_CORE, before, most);
     }
 
@@ -82,7 +82,7 @@ mod tests {
     fn as_many_files_are_open_as_may_be() {
         let (before, most) = getrlimit(Resource::RLIMIT_NOFILE).expect("limits");
         assert_eq!(limit_open_files(before).expect("set"), before);
-        // More than any kernel allows is as many as can be had.
+        // More than any kernel allows: the limit becomes the maximum.
         assert!(limit_open_files(u64::MAX).expect("set") >= most.min(before));
     }
 }

@@ -1,8 +1,8 @@
-//! Project quotas: the filesystem itself keeps count of what a directory holds, so that nobody walks it. Only the count
-//! is used; nothing is limited by it (kubelet spec, 9.3).
+//! Project quotas: the filesystem tracks the usage of a directory, so that it need not be walked. They
+//! only measure the usage and limit nothing (as upstream, `pkg/volume/util/fsquota/quota_linux.go`).
 //!
-//! A directory's project is a number that all files made below it inherit. Who owns a file may change its project from
-//! the node's own user namespace, so such a count is to be trusted only for pods that have another.
+//! A project is a number that new files inherit from their directory. In the node's user namespace, the owner
+//! of a file can change its project. The usage is therefore reliable only for pods with another user namespace.
 #![allow(unsafe_code)]
 
 use std::collections::hash_map::DefaultHasher;
@@ -18,11 +18,11 @@ use nix::sys::stat::Mode;
 use super::usage::Usage;
 use crate::core::lock::lock;
 
-/// Projects below this one are the administrator's: the kubelet's first, too.
+/// The first project that is used here, as in the kubelet; lower numbers belong to the administrator.
 const FIRST: u32 = 1_048_577;
-/// How many of ours there may be.
+/// The number of projects that can be used.
 const PROJECTS: u32 = 1 << 30;
-/// Files made below the directory belong to its project.
+/// The flag by which new files inherit the project of the directory.
 const INHERIT: u32 = 0x200;
 const Q_GETQUOTA: libc::c_uint = 0x80_0007;
 const PROJECT_QUOTA: libc::c_uint = 2;
@@ -42,7 +42,7 @@ struct Attributes {
 nix::ioctl_read!(attributes, b'X', 31, Attributes);
 nix::ioctl_write_ptr!(set_attributes, b'X', 32, Attributes);
 
-/// Numbers are taken by one at a time.
+/// Serialises the allocation of project numbers.
 static TAKING: Mutex<()> = Mutex::new(());
 
 fn open(dir: &Path) -> io::Result<OwnedFd> {
@@ -53,7 +53,7 @@ fn open(dir: &Path) -> io::Result<OwnedFd> {
     )?)
 }
 
-/// What the filesystem of an open directory counts of a project; none where it does not count.
+/// The usage of a project on the filesystem of an open directory; `None` if the filesystem does not track it.
 fn count(dir: &OwnedFd, project: u32) -> Option<Usage> {
     // SAFETY: all of it is numbers, for which zero is a value.
     let mut told: libc::dqblk = unsafe { std::mem::zeroed() };
@@ -73,7 +73,7 @@ fn count(dir: &OwnedFd, project: u32) -> Option<Usage> {
             bytes: told.dqb_curspace,
             inodes: told.dqb_curinodes,
         }),
-        // Some filesystems do not know of a project that has no file.
+        // Some filesystems do not know a project without files.
         Err(nix::errno::Errno::ENOENT) => Some(Usage::default()),
         // A filesystem without project quotas, or a kernel before 5.14.
         Err(_) => None,
@@ -87,8 +87,8 @@ fn of(dir: &OwnedFd) -> io::Result<Attributes> {
     Ok(found)
 }
 
-/// Makes an empty directory a project of its own, where its filesystem counts projects. Nothing is noted anywhere: a
-/// number is free if the filesystem counts no file of it, and the directory itself is one.
+/// Assigns a new project to an empty directory, if the filesystem tracks projects. Keeps no records:
+/// a project is free if the filesystem counts no file of it, and the directory itself counts as one.
 pub fn begin(dir: &Path) -> io::Result<()> {
     let handle = open(dir)?;
     if count(&handle, FIRST).is_none() {
@@ -112,14 +112,14 @@ pub fn begin(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// What a directory that is a project of its own holds; none if it is not one. A missing one holds nothing.
+/// The usage of a directory that has a project; `None` if it has none. A missing directory uses nothing.
 pub fn used(dir: &Path) -> io::Result<Option<Usage>> {
     let handle = match open(dir) {
         Ok(handle) => handle,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Some(Usage::default())),
         Err(error) => return Err(error),
     };
-    // Filesystems without such attributes say so by an error.
+    // Filesystems without projects return an error.
     let project = of(&handle).map_or(0, |found| found.project);
     Ok((project >= FIRST)
         .then(|| count(&handle, project))

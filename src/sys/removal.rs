@@ -1,8 +1,8 @@
-//! Removing directories that pods have written to.
+//! Removes directories that pods have written to.
 //!
-//! A pod decides what lies in its volumes, and mounts come and go beside us. So everything is removed relative to the
-//! handle of the directory it is in: no link is followed, no mount is entered, and what is swapped meanwhile is looked
-//! at as what it is now. What cannot be removed stays and is named; nothing is forced.
+//! A pod controls the contents of its volumes, and mounts may change concurrently. Everything is therefore removed
+//! relative to the handle of its directory. No symlink is followed and no mount entered, and a name that was replaced
+//! meanwhile is treated as the new object. Anything that cannot be removed stays and is reported; nothing is forced.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, OsStr};
@@ -19,30 +19,30 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::mount::open_here;
 
-/// How many directories are held open at once. What lies deeper is moved up first.
+/// Maximum number of open directories. Deeper directories are first moved up.
 const DEPTH: usize = 64;
-/// How many names are read of a directory before they are removed.
+/// The number of names read from a directory before they are removed.
 const BATCH: usize = 1024;
-/// How many places are named that could not be removed.
+/// Maximum number of paths in an error.
 const NAMED: usize = 8;
-/// How many names of one directory may stay before the rest of it is left alone too.
+/// If more names than this stay in a directory, the rest of the directory stays as well.
 const STAYING: usize = 1000;
 
-/// Why something stayed.
+/// Why an object could not be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Something is mounted there.
+    /// The path is a mount point.
     Mounted,
-    /// The kernel refused, for instance because the file is immutable.
+    /// The kernel returned an error, for instance because the file is immutable.
     Refused(Errno),
 }
 
-/// What could not be removed. All else of the tree is gone.
+/// The paths that could not be removed. The rest of the tree was removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Left {
-    /// The first few places.
+    /// The first few paths.
     pub places: Vec<(PathBuf, Reason)>,
-    /// How many there are in all.
+    /// The total number.
     pub count: usize,
 }
 
@@ -78,7 +78,7 @@ struct Level {
     dir: Dir,
     name: CString,
     names: Vec<CString>,
-    /// What cannot be removed, so that it is not tried for ever.
+    /// Names that cannot be removed, and must not be tried again.
     stays: BTreeSet<CString>,
 }
 
@@ -92,7 +92,7 @@ impl Level {
         })
     }
 
-    /// The next name to remove. The directory is read again until nothing new is found in it.
+    /// The next name to remove. Reads the directory again until it contains no other names.
     fn next(&mut self) -> Result<Option<CString>, Errno> {
         if self.names.is_empty() && self.stays.len() < STAYING {
             for entry in self.dir.iter() {
@@ -109,14 +109,14 @@ impl Level {
     }
 }
 
-/// What one try at a name has come to.
+/// The outcome of an attempt to remove a name.
 enum Outcome {
     Gone,
     NotEmpty(OwnedFd),
     Stays(Reason),
 }
 
-/// Removes a name, or opens the directory that it is.
+/// Removes a name, or opens it if it is a directory with contents.
 fn take(dir: BorrowedFd<'_>, name: &CStr) -> Outcome {
     match unlinkat(dir, name, UnlinkatFlags::NoRemoveDir) {
         Ok(()) | Err(Errno::ENOENT) => return Outcome::Gone,
@@ -142,7 +142,7 @@ fn path_of(name: &CStr) -> &Path {
     Path::new(OsStr::from_bytes(name.to_bytes()))
 }
 
-/// A tree while it is being removed.
+/// The state of a removal.
 struct Removal {
     parent: OwnedFd,
     top: PathBuf,
@@ -166,7 +166,7 @@ impl Removal {
         self.keep(name);
     }
 
-    /// Notes in the directory above that a name stays.
+    /// Records in the parent that a name stays.
     fn keep(&mut self, name: &CString) {
         if let Some(level) = self.levels.last_mut() {
             level.stays.insert(name.clone());
@@ -189,7 +189,7 @@ impl Removal {
         }
     }
 
-    /// Moves a directory that lies too deep half-way up, where it is found again.
+    /// Moves a directory that is too deep half-way up; the traversal reaches it there later.
     fn move_up(&mut self, name: &CString) {
         let (from, to) = (&self.levels[DEPTH - 1].dir, &self.levels[DEPTH / 2].dir);
         let moved = loop {
@@ -224,7 +224,7 @@ impl Removal {
                     };
                     match failed {
                         Some(error) => self.stays(&name, Reason::Refused(error)),
-                        // What is below it has been named already.
+                        // The paths below it were already reported.
                         None if !stays.is_empty() => self.keep(&name),
                         None => self.end(&name),
                     }
@@ -238,7 +238,7 @@ impl Removal {
         }
     }
 
-    /// Removes a directory that was found empty. If somebody has written to it meanwhile, it is looked at again.
+    /// Removes a directory that was empty. If it has new contents, it is processed again.
     fn end(&mut self, name: &CString) {
         let dir = self
             .levels
@@ -253,10 +253,11 @@ impl Removal {
     }
 }
 
-/// Removes a directory and all in it, or a file; what is missing is fine. The path's parent must be nobody's but ours.
+/// Removes a directory tree or a file. A missing path is no error. The parent directory must be trusted.
 ///
 /// # Errors
-/// What had to stay: mounts, and what the kernel refuses to remove. All else is gone.
+///
+/// The paths that remain: mounts, and files that the kernel refuses to remove. All others were removed.
 pub fn remove_tree(path: &Path) -> Result<(), Left> {
     let refused = |error: Errno| Left {
         places: vec![(path.into(), Reason::Refused(error))],
@@ -310,7 +311,7 @@ mod tests {
         assert!(!tree.exists());
         assert_eq!(remove_tree(&tree), Ok(()), "what is gone is fine");
         assert_eq!(remove_tree(&tree.join("x/y")), Ok(()));
-        // The tree itself may be a link, and goes as one.
+        // The tree itself may be a symlink, which is removed.
         std::os::unix::fs::symlink(outside.path(), &tree).expect("link");
         assert_eq!(remove_tree(&tree), Ok(()));
         assert_eq!(fs::read_to_string(&canary).expect("read"), "alive");
@@ -352,7 +353,7 @@ mod tests {
         };
         bind(outside.path(), &tree.join("a/dir"));
         bind(&outside.path().join("canary"), &tree.join("a/file"));
-        // Named through a link, as a root directory may be.
+        // Given through a symlink, as a root directory may be.
         let left = remove_tree(&link.join("tree")).expect_err("mounts stay");
         assert_eq!(left.count, 2, "{left}");
         assert!(
@@ -385,16 +386,16 @@ mod tests {
             fs::create_dir_all(outside.path().join(format!("{n}"))).expect("mkdir");
             fs::write(outside.path().join(format!("{n}/canary")), "alive").expect("written");
         }
-        /// Ends the thread that mounts, also where an assertion fails.
+        /// Stops the mounting thread, even after a failed assertion.
         struct Over<'a>(&'a AtomicBool);
         impl Drop for Over<'_> {
             fn drop(&mut self) {
                 self.0.store(true, Ordering::Relaxed);
             }
         }
-        // No tree of that number is ever made: the first one is whole before anything is mounted there.
+        // No tree has this number: the first tree is complete before anything is mounted there.
         let (over, round) = (AtomicBool::new(false), AtomicU32::new(u32::MAX));
-        // Who mounts without pause can keep the directory for ever: after some tries it lets go.
+        // Continuous mounting could keep the directory indefinitely, so the thread stops after some attempts.
         let lets_go = AtomicBool::new(false);
         let place = |round: u32| dir.path().join(format!("tree-{round}/5"));
         std::thread::scope(|scope| {

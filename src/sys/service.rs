@@ -1,4 +1,4 @@
-//! What the service manager that started this process is told (sd_notify(3)). Without one, nothing happens.
+//! Notifies the service manager that started this process (sd_notify(3)). Does nothing without one.
 
 use sd_notify::NotifyState;
 
@@ -8,17 +8,18 @@ fn tell(state: NotifyState<'_>) {
     }
 }
 
-/// The agent serves.
+/// The agent is ready.
 pub fn ready() {
     tell(NotifyState::Ready);
 }
 
-/// The agent ends because it was asked to.
+/// The agent stops on request.
 pub fn stopping() {
     tell(NotifyState::Stopping);
 }
 
-/// Says that the process is alive, for as long as it is and somebody wants to know: tasks run, or it would not be said.
+/// Sends keep-alive messages if the service manager has a watchdog.
+/// Runs as a task, so that a blocked runtime is detected.
 pub async fn alive() {
     let Some(patience) = sd_notify::watchdog_enabled() else {
         return;

@@ -1,4 +1,4 @@
-//! Slices that systemd makes and removes for us, over D-Bus (org.freedesktop.systemd1).
+//! Slices that systemd creates and removes for the agent, over D-Bus (org.freedesktop.systemd1).
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use zbus::zvariant::Value;
 use super::failure::{HostError, doing};
 use crate::core::lock::lock;
 
-/// How long systemd may take for an answer.
+/// Timeout for an answer of systemd.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[zbus::proxy(
@@ -37,10 +37,10 @@ pub(super) trait Manager {
     fn kill_unit(&self, name: &str, who: &str, signal: i32) -> zbus::Result<()>;
 }
 
-/// systemd's slices, and what was last asked for each.
+/// systemd's slices, and the properties last requested for each.
 #[derive(Default)]
 pub struct Slices {
-    /// Made with the first call, and again after it broke.
+    /// Created at the first call, and again after it broke.
     connection: Mutex<Option<Connection>>,
     known: std::sync::Mutex<HashMap<String, Vec<(&'static str, u64)>>>,
 }
@@ -73,7 +73,7 @@ impl Slices {
             .map_err(doing("systemd cannot be asked"))
     }
 
-    /// What a call came to. A connection that broke is made anew with the next.
+    /// Awaits a call with a timeout. After a connection error or timeout, the next call connects again.
     async fn answer<T>(
         &self,
         what: &str,
@@ -99,8 +99,8 @@ impl Slices {
         lock(&self.known)
     }
 
-    /// Makes a slice with these properties, or gives them to the one that is there. What was asked for already is not
-    /// asked for again.
+    /// Creates a slice with these properties, or updates an existing
+    /// one. Skips the call if the same properties were requested before.
     pub async fn ensure(
         &self,
         name: &str,
@@ -151,12 +151,12 @@ impl Slices {
         Ok(())
     }
 
-    /// What was asked for it is asked for again.
+    /// Makes the next [`Slices::ensure`] send the properties again.
     pub fn forget(&self, name: &str) {
         self.known().remove(name);
     }
 
-    /// Removes a slice with all below it; one that is not there is fine.
+    /// Removes a slice and everything below it. A missing slice is no error.
     pub async fn remove(&self, name: &str) -> Result<(), HostError> {
         self.forget(name);
         let manager = self.manager().await?;

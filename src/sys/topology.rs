@@ -1,6 +1,7 @@
-//! The machine's layout from `/sys/devices/system`: processors by NUMA node, socket, core and cache, memory by NUMA node.
+//! The machine's topology from `/sys/devices/system`: processors
+//! by NUMA node, socket, core and cache, and memory by NUMA node.
 //!
-//! The numbers are those that cAdvisor finds (`utils/sysinfo`), so that what the kubelet gave stays what it was.
+//! The numbers equal those of cAdvisor (`utils/sysinfo`), so that assignments made by the kubelet stay valid.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,12 +11,12 @@ use super::file::read_text;
 use crate::core::cpuset::parse_list;
 use crate::core::node::topology::{Cpu, Cpus, MemoryNode, Topology};
 
-/// The most that is read of a file here, in bytes.
+/// The size limit for reading a file, in bytes.
 const LIMIT: u64 = 64 << 10;
-/// The most entries of a directory that are looked at.
+/// Maximum number of directory entries to read.
 const ENTRIES: usize = 16_384;
 
-/// Where the kernel has it.
+/// The directory in sysfs.
 pub const SYSTEM: &str = "/sys/devices/system";
 
 fn text(path: &Path) -> Option<String> {
@@ -26,7 +27,7 @@ fn number<T: std::str::FromStr>(path: &Path) -> Option<T> {
     text(path)?.parse().ok()
 }
 
-/// The numbers of the entries `prefix` and a number.
+/// The numbers in names that consist of `prefix` and a number.
 fn numbered(dir: &Path, prefix: &str) -> BTreeSet<u32> {
     let entries = fs::read_dir(dir).into_iter().flatten().take(ENTRIES);
     let number = |entry: fs::DirEntry| {
@@ -36,7 +37,7 @@ fn numbered(dir: &Path, prefix: &str) -> BTreeSet<u32> {
     entries.filter_map(Result::ok).filter_map(number).collect()
 }
 
-/// The core of a processor: its socket and its number there.
+/// The core of a processor: its socket and core id. `None` if it is offline.
 fn core(cpu: &Path) -> Option<(u32, u32)> {
     if text(&cpu.join("online")).is_some_and(|online| online == "0") {
         return None;
@@ -45,7 +46,7 @@ fn core(cpu: &Path) -> Option<(u32, u32)> {
     Some((of("physical_package_id")?, of("core_id")?))
 }
 
-/// The cache above the second level that a processor shares with some, but not with all `all` of its node.
+/// The id of a cache above level 2 that a processor shares with some, but not with all `all` processors of its node.
 fn shared_cache(cpu: &Path, all: usize) -> Option<u32> {
     let indices = numbered(&cpu.join("cache"), "index");
     let cache = |index: u32| {
@@ -82,7 +83,7 @@ fn cpus(system: &Path, node: u32, numbers: &BTreeSet<u32>) -> BTreeMap<u32, Cpu>
     cores.into_iter().flat_map(of).collect()
 }
 
-/// The pools of huge pages below a directory: how many pages there are, by the bytes of one. Blocking.
+/// The pools of huge pages below a directory: the number of pages by page size in bytes. Blocking.
 pub(super) fn huge_pages(pools: &Path) -> BTreeMap<u64, u64> {
     let entries = fs::read_dir(pools).into_iter().flatten().take(ENTRIES);
     let pool = |entry: fs::DirEntry| {
@@ -114,7 +115,7 @@ fn memory(dir: &Path, nodes: &BTreeSet<u32>) -> MemoryNode {
     }
 }
 
-/// Reads the layout below `system` ([`SYSTEM`]); what cannot be read is not there. Blocking.
+/// Reads the topology below `system` ([`SYSTEM`]). Unreadable parts are missing. Blocking.
 #[must_use]
 pub fn read(system: &Path) -> Topology {
     let nodes = numbered(&system.join("node"), "node");
@@ -131,7 +132,7 @@ pub fn read(system: &Path) -> Topology {
     topology
 }
 
-/// A kernel without NUMA: each socket stands for a node.
+/// On a kernel without NUMA, each socket counts as a node.
 fn read_without_nodes(system: &Path, topology: &mut Topology) {
     let all = numbered(&system.join("cpu"), "cpu");
     let mut sockets: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
@@ -161,8 +162,8 @@ mod tests {
         fs::write(path, format!("{text}\n")).expect("written");
     }
 
-    /// Two sockets with a node each, four threads on two cores; processor 5 is offline. The first node's cores have
-    /// caches of their own, the second node's share one.
+    /// Two sockets with a node each, four threads on two cores; processor 5 is offline. The
+    /// cores of the first node have separate caches; those of the second share a cache.
     fn machine(root: &Path) {
         for cpu in 0..8_u32 {
             let (socket, core, dir) = (cpu / 4, cpu % 2, format!("cpu/cpu{cpu}"));

@@ -1,6 +1,5 @@
-//! How much of a disk a directory uses: counted by walking it, file by file, never through a link and never into
-//! another filesystem. Bounded: it stops as soon as it has seen enough, and rests on its way. A tree may be as deep as
-//! its pod has made it.
+//! Measures the disk usage of a directory by walking it. Follows no symlinks and stays on the
+//! filesystem. The walk stops at a limit and pauses regularly. The tree may have any depth.
 
 use std::collections::HashSet;
 use std::ffi::CString;
@@ -15,15 +14,16 @@ use nix::sys::stat::{FileStat, Mode, fstat, fstatat};
 
 use super::descent::{Descent, FLAGS};
 
-/// After so many files it rests for a moment, so that disks and processors are there for others.
+/// Number of files after which the walk pauses, and the duration of
+/// the pause, so that it does not monopolise disks and processors.
 const BREATH: (u64, Duration) = (2_000, Duration::from_millis(2));
 
-/// What a directory uses.
+/// The disk usage of a directory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes on the disk.
+    /// Allocated bytes.
     pub bytes: u64,
-    /// Files and directories.
+    /// The number of files and directories.
     pub inodes: u64,
 }
 
@@ -31,7 +31,7 @@ struct Walk {
     usage: Usage,
     enough: u64,
     device: u64,
-    /// Files with several names count once.
+    /// Inodes of files with several hard links, which count once.
     linked: HashSet<u64>,
 }
 
@@ -50,7 +50,7 @@ impl Walk {
         }
     }
 
-    /// Counts what is in a directory; the answer is the directories among it.
+    /// Counts the contents of a directory and returns its subdirectories.
     fn list(&mut self, dir: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
         let mut below = vec![];
         for entry in Dir::from_fd(dir.try_clone_to_owned()?)?.iter() {
@@ -59,7 +59,7 @@ impl Walk {
             if name.to_bytes() == b"." || name.to_bytes() == b".." {
                 continue;
             }
-            // What goes away meanwhile uses nothing.
+            // A file that was removed meanwhile uses nothing.
             let Ok(stat) = fstatat(dir, name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
                 continue;
             };
@@ -85,7 +85,7 @@ impl Walk {
                 match descent.leave() {
                     Ok(true) => continue,
                     Ok(false) => break,
-                    // What moves meanwhile is counted next time.
+                    // A directory that was moved meanwhile is counted next time.
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(error) => return Err(error),
                 }
@@ -102,7 +102,7 @@ impl Walk {
     }
 }
 
-/// What a directory uses; counting ends once it is more than `enough` bytes. A missing one uses nothing.
+/// The disk usage of a directory. Counting stops above `enough` bytes. A missing directory uses nothing.
 pub fn of(path: &Path, enough: u64) -> io::Result<Usage> {
     let dir = match nix::fcntl::open(path, FLAGS, Mode::empty()) {
         Ok(dir) => dir,
@@ -161,7 +161,7 @@ mod tests {
         std::fs::create_dir(&top).expect("mkdir");
         let empty = of(&top, u64::MAX).expect("counted");
         deep(&top, 5000);
-        // Another branch, that is walked after the way back up.
+        // Another branch, which is walked after the way back up.
         std::fs::create_dir_all(top.join("a/b")).expect("mkdir");
         let used = with_a_small_stack(|| of(&top, u64::MAX));
         assert_eq!(remove_tree(&top), Ok(()));

@@ -1,4 +1,4 @@
-//! Watching a directory for changes: a hint to list it again, never the truth.
+//! Watches a directory for changes. Events are hints to list the directory again.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -9,40 +9,41 @@ use std::time::Duration;
 use futures::{FutureExt as _, StreamExt as _};
 use inotify::{EventMask, EventOwned, EventStream, Inotify, WatchMask};
 
-/// Room for the events that one read takes; what does not fit comes with the next one.
+/// The buffer size for events in bytes; further events follow with the next read.
 const BUFFER: usize = 4096;
 
-/// How often a directory is looked at whose every write counts, where it cannot be watched: the kernel gives a user 128
-/// watchers by default (`fs.inotify.max_user_instances`).
+/// Polling interval for a directory whose writes matter, if it cannot be watched. By default,
+/// the kernel allows 128 inotify instances per user (`fs.inotify.max_user_instances`).
 const UNWATCHED: Duration = Duration::from_millis(100);
 
-/// A directory that is watched from the moment this is made. Made before the directory is listed, it misses nothing.
+/// A directory that is watched from the creation of this value. If it
+/// is created before the directory is listed, no change is missed.
 pub struct Changes {
     events: Option<EventStream<Vec<u8>>>,
-    /// The wait where there are no events.
+    /// Polling interval without events.
     blind: Duration,
     /// The names of files that were removed or moved away; `None` if they are not collected.
     removed: Option<BTreeSet<OsString>>,
-    /// Device and inode of the directory that is watched.
+    /// Device and inode of the watched directory.
     place: Option<(u64, u64)>,
 }
 
 impl Changes {
-    /// Begins to watch which files there are, and for those that were written to the end. A directory that cannot be
-    /// watched counts as unchanged.
+    /// Starts to watch for created, removed and completely written
+    /// files. A directory that cannot be watched counts as unchanged.
     #[must_use]
     pub fn of(dir: &Path) -> Changes {
         Self::with(dir, WatchMask::empty(), Duration::MAX)
     }
 
-    /// Begins to watch for every write too.
+    /// Starts to watch, including every single write.
     #[must_use]
     pub fn with_writes(dir: &Path) -> Changes {
         Self::with(dir, WatchMask::MODIFY, UNWATCHED)
     }
 
-    /// Begins to watch, and collects the names of files that are removed or moved away: a file that is written again under
-    /// its name looks the same in the next listing.
+    /// Starts to watch, and collects the names of files that are removed or moved away. Otherwise,
+    /// a file that was recreated under the same name would look unchanged in the next listing.
     #[must_use]
     pub fn with_removals(dir: &Path) -> Changes {
         Changes {
@@ -70,13 +71,13 @@ impl Changes {
         }
     }
 
-    /// Whether events of this directory arrive: it can be watched, and no other one has taken its path.
+    /// Whether events of this directory arrive: it is watched, and no other directory has replaced it.
     #[must_use]
     pub fn is_live(&self, dir: &Path) -> bool {
         self.events.is_some() && self.place.is_some() && self.place == place(dir)
     }
 
-    /// Takes the names of the files that were removed or moved away since they were taken last.
+    /// Takes the names of the files that were removed or moved away since the last call.
     pub fn take_removed(&mut self) -> BTreeSet<OsString> {
         self.removed
             .as_mut()
@@ -86,7 +87,7 @@ impl Changes {
 
     fn note(&mut self, event: EventOwned) {
         if event.mask.contains(EventMask::IGNORED) {
-            // The directory was removed: another one may get its inode.
+            // The directory was removed; another one may get its inode.
             self.place = None;
         }
         let is_removal = event
@@ -97,17 +98,17 @@ impl Changes {
         }
     }
 
-    /// Returns when something has changed since this was made, or after `most`.
+    /// Waits for a change since the creation of this value, or for at most `most`.
     pub async fn wait(mut self, most: Duration) {
         self.next(most).await;
     }
 
-    /// Returns when something has changed since this was made or returned last, or after `most`.
+    /// Waits for a change since creation or the last return, or for at most `most`.
     pub async fn next(&mut self, most: Duration) {
         let Some(events) = &mut self.events else {
             return tokio::time::sleep(most.min(self.blind)).await;
         };
-        // A change or the end of the wait: both mean looking again. All that has come by now is looked at together.
+        // After a change or the timeout, the caller lists the directory. Take all pending events at once.
         let first = tokio::time::timeout(most, events.next()).await;
         let mut seen: Vec<_> = first.ok().flatten().into_iter().collect();
         while let Some(Some(event)) = events.next().now_or_never() {
@@ -119,7 +120,7 @@ impl Changes {
     }
 }
 
-/// Device and inode of a directory.
+/// The device and inode of a directory.
 fn place(dir: &Path) -> Option<(u64, u64)> {
     let metadata = std::fs::metadata(dir).ok()?;
     Some((metadata.dev(), metadata.ino()))
@@ -184,7 +185,7 @@ mod tests {
             let begun = tokio::time::Instant::now();
             all.next(Duration::from_secs(60)).await;
             assert!(begun.elapsed() < Duration::from_secs(60));
-            // What was written before the wait is no news after it.
+            // Writes before the wait must not wake it.
             all.next(Duration::from_secs(60)).await;
             assert!(begun.elapsed() >= Duration::from_secs(60));
         }

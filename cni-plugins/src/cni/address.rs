@@ -1,18 +1,18 @@
-//! Addresses and networks in configurations and results. What the reference refuses is refused: a configuration means the
-//! same to both.
+//! Parses addresses and networks of configurations and results. Accepts exactly what the reference
+//! plugins (containernetworking/plugins) accept, so that a configuration has the same meaning to both.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-/// An address. One of IPv4 in the notation of IPv6 (`::ffff:192.0.2.1`) is of IPv4; a number with leading zeros, which some
-/// read as octal, is none.
+/// Parses an address. An IPv4-mapped IPv6 address (`::ffff:192.0.2.1`) becomes IPv4.
+/// Numbers with leading zeros are rejected, because some parsers read them as octal.
 #[must_use]
 pub fn address(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|a| a.to_canonical())
 }
 
-/// An address and the length of its network's prefix, read as [`address`] does.
+/// Parses an address with the prefix length of its network, by the rules of [`address`].
 #[must_use]
 pub fn network(text: &str) -> Option<IpNet> {
     let (address, length) = text.split_once('/')?;

@@ -1,5 +1,5 @@
-//! Reading network configurations. Keys match whatever their case, as Go's decoder does and go-cni
-//! relies on (CNI reference spec, 1.6).
+//! Typed access to network configurations. Keys match regardless of case, like in Go's JSON
+//! decoder: go-cni serialises structs without tags and thus sends `HostPort` for `hostPort`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::Error;
 pub struct Json<'a>(pub &'a Value);
 
 impl<'a> Json<'a> {
-    /// The value of a key; `null` counts as absent, the last of several spellings wins.
+    /// The value of a key. `null` counts as absent; if several spellings of the key exist, the last one wins.
     #[must_use]
     pub fn get(self, key: &str) -> Option<&'a Value> {
         let map = self.0.as_object()?;
@@ -24,7 +24,7 @@ impl<'a> Json<'a> {
             .filter(|v| !v.is_null())
     }
 
-    /// The object of a key, empty if absent.
+    /// The object at a key; empty if absent.
     pub fn object(self, key: &str) -> Result<Json<'a>, Error> {
         match self.get(key) {
             None => Ok(Json(&Value::Null)),
@@ -33,7 +33,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// The text of a key, empty if absent.
+    /// The string at a key; empty if absent.
     pub fn text(self, key: &str) -> Result<&'a str, Error> {
         match self.get(key) {
             None => Ok(""),
@@ -42,8 +42,8 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// The directory of a key, `absent` if absent. It is absolute: a relative one would depend on where the runtime
-    /// happens to run the plugin.
+    /// The directory at a key, or `absent` if the key is missing. The path must be absolute: a
+    /// relative path would depend on the working directory that the runtime gives the plugin.
     pub fn directory(self, key: &str, absent: &str) -> Result<PathBuf, Error> {
         let path = match self.text(key)? {
             "" => absent,
@@ -57,7 +57,7 @@ impl<'a> Json<'a> {
         Ok(path.into())
     }
 
-    /// The boolean of a key, false if absent.
+    /// The boolean at a key; false if absent.
     pub fn flag(self, key: &str) -> Result<bool, Error> {
         match self.get(key) {
             None => Ok(false),
@@ -66,7 +66,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// The number of a key within bounds, `absent` if absent.
+    /// The number at a key, or `absent` if the key is missing. A number out of bounds is an error.
     pub fn number(
         self,
         key: &str,
@@ -88,7 +88,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// The list of a key, empty if absent.
+    /// The list at a key; empty if absent.
     pub fn list(self, key: &str) -> Result<&'a [Value], Error> {
         match self.get(key) {
             None => Ok(&[]),
@@ -97,7 +97,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// A list of texts.
+    /// The list of strings at a key; empty if absent.
     pub fn texts(self, key: &str) -> Result<Vec<String>, Error> {
         self.list(key)?
             .iter()
@@ -121,10 +121,10 @@ fn wrong(key: &str, value: &Value, expected: &str) -> Error {
     )
 }
 
-/// The pairs of `CNI_ARGS`.
+/// The key-value pairs of `CNI_ARGS`.
 pub type Args = BTreeMap<String, String>;
 
-/// Parses `CNI_ARGS`; unknown keys are an error unless `IgnoreUnknown` is true.
+/// Parses `CNI_ARGS`. Unknown keys are an error unless `IgnoreUnknown` is true.
 pub fn cni_args(text: &str, known: &[&str]) -> Result<Args, Error> {
     let mut args = Args::new();
     if text.is_empty() {

@@ -1,39 +1,40 @@
-//! Errors as the protocol has them (CNI spec, "Error").
+//! Errors of the protocol (CNI spec 1.1, section 5, "Error").
 
 use serde_json::{Value, json};
 
-/// A refusal: its code says what kind, its message what and what to do.
+/// An error result. The code gives the kind; the message gives the problem and its remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
-    /// See the constants.
+    /// A code of the CNI spec, see the constants.
     pub code: u32,
-    /// One line.
+    /// A single line.
     pub message: String,
-    /// More, or empty.
+    /// Additional information; may be empty.
     pub details: String,
 }
 
 impl Error {
-    /// The config's version is not spoken.
+    /// The plugin does not support the `cniVersion` of the configuration.
     pub const VERSION: u32 = 1;
-    /// The environment is incomplete or wrong.
+    /// Environment variables are missing or invalid.
     pub const ENVIRONMENT: u32 = 4;
-    /// Input or output failed.
+    /// Reading the input or writing the output failed.
     pub const IO: u32 = 5;
-    /// The input is not JSON of the right shape.
+    /// The input is not JSON, or not of the expected shape.
     pub const DECODE: u32 = 6;
-    /// The network configuration is wrong.
+    /// The network configuration is invalid.
     pub const CONFIG: u32 = 7;
-    /// The network namespace is missing or the plugin's own.
+    /// The network namespace is missing, or is the namespace of the plugin itself.
     pub const NAMESPACE: u32 = 8;
-    /// Something that the plugin needs is not there yet.
+    /// A transient failure; the runtime should retry.
     pub const TRY_AGAIN: u32 = 11;
-    /// ADD cannot be served. Only STATUS says so; to other verbs it is [`Error::TRY_AGAIN`].
+    /// The plugin cannot serve ADD. The CNI spec defines this code
+    /// for STATUS only; other verbs return [`Error::TRY_AGAIN`].
     pub const UNAVAILABLE: u32 = 50;
-    /// Anything else.
+    /// Any other error.
     pub const OTHER: u32 = 999;
 
-    /// With a code.
+    /// An error without details.
     pub fn new(code: u32, message: impl Into<String>) -> Error {
         Error {
             code,
@@ -42,22 +43,22 @@ impl Error {
         }
     }
 
-    /// A wrong configuration.
+    /// An error with code [`Error::CONFIG`].
     pub fn config(message: impl Into<String>) -> Error {
         Error::new(Error::CONFIG, message)
     }
 
-    /// Anything else.
+    /// An error with code [`Error::OTHER`].
     pub fn other(message: impl Into<String>) -> Error {
         Error::new(Error::OTHER, message)
     }
 
-    /// What was being done when `error` came.
+    /// Wraps `error`; `what` describes the operation that failed.
     pub fn doing(what: impl std::fmt::Display, error: impl std::fmt::Display) -> Error {
         Error::other(format!("{what}: {error}"))
     }
 
-    /// As the answer to a verb: the protocol has the code of what is unavailable for STATUS only.
+    /// Converts the error for a verb: [`Error::UNAVAILABLE`] exists for STATUS only.
     #[must_use]
     pub fn of(self, verb: &str) -> Error {
         let code = match self.code {
@@ -67,7 +68,7 @@ impl Error {
         Error { code, ..self }
     }
 
-    /// As it is printed.
+    /// The JSON object that the plugin prints.
     #[must_use]
     pub fn json(&self, version: &str) -> Value {
         let mut value =
@@ -79,7 +80,7 @@ impl Error {
     }
 }
 
-/// What somebody wrote may be part of a message, however long it is; a runtime's log has to bear it.
+/// Truncates text: messages can quote input of any length, and the runtime logs them.
 fn shortened(text: &str) -> String {
     const MOST: usize = 1000;
     match text.char_indices().nth(MOST) {

@@ -14,19 +14,19 @@ pub use owner::{Owner, digest, is_left_over};
 pub use result::{Address, Dns, Interface, Route, Success, parse_routes};
 pub use unique::duplicate;
 
-/// Every version that is spoken, oldest first.
+/// All supported protocol versions, oldest first.
 pub const VERSIONS: &[&str] = &[
     "0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0",
 ];
 
-/// The versions from `least` on, for plugins that did not exist before.
+/// The versions from `least` on, for plugins that do not exist in earlier versions.
 #[must_use]
 pub fn since(least: &str) -> &'static [&'static str] {
     let first = VERSIONS.iter().position(|v| *v == least).unwrap_or(0);
     VERSIONS.get(first..).unwrap_or_default()
 }
 
-/// Whether `version` is at least `least`; both are from [`VERSIONS`].
+/// Whether `version` is `least` or later. Both must be in [`VERSIONS`].
 #[must_use]
 pub fn at_least(version: &str, least: &str) -> bool {
     let place = |v: &str| VERSIONS.iter().position(|x| *x == v);

@@ -1,6 +1,8 @@
-//! Whose something on the host is, in names that the reference plugins use too (CNI reference spec, 2.3).
+//! Names that identify the owner of rules and links on the host. The reference plugins use
+//! the same names, so that either implementation can delete what the other has created.
 
-/// The first hexadecimal digits of a text's SHA-512, of which the reference makes names (CNI reference spec, 2.3).
+/// The first hexadecimal digits of a text's SHA-512 (as `MustFormatHashWithPrefix`
+/// in `pkg/utils/utils.go` of containernetworking/plugins).
 #[must_use]
 pub fn digest(text: &str, digits: usize) -> String {
     use sha2::Digest as _;
@@ -9,15 +11,16 @@ pub fn digest(text: &str, digits: usize) -> String {
     hex.chars().take(digits).collect()
 }
 
-/// Whose a rule is: a network's attachment of a container's interface.
+/// The owner of a rule: an attachment, that is, a container's interface in a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owner {
-    /// What stands at the rule: its part before the comma is the key of the owner, the part before the dash that of the network.
+    /// The comment of the rule. The part before the comma is the key of the
+    /// owner. The part of the key before the dash is the digest of the network.
     pub comment: String,
 }
 
 impl Owner {
-    /// As the reference names it (CNI reference spec, 2.3).
+    /// Builds the comment as `pkg/ip/ipmasq_nftables_linux.go` of containernetworking/plugins does.
     #[must_use]
     pub fn new(network: &str, container: &str, ifname: &str) -> Owner {
         let key = format!(
@@ -31,20 +34,20 @@ impl Owner {
         }
     }
 
-    /// The part of the comment that names the owner: two digests.
+    /// The part of the comment that identifies the owner: two digests.
     #[must_use]
     pub fn key(&self) -> &str {
         self.comment.split(',').next().unwrap_or_default()
     }
 
-    /// Whether a rule with this mark is its.
+    /// Whether the rule with this comment belongs to this owner.
     #[must_use]
     pub fn has(&self, mark: &str) -> bool {
         mark.starts_with(self.key())
     }
 }
 
-/// Whether a mark is of an owner in `network` that is none of `keep`, a list of containers and interfaces.
+/// Whether a comment belongs to an owner in `network` that is not in `keep`, a list of containers and interfaces.
 #[must_use]
 pub fn is_left_over(mark: &str, network: &str, keep: &[(String, String)]) -> bool {
     mark.starts_with(&format!("{}-", digest(network, 16)))

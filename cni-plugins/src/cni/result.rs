@@ -1,4 +1,5 @@
-//! Results and their shapes through the versions (CNI reference spec, 1.5).
+//! Success results and their shapes in the protocol versions (CNI spec
+//! 1.1, section 5; `pkg/types` of containernetworking/cni for conversion).
 
 use std::net::IpAddr;
 
@@ -7,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Error, Json, address, at_least, network};
 
-/// A link that a plugin made or uses.
+/// A link that a plugin creates or uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Interface {
     /// The name.
@@ -16,18 +17,18 @@ pub struct Interface {
     pub mac: String,
     /// The path of its network namespace, empty for the host's.
     pub sandbox: String,
-    /// The members that are only passed on: mtu, socketPath, pciID.
+    /// Members that plugins pass on without interpreting them: mtu, socketPath, pciID.
     pub extra: Map<String, Value>,
 }
 
 /// An address of a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Address and prefix length of its network.
+    /// The address with the prefix length of its network.
     pub address: IpNet,
     /// The gateway.
     pub gateway: Option<IpAddr>,
-    /// The index of its interface.
+    /// The index of its interface in [`Success::interfaces`].
     pub interface: Option<usize>,
 }
 
@@ -36,21 +37,21 @@ pub struct Address {
 pub struct Route {
     /// The destination.
     pub destination: IpNet,
-    /// The next hop; the address family's gateway if absent.
+    /// The next hop; `None` means the gateway of the address family.
     pub gateway: Option<IpAddr>,
-    /// The members that are only passed on: mtu, advmss, priority, table, scope.
+    /// Members that plugins pass on without interpreting them: mtu, advmss, priority, table, scope.
     pub extra: Map<String, Value>,
 }
 
-/// Name resolution.
+/// Name resolution (`dns` in a configuration or result).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Dns {
-    /// `nameservers`, `domain`, `search`, `options` as given.
+    /// `nameservers`, `domain`, `search` and `options`, unchanged.
     pub fields: Map<String, Value>,
 }
 
 impl Dns {
-    /// From a `dns` object.
+    /// Reads a `dns` object; other keys are dropped.
     #[must_use]
     pub fn parse(config: Json<'_>) -> Dns {
         let keys = ["nameservers", "domain", "search", "options"];
@@ -63,7 +64,7 @@ impl Dns {
     }
 }
 
-/// A success.
+/// A success result.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Success {
     /// The links.
@@ -113,7 +114,7 @@ pub fn parse_routes(list: &[Value]) -> Result<Vec<Route>, Error> {
 }
 
 impl Success {
-    /// Reads a result written in `version`.
+    /// Parses a result in the shape of `version`.
     pub fn parse(value: &Value, version: &str) -> Result<Success, Error> {
         let config = Json(value);
         let mut success = Success {
@@ -166,7 +167,7 @@ impl Success {
         Ok(success)
     }
 
-    /// Writes the result in `version`.
+    /// Serialises the result in the shape of `version`.
     pub fn json(&self, version: &str) -> Result<Value, Error> {
         let route = |r: &Route| {
             let mut map = r.extra.clone();

@@ -1,11 +1,12 @@
-//! Keys that stand twice in an object, which a parsed value does not show any more.
+//! Finds duplicate keys of JSON objects. A parsed `Value` no longer shows them.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// Looks for a key that stands twice in any object of this name; whether this value is such an object.
+/// Searches for a duplicate key in all objects at the key `name`.
+/// `here` says whether the current value is such an object.
 struct Seek<'a> {
     name: &'a str,
     here: bool,
@@ -19,7 +20,7 @@ impl<'de> DeserializeSeed<'de> for Seek<'_> {
     }
 }
 
-/// A visit of what has no keys.
+/// Visitor methods for values without keys.
 macro_rules! nothing {
     ($($name:ident: $kind:ty),*) => {
         $(fn $name<E>(self, _: $kind) -> Result<Self::Value, E> {
@@ -62,7 +63,7 @@ impl<'de> Visitor<'de> for Seek<'_> {
     }
 }
 
-/// The first key that stands twice in an object called `name`, wherever in `input` that is.
+/// The first duplicate key in an object at the key `name`, at any depth of `input`.
 pub fn duplicate(input: &[u8], name: &str) -> Option<String> {
     let mut deserializer = serde_json::Deserializer::from_slice(input);
     Seek { name, here: false }

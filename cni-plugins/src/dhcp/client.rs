@@ -1,4 +1,4 @@
-//! Asking servers, from inside a container's network namespace (RFC 2131, section 4.4).
+//! A DHCP client that runs inside a container's network namespace (RFC 2131, section 4.4).
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
@@ -10,23 +10,23 @@ use super::message::{Message, kind, option};
 use crate::cni::Error;
 use crate::net::packet::Packets;
 
-/// How long the first answer is waited for before it is asked again; doubled each time.
+/// Time to wait for the first answer before retransmitting; doubled after each attempt.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 
-/// How servers are asked.
+/// Parameters of the requests to DHCP servers.
 #[derive(Debug, Clone)]
 pub struct Asking {
     /// The link's index and hardware address.
     pub link: (u32, [u8; 6]),
-    /// What a client says of itself in every message.
+    /// Options that every message of the client contains.
     pub options: Vec<(u8, Vec<u8>)>,
-    /// The options that it wants to hear of.
+    /// The option codes that the client requests (option 55).
     pub wanted: Vec<u8>,
-    /// Whether answers must be sent to all, not to the address that is given.
+    /// Whether servers must broadcast their answers instead of sending them to the offered address.
     pub broadcast: bool,
-    /// How long the whole may take.
+    /// Deadline for the whole exchange.
     pub patience: Duration,
-    /// How long is waited at most before it is asked again.
+    /// Upper limit of the time before a retransmission.
     pub longest_wait: Duration,
 }
 
@@ -40,7 +40,7 @@ impl Asking {
         message.with(option::WANTED, &self.wanted)
     }
 
-    /// Sends until an answer of one of these kinds is there.
+    /// Retransmits the message until an answer of one of these kinds arrives or `until` has passed.
     fn ask(
         &self,
         packets: &Packets,
@@ -83,7 +83,7 @@ impl Asking {
         ))
     }
 
-    /// A lease from whoever offers one first. `again` is the address that the client had.
+    /// Acquires a lease from the first server that offers one. `again` is the previous address of the client, if any.
     pub fn acquire(&self, again: Option<Ipv4Addr>) -> Result<Lease, Error> {
         let packets =
             Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
@@ -103,8 +103,8 @@ impl Asking {
         consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?)
     }
 
-    /// A longer lease: from its server, to which it speaks by its address, or from any server. It is given up when the
-    /// lease, which is of this age, ends: its address may be another's then.
+    /// Extends a lease by unicast to its server, or by broadcast to any server. Stops when the
+    /// lease (which has this age) expires, since another client may then have the address.
     pub fn extend(&self, lease: &Lease, age: Duration, any: bool) -> Result<Lease, Error> {
         let mut request = self.message(kind::REQUEST, random()?);
         request.client = lease.address.addr();
@@ -163,7 +163,7 @@ impl Asking {
         )))
     }
 
-    /// Gives a lease back. Nobody answers that.
+    /// Releases a lease. Servers do not answer this message.
     pub fn release(&self, lease: &Lease) -> Result<(), Error> {
         let mut message = Message {
             broadcast: false,

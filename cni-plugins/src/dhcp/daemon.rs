@@ -1,7 +1,9 @@
-//! `dhcp daemon`: holds the leases of containers. The plugin asks it over a socket: one JSON object, one answer.
+//! `dhcp daemon`: obtains, renews and releases the leases of containers. The `dhcp`
+//! plugin sends requests over a socket, each one JSON object with one JSON answer.
 //!
-//! Every lease has a thread that sleeps until it must be renewed. What it is and whose stands in a file, from which a daemon that starts
-//! goes on. A container's namespace is entered by its path when there is something to do, and never kept from going.
+//! Each lease has a thread that sleeps until the lease must be renewed. Leases and their owners
+//! are kept in files, from which a restarted daemon resumes. The daemon enters a container's
+//! namespace by its path only while it works there, so that it never keeps the namespace alive.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -24,9 +26,9 @@ use crate::net::local;
 use crate::net::netlink::Socket;
 use crate::net::netns;
 
-/// The largest request.
+/// The largest request, in bytes.
 const LIMIT: u64 = 4 << 20;
-/// How long a client may take to say what it wants.
+/// Time limit for a client to send its request.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const USAGE: &str = "usage: dhcp daemon [options]
@@ -40,7 +42,7 @@ Holds the DHCP leases of containers for the CNI plugin \"dhcp\".
   -resendmax DURATION  the longest wait before a server is asked again (62s)
   -resendtimeout DURATION  how long getting a lease may take altogether, if shorter than the timeout (208s)";
 
-/// How the daemon was started.
+/// The daemon's command-line settings.
 #[derive(Debug, Clone)]
 struct Settings {
     socket: PathBuf,
@@ -51,7 +53,7 @@ struct Settings {
     longest_wait: Duration,
 }
 
-/// `10s`, `1m30s`, `500ms`.
+/// Parses a duration such as `10s`, `1m30s` or `500ms`.
 fn duration(text: &str) -> Option<Duration> {
     let mut rest = text;
     let mut total = Duration::ZERO;
@@ -132,7 +134,7 @@ impl Settings {
     }
 }
 
-/// Whose a lease is, and how it was asked for.
+/// The owner of a lease, and the options of its requests.
 #[derive(Debug, Clone)]
 struct Holder {
     network: String,
@@ -144,7 +146,7 @@ struct Holder {
     wanted: Vec<u8>,
 }
 
-/// A lease that is held. Whoever waits for `ended` is the thread that renews it.
+/// An active lease. Its renewal thread waits on `ended`.
 struct Held {
     holder: Holder,
     state: Mutex<State>,
@@ -163,7 +165,7 @@ struct Daemon {
     leases: Mutex<BTreeMap<String, Arc<Held>>>,
 }
 
-/// What the clock says: leases outlive this process, so no other measure of time will do.
+/// The wall clock. Leases outlive this process, so a monotonic clock does not suffice.
 #[expect(clippy::disallowed_methods)]
 fn now() -> SystemTime {
     SystemTime::now()
@@ -177,7 +179,7 @@ fn log(text: &str) {
     eprintln!("dhcp: {text}");
 }
 
-/// The number of an option by its name or in figures.
+/// The code of a DHCP option, given by its name or number.
 fn code(name: &str) -> Result<u8, Error> {
     let known = match name {
         "subnet-mask" => Some(option::SUBNET_MASK),
@@ -285,7 +287,7 @@ impl Holder {
         Self::key(&self.network, &self.container, &self.ifname)
     }
 
-    /// Runs `work` in the container, as long as it is the same one.
+    /// Runs `work` in the container's namespace. Fails if the path now leads to another namespace.
     fn inside<T>(&self, work: impl FnOnce(&mut Socket) -> Result<T, Error>) -> Result<T, Error> {
         let namespace = netns::require(&self.netns)?;
         if !Namespace::at(Path::new(&self.netns)).may_be(self.namespace) {
@@ -299,7 +301,7 @@ impl Holder {
         })
     }
 
-    /// The container's link, brought up.
+    /// Sets the container's link up and returns the request parameters.
     fn asking(&self, settings: &Settings, socket: &mut Socket) -> Result<Asking, Error> {
         let failed = |e| Error::doing(format!("the interface {:?} cannot be used", self.ifname), e);
         let link = socket.link(&self.ifname).map_err(failed)?;
@@ -377,7 +379,7 @@ impl Daemon {
         self.dir().join(holder.own_key())
     }
 
-    /// Writes a lease down, whole or not at all.
+    /// Stores a lease in its file, atomically.
     fn keep(&self, holder: &Holder, state: &State) -> std::io::Result<()> {
         let path = self.file(holder);
         let fresh = path.with_extension("new");
@@ -394,7 +396,7 @@ impl Daemon {
         }
     }
 
-    /// Goes on with what a daemon before this has left.
+    /// Resumes the leases that an earlier daemon has stored.
     fn resume(self: &Arc<Daemon>) -> std::io::Result<()> {
         std::fs::DirBuilder::new()
             .recursive(true)
@@ -434,7 +436,7 @@ impl Daemon {
         std::thread::spawn(move || daemon.maintain(&held));
     }
 
-    /// Renews a lease until it is given back, or has ended, or its container has gone.
+    /// Renews a lease until it is released or expires, or until the container's namespace is removed.
     fn maintain(&self, held: &Arc<Held>) {
         let holder = &held.holder;
         let name = format!("{} of {}", holder.ifname, holder.container);
@@ -510,7 +512,7 @@ impl Daemon {
     }
 
     fn sleep(&self, held: &Held, time: Option<Duration>) {
-        // Now and then it is looked whether the clock has been set.
+        // Wakes up at least hourly, because the wall clock may have been set.
         const LONGEST: Duration = Duration::from_secs(3600);
         let state = lock(&held.state);
         let wait =
@@ -521,7 +523,7 @@ impl Daemon {
         drop(wait.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Forgets a lease, unless its place has been taken by a newer one.
+    /// Removes a lease, unless a newer lease has replaced it.
     fn drop_lease(&self, held: &Arc<Held>) {
         let key = held.holder.own_key();
         let mut leases = lock(&self.leases);
@@ -558,7 +560,8 @@ impl Daemon {
         Ok(result)
     }
 
-    /// Gives leases back that `gone` selects. The container may be gone already: then the server hears nothing, and waits.
+    /// Releases the leases that `gone` selects. If the container's namespace no longer
+    /// exists, no message can be sent and the server waits for the lease to expire.
     fn give_back(&self, gone: impl Fn(&Holder) -> bool) -> usize {
         let ended: Vec<Arc<Held>> = lock(&self.leases)
             .values()
@@ -649,7 +652,7 @@ impl Daemon {
     }
 }
 
-/// The socket that systemd has opened, or one of our own, which only root may speak to.
+/// The socket that systemd passes to this process, or a new socket that is accessible to root only.
 #[allow(unsafe_code)]
 fn listener(path: &Path) -> std::io::Result<UnixListener> {
     const FIRST: i32 = 3;
@@ -657,7 +660,7 @@ fn listener(path: &Path) -> std::io::Result<UnixListener> {
     if env("LISTEN_PID") == Some(std::process::id().to_string())
         && env("LISTEN_FDS").as_deref() == Some("1")
     {
-        // SAFETY: systemd has said that this descriptor is there and ours.
+        // SAFETY: LISTEN_PID and LISTEN_FDS guarantee that this descriptor is open and belongs to this process.
         return Ok(unsafe { UnixListener::from_raw_fd(FIRST) });
     }
     if let Some(dir) = path.parent() {
@@ -666,7 +669,7 @@ fn listener(path: &Path) -> std::io::Result<UnixListener> {
     local::listen(path)
 }
 
-/// Runs until it is killed; leases stay, and the next daemon goes on with them.
+/// Runs until the process is killed. The next daemon resumes the leases.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     if arguments
         .iter()
@@ -701,7 +704,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
                 }
             })),
             Err(error) => {
-                // Out of descriptors, most likely: the next one may have more luck.
+                // Most likely out of file descriptors; a later attempt may succeed.
                 log(&format!("a request cannot be taken: {error}"));
                 std::thread::sleep(Duration::from_millis(100));
             }

@@ -1,10 +1,10 @@
-//! UDP over IPv4 by hand: a client without an address cannot have the kernel do it.
+//! UDP over IPv4, encoded by hand: the kernel cannot send packets for a client that has no address.
 
 use std::net::Ipv4Addr;
 
-/// The server's port and the client's.
+/// The UDP port of DHCP servers.
 pub const SERVER_PORT: u16 = 67;
-/// The client's.
+/// The UDP port of DHCP clients.
 pub const CLIENT_PORT: u16 = 68;
 
 const UDP: u8 = 17;
@@ -27,7 +27,7 @@ fn checksum(parts: &[&[u8]]) -> u16 {
     !u16::try_from(sum).unwrap_or(u16::MAX)
 }
 
-/// A packet from nobody to everybody that carries `payload` to servers.
+/// A broadcast packet without a source address that carries `payload` to servers.
 #[must_use]
 pub fn to_servers(payload: &[u8]) -> Vec<u8> {
     let (source, destination) = (Ipv4Addr::UNSPECIFIED.octets(), Ipv4Addr::BROADCAST.octets());
@@ -53,8 +53,8 @@ pub fn to_servers(payload: &[u8]) -> Vec<u8> {
     [ip, udp, payload.to_vec()].concat()
 }
 
-/// What a packet carries to clients; `None` if it is for somebody else. Its checksum is not looked at: between links of one host
-/// nobody has computed it yet.
+/// The payload of a packet to a DHCP client; `None` for other packets. The checksum is not
+/// verified, because packets between links of the same host have no computed checksum yet.
 #[must_use]
 pub fn from_servers(packet: &[u8]) -> Option<&[u8]> {
     let header = usize::from(packet.first()? & 0xf) * 4;
@@ -80,11 +80,11 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Any packet carries a part of itself or nothing.
+        /// Any packet yields a part of itself, or `None`.
         #[test]
         fn any_packet_is_read_or_passed_over(mut bytes in vec(any::<u8>(), 0..100), payload in vec(any::<u8>(), 0..60), options in 5_u8..16) {
             let _ = from_servers(&bytes);
-            // A header with options in front of a well-formed datagram.
+            // An IP header with options, followed by a well-formed datagram.
             let header = usize::from(options) * 4;
             bytes.resize(header, 0);
             (bytes[0], bytes[6], bytes[7], bytes[9]) = (0x40 | options, 0x40, 0, UDP);

@@ -1,4 +1,4 @@
-//! A lease: what it gives, and when it must be renewed. Nothing here knows what time it is.
+//! A lease: its contents, and when it must be renewed. This module does not read any clock.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -9,36 +9,36 @@ use serde_json::{Map, Value, json};
 use super::message::{Message, kind, option};
 use crate::cni::{Address, Error, Json, Route, Success};
 
-/// A lease without end (RFC 2131, section 3.3).
+/// The duration of an infinite lease (RFC 2131, section 3.3).
 const FOR_EVER: u32 = u32::MAX;
 
-/// What a server has given.
+/// The contents of a lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lease {
-    /// The address, and the size of its network.
+    /// The address with the prefix length of its network.
     pub address: Ipv4Net,
-    /// The routers, the best first.
+    /// The routers in order of preference.
     pub routers: Vec<Ipv4Addr>,
-    /// The routes, in the order in which they are made.
+    /// The routes as destination and router, in the order in which they are created.
     pub routes: Vec<(Ipv4Net, Ipv4Addr)>,
-    /// Whose it is.
+    /// The server that granted the lease.
     pub server: Ipv4Addr,
-    /// For how long, in seconds.
+    /// The duration in seconds.
     pub seconds: u32,
-    /// After how many seconds its server is asked for more, and after how many any server.
+    /// Ages in seconds from which the client renews at its own server (T1) and rebinds at any server (T2).
     pub renew: [u32; 2],
 }
 
-/// What a lease needs at some age.
+/// The action that a lease needs at a given age.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing for so long; `None` is for ever.
+    /// Wait for this time; `None` waits indefinitely.
     Wait(Option<Duration>),
-    /// To be renewed by its server, and if that fails tried again after so long.
+    /// Renew at the lease's server; after a failure retry after this time.
     Renew(Duration),
-    /// To be renewed by any server, and if that fails tried again after so long.
+    /// Renew at any server; after a failure retry after this time.
     Rebind(Duration),
-    /// It has ended.
+    /// The lease is expired.
     Ended,
 }
 
@@ -50,7 +50,7 @@ fn addresses(bytes: &[u8]) -> Vec<Ipv4Addr> {
         .collect()
 }
 
-/// Option 121: a prefix's length, as much of it as that needs, and its router (RFC 3442).
+/// Parses option 121: for each route the prefix length, the significant bytes of the prefix, and the router (RFC 3442).
 fn classless(mut bytes: &[u8]) -> Option<Vec<(Ipv4Net, Ipv4Addr)>> {
     let mut routes = vec![];
     while let [length, rest @ ..] = bytes {
@@ -69,7 +69,7 @@ fn classless(mut bytes: &[u8]) -> Option<Vec<(Ipv4Net, Ipv4Addr)>> {
     Some(routes)
 }
 
-/// The network that an address was in when there were classes.
+/// The classful network of an address.
 fn classful(address: Ipv4Addr) -> Ipv4Net {
     let length = match address.octets()[0] {
         0..128 => 8,
@@ -80,7 +80,7 @@ fn classful(address: Ipv4Addr) -> Ipv4Net {
 }
 
 impl Lease {
-    /// What a server's consent gives.
+    /// Reads the lease from a server's DHCPACK.
     pub fn of(ack: &Message) -> Result<Lease, Error> {
         let number = |code: u8| {
             ack.get(code)
@@ -133,7 +133,7 @@ impl Lease {
         })
     }
 
-    /// How long it lasts from this age on.
+    /// The remaining time at this age.
     #[must_use]
     pub fn left(&self, age: Duration) -> Duration {
         if self.seconds == FOR_EVER {
@@ -142,7 +142,7 @@ impl Lease {
         Duration::from_secs(self.seconds.into()).saturating_sub(age)
     }
 
-    /// What is to be done at its age.
+    /// The action that is due at this age.
     #[must_use]
     pub fn step(&self, age: Duration) -> Step {
         if self.seconds == FOR_EVER {
@@ -150,7 +150,8 @@ impl Lease {
         }
         let [t1, t2, end] =
             [self.renew[0], self.renew[1], self.seconds].map(|s| Duration::from_secs(s.into()));
-        // Half of what is left, as long as that is a minute (RFC 2131, section 4.4.5); short leases have no minutes.
+        // Retry after half of the remaining time, but at least a minute (RFC 2131,
+        // section 4.4.5). For short leases the minimum is a sixtieth of their duration.
         let again =
             |until: Duration| ((until - age) / 2).max((end / 60).min(Duration::from_secs(60)));
         match age {
@@ -161,7 +162,7 @@ impl Lease {
         }
     }
 
-    /// As IPAM's result.
+    /// Converts the lease to the result of an IPAM plugin.
     #[must_use]
     pub fn success(&self, priority: Option<i64>) -> Success {
         let gateway = self.routers.first().map(|r| (*r).into());
@@ -170,7 +171,7 @@ impl Lease {
             .map(|p| ("priority".to_owned(), p.into()))
             .collect();
         let route = |(net, router): &(Ipv4Net, Ipv4Addr)| {
-            // A router that is none means that the network is on the link (RFC 3442).
+            // The router 0.0.0.0 means that the destination is on the link (RFC 3442).
             let gateway = Some(*router)
                 .filter(|r| !r.is_unspecified())
                 .map(Into::into);
@@ -192,7 +193,7 @@ impl Lease {
         }
     }
 
-    /// For a file.
+    /// Serialises the lease for the daemon's file.
     #[must_use]
     pub fn json(&self) -> Value {
         let routes: Vec<Value> = self
@@ -203,7 +204,7 @@ impl Lease {
         json!({"address": self.address.to_string(), "routers": self.routers, "routes": routes, "server": self.server, "seconds": self.seconds, "renew": self.renew})
     }
 
-    /// From a file.
+    /// Parses the daemon's file.
     #[must_use]
     pub fn parse(value: &Value) -> Option<Lease> {
         let config = Json(value);
@@ -253,7 +254,7 @@ mod tests {
             .collect();
         assert_eq!(shown, ["192.168.7.0/24 10.0.0.3", "0.0.0.0/0 10.0.0.1"]);
         assert_eq!(Lease::parse(&lease.json()), Some(lease));
-        // Classless ones stand for all others (RFC 3442).
+        // Classless routes replace routers and static routes (RFC 3442).
         let routes = [
             0, 10, 0, 0, 5, 20, 172, 16, 16, 10, 0, 0, 6, 32, 1, 2, 3, 4, 0, 0, 0, 0,
         ];

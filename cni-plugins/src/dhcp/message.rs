@@ -1,8 +1,8 @@
-//! DHCP messages as they are on the wire (RFC 2131, section 2; RFC 2132; RFC 3396).
+//! The wire format of DHCP messages (RFC 2131, section 2; RFC 2132; RFC 3396).
 
 use std::net::Ipv4Addr;
 
-/// The options that are spoken of here.
+/// The option codes that this client uses.
 pub mod option {
     pub const SUBNET_MASK: u8 = 1;
     pub const ROUTERS: u8 = 3;
@@ -22,7 +22,7 @@ pub mod option {
     pub const CLASSLESS_ROUTES: u8 = 121;
 }
 
-/// What a message is for.
+/// The message types (option 53).
 pub mod kind {
     pub const DISCOVER: u8 = 1;
     pub const OFFER: u8 = 2;
@@ -36,30 +36,30 @@ const COOKIE: [u8; 4] = [99, 130, 83, 99];
 const FIXED: usize = 236;
 const TO_SERVER: u8 = 1;
 const TO_CLIENT: u8 = 2;
-/// What every server must take (RFC 951).
+/// The minimum size of a message in bytes (RFC 951).
 const LEAST: usize = 300;
 
-/// A message from a client, or to it.
+/// A message from or to a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// Whether it is an answer.
+    /// Whether a server sent the message.
     pub answer: bool,
-    /// What belongs together has the same.
+    /// The transaction id, equal in a request and its answers.
     pub id: u32,
-    /// Whether answers must be sent to all.
+    /// Whether the server must broadcast its answer.
     pub broadcast: bool,
-    /// The address that the client has.
+    /// The current address of the client (`ciaddr`).
     pub client: Ipv4Addr,
-    /// The address that it gets.
+    /// The address that the server assigns (`yiaddr`).
     pub yours: Ipv4Addr,
-    /// Its hardware address.
+    /// The hardware address of the client.
     pub mac: [u8; 6],
-    /// Everything else.
+    /// All options as code and value.
     pub options: Vec<(u8, Vec<u8>)>,
 }
 
 impl Message {
-    /// A client's message of a kind.
+    /// A client's message of this kind.
     #[must_use]
     pub fn new(kind: u8, id: u32, mac: [u8; 6]) -> Message {
         let none = Ipv4Addr::UNSPECIFIED;
@@ -74,7 +74,7 @@ impl Message {
         }
     }
 
-    /// With an option, unless it is there.
+    /// Adds an option, unless the message already has it.
     #[must_use]
     pub fn with(mut self, code: u8, value: &[u8]) -> Message {
         if self.get(code).is_none() {
@@ -92,7 +92,7 @@ impl Message {
             .map(|(_, v)| v.as_slice())
     }
 
-    /// What it is for.
+    /// The message type; 0 if missing.
     #[must_use]
     pub fn kind(&self) -> u8 {
         self.get(option::MESSAGE_TYPE)
@@ -100,7 +100,7 @@ impl Message {
             .unwrap_or(0)
     }
 
-    /// As it is sent.
+    /// Encodes the message.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![if self.answer { TO_CLIENT } else { TO_SERVER }, 1, 6, 0];
@@ -113,7 +113,7 @@ impl Message {
         bytes.resize(FIXED, 0);
         bytes.extend_from_slice(&COOKIE);
         for (code, value) in &self.options {
-            // A long value is several options of the same code.
+            // A long value is split into several options of the same code (RFC 3396).
             for part in value.chunks(255) {
                 bytes.extend_from_slice(&[*code, u8::try_from(part.len()).unwrap_or(255)]);
                 bytes.extend_from_slice(part);
@@ -126,7 +126,7 @@ impl Message {
         bytes
     }
 
-    /// From what was received; `None` if it is none.
+    /// Decodes a message; `None` if it is not a DHCP message for Ethernet.
     #[must_use]
     pub fn parse(bytes: &[u8]) -> Option<Message> {
         let four = |at: usize| {

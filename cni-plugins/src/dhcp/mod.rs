@@ -1,7 +1,8 @@
-//! Addresses from a DHCP server of the network: `dhcp daemon` gets leases, renews them and gives them back, as a plugin's process
-//! does not live long enough to (RFC 2131; CNI reference spec, chapter 12).
+//! Addresses from a DHCP server of the network. `dhcp daemon` acquires, renews and releases leases, because a plugin
+//! process does not live long enough to do so (RFC 2131; `plugins/ipam/dhcp/daemon.go` of containernetworking/plugins).
 //!
-//! `message`, `frame` and `lease` are pure; `client` asks servers, `daemon` holds leases, in files too, so that a restart loses none.
+//! `message`, `frame` and `lease` are pure. `client` talks to servers. `daemon`
+//! manages the leases and stores them in files, so that a restart loses none.
 
 pub mod client;
 pub mod daemon;
@@ -9,5 +10,5 @@ pub mod frame;
 pub mod lease;
 pub mod message;
 
-/// Where the daemon listens, if nobody says otherwise.
+/// The default socket of the daemon.
 pub const SOCKET: &str = "/run/cni/dhcp.sock";

@@ -1,5 +1,4 @@
-//! What is wrong with the addresses that have been given out, and mending it: `host-local audit`, which `holdfast ipam audit`
-//! is too.
+//! Finds and repairs inconsistent address reservations: `host-local audit`, also available as `holdfast ipam audit`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -13,22 +12,23 @@ use crate::cni::Error;
 use crate::net::netlink::Socket;
 use crate::net::netns;
 
-/// The longest time from a reservation to a sandbox that the runtime lists: the kubelet's deadline for `RunPodSandbox` is twice
-/// `runtimeRequestTimeout`, 4 minutes by default, and the runtime cleans up after it.
+/// The longest time from a reservation until the runtime lists the sandbox. The kubelet's deadline for
+/// `RunPodSandbox` is twice `runtimeRequestTimeout`, 4 minutes by default; afterwards the runtime cleans up.
 pub const DEFAULT_PATIENCE: Duration = Duration::from_secs(300);
 
-/// What an audit looks at, and whether it mends.
+/// The scope of an audit.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// The directory of all networks.
+    /// The directory that contains a directory per network.
     pub data_dir: PathBuf,
-    /// One of them, or all.
+    /// The network to audit; `None` audits all.
     pub network: Option<String>,
-    /// Where runtimes keep results, which say in which namespace an owner is that the index does not know.
+    /// The directory of the runtime's cached CNI results. They give
+    /// the namespace of owners that the index does not contain.
     pub cache_dir: PathBuf,
-    /// Release what is leaked.
+    /// Whether to release leaked addresses.
     pub mend: bool,
-    /// An address that was reserved less than this ago is not released: its ADD may still run.
+    /// Addresses reserved less than this time ago are not released, because their ADD may still run.
     pub patience: Duration,
 }
 
@@ -45,39 +45,39 @@ impl Default for Request {
     }
 }
 
-/// What an address turned out to be.
+/// The state of an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// Its owner is there and has it.
+    /// Its owner exists and has the address on its interface.
     Used,
-    /// Nobody can use it; why.
+    /// No container can use the address any more; with the reason.
     Leaked(String),
-    /// Not on an interface yet: its attachment may still be in the making.
+    /// Not on an interface yet: the ADD may still run.
     Starting,
-    /// More than one container has it on its interface.
+    /// Several containers have the address on an interface; with the others.
     Double(String),
-    /// Nothing tells whether its owner is there.
+    /// Unknown whether the owner exists.
     Unknown,
 }
 
-/// One address.
+/// The result of an audit for one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The network.
+    /// The network's name.
     pub network: String,
-    /// The address.
+    /// The reserved address.
     pub address: IpAddr,
-    /// The container that it was given to.
+    /// The container that holds the reservation.
     pub container: String,
-    /// The interface there.
+    /// The interface in the container.
     pub ifname: String,
-    /// What it turned out to be.
+    /// The state of the address.
     pub state: State,
-    /// Whether it has been released.
+    /// Whether the audit has released it.
     pub mended: bool,
 }
 
-/// The addresses of an interface in a namespace; `None` if it cannot be entered.
+/// The addresses of an interface in a namespace; `None` if the namespace cannot be entered.
 fn addresses_in(path: &str, ifname: &str) -> Option<Vec<IpAddr>> {
     let namespace = netns::open(path).ok().flatten()?;
     netns::inside(&namespace, || {
@@ -96,14 +96,14 @@ fn addresses_in(path: &str, ifname: &str) -> Option<Vec<IpAddr>> {
     .ok()
 }
 
-/// Where a runtime says that an attachment is.
+/// The namespace path of an attachment in the runtime's result cache.
 fn cached(dir: &Path, network: &str, record: &Record) -> Option<String> {
     let file = format!("{network}-{}-{}", record.container, record.ifname);
     let value = results::read(&dir.join(file)).ok()?;
     value["netns"].as_str().map(str::to_owned)
 }
 
-/// What an owner's addresses are, each by itself.
+/// Determines the namespace of an owner and the state of each of its addresses.
 fn judge(
     store: &Store,
     request: &Request,
@@ -160,8 +160,8 @@ fn judge(
     }
 }
 
-/// Looks at all addresses, and releases what is leaked if it shall. What two containers have on their interfaces at once is shown
-/// with both: which of them has to go, only their runtime can say.
+/// Audits all addresses. If `mend` is set, releases the leaked ones. An address on the interfaces
+/// of two containers is reported with both: only the runtime can decide which container must go.
 pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     let networks: Vec<String> = match &request.network {
         Some(network) => vec![network.clone()],
@@ -243,12 +243,12 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     Ok(findings)
 }
 
-/// Releases the addresses of sandboxes that the runtime no longer has, in one network: what reservations of failed sandboxes
-/// leave, where the runtime could not call DEL. `sandboxes` are the ids that the runtime lists now.
+/// Releases the addresses of sandboxes that the runtime no longer lists, in one network. Such addresses remain
+/// when a sandbox fails and the runtime cannot call DEL. `sandboxes` are the ids that the runtime lists now.
 ///
-/// Only what this host-local has recorded for a pod of Kubernetes is released, once its namespace was removed or lacks the address,
-/// and never before `patience` has passed. So reservations of podman, of the reference's host-local and of pods that are just
-/// starting stay.
+/// Releases only addresses that this host-local has recorded for a Kubernetes pod. In
+/// addition, the pod's namespace must be gone or lack the address, and `patience` must have
+/// passed. Reservations of podman, of the reference host-local and of starting pods thus stay.
 pub fn repair(
     request: &Request,
     network: &str,
@@ -268,7 +268,7 @@ pub fn repair(
             if !matches!(state, State::Leaked(_)) {
                 continue;
             }
-            // What one of several addresses left changes the record.
+            // Read the record again: releasing another of its addresses has changed it.
             if let Some(owner) = store.of(&record.container, &record.ifname) {
                 store.release_one(&owner, address)?;
             }
@@ -285,7 +285,7 @@ pub fn repair(
     Ok(findings)
 }
 
-/// An audit's findings as a table, and whether all is well.
+/// Formats findings as a table, and reports whether no problem remains.
 #[must_use]
 pub fn table(findings: &[Finding]) -> (String, bool) {
     let mut rows =
@@ -330,7 +330,7 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
     (rows.iter().map(line).collect::<Vec<_>>().join("\n"), well)
 }
 
-/// `host-local audit`, with its arguments; what to print and whether all is well.
+/// Runs `host-local audit`. Returns the output, and whether no problem remains.
 pub fn run(arguments: &[String]) -> Result<(String, bool), Error> {
     const USAGE: &str = "usage: host-local audit [--data-dir DIR] [--cache-dir DIR] [--network NAME] [--mend]
 

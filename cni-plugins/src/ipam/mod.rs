@@ -1,5 +1,5 @@
-//! Address management: which addresses there are (`range`), who has them (`store`, with `owners` as its index), and what is wrong
-//! with that (`audit`, which also asks what runtimes know of attachments, `results`).
+//! Address management: `range` defines the available addresses, `store` keeps the reservations, with `owners` as its
+//! index. `audit` finds inconsistent reservations, for which `results` reads the attachments that runtimes have cached.
 
 pub mod audit;
 pub mod owners;

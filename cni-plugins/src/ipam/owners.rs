@@ -1,5 +1,6 @@
-//! Who has which addresses, found without reading every reservation: one small file an owner, beside the directories that
-//! the reference reads. With it stands of which boot and network namespace the owner is, which tells the dead from the living.
+//! An index of reservations by owner, which saves reading every reservation. Each owner has a
+//! small file, next to the directories that the reference host-local reads. The file records
+//! the boot and the network namespace of the owner, which show whether the owner still exists.
 
 use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
@@ -13,22 +14,22 @@ use serde_json::{Value, json};
 
 use crate::cni::digest;
 
-/// Longer files are nobody's.
+/// The size limit of a record in bytes; longer files are not records.
 const LIMIT: u64 = 64 << 10;
 
-/// Where and when this is.
+/// The machine, its boot and the time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Here {
     /// The kernel's boot id.
     pub boot: String,
     /// The machine's id, empty if it has none.
     pub machine: String,
-    /// The time since the boot, suspends included: another time of day does not move it.
+    /// Time since boot, including suspends. Unlike the wall clock it cannot be set.
     pub uptime: Duration,
 }
 
 impl Here {
-    /// Of this machine, now.
+    /// The current values of this machine.
     #[must_use]
     pub fn now() -> Here {
         let read = |path: &str| {
@@ -44,21 +45,21 @@ impl Here {
     }
 }
 
-/// Whole seconds of `/proc/uptime` (proc(5)).
+/// The whole seconds of `/proc/uptime` (proc(5)).
 fn uptime(text: &str) -> Duration {
     let seconds = text.split('.').next().and_then(|s| s.parse().ok());
     Duration::from_secs(seconds.unwrap_or_default())
 }
 
-/// A network namespace behind a path.
+/// The identity of a network namespace.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Namespace {
-    /// The number of the filesystem of namespaces; 0 in records of older versions.
+    /// The device number of nsfs; 0 in records of older versions.
     pub device: u64,
-    /// Its number; 0 for none. The kernel gives the number of a removed namespace to a later one.
+    /// The inode number; 0 for none. The kernel reuses the number of a removed namespace.
     pub inode: u64,
-    /// When its file appeared, in nanoseconds: with the number, no two namespaces of a boot have the same. 0 if the path does not
-    /// pin the namespace: then the kernel makes a new file each time.
+    /// When the inode was created, in nanoseconds. With the inode number it is unique within a boot. 0
+    /// if the path does not pin the namespace, because the kernel then creates a new inode each time.
     pub born: i64,
 }
 
@@ -69,7 +70,7 @@ impl Namespace {
         let Ok(found) = std::fs::metadata(path) else {
             return Namespace::default();
         };
-        // /proc/<pid>/ns/net is a link; a mount over a file is not.
+        // /proc/<pid>/ns/net is a symlink; a bind mount over a file is not.
         let is_pinned = std::fs::symlink_metadata(path).is_ok_and(|m| !m.is_symlink());
         let born = found.ctime().saturating_mul(1_000_000_000);
         Namespace {
@@ -82,13 +83,13 @@ impl Namespace {
         }
     }
 
-    /// For a record.
+    /// Serialises for a record.
     #[must_use]
     pub fn json(self) -> Value {
         json!({"device": self.device, "inode": self.inode, "born": self.born})
     }
 
-    /// From a record. Older versions wrote `number` alone.
+    /// Parses from a record. Older versions wrote only the inode number, as `number`.
     #[must_use]
     pub fn parse(value: &Value, number: &Value) -> Option<Namespace> {
         Some(Namespace {
@@ -98,30 +99,30 @@ impl Namespace {
         })
     }
 
-    /// Whether both may be the same. Records of older versions do not say when their namespace appeared.
+    /// Whether both can be the same namespace. Records of older versions lack the creation time.
     #[must_use]
     pub fn may_be(self, other: Namespace) -> bool {
         self.has_number_of(other) && (self.born == other.born || self.born == 0 || other.born == 0)
     }
 
-    /// Whether the kernel has given both the same number, at the same time or one after the other.
+    /// Whether both have the same inode number, which the kernel may have reused.
     fn has_number_of(self, other: Namespace) -> bool {
         let same_device = self.device == other.device || self.device == 0 || other.device == 0;
         self.inode == other.inode && same_device
     }
 }
 
-/// A process, which no other is as long as the machine runs.
+/// The identity of a process, unique within a boot.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Process {
-    /// Its id; 0 for none.
+    /// The process id; 0 for none.
     pub pid: u32,
-    /// When it started, in ticks since the boot.
+    /// The start time in clock ticks since boot.
     pub started: u64,
 }
 
 impl Process {
-    /// This one.
+    /// The identity of this process.
     #[must_use]
     pub fn own() -> Process {
         let pid = std::process::id();
@@ -136,46 +137,47 @@ impl Process {
     }
 }
 
-/// When a process started: field 22 of its `stat`, counted behind the name, which may contain anything (proc(5)).
+/// The start time of a process: field 22 of `/proc/<pid>/stat`, counted
+/// from the end of the name, which may contain any character (proc(5)).
 fn started(pid: &str) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, fields) = stat.rsplit_once(") ")?;
     fields.split(' ').nth(19)?.parse().ok()
 }
 
-/// An attachment that has addresses.
+/// The record of an attachment and its addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
-    /// The container.
+    /// The container's id.
     pub container: String,
-    /// Its interface; empty if the reservation is so old that it does not say.
+    /// Its interface; empty for old reservations, which do not contain it.
     pub ifname: String,
-    /// The path of its network namespace, empty if nobody has told.
+    /// The path of its network namespace; empty if unknown.
     pub netns: String,
-    /// Which namespace that was.
+    /// The identity of the namespace.
     pub namespace: Namespace,
-    /// The uid of the Kubernetes pod, empty if the runtime named none in `CNI_ARGS`: the container is not a sandbox of CRI.
+    /// The uid of the Kubernetes pod; empty if `CNI_ARGS` contained none, so the container is not a CRI sandbox.
     pub pod: String,
-    /// The plugin that is making the attachment, or was. If it was killed, the mark stays.
+    /// The plugin process that runs or ran the ADD. If the process is killed, the field stays set.
     pub adder: Process,
-    /// Where and when it was made.
+    /// The machine and time of the ADD.
     pub here: Here,
-    /// What it has.
+    /// The reserved addresses.
     pub addresses: BTreeSet<IpAddr>,
 }
 
-/// Whether an owner can still use what it has.
+/// Whether an owner can still use its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {
-    /// Its network namespace is there.
+    /// Its network namespace exists.
     Alive,
-    /// It cannot; why.
+    /// The owner no longer exists; with the reason.
     Gone(&'static str),
-    /// Nothing is known that tells.
+    /// The record does not allow a decision.
     Unknown,
 }
 
-/// A process in the network namespace of a number: the path of the namespace there.
+/// The path of a network namespace with this inode number, through a process in it.
 #[must_use]
 pub fn inhabitant(number: u64) -> Option<PathBuf> {
     let pids = std::fs::read_dir("/proc").ok()?.flatten();
@@ -183,7 +185,7 @@ pub fn inhabitant(number: u64) -> Option<PathBuf> {
     namespaces.find(|path| std::fs::metadata(path).is_ok_and(|m| m.ino() == number))
 }
 
-/// The network namespaces that some process is in.
+/// The inode numbers of all network namespaces that contain a process.
 #[must_use]
 pub fn inhabited() -> BTreeSet<u64> {
     let pids = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -199,7 +201,7 @@ pub fn inhabited() -> BTreeSet<u64> {
 }
 
 impl Record {
-    /// Of an attachment that is being made.
+    /// A record for an ADD that has just started.
     #[must_use]
     pub fn new(container: &str, ifname: &str, netns: &str, here: &Here) -> Record {
         let addresses = BTreeSet::new();
@@ -215,7 +217,8 @@ impl Record {
         }
     }
 
-    /// Whether it is still alive. A process may live on in a namespace that has lost its name: `is_inhabited` says so.
+    /// Whether the owner still exists. A process may remain in a
+    /// namespace whose path was removed; `is_inhabited` checks for one.
     #[must_use]
     pub fn life(&self, now: &Here, is_inhabited: impl FnOnce(u64) -> bool) -> Life {
         if self.here.boot.is_empty() || self.here.machine != now.machine {
@@ -237,7 +240,8 @@ impl Record {
         }
     }
 
-    /// The path of its namespace, where one of the number is: where it was pinned, else that of a process in it.
+    /// The path of its namespace: the recorded path if it leads
+    /// to that namespace, else the path through a process in it.
     #[must_use]
     pub fn namespace_path(&self) -> Option<PathBuf> {
         let pinned = PathBuf::from(&self.netns);
@@ -247,7 +251,7 @@ impl Record {
         inhabitant(self.namespace.inode)
     }
 
-    /// Whether another namespace has the number by now: one that is pinned next to where this one was.
+    /// Whether the kernel has reused the inode number for a namespace that is pinned in the same directory.
     fn is_number_reused(&self) -> bool {
         let Some(dir) = Path::new(&self.netns).parent() else {
             return false;
@@ -257,8 +261,8 @@ impl Record {
         pinned.any(|other| other.has_number_of(self.namespace) && !other.may_be(self.namespace))
     }
 
-    /// Whether the ADD that reserved the addresses may still run: its plugin does, or the runtime has not had `patience` for the
-    /// rest of the sandbox. An ADD of an earlier boot does not run, nor one of unknown age that left no mark.
+    /// Whether the ADD that reserved the addresses may still run: its plugin process is running, or `patience` has not
+    /// passed yet. An ADD of an earlier boot does not run, nor does one of unknown age whose plugin is not recorded.
     #[must_use]
     pub fn is_starting(&self, now: &Here, patience: Duration) -> bool {
         let same_boot = !self.here.boot.is_empty()
@@ -308,17 +312,18 @@ impl Record {
     }
 }
 
-/// The owners of one network's addresses. Whoever holds the network's lock may use it.
+/// The owners of one network's addresses. The caller must hold the network's lock.
 #[derive(Debug)]
 pub struct Owners {
     dir: PathBuf,
 }
 
-/// The file that says up to which change of the reservations this is complete.
+/// The file with the stamp of the reservation directory for which the index is complete.
 const SEEN: &str = "seen";
 
 impl Owners {
-    /// Of `network`, below the directory of all networks; its name is one that no network can have.
+    /// Opens the index of `network` below the common data directory. Network
+    /// names cannot begin with a dot, so `.owners` conflicts with none.
     pub fn open(data_dir: &Path, network: &str) -> io::Result<Owners> {
         let dir = data_dir.join(".owners").join(network);
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
@@ -335,7 +340,7 @@ impl Owners {
         Some(text)
     }
 
-    /// A new file appears whole or not at all.
+    /// Writes a file atomically.
     fn write(&self, name: &str, text: &str) -> io::Result<()> {
         let temporary = self.dir.join(format!("{name}.new"));
         let mut file = File::options()
@@ -348,24 +353,24 @@ impl Owners {
         std::fs::rename(temporary, self.dir.join(name))
     }
 
-    /// Whether nothing but this has changed the reservations since it was last complete: a stamp of their directory.
+    /// Whether the index is complete for this stamp of the reservation directory.
     #[must_use]
     pub fn has_seen(&self, stamp: &str) -> bool {
         Self::read(&self.dir.join(SEEN)).is_some_and(|seen| seen == stamp)
     }
 
-    /// It is complete.
+    /// Records that the index is complete for this stamp.
     pub fn set_seen(&self, stamp: &str) -> io::Result<()> {
         std::fs::write(self.dir.join(SEEN), stamp)
     }
 
-    /// The owner, if it has anything.
+    /// The record of an owner, if it has one.
     #[must_use]
     pub fn get(&self, container: &str, ifname: &str) -> Option<Record> {
         Self::read(&self.dir.join(Record::name(container, ifname))).and_then(|t| Record::parse(&t))
     }
 
-    /// Writes an owner down; one without addresses has begun to get some.
+    /// Stores a record. A record without addresses belongs to an ADD that has reserved none yet.
     pub fn put(&self, record: &Record) -> io::Result<()> {
         self.write(
             &Record::name(&record.container, &record.ifname),
@@ -373,7 +378,7 @@ impl Owners {
         )
     }
 
-    /// Forgets an owner.
+    /// Removes the record of an owner.
     pub fn remove(&self, record: &Record) -> io::Result<()> {
         match std::fs::remove_file(
             self.dir
@@ -384,7 +389,7 @@ impl Owners {
         }
     }
 
-    /// All owners.
+    /// All valid records.
     pub fn all(&self) -> io::Result<Vec<Record>> {
         let paths = std::fs::read_dir(&self.dir)?
             .map(|entry| entry.map(|e| e.path()))
@@ -395,7 +400,7 @@ impl Owners {
             .collect())
     }
 
-    /// Removes what somebody who was killed has left half written. Nobody else may be writing.
+    /// Removes partial files of a killed process. The lock guarantees that no other process is writing.
     pub fn tidy(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.dir)? {
             let path = entry?.path();
@@ -408,7 +413,7 @@ impl Owners {
         Ok(())
     }
 
-    /// Where a reservation is written before it is linked to its place.
+    /// The temporary path of a reservation, from which it is linked into place.
     #[must_use]
     pub fn scratch(&self) -> PathBuf {
         self.dir.join("reservation.new")
@@ -490,7 +495,7 @@ mod tests {
             record.namespace.born != 0 && Namespace::at(Path::new("/proc/self/ns/net")).born == 0
         );
         assert_eq!(record.life(&now, |_| false), Life::Alive);
-        // The kernel gave the number to a namespace that is pinned under another name.
+        // The kernel has reused the number for a namespace that is pinned under another name.
         let later = Namespace {
             born: record.namespace.born - 1,
             ..record.namespace
@@ -501,7 +506,7 @@ mod tests {
             ..record.clone()
         };
         assert!(matches!(reused.life(&now, |_| true), Life::Gone(_)));
-        // Under the same name.
+        // The same, with the same name.
         std::fs::rename(&other, &own).expect("renamed");
         assert!(matches!(reused.life(&now, |_| true), Life::Gone(_)));
         let old = Record {

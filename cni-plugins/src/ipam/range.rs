@@ -1,4 +1,5 @@
-//! Ranges and range sets: pure arithmetic and validation (CNI reference spec, 3.1 to 3.3).
+//! Parsing and validation of ranges and range sets
+//! (`plugins/ipam/host-local/backend/allocator/range.go` of containernetworking/plugins). Pure.
 
 use std::net::IpAddr;
 
@@ -6,20 +7,20 @@ use ipnet::IpNet;
 
 use crate::cni::{self, Error, Json};
 
-/// Addresses of one subnet from which containers get theirs.
+/// A range of allocatable addresses in a subnet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Range {
     /// The subnet.
     pub subnet: IpNet,
-    /// The first address given out.
+    /// The first allocatable address.
     pub start: IpAddr,
-    /// The last one.
+    /// The last allocatable address.
     pub end: IpAddr,
-    /// Never given out.
+    /// The gateway; never allocated.
     pub gateway: IpAddr,
 }
 
-/// Ranges of one family; a container gets one address of each set.
+/// Ranges of one address family. A container gets one address from each set.
 pub type RangeSet = Vec<Range>;
 
 fn number(address: IpAddr) -> u128 {
@@ -94,7 +95,7 @@ impl Range {
         Ok(range)
     }
 
-    /// Whether it gives out `address`.
+    /// Whether the range contains `address`.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {
         address.is_ipv4() == self.start.is_ipv4() && (self.start..=self.end).contains(&address)
@@ -107,7 +108,7 @@ impl Range {
     }
 }
 
-/// Reads the range sets of an `ipam` object, those injected at run time first.
+/// Reads the range sets of an `ipam` object. The sets of `runtimeConfig` come first.
 pub fn parse(ipam: Json<'_>, runtime: Json<'_>) -> Result<Vec<RangeSet>, Error> {
     let mut sets = Vec::new();
     let lists = [runtime.list("ipRanges")?, ipam.list("ranges")?];
@@ -153,8 +154,8 @@ pub fn parse(ipam: Json<'_>, runtime: Json<'_>) -> Result<Vec<RangeSet>, Error> 
     Ok(sets)
 }
 
-/// The addresses of a set in the order in which they are tried: behind the last one given out, around
-/// to it again. Gateways are left out.
+/// The addresses of a set in allocation order: from the address
+/// after `last`, wrapping around to `last`. Gateways are skipped.
 pub fn candidates(set: &RangeSet, last: Option<IpAddr>) -> impl Iterator<Item = (IpAddr, &Range)> {
     let size = |r: &Range| number(r.end) - number(r.start) + 1;
     let total: u128 = set.iter().map(size).sum();
@@ -184,7 +185,7 @@ pub fn candidates(set: &RangeSet, last: Option<IpAddr>) -> impl Iterator<Item = 
     })
 }
 
-/// The ranges of a set as text, for messages.
+/// The ranges of a set as text, for error messages.
 #[must_use]
 pub fn describe(set: &RangeSet) -> String {
     set.iter()

@@ -1,11 +1,12 @@
-//! What runtimes that use libcni know of attachments: it keeps a file with the result of each (`libcni/api.go`, `cachedInfo`).
+//! Reads libcni's result cache, which has a file for each attachment
+//! (`libcni/api.go` of containernetworking/cni, `cachedInfo`).
 
 use std::io::{self, Read as _};
 use std::path::Path;
 
 use serde_json::Value;
 
-/// Where libcni keeps them, unless the runtime says otherwise.
+/// The default directory of the cache.
 pub const DEFAULT_DIR: &str = "/var/lib/cni/results";
 /// The largest file that is read, in bytes.
 const LARGEST: u64 = 1 << 20;
@@ -21,7 +22,7 @@ pub struct Attachment {
     pub ifname: String,
 }
 
-/// A file of libcni's. The error is that it does not tell whose it is.
+/// Parses a file of the cache. Fails if it is not complete JSON.
 pub(super) fn read(path: &Path) -> io::Result<Value> {
     let mut text = String::new();
     let file = std::fs::File::open(path)?;
@@ -29,8 +30,8 @@ pub(super) fn read(path: &Path) -> io::Result<Value> {
     Ok(serde_json::from_str(&text)?)
 }
 
-/// The attachments of all networks that a directory tells of. None if it cannot be read, or holds a file that does not tell
-/// whose it is: what is not known must not be taken for gone.
+/// The attachments of all networks in a cache directory. Empty if the directory or
+/// any of its files cannot be read: unknown attachments must not count as removed.
 #[must_use]
 pub fn attached(dir: &Path) -> Vec<Attachment> {
     let one = |entry: io::Result<std::fs::DirEntry>| -> io::Result<Attachment> {

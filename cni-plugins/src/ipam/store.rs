@@ -1,13 +1,15 @@
-//! Who has which address: a directory compatible with the reference host-local, which may take over at
-//! any time (CNI reference spec, 3.4).
+//! The address reservations of a network, in a directory that is compatible with the reference host-local, which
+//! may take over at any time (`plugins/ipam/host-local/backend/disk/backend.go` of containernetworking/plugins).
 //!
-//! One file an address, named by it, holding container id and interface. A file appears complete or not
-//! at all: it is written under another name and linked into place. Nothing is synced: what a power loss may take
-//! belongs to a boot that is over. An empty file, as that or a crash of the reference leaves it, counts as free.
+//! Each reserved address has a file of that name, which contains the container id and the
+//! interface. Files appear atomically: the store writes them under another name and links
+//! them into place. Nothing is synced, since reservations matter only until the next reboot.
+//! An empty file, which a power loss or a crash of the reference can leave, counts as free.
 //!
-//! `Owners` is the index. It is complete as long as nobody else has changed the directory, which its stamp tells;
-//! then no reservation is read. Otherwise all are, once. Kernels before 6.13 give the same stamp to changes within some
-//! milliseconds: what is rare reads everything anyway, and what is released is looked for in its place, too.
+//! `Owners` is the index. It is complete until another program changes the directory, which the
+//! directory's stamp (its modification time) shows. With a complete index, no reservation is read;
+//! otherwise all are read once. Kernels before 6.13 give changes within a few milliseconds the same stamp.
+//! Rare operations therefore always read everything, and a release also checks the reservation itself.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -23,7 +25,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::owners::{Here, Life, Owners, Process, Record, inhabited};
 use crate::cni::Error;
 
-/// Records longer than this are nobody's.
+/// The size limit of a reservation in bytes; longer files are not reservations.
 const RECORD_LIMIT: u64 = 1024;
 
 /// The locked directory of one network.
@@ -32,9 +34,9 @@ pub struct Store {
     owners: Owners,
     here: Here,
     inhabited: OnceCell<BTreeSet<u64>>,
-    /// What reading everything has found, where that was necessary.
+    /// The records found by reading all reservations, if that was necessary.
     found: RefCell<Option<BTreeMap<Key, Record>>>,
-    /// Whether the index could not be brought up to date, so that the next one reads everything again.
+    /// Whether updating the index failed. The next process then reads everything again.
     outdated: bool,
     _lock: Flock<File>,
 }
@@ -42,18 +44,18 @@ pub struct Store {
 /// A container and its interface.
 type Key = (String, String);
 
-/// The text of a reservation.
+/// The contents of a reservation file.
 fn record(container: &str, ifname: &str) -> String {
     format!("{container}\r\n{ifname}")
 }
 
 impl Store {
-    /// Opens and locks the directory of `network`, and creates it.
+    /// Opens and locks the directory of `network`; creates it if it is missing.
     pub fn open(data_dir: &Path, network: &str) -> Result<Store, Error> {
         Store::open_at(data_dir, network, Here::now())
     }
 
-    /// As [`Store::open`], at another time or place.
+    /// Like [`Store::open`], for another machine or time (tests).
     pub fn open_at(data_dir: &Path, network: &str, here: Here) -> Result<Store, Error> {
         let dir = data_dir.join(network);
         let failed = |what: &str, e: &dyn std::fmt::Display| {
@@ -92,7 +94,7 @@ impl Store {
         Ok(store)
     }
 
-    /// As [`Store::open`], but `None` if the network has no directory.
+    /// Like [`Store::open`], but returns `None` if the network has no directory.
     pub fn open_existing(data_dir: &Path, network: &str) -> Result<Option<Store>, Error> {
         if data_dir.join(network).is_dir() {
             Store::open(data_dir, network).map(Some)
@@ -105,7 +107,7 @@ impl Store {
         self.dir.join(name)
     }
 
-    /// What the directory looks like that the owners are known of.
+    /// The state of the reservation directory: boot, machine and modification time.
     fn stamp(&self) -> String {
         let changed = std::fs::metadata(&self.dir).map_or((0, 0), |m| (m.mtime(), m.mtime_nsec()));
         format!(
@@ -119,13 +121,13 @@ impl Store {
         move |e| Error::doing(format!("the address store {dir} cannot be used"), e)
     }
 
-    /// Reads everything, whatever the stamp says.
+    /// Reads all reservations, even if the index is complete.
     pub fn read_all(&mut self) -> Result<(), Error> {
         self.reconcile()
     }
 
-    /// Makes the owners what the directory says, whoever wrote it, and drops those that a reboot has ended. On a disk that is full
-    /// they are not written down: what they have must be released all the same.
+    /// Rebuilds the index from the reservations and removes those of earlier boots. A full
+    /// disk prevents writing the index, but must not prevent the release of addresses.
     fn reconcile(&mut self) -> Result<(), Error> {
         let failed = self.failed();
         self.owners.tidy().map_err(&failed)?;
@@ -145,12 +147,13 @@ impl Store {
             let text = match self.text(address) {
                 Ok(Some(text)) => text,
                 Ok(None) => {
-                    // Nobody will ever release what belongs to nobody. If removing fails it only stays unavailable.
+                    // An empty reservation has no owner that could release it.
+                    // If removing it fails, the address only stays unavailable.
                     let _ = std::fs::remove_file(self.path(&address.to_string()));
                     continue;
                 }
                 Err(_) => {
-                    // It stays taken, and its owner's as far as the index knows one.
+                    // The address stays reserved, for its owner in the index if there is one.
                     if let Some(owner) = listed.remove(&address).and_then(|k| known.get_mut(&k)) {
                         owner.addresses.insert(address);
                     }
@@ -190,7 +193,7 @@ impl Store {
         Ok(())
     }
 
-    /// The names of all address files, read without opening them.
+    /// The reserved addresses, from the file names alone.
     fn addresses(&self) -> Result<HashSet<IpAddr>, Error> {
         let entries = std::fs::read_dir(&self.dir)
             .map_err(|e| Error::doing("the address store cannot be read", e))?;
@@ -200,8 +203,8 @@ impl Store {
             .collect())
     }
 
-    /// The text of a reservation; `None` if there is none, or an empty one. An error says nothing about the owner: the
-    /// address stays taken.
+    /// The contents of a reservation; `None` if it is missing or empty.
+    /// After an error the owner is unknown and the address stays reserved.
     fn text(&self, address: IpAddr) -> io::Result<Option<String>> {
         let file = match File::open(self.path(&address.to_string())) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -213,13 +216,13 @@ impl Store {
         Ok(Some(text).filter(|t| !t.is_empty()))
     }
 
-    /// The taken addresses.
+    /// The reserved addresses.
     pub fn taken(&self) -> Result<HashSet<IpAddr>, Error> {
         self.addresses()
     }
 
-    /// Begins to give an attachment addresses. From here on it is known whose they are, and which process makes it, whatever
-    /// happens. `pod` is the uid of a Kubernetes pod, or empty.
+    /// Begins to reserve addresses for an attachment. Writes the owner's record first, so that after any crash the
+    /// owner of each address and the process of the ADD are known. `pod` is the uid of a Kubernetes pod, or empty.
     pub fn begin(
         &self,
         container: &str,
@@ -244,7 +247,7 @@ impl Store {
             .extend(before.iter().flat_map(|b| &b.addresses));
         self.owners.put(&owner).map_err(failed)?;
         let scratch = self.owners.scratch();
-        // One that was left behind may be the same file as a reservation: it is not written to.
+        // A leftover scratch file may be a hard link to a reservation, so it must not be written to.
         match std::fs::remove_file(&scratch) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
@@ -267,7 +270,7 @@ impl Store {
         })
     }
 
-    /// The address that a set gave out last.
+    /// The last address that was allocated from a set.
     #[must_use]
     pub fn last(&self, set: usize) -> Option<IpAddr> {
         std::fs::read_to_string(self.path(&format!("last_reserved_ip.{set}")))
@@ -286,7 +289,7 @@ impl Store {
         }
     }
 
-    /// What a container's interface has; records of old, with the id alone, count if there is no other.
+    /// The record of a container's interface. Falls back to an old record that has the container id only.
     #[must_use]
     pub fn of(&self, container: &str, ifname: &str) -> Option<Record> {
         let of = |ifname: &str| {
@@ -296,7 +299,7 @@ impl Store {
         of(ifname).or_else(|| of(""))
     }
 
-    /// Whether an owner can still use what it has.
+    /// Whether an owner can still use its addresses.
     #[must_use]
     pub fn life(&self, record: &Record) -> Life {
         record.life(&self.here, |number| {
@@ -310,7 +313,7 @@ impl Store {
         record.is_starting(&self.here, patience)
     }
 
-    /// Whether `address` belongs to a container's interface.
+    /// Whether `address` is reserved for a container's interface.
     pub fn is_of(&self, address: IpAddr, container: &str, ifname: &str) -> Result<bool, Error> {
         let text = self.text(address).map_err(|e| {
             let path = self.path(&address.to_string());
@@ -325,7 +328,7 @@ impl Store {
         Ok(text.is_some_and(|owner| owner == record(container, ifname) || owner == container))
     }
 
-    /// Everybody who has addresses.
+    /// The records of all owners.
     pub fn owners(&self) -> Result<Vec<Record>, Error> {
         match &*self.found.borrow() {
             Some(found) => Ok(found.values().cloned().collect()),
@@ -333,8 +336,8 @@ impl Store {
         }
     }
 
-    /// Releases all that an owner has. What is somebody else's by now stays: one who was killed between releasing an address and
-    /// saying so leaves an index that does not know.
+    /// Releases all addresses of an owner, except those that have another owner now. The index
+    /// can be outdated in this way if a process was killed after it had released an address.
     pub fn release(&self, owner: &Record) -> Result<(), Error> {
         for address in &owner.addresses {
             if !self.is_of(*address, &owner.container, &owner.ifname)? {
@@ -356,7 +359,7 @@ impl Store {
         self.owners.remove(owner).map_err(self.failed())
     }
 
-    /// Releases one of the addresses that an owner has.
+    /// Releases one address of an owner.
     pub fn release_one(&self, owner: &Record, address: IpAddr) -> Result<(), Error> {
         let rest = Record {
             addresses: owner
@@ -378,7 +381,7 @@ impl Store {
         }
     }
 
-    /// Releases what belongs to none of `keep`.
+    /// Releases the addresses of all owners that are not in `keep`.
     pub fn collect(&self, keep: &[(String, String)]) -> Result<(), Error> {
         let wanted = |r: &Record| {
             keep.iter().any(|(id, ifname)| {
@@ -391,7 +394,7 @@ impl Store {
         Ok(())
     }
 
-    /// Releases what owners have that cannot use it any more; how many addresses that were.
+    /// Releases the addresses of owners that no longer exist. Returns the number of addresses.
     pub fn reclaim(&self) -> Result<usize, Error> {
         let mut found = 0;
         for owner in self
@@ -408,14 +411,14 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // If this fails the next one reads everything again.
+        // If this fails, the next process reads everything again.
         if !self.outdated {
             let _ = self.owners.set_seen(&self.stamp());
         }
     }
 }
 
-/// Addresses being given to an attachment. What is not finished is given back.
+/// Addresses that are being reserved for an attachment. Dropping an unfinished reservation releases them.
 pub struct Reservation<'a> {
     store: &'a Store,
     owner: Record,
@@ -426,7 +429,7 @@ pub struct Reservation<'a> {
 }
 
 impl Reservation<'_> {
-    /// Takes an address for a set; false if somebody has it.
+    /// Reserves an address for a set; false if it is already reserved.
     pub fn take(&mut self, address: IpAddr, set: usize) -> Result<bool, Error> {
         match std::fs::hard_link(&self.scratch, self.store.path(&address.to_string())) {
             Ok(()) => {
@@ -445,7 +448,7 @@ impl Reservation<'_> {
         }
     }
 
-    /// All of them are the attachment's.
+    /// Completes the reservation of all addresses taken.
     pub fn finish(mut self) -> Result<(), Error> {
         let failed = self.store.failed();
         self.store.owners.put(&self.owner).map_err(&failed)?;
@@ -468,7 +471,7 @@ impl Reservation<'_> {
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        // What a failure here leaves, the next call finds: the owner is written down.
+        // The owner's record is on disk, so the next call cleans up after a failure here.
         let _ = std::fs::remove_file(&self.scratch);
         if !self.finished {
             let addresses = self.taken.iter().map(|(_, address)| *address).collect();
@@ -528,7 +531,7 @@ mod tests {
         );
         assert_eq!(store.last(1), Some(ip("fd00::5")));
         drop(store);
-        // Others write there too, and do not clean up.
+        // Other implementations write there too, and do not clean up.
         std::fs::write(dir.path().join("net/10.0.0.9"), " c9 \n").expect("an old record");
         std::fs::write(dir.path().join("net/10.0.0.8"), "").expect("what a crash leaves");
         let store = Store::open(dir.path(), "net").expect("open");
@@ -559,7 +562,7 @@ mod tests {
         assert!(reserve(&open(), "c1", &["10.0.0.2"]));
         let store = open();
         let old = store.of("c1", "eth0").expect("an owner");
-        // As one who was killed leaves it, and another one finds it.
+        // A process was killed after it had released the address, and another owner has reserved it.
         std::fs::remove_file(dir.path().join("net/10.0.0.2")).expect("released");
         assert!(reserve(&store, "c2", &["10.0.0.2"]));
         store.release(&old).expect("release");
@@ -585,7 +588,7 @@ mod tests {
         assert!(reserve(&open(), "c1", &["10.0.0.2", "fd00::5"]));
         let file = dir.path().join("net/10.0.0.2");
         std::fs::remove_file(&file).expect("removed");
-        // Opening it fails with ELOOP.
+        // Opening the file fails with ELOOP.
         std::os::unix::fs::symlink("10.0.0.2", &file).expect("a symlink");
         let mut store = open();
         store.read_all().expect("read");
@@ -606,7 +609,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
         std::fs::write(dir.path().join("net/10.0.0.9"), "theirs\r\neth0").expect("the reference's");
-        // As if both had happened at the same time.
+        // As if both changes had happened at the same time.
         drop(store);
         let mut store = Store::open(dir.path(), "net").expect("open");
         assert_eq!(store.of("theirs", "eth0"), None);
@@ -655,7 +658,7 @@ mod tests {
             .expect("begin");
         assert!(reservation.take(ip("10.0.0.2"), 0).expect("take"));
         std::mem::forget(reservation);
-        // Killed: nothing was finished, and the lock went with the process.
+        // The process was killed: the reservation is unfinished, and the kernel has released the lock.
         drop(store);
         std::fs::write(dir.path().join(".owners/net/seen"), "something else").expect("never seen");
         let store = Store::open(dir.path(), "net").expect("open");

@@ -1,4 +1,4 @@
-//! Ports of bridges and their VLANs.
+//! VLANs of bridge ports.
 
 use std::io;
 
@@ -25,7 +25,8 @@ impl Socket {
             .nest(IFLA_AF_SPEC, &spec.put(VLAN_INFO, &info))
     }
 
-    /// A port takes part in a VLAN: `access` without tags, else with. `own` is for the bridge itself.
+    /// Adds a VLAN to a port: untagged if `access` is set, else
+    /// tagged. `own` addresses the bridge itself instead of a port.
     pub fn add_vlan(&mut self, port: u32, vid: u16, access: bool, own: bool) -> io::Result<()> {
         self.execute(Self::vlan(
             SET_LINK,
@@ -36,12 +37,12 @@ impl Socket {
         ))
     }
 
-    /// A port takes part no more.
+    /// Removes a VLAN from a port.
     pub fn delete_vlan(&mut self, port: u32, vid: u16) -> io::Result<()> {
         self.execute(Self::vlan(DEL_LINK, port, vid, 0, false))
     }
 
-    /// The VLANs that a port takes part in, and whether without tags.
+    /// The VLANs of a port, each with whether it is untagged.
     pub fn vlans(&mut self, port: u32) -> io::Result<Vec<(u16, bool)>> {
         let query = Message::new(GET_LINK, REQUEST | DUMP, &header(AF_BRIDGE, 0, 0, 0))
             .number(IFLA_EXT_MASK, WITH_VLANS);

@@ -1,5 +1,5 @@
-//! What the kernel remembers of connections, where it must forget: a UDP flow goes on to where its first packet went,
-//! also when the port leads elsewhere by now.
+//! Deletes stale conntrack entries. The kernel sends the packets of a known UDP flow
+//! to the target of its first packet, even after the port forwarding has changed.
 
 use std::io;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ const REPLY: u16 = 2;
 const ID: u16 = 12;
 const UDP: u8 = 17;
 
-/// One direction of a flow.
+/// One direction of a flow: source address, protocol and destination port.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Tuple {
     source: Option<IpAddr>,
@@ -47,7 +47,7 @@ fn tuple(bytes: &[u8]) -> Tuple {
     tuple
 }
 
-/// Forgets the UDP flows to one of `ports` of this host, and those that one of `containers` answers.
+/// Deletes the UDP flows to one of `ports` of this host, and those whose replies come from one of `containers`.
 pub fn forget_udp(v4: bool, ports: &[u16], containers: &[IpAddr]) -> io::Result<()> {
     let mut socket = Socket::netfilter()?;
     let header = [if v4 { 2 } else { 10 }, 0, 0, 0];

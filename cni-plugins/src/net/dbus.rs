@@ -1,14 +1,14 @@
-//! As much of D-Bus as a short call needs: connect, call a method with texts, read a text, a flag or an error (D-Bus
-//! Specification 0.43). A library would bring an async runtime with it, and every plugin would start with that.
+//! A minimal D-Bus client: connects, calls a method with strings, and reads a string, a boolean or an error (D-Bus
+//! Specification 0.43). A D-Bus library would need an async runtime, which every plugin process would then start.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
-/// No answer that is read here is longer.
+/// The largest message that is accepted, in bytes.
 const LIMIT: usize = 1 << 16;
-/// How many messages for somebody else are read over while an answer is awaited.
+/// Maximum number of unrelated messages to skip while waiting for an answer.
 const SKIPPED: usize = 1000;
 
 const CALL: u8 = 1;
@@ -22,12 +22,12 @@ const REPLY_TO: u8 = 5;
 const DESTINATION: u8 = 6;
 const SIGNATURE: u8 = 8;
 
-/// A method of an object.
+/// A method of an object on the bus.
 #[derive(Debug, Clone, Copy)]
 pub struct Method<'a> {
-    /// Whose.
+    /// The bus name of the service.
     pub destination: &'a str,
-    /// The object.
+    /// The object path.
     pub path: &'a str,
     /// The interface.
     pub interface: &'a str,
@@ -35,16 +35,16 @@ pub struct Method<'a> {
     pub name: &'a str,
 }
 
-/// An answer: a text, a flag, or nothing that is of interest.
+/// The answer to a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// Anything else.
+    /// Success, with a body that this client does not read.
     Other,
-    /// A text.
+    /// Success with a string.
     Text(String),
-    /// A flag.
+    /// Success with a boolean.
     Flag(bool),
-    /// A refusal, in words.
+    /// An error, with its text.
     Refused(String),
 }
 
@@ -123,7 +123,7 @@ fn text(bytes: &[u8], at: usize) -> Option<String> {
         .map(|b| String::from_utf8_lossy(b).into_owned())
 }
 
-/// What a header says: the call that it answers, and the signature of its body.
+/// Reads the serial of the answered call and the signature of the body from a header.
 fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
     let (mut at, mut reply_to, mut signature) = (0, 0, String::new());
     while at < fields.len() {
@@ -165,14 +165,14 @@ fn nonsense() -> io::Error {
     )
 }
 
-/// A connection to the system's bus.
+/// A connection to the system bus.
 pub struct Bus {
     stream: UnixStream,
     serial: u32,
 }
 
 impl Bus {
-    /// Connects; `Ok(None)` if there is no bus.
+    /// Connects to the system bus; `Ok(None)` if none is running.
     pub fn connect() -> io::Result<Option<Bus>> {
         let address = std::env::var("DBUS_SYSTEM_BUS_ADDRESS").unwrap_or_default();
         let path = address
@@ -223,7 +223,7 @@ impl Bus {
         Ok(Some(bus))
     }
 
-    /// Calls a method, and waits for its answer.
+    /// Calls a method and waits for the answer.
     pub fn call(&mut self, method: Method<'_>, arguments: &[&str]) -> io::Result<Answer> {
         self.serial += 1;
         self.stream
@@ -248,7 +248,7 @@ impl Bus {
             self.stream.read_exact(&mut rest)?;
             let (reply_to, signature) =
                 read_fields(rest.get(..fields).ok_or_else(nonsense)?).ok_or_else(nonsense)?;
-            // Signals and such are for somebody else.
+            // Skip signals and answers to other calls.
             if reply_to != self.serial || ![RETURN, ERROR].contains(&fixed[1]) {
                 continue;
             }
@@ -269,7 +269,7 @@ impl Bus {
         ))
     }
 
-    /// Whether somebody goes by a name.
+    /// Whether a bus name has an owner.
     pub fn has(&mut self, name: &str) -> io::Result<bool> {
         let own = "org.freedesktop.DBus";
         let method = Method {
@@ -290,7 +290,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Any header is read or refused, and fields that are well formed are read whatever stands between them.
+        /// Any header is parsed or rejected. Well-formed fields are found among any others.
         #[test]
         fn any_header_is_read_or_refused(bytes in vec(any::<u8>(), 0..200), reply_to in any::<u32>(), name in "[a-z.]{0,40}", flip in any::<(usize, u8)>()) {
             let _ = read_fields(&bytes);
@@ -314,7 +314,7 @@ mod tests {
     fn a_bus_that_only_talks_is_given_up() {
         let (stream, mut other) = UnixStream::pair().expect("a pair");
         let talk = std::thread::spawn(move || {
-            // A signal without fields or body.
+            // A signal without fields and body.
             let signal = [b'l', 4, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
             (0..)
                 .take_while(|_| other.write_all(&signal).is_ok())

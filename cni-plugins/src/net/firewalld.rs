@@ -1,5 +1,5 @@
-//! firewalld, which drops what is in none of its zones: containers' addresses become sources of one (CNI reference spec,
-//! chapter 9).
+//! Registers containers' addresses with firewalld as sources of a zone. firewalld drops packets from
+//! addresses without a zone (`plugins/meta/firewall/firewalld.go` of containernetworking/plugins).
 
 use std::io;
 use std::net::IpAddr;
@@ -8,16 +8,16 @@ use super::dbus::{Answer, Bus, Method};
 
 const NAME: &str = "org.fedoraproject.FirewallD1";
 
-/// A connection to it.
+/// A connection to firewalld.
 pub struct Firewalld(Bus);
 
-/// An address as one of its sources.
+/// The notation of an address as a source of a zone.
 fn source(address: IpAddr) -> String {
     format!("{address}/{}", if address.is_ipv4() { 32 } else { 128 })
 }
 
 impl Firewalld {
-    /// Connects; `Ok(None)` if it does not run.
+    /// Connects to firewalld; `Ok(None)` if it is not running.
     pub fn connect() -> io::Result<Option<Firewalld>> {
         let Some(mut bus) = Bus::connect()? else {
             return Ok(None);
@@ -35,7 +35,7 @@ impl Firewalld {
         self.0.call(method, &[zone, &source(address)])
     }
 
-    /// Puts an address into a zone; one that is there is fine.
+    /// Adds an address to a zone. An address that already is in a zone is no error.
     pub fn add(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
         match self.call("addSource", zone, address)? {
             Answer::Refused(why)
@@ -47,7 +47,7 @@ impl Firewalld {
         }
     }
 
-    /// Takes an address out of a zone; one that is not there is fine.
+    /// Removes an address from a zone. A missing address is no error.
     pub fn remove(&mut self, zone: &str, address: IpAddr) -> io::Result<()> {
         match self.call("removeSource", zone, address)? {
             Answer::Refused(why)

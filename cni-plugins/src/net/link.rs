@@ -31,7 +31,7 @@ const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
-/// Whether a bridge tells VLANs apart.
+/// The attribute of a bridge that enables VLAN filtering.
 pub const IFLA_BR_VLAN_FILTERING: u16 = 7;
 const IFLA_BRPORT_MODE: u16 = 4;
 const IFLA_BRPORT_ISOLATED: u16 = 33;
@@ -44,41 +44,41 @@ const NODAD: u8 = 0x2;
 const IFA_FLAGS: u16 = 8;
 const NO_PREFIX_ROUTE: u32 = 0x200;
 
-/// A link as the kernel shows it.
+/// A link and its state.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Link {
-    /// The index.
+    /// The interface index.
     pub index: u32,
     /// The name.
     pub name: String,
-    /// The hardware address, as text.
+    /// The hardware address as text.
     pub mac: String,
-    /// The kind, for instance `bridge`; empty for hardware.
+    /// The kind, for instance `bridge`; empty for physical links.
     pub kind: String,
     /// The MTU.
     pub mtu: u32,
-    /// The index of the bridge that it is a port of.
+    /// The index of the bridge or VRF that the link belongs to.
     pub master: Option<u32>,
     /// Whether it is administratively up.
     pub up: bool,
-    /// Whether it takes packets for everybody.
+    /// Whether promiscuous mode is on (`IFF_PROMISC`).
     pub promiscuous: bool,
-    /// Whether it takes all multicast packets.
+    /// Whether it receives all multicast packets (`IFF_ALLMULTI`).
     pub all_multicast: bool,
-    /// The link below it, or the other end of its pair.
+    /// The index of its parent link or of its veth peer.
     pub below: Option<u32>,
-    /// How many packets wait to be sent at most.
+    /// The length of the transmit queue in packets.
     pub queue: u32,
-    /// What somebody has called it besides.
+    /// The alias (`ip link set alias`); may be empty.
     pub alias: String,
-    /// Whether packets can pass.
+    /// Whether its operational state allows traffic.
     pub operates: bool,
-    /// What only links of its kind have, as the kernel writes it.
+    /// The attributes of its kind (`IFLA_INFO_DATA`), encoded.
     pub data: Vec<u8>,
 }
 
 impl Link {
-    /// One of the things that only links of its kind have, as a number of one, two or four bytes.
+    /// The attribute `kind` of [`Link::data`], read as a number of one, two or four bytes.
     #[must_use]
     pub fn option(&self, kind: u16) -> Option<u32> {
         let value = attributes(&self.data)
@@ -94,7 +94,7 @@ impl Link {
     }
 }
 
-/// Six bytes as text.
+/// The text of a hardware address.
 #[must_use]
 pub fn mac_text(bytes: &[u8]) -> String {
     bytes
@@ -104,7 +104,7 @@ pub fn mac_text(bytes: &[u8]) -> String {
         .join(":")
 }
 
-/// A hardware address from text.
+/// Parses a hardware address.
 #[must_use]
 pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
     let bytes: Vec<u8> = text
@@ -115,8 +115,8 @@ pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
     bytes.try_into().ok()
 }
 
-/// A random, locally administered hardware address. Set explicitly it keeps udev and the bridge from
-/// changing it later.
+/// A random, locally administered hardware address. An explicitly
+/// set address keeps udev and the bridge from changing it.
 pub fn random_mac() -> io::Result<[u8; 6]> {
     let mut mac = [0; 6];
     super::random(&mut mac)?;
@@ -177,44 +177,44 @@ fn parse_link(body: &[u8]) -> Option<Link> {
     Some(link)
 }
 
-/// What a veth pair is made of.
+/// The parameters of a veth pair.
 pub struct VethPlan<'a> {
-    /// The host end's name.
+    /// The name of the host end.
     pub host_name: &'a str,
-    /// The host end's address.
+    /// The hardware address of the host end.
     pub host_mac: [u8; 6],
-    /// The container end's name.
+    /// The name of the container end.
     pub peer_name: &'a str,
-    /// The container end's address.
+    /// The hardware address of the container end.
     pub peer_mac: [u8; 6],
-    /// The container's namespace.
+    /// The container's network namespace.
     pub namespace: &'a File,
-    /// 0 leaves it to the kernel.
+    /// The MTU of both ends; 0 means the kernel's default.
     pub mtu: u32,
-    /// The bridge that the host end becomes a port of, if it does.
+    /// The index of the bridge that the host end joins.
     pub master: Option<u32>,
 }
 
-/// A link on its own, or above another one.
+/// The parameters of a new link.
 #[derive(Default)]
 pub struct LinkPlan<'a> {
-    /// Its name.
+    /// The name.
     pub name: &'a str,
-    /// Its kind, for instance `macvlan`.
+    /// The kind, for instance `macvlan`.
     pub kind: &'a str,
-    /// What only links of this kind have.
+    /// The attributes of the kind (`IFLA_INFO_DATA`).
     pub data: Attributes,
-    /// The link below it, in the namespace of the socket.
+    /// The index of the parent link, in the namespace of the socket.
     pub below: Option<u32>,
-    /// Where it shall be; in the namespace of the socket if there is none.
+    /// The namespace for the new link; `None` means that of the socket.
     pub namespace: Option<&'a File>,
-    /// 0 leaves it to the kernel.
+    /// The MTU; 0 means the kernel's default.
     pub mtu: u32,
-    /// Its address, if not what the kernel chooses.
+    /// The hardware address; `None` means that the kernel chooses one.
     pub mac: Option<[u8; 6]>,
 }
 
-/// What shall be otherwise about a link; what is `None` stays.
+/// Changes to a link. `None` leaves a property unchanged.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Change<'a> {
     /// The name.
@@ -223,24 +223,24 @@ pub struct Change<'a> {
     pub mac: Option<[u8; 6]>,
     /// The MTU.
     pub mtu: Option<u32>,
-    /// The queue's length.
+    /// The length of the transmit queue in packets.
     pub queue: Option<u32>,
-    /// Administratively up or down.
+    /// Whether the link is administratively up.
     pub up: Option<bool>,
-    /// Takes packets for everybody.
+    /// Whether promiscuous mode is on.
     pub promiscuous: Option<bool>,
-    /// Takes all multicast packets.
+    /// Whether the link receives all multicast packets.
     pub all_multicast: Option<bool>,
-    /// What it is called besides; empty for nothing.
+    /// The alias; an empty string removes it.
     pub alias: Option<&'a str>,
-    /// The link that it becomes a port of; 0 for none.
+    /// The index of the bridge or VRF to join; 0 detaches the link from its present one.
     pub master: Option<u32>,
-    /// The namespace that it moves to.
+    /// The namespace to move to.
     pub namespace: Option<&'a File>,
 }
 
 impl Socket {
-    /// Creates a link, down.
+    /// Creates a link in the state down.
     pub fn add_link(&mut self, plan: &LinkPlan<'_>) -> io::Result<()> {
         let mut message =
             Message::new(NEW_LINK, REQUEST | ACK | CREATE | EXCL, &header(0, 0, 0, 0))
@@ -264,7 +264,8 @@ impl Socket {
         self.execute(message.nest(IFLA_LINKINFO, &info))
     }
 
-    /// Whether the kernel makes links of a kind: it is asked for one whose name cannot be.
+    /// Whether the kernel supports a kind of link. Tries to create
+    /// a link with an invalid name, so that none is created.
     pub fn knows(&mut self, kind: &str) -> io::Result<bool> {
         const IMPOSSIBLE: &str = "a/b";
         match self.add_link(&LinkPlan {
@@ -280,7 +281,7 @@ impl Socket {
         }
     }
 
-    /// Changes a link, in one message.
+    /// Changes a link in a single message.
     pub fn change_link(&mut self, index: u32, change: Change<'_>) -> io::Result<()> {
         let (mut flags, mut mask) = (0, 0);
         for (wanted, flag) in [
@@ -315,7 +316,7 @@ impl Socket {
         self.execute(message)
     }
 
-    /// The link of an index.
+    /// The link with this index, if it exists.
     pub fn link_at(&mut self, index: u32) -> io::Result<Option<Link>> {
         match self.query(Message::new(GET_LINK, REQUEST, &header(0, index, 0, 0))) {
             Ok(answers) => Ok(answers.first().and_then(|(_, body)| parse_link(body))),
@@ -326,7 +327,7 @@ impl Socket {
         }
     }
 
-    /// The link of a name.
+    /// The link with this name, if it exists.
     pub fn link(&mut self, name: &str) -> io::Result<Option<Link>> {
         let message = Message::new(GET_LINK, REQUEST, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
         match self.query(message) {
@@ -338,7 +339,7 @@ impl Socket {
         }
     }
 
-    /// All links.
+    /// All links of the namespace.
     pub fn links(&mut self) -> io::Result<Vec<Link>> {
         let answers = self.query(Message::new(GET_LINK, REQUEST | DUMP, &header(0, 0, 0, 0)))?;
         Ok(answers
@@ -347,7 +348,7 @@ impl Socket {
             .collect())
     }
 
-    /// Creates a bridge that is up, one that tells VLANs apart if so; one that exists already is an error.
+    /// Creates a bridge in the state up, optionally with VLAN filtering. An existing link of that name is an error.
     pub fn add_bridge(
         &mut self,
         name: &str,
@@ -375,7 +376,8 @@ impl Socket {
         self.execute(message.nest(IFLA_LINKINFO, &info))
     }
 
-    /// Creates a veth pair in one message: host end up and a port of the bridge, peer in the container.
+    /// Creates a veth pair in a single message. The host end is
+    /// up and a port of the bridge; the peer is in the container.
     pub fn add_veth(&mut self, plan: &VethPlan<'_>) -> io::Result<()> {
         let mut peer = Attributes(header(0, 0, 0, 0))
             .text(IFLA_IFNAME, plan.peer_name)
@@ -404,7 +406,7 @@ impl Socket {
         self.execute(message.nest(IFLA_LINKINFO, &info))
     }
 
-    /// Brings a link up or down.
+    /// Sets a link up or down.
     pub fn set_up(&mut self, index: u32, up: bool) -> io::Result<()> {
         self.execute(Message::new(
             NEW_LINK,
@@ -413,7 +415,7 @@ impl Socket {
         ))
     }
 
-    /// Turns promiscuous mode on.
+    /// Turns on promiscuous mode.
     pub fn set_promiscuous(&mut self, index: u32) -> io::Result<()> {
         self.execute(Message::new(
             NEW_LINK,
@@ -422,7 +424,7 @@ impl Socket {
         ))
     }
 
-    /// Sets hairpin and isolation of a bridge port.
+    /// Sets hairpin mode and isolation of a bridge port.
     pub fn set_port(&mut self, index: u32, hairpin: bool, isolated: bool) -> io::Result<()> {
         let port = Attributes::new()
             .put(IFLA_BRPORT_MODE, &[u8::from(hairpin)])
@@ -433,7 +435,7 @@ impl Socket {
         )
     }
 
-    /// Deletes a link; a missing one is fine.
+    /// Deletes a link. A missing link is no error.
     pub fn delete_link(&mut self, name: &str) -> io::Result<()> {
         let message =
             Message::new(DEL_LINK, REQUEST | ACK, &header(0, 0, 0, 0)).text(IFLA_IFNAME, name);
@@ -452,7 +454,7 @@ impl Socket {
             .put(2, &bytes)
             .put(1, &bytes);
         if more != 0 {
-            // Longer than the header's eight bits, which it replaces.
+            // Replaces the flags of the header, which have only eight bits.
             message = message.number(IFA_FLAGS, more | u32::from(nodad));
         }
         if let IpNet::V4(net) = address
@@ -463,7 +465,7 @@ impl Socket {
         message
     }
 
-    /// Adds an address; IPv6 without waiting for duplicate detection, as the address was assigned.
+    /// Adds an address. IPv6 addresses skip duplicate address detection, because the IPAM plugin guarantees uniqueness.
     pub fn add_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
         self.execute(Self::address_message(
             NEW_ADDR,
@@ -474,7 +476,7 @@ impl Socket {
         ))
     }
 
-    /// The same without the route to its network, which is reached in another way.
+    /// Like [`Socket::add_address`], but without a route to the address's network.
     pub fn add_lone_address(&mut self, index: u32, address: IpNet) -> io::Result<()> {
         self.execute(Self::address_message(
             NEW_ADDR,
@@ -496,7 +498,7 @@ impl Socket {
         ))
     }
 
-    /// The addresses of a link, link-local ones left out.
+    /// The addresses of a link, except link-local IPv6 addresses.
     pub fn addresses(&mut self, index: u32) -> io::Result<Vec<IpNet>> {
         let answers = self.query(Message::new(GET_ADDR, REQUEST | DUMP, &[0; 8]))?;
         let mut found = Vec::new();
@@ -509,7 +511,7 @@ impl Socket {
             }
             let mut address = None;
             for (kind, value) in attributes(body.get(8..).unwrap_or_default()) {
-                // IFA_LOCAL, where there is one, is the link's own address.
+                // IFA_LOCAL, if present, is the link's own address; IFA_ADDRESS is then the peer's.
                 if kind == 2 || (kind == 1 && address.is_none()) {
                     address = ip(value);
                 }

@@ -1,4 +1,4 @@
-//! Unix sockets of services on this machine.
+//! Unix sockets of local services.
 
 use std::fs::Permissions;
 use std::io;
@@ -10,8 +10,8 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
-/// Listens at a path that only the owner of this process may connect to, where nothing is or a dead socket that
-/// [`clear`] takes away. It does not wait.
+/// Listens at a path, with permissions for the owner of this process
+/// only. Replaces a stale socket (see [`clear`]). Never blocks.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     clear(path)?;
     let listener = UnixListener::bind(path)?;
@@ -19,9 +19,9 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Removes a socket that a dead process left. One that a process listens at, even one that is too busy to accept, is an
-/// error of the kind `AddrInUse`, and whatever else is there stays: a file that is no socket is `AlreadyExists`. Nothing
-/// at the path is no error.
+/// Removes a stale socket, that is, one without a listening process. If a process listens,
+/// even one that is too busy to accept, returns `AddrInUse`. Returns `AlreadyExists` for a
+/// file that is not a socket, and does not remove it. A missing file is no error.
 pub fn clear(path: &Path) -> io::Result<()> {
     match std::fs::symlink_metadata(path) {
         Ok(found) if !found.file_type().is_socket() => Err(io::Error::new(
@@ -38,8 +38,8 @@ pub fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether a process listens at this socket. A full backlog refuses a connection that may not wait with `EAGAIN`, and a
-/// socket of another type (datagrams) with `EPROTOTYPE`; only `ECONNREFUSED` says that nobody is there.
+/// Whether a process listens at this socket. A non-blocking `connect` fails with `EAGAIN` if the backlog is full, and
+/// with `EPROTOTYPE` if the socket is of another type (datagrams). Only `ECONNREFUSED` means that no process listens.
 fn is_served(path: &Path) -> io::Result<bool> {
     match connect(client()?.as_raw_fd(), &UnixAddr::new(path)?) {
         Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
@@ -48,7 +48,7 @@ fn is_served(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// A stream socket that does not wait to be connected, nor for anything else.
+/// A non-blocking stream socket.
 pub fn client() -> nix::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     socket(AddressFamily::Unix, SockType::Stream, flags, None)

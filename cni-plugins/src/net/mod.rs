@@ -1,5 +1,5 @@
-//! The only code here that talks to the kernel: netlink messages, links, routes, nftables, traffic control, namespaces,
-//! sysctls.
+//! The only code of the plugins that talks to the kernel: netlink messages,
+//! links, routes, nftables, traffic control, namespaces, sysctls.
 
 pub mod bridge;
 pub mod conntrack;
@@ -16,7 +16,7 @@ pub mod sysctl;
 pub mod tap;
 pub mod traffic;
 
-/// Runs `work` with an SELinux label for the sockets and devices that it makes; without one if that is empty.
+/// Runs `work` so that the sockets and devices it creates get an SELinux label. An empty label changes nothing.
 pub fn with_socket_label<T>(
     label: &str,
     work: impl FnOnce() -> std::io::Result<T>,
@@ -31,7 +31,7 @@ pub fn with_socket_label<T>(
     result
 }
 
-/// Fills a buffer from the system's random source.
+/// Fills a buffer with random bytes.
 pub fn random(bytes: &mut [u8]) -> std::io::Result<()> {
     use std::io::Read as _;
     std::fs::File::open("/dev/urandom")?.read_exact(bytes)

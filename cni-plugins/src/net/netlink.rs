@@ -1,6 +1,6 @@
-//! Netlink messages and one socket type for both families (rtnetlink and nfnetlink).
+//! Netlink messages, and a socket for both families (rtnetlink and nfnetlink).
 //!
-//! The kernel handles a message inside `send`, so its answers are there when `send` returns.
+//! The kernel processes a message inside `send`, so its answers are available when `send` returns.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -28,7 +28,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message of a type with flags, and its fixed header.
+    /// Starts a message with its type, flags and family-specific header.
     #[must_use]
     pub fn new(kind: u16, flags: u16, header: &[u8]) -> Message {
         let mut bytes = Vec::with_capacity(256);
@@ -40,14 +40,14 @@ impl Message {
         Message { bytes }
     }
 
-    /// An attribute.
+    /// Adds an attribute.
     #[must_use]
     pub fn put(mut self, kind: u16, value: &[u8]) -> Message {
         attribute(&mut self.bytes, kind, value);
         self
     }
 
-    /// An attribute with a zero-terminated text.
+    /// Adds an attribute with a zero-terminated string.
     #[must_use]
     pub fn text(self, kind: u16, value: &str) -> Message {
         let mut bytes = value.as_bytes().to_vec();
@@ -55,13 +55,13 @@ impl Message {
         self.put(kind, &bytes)
     }
 
-    /// An attribute with a number in the machine's order.
+    /// Adds an attribute with a number in native byte order.
     #[must_use]
     pub fn number(self, kind: u16, value: u32) -> Message {
         self.put(kind, &value.to_ne_bytes())
     }
 
-    /// A nested attribute.
+    /// Adds a nested attribute.
     #[must_use]
     pub fn nest(self, kind: u16, inner: &Attributes) -> Message {
         self.put(kind | NESTED, &inner.0)
@@ -77,25 +77,25 @@ impl Message {
     }
 }
 
-/// The content of a nested attribute.
+/// The contents of a nested attribute.
 #[derive(Debug, Default, Clone)]
 pub struct Attributes(pub Vec<u8>);
 
 impl Attributes {
-    /// Starts empty.
+    /// Starts without attributes.
     #[must_use]
     pub fn new() -> Attributes {
         Attributes::default()
     }
 
-    /// An attribute.
+    /// Adds an attribute.
     #[must_use]
     pub fn put(mut self, kind: u16, value: &[u8]) -> Attributes {
         attribute(&mut self.0, kind, value);
         self
     }
 
-    /// A zero-terminated text.
+    /// Adds an attribute with a zero-terminated string.
     #[must_use]
     pub fn text(self, kind: u16, value: &str) -> Attributes {
         let mut bytes = value.as_bytes().to_vec();
@@ -103,19 +103,19 @@ impl Attributes {
         self.put(kind, &bytes)
     }
 
-    /// A number in the machine's order.
+    /// Adds an attribute with a number in native byte order.
     #[must_use]
     pub fn number(self, kind: u16, value: u32) -> Attributes {
         self.put(kind, &value.to_ne_bytes())
     }
 
-    /// A number in network order, as nfnetlink has them.
+    /// Adds an attribute with a number in network byte order, which nfnetlink uses.
     #[must_use]
     pub fn big(self, kind: u16, value: u32) -> Attributes {
         self.put(kind, &value.to_be_bytes())
     }
 
-    /// A nested attribute.
+    /// Adds a nested attribute.
     #[must_use]
     pub fn nest(self, kind: u16, inner: &Attributes) -> Attributes {
         self.put(kind | NESTED, &inner.0)
@@ -132,7 +132,7 @@ fn attribute(into: &mut Vec<u8>, kind: u16, value: &[u8]) {
     }
 }
 
-/// Walks attributes; stops at the first that does not fit.
+/// Iterates over attributes. Stops at the first one that exceeds the buffer.
 pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(bytes.get(..2)?.try_into().ok()?));
@@ -143,22 +143,22 @@ pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// An answer: its type and what follows the netlink header.
+/// An answer: its type, and the bytes after the netlink header.
 pub type Answer = (u16, Vec<u8>);
 
-/// A netlink socket; it belongs to the namespace it was opened in.
+/// A netlink socket. It stays in the network namespace in which it was opened.
 pub struct Socket {
     fd: OwnedFd,
     sequence: u32,
 }
 
 impl Socket {
-    /// For links, addresses and routes.
+    /// Opens a socket for links, addresses and routes.
     pub fn route() -> io::Result<Socket> {
         Self::open(SockProtocol::NetlinkRoute)
     }
 
-    /// For nftables.
+    /// Opens a socket for nftables and conntrack.
     pub fn netfilter() -> io::Result<Socket> {
         Self::open(SockProtocol::NetlinkNetFilter)
     }
@@ -170,18 +170,18 @@ impl Socket {
             SockFlag::SOCK_CLOEXEC,
             protocol,
         )?;
-        // Best effort: large dumps need room, small ones work without.
+        // Best effort: only large dumps need a larger buffer.
         let _ = setsockopt(&fd, sockopt::RcvBuf, &(1 << 20));
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
         Ok(Socket { fd, sequence: 1 })
     }
 
-    /// Sends one message and waits for its acknowledgement.
+    /// Sends a message and waits for its acknowledgement.
     pub fn execute(&mut self, message: Message) -> io::Result<()> {
         self.batch(vec![message])
     }
 
-    /// Sends messages in one go. The first refusal is the result.
+    /// Sends messages with one system call. Returns the first error.
     pub fn batch(&mut self, mut messages: Vec<Message>) -> io::Result<()> {
         let mut bytes = Vec::new();
         let mut waiting = 0;
@@ -194,7 +194,8 @@ impl Socket {
         }
         send(self.fd.as_raw_fd(), &bytes, MsgFlags::empty())?;
         let mut result = Ok(());
-        // A refused batch acknowledges less than was asked: after an error only what is there is read.
+        // The kernel does not acknowledge all messages of a rejected
+        // batch. After an error, read only the answers already available.
         while waiting > 0 || result.is_err() {
             let flags = if result.is_err() {
                 MsgFlags::MSG_DONTWAIT
@@ -217,7 +218,7 @@ impl Socket {
         result
     }
 
-    /// Sends a request and collects what it answers with: one object, or all of a dump.
+    /// Sends a request and collects the answers: one object, or all objects of a dump.
     pub fn query(&mut self, mut message: Message) -> io::Result<Vec<Answer>> {
         self.sequence += 1;
         message.finish(self.sequence);
@@ -281,7 +282,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Any bytes hold attributes that lie within them; what was put in comes out, and cut off it never reads beyond.
+        /// Attributes never exceed their buffer, whatever its bytes. Encoded
+        /// attributes decode to the same values; truncated input stays in bounds.
         #[test]
         fn attributes_end_where_their_bytes_end(bytes in vec(any::<u8>(), 0..200), values in vec((0_u16..0x3fff, vec(any::<u8>(), 0..20)), 0..8), cut in 0_usize..200) {
             prop_assert!(attributes(&bytes).map(|(_, v)| v.len() + 4).sum::<usize>() <= bytes.len());

@@ -1,4 +1,4 @@
-//! Network namespaces: entering one and coming back.
+//! Opens network namespaces and runs code inside them.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
@@ -9,14 +9,14 @@ use crate::cni::Error;
 
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// Whether a path is the namespace that this process is in.
+/// Whether a path is the network namespace of this thread.
 #[must_use]
 pub fn is_own(path: &str) -> bool {
     let id = |path: &str| std::fs::metadata(path).map(|m| (m.dev(), m.ino())).ok();
     id(path).is_some() && id(path) == id(OWN)
 }
 
-/// Opens a namespace; `Ok(None)` if there is nothing, or something that is no namespace any more.
+/// Opens a namespace. `Ok(None)` if the path does not exist or is no longer a namespace.
 pub fn open(path: &str) -> Result<Option<File>, Error> {
     match File::open(path) {
         Ok(file) => Ok(is_namespace(path).then_some(file)),
@@ -28,7 +28,7 @@ pub fn open(path: &str) -> Result<Option<File>, Error> {
     }
 }
 
-/// A pinned namespace whose mount is gone is an empty file: that is no namespace.
+/// Whether a path is a namespace. A pinned namespace that was unmounted leaves an empty file.
 fn is_namespace(path: &str) -> bool {
     const NSFS_MAGIC: i64 = 0x6e73_6673;
     const PROC_MAGIC: i64 = 0x9fa0;
@@ -36,7 +36,7 @@ fn is_namespace(path: &str) -> bool {
         .is_ok_and(|s| [NSFS_MAGIC, PROC_MAGIC].contains(&s.filesystem_type().0))
 }
 
-/// The namespace that the thread is in.
+/// The network namespace of this thread.
 pub fn own() -> Result<File, Error> {
     File::open(OWN).map_err(|e| {
         Error::new(
@@ -46,7 +46,7 @@ pub fn own() -> Result<File, Error> {
     })
 }
 
-/// Opens a namespace that must be there.
+/// Opens a namespace; an error if it does not exist.
 pub fn require(path: &str) -> Result<File, Error> {
     open(path)?.ok_or_else(|| {
         Error::new(
@@ -56,7 +56,8 @@ pub fn require(path: &str) -> Result<File, Error> {
     })
 }
 
-/// Runs `work` inside a namespace and comes back. The process has one thread, so nobody else moves.
+/// Runs `work` inside a namespace and then returns to the present
+/// one. Only the calling thread changes its namespace (setns(2)).
 pub fn inside<T>(namespace: &File, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     let fail = |what: &str, error: &dyn std::fmt::Display| {
         Error::new(Error::NAMESPACE, format!("{what}: {error}"))

@@ -1,4 +1,4 @@
-//! IPv4 packets on a link that has no address yet.
+//! Sends and receives IPv4 packets on a link that has no address yet.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nix::libc;
 
-/// A socket for the packets of one link, in the namespace that it was opened in.
+/// A packet socket for one link, in the namespace in which it was opened.
 pub struct Packets {
     socket: OwnedFd,
     link: u32,
@@ -27,10 +27,10 @@ fn address(link: u32) -> libc::sockaddr_ll {
 const SIZE: libc::socklen_t = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
 
 impl Packets {
-    /// Opens one.
+    /// Opens a socket for the link with this index.
     pub fn open(link: u32) -> io::Result<Packets> {
         let protocol = i32::from((libc::ETH_P_IP as u16).to_be());
-        // SAFETY: a plain call; the descriptor that it gives belongs to nobody yet.
+        // SAFETY: a plain call; the descriptor that it returns has no owner yet.
         let raw = unsafe {
             libc::socket(
                 libc::AF_PACKET,
@@ -41,20 +41,20 @@ impl Packets {
         if raw < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just opened.
+        // SAFETY: the descriptor was just opened.
         let socket = unsafe { OwnedFd::from_raw_fd(raw) };
         let address = address(link);
-        // SAFETY: the address lives through the call and is as long as said.
+        // SAFETY: the address lives through the call and has the given length.
         if unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), SIZE) } < 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(Packets { socket, link })
     }
 
-    /// Sends to everybody on the link.
+    /// Sends a packet to the broadcast address of the link.
     pub fn send(&self, packet: &[u8]) -> io::Result<()> {
         let address = address(self.link);
-        // SAFETY: both live through the call and are as long as said.
+        // SAFETY: packet and address live through the call and have the given lengths.
         let sent = unsafe {
             libc::sendto(
                 self.socket.as_raw_fd(),
@@ -72,11 +72,11 @@ impl Packets {
         }
     }
 
-    /// The next packet, or `None` if there is none for so long.
+    /// Receives the next packet; `None` after the timeout.
     pub fn receive(&self, patience: Duration) -> io::Result<Option<Vec<u8>>> {
         use nix::sys::socket::{MsgFlags, recv, setsockopt, sockopt};
         use nix::sys::time::{TimeVal, TimeValLike as _};
-        // No time at all would be for ever.
+        // A timeout of zero would block indefinitely.
         let patience = i64::try_from(patience.as_millis())
             .unwrap_or(i64::MAX)
             .max(1);

@@ -1,4 +1,4 @@
-//! Routes, and the rules that say which table of them holds.
+//! Routes, and the rules that select a routing table.
 
 use std::io;
 use std::net::IpAddr;
@@ -28,30 +28,30 @@ const METRIC_ADVMSS: u16 = 8;
 /// A route through a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Route {
-    /// Where it leads.
+    /// The destination network.
     pub destination: IpNet,
     /// The next hop.
     pub gateway: Option<IpAddr>,
-    /// Lower ones count first.
+    /// The metric; lower numbers are preferred.
     pub priority: Option<u32>,
-    /// The table; that of every day is 254.
+    /// The routing table; 254 is the main table.
     pub table: u32,
-    /// How far away it is; unless told, behind a gateway or on the link.
+    /// The scope. `None` means global for a route with a gateway, and link for others.
     pub scope: Option<u8>,
-    /// The link's index.
+    /// The index of the link.
     pub link: u32,
-    /// The path's MTU.
+    /// The MTU of the path.
     pub mtu: Option<u32>,
-    /// The segment size that is advertised.
+    /// The advertised maximum segment size.
     pub advmss: Option<u32>,
-    /// The source address that is preferred.
+    /// The preferred source address.
     pub source: Option<IpAddr>,
-    /// Who made it: 2 is the kernel.
+    /// The origin (`rtm_protocol`); 2 means the kernel.
     pub maker: u8,
 }
 
 impl Route {
-    /// A plain route of the main table.
+    /// A route of the main table without further properties.
     #[must_use]
     pub fn new(link: u32, destination: IpNet, gateway: Option<IpAddr>) -> Route {
         const BOOT: u8 = 3;
@@ -166,7 +166,7 @@ fn parse(body: &[u8]) -> Option<Route> {
 }
 
 impl Socket {
-    /// Adds a route; one that is there already is fine.
+    /// Adds a route. An existing identical route is no error.
     pub fn add_route(&mut self, route: &Route) -> io::Result<()> {
         match self.execute(route.message(NEW_ROUTE, REQUEST | ACK | CREATE | APPEND)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -179,13 +179,13 @@ impl Socket {
         self.execute(route.message(DEL_ROUTE, REQUEST | ACK))
     }
 
-    /// The routes of all tables to neighbours and networks; those to addresses of this host are left out.
+    /// The routes of all tables, except those to addresses of this host.
     pub fn routes(&mut self) -> io::Result<Vec<Route>> {
         let answers = self.query(Message::new(GET_ROUTE, REQUEST | DUMP, &[0; 12]))?;
         Ok(answers.iter().filter_map(|(_, body)| parse(body)).collect())
     }
 
-    /// The interface over which packets for an address leave, if any can.
+    /// The index of the outgoing link for an address, if there is a route.
     pub fn link_to(&mut self, address: IpAddr) -> io::Result<Option<u32>> {
         let (family, bytes) = octets(address);
         let length = if address.is_ipv4() { 32 } else { 128 };
@@ -214,7 +214,7 @@ impl Socket {
             .map(|r| r.link))
     }
 
-    /// The interface over which everything goes that no other route is for, of IPv4 before IPv6.
+    /// The index of the link of the default route. IPv4 takes precedence over IPv6.
     pub fn default_link(&mut self) -> io::Result<Option<u32>> {
         let mut routes = self.routes()?;
         routes.retain(|r| r.destination.prefix_len() == 0 && r.table == MAIN && r.link != 0);
@@ -244,7 +244,7 @@ impl Socket {
             .number(15, table)
     }
 
-    /// What comes from `source` goes by a table of its own.
+    /// Adds a rule: packets from `source` use this routing table. An existing rule is no error.
     pub fn add_rule(&mut self, source: IpAddr, table: u32) -> io::Result<()> {
         match self.execute(Self::source_rule(
             NEW_RULE,
@@ -257,12 +257,12 @@ impl Socket {
         }
     }
 
-    /// It does not any more.
+    /// Deletes the rule for packets from `source`.
     pub fn delete_rule(&mut self, source: IpAddr, table: u32) -> io::Result<()> {
         self.execute(Self::source_rule(DEL_RULE, REQUEST | ACK, source, table))
     }
 
-    /// The single sources that have tables of their own, and these.
+    /// The rules for single source addresses: the address and the table.
     pub fn source_rules(&mut self) -> io::Result<Vec<(IpAddr, u32)>> {
         let mut rules = vec![];
         for (_, body) in self.query(Message::new(GET_RULE, REQUEST | DUMP, &[0; 12]))? {

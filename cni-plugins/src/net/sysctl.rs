@@ -1,13 +1,13 @@
-//! Network sysctls of the namespace that the thread is in.
+//! Sysctls of the network namespace of this thread.
 
 use std::io;
 
-/// Writes `net/<path>`; slashes separate, so interface names may hold dots.
+/// Writes `net/<path>`. The separator is a slash, so interface names may contain dots.
 pub fn write(path: &str, value: &str) -> io::Result<()> {
     std::fs::write(format!("/proc/sys/net/{path}"), value)
 }
 
-/// Writes unless the value is already that.
+/// Writes a value unless the sysctl already has it.
 pub fn ensure(path: &str, value: &str) -> io::Result<()> {
     let now = std::fs::read_to_string(format!("/proc/sys/net/{path}"))?;
     if now.trim() == value {
@@ -17,7 +17,7 @@ pub fn ensure(path: &str, value: &str) -> io::Result<()> {
     }
 }
 
-/// The path of a sysctl: with a slash as the first separator it is one; else dots and slashes change places.
+/// The path of a sysctl. If the first separator is a dot, dots and slashes are swapped (sysctl(8)).
 #[must_use]
 pub fn path(key: &str) -> String {
     match key.find(['.', '/']).and_then(|at| key.get(at..=at)) {
@@ -37,7 +37,7 @@ pub fn path(key: &str) -> String {
     }
 }
 
-/// What stands at a path below `/proc/sys`.
+/// Reads a path below `/proc/sys`.
 pub fn get(path: &str) -> io::Result<String> {
     std::fs::read_to_string(format!("/proc/sys/{path}")).map(|text| text.trim().to_owned())
 }

@@ -1,11 +1,11 @@
-//! TAP devices, which only `/dev/net/tun` makes.
+//! Creates TAP devices through `/dev/net/tun`.
 #![allow(unsafe_code)]
 
 use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::AsRawFd as _;
 
-/// `struct ifreq`, of which the name and the flags count.
+/// `struct ifreq`, with only the name and the flags set.
 #[repr(C)]
 struct Request {
     name: [u8; 16],
@@ -31,7 +31,7 @@ nix::ioctl_write_int_bad!(
     nix::request_code_write!(b'T', 206, size_of::<i32>())
 );
 
-/// Makes a device that stays, in the namespace that the thread is in.
+/// Creates a persistent device in the network namespace of this thread.
 pub fn add(
     name: &str,
     several_queues: bool,

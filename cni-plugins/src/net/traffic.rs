@@ -1,4 +1,4 @@
-//! Traffic control: how much passes a link (CNI reference spec, chapter 8).
+//! Traffic control: limits the rate of a link (`plugins/meta/bandwidth/ifb_creator.go` of containernetworking/plugins).
 
 use std::io;
 
@@ -20,17 +20,17 @@ const TBF_PARMS: u16 = 1;
 const TBF_RATE64: u16 = 4;
 const TBF_BURST: u16 = 6;
 
-/// A bucket of tokens: what passes a link, and how much of it at once.
+/// The parameters of a token bucket filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bucket {
-    /// Bytes a second.
+    /// Bytes per second.
     pub rate: u64,
-    /// Bytes.
+    /// The size of a burst in bytes.
     pub burst: u32,
 }
 
 impl Bucket {
-    /// What waits at most: 25 ms of the rate, and one burst. In bytes.
+    /// The limit of the queue in bytes: 25 ms at the rate, plus one burst.
     #[must_use]
     pub fn limit(self) -> u32 {
         u32::try_from(self.rate.saturating_mul(25) / 1000 + u64::from(self.burst))
@@ -47,18 +47,18 @@ fn header(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
 }
 
 impl Socket {
-    /// Attaches a token-bucket qdisc to a link.
+    /// Attaches a token bucket qdisc to a link.
     pub fn add_bucket(&mut self, index: u32, bucket: Bucket) -> io::Result<()> {
         const ETHERNET: u8 = 1;
         let slow = u32::try_from(bucket.rate);
         let rate = slow.unwrap_or(u32::MAX);
-        // struct tc_tbf_qopt: the rate's and the peak's tc_ratespec, limit, buffer, mtu.
+        // struct tc_tbf_qopt: tc_ratespec of the rate and of the peak rate, limit, buffer, mtu.
         let mut parameters = vec![0, ETHERNET, 0, 0, 0, 0, 0, 0];
         parameters.extend_from_slice(&rate.to_ne_bytes());
         parameters.extend_from_slice(&[0; 12]);
         parameters.extend_from_slice(&bucket.limit().to_ne_bytes());
         parameters.extend_from_slice(&[0; 8]);
-        // The burst in bytes: counted in ticks a large one would overflow.
+        // The burst in bytes: in ticks, a large burst would overflow.
         let mut options = Attributes::new()
             .put(TBF_PARMS, &parameters)
             .number(TBF_BURST, bucket.burst);
@@ -74,7 +74,7 @@ impl Socket {
         self.execute(message.nest(OPTIONS, &options))
     }
 
-    /// Rate and limit of a link's bucket, if it has one.
+    /// The rate and the limit of a link's token bucket, if it has one.
     pub fn bucket(&mut self, index: u32) -> io::Result<Option<(u64, u32)>> {
         for (_, body) in self.query(Message::new(
             GET_QDISC,
@@ -107,7 +107,7 @@ impl Socket {
         Ok(None)
     }
 
-    /// Has what comes in by one link go out by another.
+    /// Redirects the incoming packets of a link so that they leave through another link.
     pub fn redirect(&mut self, from: u32, to: u32) -> io::Result<()> {
         let flags = REQUEST | ACK | CREATE | EXCL;
         let ingress = Message::new(NEW_QDISC, flags, &header(from, INGRESS_HANDLE, INGRESS, 0))
@@ -120,7 +120,7 @@ impl Socket {
         const ALL_PROTOCOLS: u16 = 3;
         const STOLEN: u32 = 4;
         const REDIRECT: u32 = 1;
-        // struct tc_u32_sel with one key that anything matches.
+        // struct tc_u32_sel with a single key that matches every packet.
         let mut selector = vec![1, 0, 1, 0];
         selector.extend_from_slice(&[0; 12]);
         selector.extend_from_slice(&[0; 16]);

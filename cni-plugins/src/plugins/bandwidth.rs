@@ -1,5 +1,5 @@
-//! `bandwidth`: how much a container may receive and send (CNI reference spec, chapter 8). Chained behind a plugin that makes
-//! a veth pair.
+//! `bandwidth`: limits the rates at which a container receives and sends (`plugins/meta/bandwidth/main.go`
+//! of containernetworking/plugins). Chained after a plugin that creates a veth pair.
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Interface, Json, Success, digest, is_left_over};
@@ -8,13 +8,13 @@ use crate::net::netlink::Socket;
 use crate::net::traffic::Bucket;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `bandwidth`.
 pub struct Bandwidth;
 
-/// What containerd and go-cni send for want of anything better.
+/// The burst that containerd and go-cni send if none is configured.
 const NO_BURST: u64 = u32::MAX as u64;
 
-/// A rate in bits a second, and a burst in bits.
+/// A rate in bits per second, and a burst in bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Limit {
     rate: u64,
@@ -48,7 +48,7 @@ impl Limit {
         }
     }
 
-    /// As the kernel has it after the reference's ADD, to which a burst that means none is one like any other.
+    /// The token bucket that the reference's ADD creates. The reference treats [`NO_BURST`] like any other burst.
     fn of_reference(self) -> Bucket {
         let burst = u32::try_from(self.burst / 8).unwrap_or(u32::MAX);
         Bucket {
@@ -57,7 +57,7 @@ impl Limit {
         }
     }
 
-    /// As the kernel has it. A burst that means none becomes a tenth of a second's, but some packets at least.
+    /// The token bucket for the kernel. [`NO_BURST`] becomes a tenth of a second at the rate, but at least ten packets.
     fn bucket(self, mtu: u32) -> Bucket {
         let rate = self.rate / 8;
         let least = u64::from(mtu) * 10;
@@ -73,7 +73,7 @@ impl Limit {
     }
 }
 
-/// What the container receives and what it sends. What stands at the top counts, and else what the runtime wants.
+/// The limits for receiving and sending. Limits in the configuration take precedence over those in `runtimeConfig`.
 fn parse(call: &Call<'_>) -> Result<[Option<Limit>; 2], Error> {
     let both = |config: Json<'_>| {
         Ok::<_, Error>([
@@ -96,7 +96,7 @@ fn ifb(call: &Call<'_>) -> Result<String, Error> {
     ))
 }
 
-/// The host's end of the container's pair.
+/// The host end of the container's veth pair.
 fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<Link, Error> {
     let failed = || doing("the container's interface cannot be read");
     let index = interface::inside(call, |inside| {
@@ -125,7 +125,7 @@ fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<
     Ok(peer)
 }
 
-/// The link over which goes what the container sends. It carries whose it is, for GC.
+/// Creates the ifb link for packets that the container sends. Its alias contains the owner, for GC.
 fn add_ifb(call: &Call<'_>, socket: &mut Socket, host: &Link) -> Result<Link, Error> {
     let name = ifb(call)?;
     let failed = || {
@@ -189,7 +189,7 @@ impl Plugin for Bandwidth {
                 .add_bucket(ifb.index, limit.bucket(host.mtu))
                 .and_then(|()| socket.redirect(host.index, ifb.index));
             if let Err(error) = result {
-                // The first error is the one to report.
+                // Report only the first error.
                 let _ = socket.delete_link(&ifb.name);
                 return Err(Error::doing(
                     "what the container sends cannot be limited; the kernel needs sch_tbf, cls_u32 and act_mirred",

@@ -1,7 +1,8 @@
-//! `bridge`: a veth pair between a container and a bridge of the host (CNI reference spec, chapter 5).
+//! `bridge`: connects a container to a bridge of the host with a veth
+//! pair (`plugins/main/bridge/bridge.go` of containernetworking/plugins).
 //!
-//! `Config` says what is wanted; ADD makes it so in as few messages as the kernel allows, and takes its
-//! veth and addresses back if it fails.
+//! ADD applies `Config` with as few netlink messages as the kernel allows.
+//! If ADD fails, it removes its veth pair and releases its addresses.
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -20,10 +21,10 @@ use crate::net::nft::{Nft, spoof};
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// How long the kernel may take to make a port operational whose ends are both up.
+/// Maximum time until a port whose two ends are up becomes operational.
 const OPERATES_WITHIN: Duration = Duration::from_secs(5);
 
-/// The plugin.
+/// The plugin `bridge`.
 pub struct Bridge;
 
 struct Config<'a> {
@@ -130,7 +131,7 @@ fn vid(number: i64, least: i64, what: &str) -> Result<u16, Error> {
     })
 }
 
-/// The VLANs of a trunk, each once.
+/// The VLANs of a trunk, without duplicates.
 fn trunk(list: &[Value]) -> Result<Vec<u16>, Error> {
     let mut found = std::collections::BTreeSet::new();
     for item in list.iter().map(Json) {
@@ -172,7 +173,7 @@ fn trunk(list: &[Value]) -> Result<Vec<u16>, Error> {
     Ok(found.into_iter().collect())
 }
 
-/// The VLANs of a port: none but those that were asked for, unless the default one shall stay.
+/// Sets the VLANs of a port. Removes all others, unless the default VLAN is to be kept.
 fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), Error> {
     let failed = || {
         doing(format!(
@@ -185,7 +186,7 @@ fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), 
             socket.delete_vlan(port, vid).map_err(failed())?;
         }
     }
-    // A trunk alone takes what has no tag as VLAN 1, as it always did.
+    // On a trunk without an access VLAN, untagged packets belong to VLAN 1, as in the reference.
     let access = if config.vlan != 0 { config.vlan } else { 1 };
     socket
         .add_vlan(port, access, true, false)
@@ -198,7 +199,7 @@ fn set_vlans(socket: &mut Socket, config: &Config<'_>, port: u32) -> Result<(), 
     Ok(())
 }
 
-/// Where the gateway's address is: on the bridge, or for a VLAN on a line of the host's to it.
+/// The link for the gateway's address: the bridge, or for a VLAN a separate veth pair between the host and the bridge.
 fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Result<Link, Error> {
     if config.vlan == 0 {
         return Ok(bridge.clone());
@@ -227,7 +228,7 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
             master: Some(bridge.index),
         };
         match socket.add_veth(&plan) {
-            // Somebody else was as quick.
+            // Another process has created it concurrently.
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(failed()(error)),
             Ok(()) => {
@@ -252,7 +253,7 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
     Ok(link)
 }
 
-/// The bridge, created if it is not there. Its MAC is set explicitly, which pins it.
+/// The bridge, created if it does not exist. An explicitly set MAC address keeps the kernel from changing it.
 fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error> {
     let name = config.bridge;
     let find = |socket: &mut Socket| {
@@ -286,8 +287,8 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
             "{name:?} already exists but is not a bridge"
         )));
     }
-    // Whoever made the bridge: else a container could announce itself as the host's router (CVE-2020-10749). Best effort:
-    // without IPv6 in the kernel there is nothing to protect.
+    // Even if another program has created the bridge: otherwise a container could announce itself as
+    // the host's router (CVE-2020-10749). Best effort: a kernel without IPv6 needs no protection.
     let _ = sysctl::ensure(&format!("ipv6/conf/{name}/accept_ra"), "0");
     if config.has_vlans() && link.option(IFLA_BR_VLAN_FILTERING) != Some(1) {
         return Err(Error::other(format!(
@@ -381,7 +382,7 @@ fn first_address(net: IpNet) -> Option<IpAddr> {
     net.trunc().hosts().next()
 }
 
-/// Completes what IPAM gave: interface, gateways, default routes.
+/// Completes the IPAM result with the interface, gateways and default routes.
 fn complete(success: &mut Success, config: &Config<'_>) {
     for ip in &mut success.ips {
         ip.interface = Some(2);
@@ -453,7 +454,7 @@ impl Plugin for Bridge {
         let interfaces = [own, host, container];
         let result = attach(&mut socket, &config, call, &bridge, &namespace, interfaces);
         if result.is_err() {
-            // The first error is the one to report; the runtime calls DEL for whatever is left.
+            // Report only the first error; the runtime calls DEL for leftovers.
             let _ = socket.delete_link(&host_name);
             if config.spoof_check {
                 let _ = Nft::clean(|nft| spoof::remove(nft, &call.container, &call.ifname));
@@ -593,8 +594,8 @@ fn attach(
     }
 }
 
-/// Waits until the port is operational: the kernel makes it so a moment after both ends are up, and the bridge drops what
-/// the container sends before.
+/// Waits until the port is operational, which happens shortly after both
+/// ends are up. Before, the bridge drops packets from the container.
 fn forwards(socket: &mut Socket, port: &str) -> Result<(), Error> {
     let begun = Instant::now();
     loop {
@@ -619,7 +620,7 @@ fn forwards(socket: &mut Socket, port: &str) -> Result<(), Error> {
     }
 }
 
-/// What an attachment needs besides its port.
+/// Configures addresses, gateways, masquerading and the remaining properties of an attachment whose port exists.
 fn finish(
     socket: &mut Socket,
     config: &Config<'_>,

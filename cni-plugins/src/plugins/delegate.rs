@@ -1,5 +1,5 @@
-//! Calling the IPAM plugin of a configuration (CNI reference spec, 1.7). Our own host-local is called
-//! as a function when it is what `CNI_PATH` would run; anybody else's is run.
+//! Calls the IPAM plugin of a configuration (CNI spec 1.1, section 4). If `CNI_PATH` leads to
+//! a plugin of this binary, calls it as a function; otherwise executes the foreign plugin.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -62,7 +62,7 @@ fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
         .spawn()
         .map_err(failed)?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A plugin that does not read its input closes the pipe; its answer says what it thinks.
+        // A plugin that does not read its input closes the pipe; its output then contains the error.
         let _ = stdin.write_all(input);
     }
     let output = child.wait_with_output().map_err(failed)?;
@@ -85,7 +85,7 @@ fn execute(path: &Path, verb: &str, input: &[u8]) -> Result<Vec<u8>, Error> {
     ))
 }
 
-/// ADD.
+/// ADD: allocates addresses through the IPAM plugin `kind`.
 pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
     match find(call, kind)? {
         Delegate::Own(plugin) => plugin.add(call),
@@ -102,7 +102,7 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
     }
 }
 
-/// DEL, CHECK or STATUS.
+/// Calls DEL, CHECK or STATUS of the IPAM plugin `kind`.
 pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
     match (find(call, kind)?, verb) {
         (Delegate::Own(plugin), "DEL") => plugin.del(call),
@@ -112,7 +112,7 @@ pub fn forward(call: &Call<'_>, kind: &str, verb: &str) -> Result<(), Error> {
     }
 }
 
-/// GC.
+/// Calls GC of the IPAM plugin `kind`.
 pub fn collect(call: &Call<'_>, kind: &str, keep: &[(String, String)]) -> Result<(), Error> {
     match find(call, kind)? {
         Delegate::Own(plugin) => plugin.gc(call, keep),

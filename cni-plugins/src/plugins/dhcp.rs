@@ -1,5 +1,5 @@
-//! `dhcp`: an address from a server of the network. What it does not live long enough for, `dhcp daemon` does for it (CNI reference
-//! spec, chapter 12).
+//! `dhcp`: addresses from a DHCP server of the network. `dhcp daemon` acquires and renews the leases, since
+//! a plugin process terminates too early (`plugins/ipam/dhcp/main.go` of containernetworking/plugins).
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
@@ -10,13 +10,13 @@ use serde_json::{Value, json};
 use crate::cni::{Error, Success};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `dhcp`.
 pub struct Dhcp;
 
-/// The largest answer.
+/// The largest answer of the daemon, in bytes.
 const LIMIT: u64 = 1 << 20;
 
-/// Has the daemon do something.
+/// Sends a request to the daemon and returns its answer.
 fn ask(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result<Value, Error> {
     let given = call.config.object("ipam")?.text("daemonSocketPath")?;
     let path = if given.is_empty() {

@@ -1,4 +1,5 @@
-//! `dummy`: a link that leads nowhere and holds addresses (CNI reference spec, chapter 12).
+//! `dummy`: a link that has addresses but transmits no packets
+//! (`plugins/main/dummy/dummy.go` of containernetworking/plugins).
 
 use super::interface;
 use super::sublink::{self, Addresses};
@@ -6,7 +7,7 @@ use crate::cni::{Error, Success};
 use crate::net::link::LinkPlan;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `dummy`.
 pub struct Dummy;
 
 impl Plugin for Dummy {

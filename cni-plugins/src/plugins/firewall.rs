@@ -1,5 +1,7 @@
-//! `firewall`: lets a container's packets pass the host (CNI reference spec, chapter 9). Only in the tables of iptables can
-//! be let pass what these would drop, so this writes there, as `iptables-nft` would; where firewalld runs, it is told instead.
+//! `firewall`: lets the host forward a container's packets (`plugins/meta/firewall/firewall.go`
+//! of containernetworking/plugins). Only rules in the tables of iptables can accept packets
+//! that these tables would drop. The plugin therefore writes its rules there, in the format of
+//! `iptables-nft`. If firewalld is running, the plugin uses firewalld instead.
 
 use std::net::IpAddr;
 
@@ -9,10 +11,10 @@ use crate::net::firewalld::Firewalld;
 use crate::net::nft::iptables;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `firewall`.
 pub struct Firewall;
 
-/// What may come in from other bridges, and from this one.
+/// The `ingressPolicy`: which containers on bridges may send to the container.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Policy {
     Open,
@@ -20,12 +22,12 @@ enum Policy {
     Isolated,
 }
 
-/// Who is told.
+/// The firewall that the plugin configures.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Backend {
     Tables,
     Firewalld,
-    /// firewalld if it runs.
+    /// firewalld if it is running, else the tables.
     Either,
 }
 
@@ -79,7 +81,7 @@ impl<'a> Config<'a> {
         })
     }
 
-    /// firewalld, if it is the one to tell.
+    /// A connection to firewalld, if it is to be used.
     fn firewalld(&self) -> Result<Option<Firewalld>, Error> {
         if self.backend == Backend::Tables {
             return Ok(None);
@@ -90,13 +92,13 @@ impl<'a> Config<'a> {
                 "backend is \"firewalld\", but firewalld does not run: start it (systemctl start firewalld), or leave the backend out",
             )),
             Ok(found) => Ok(found),
-            // Without a word from the configuration a bus that does not answer is none.
+            // If the configuration names no backend, an unreachable bus means that firewalld is not running.
             Err(_) if self.backend == Backend::Either => Ok(None),
             Err(error) => Err(Error::doing("firewalld cannot be reached", error)),
         }
     }
 
-    /// Lets the addresses pass.
+    /// Allows traffic of the addresses.
     fn open(&self, call: &Call<'_>, addresses: &[IpAddr]) -> Result<(), Error> {
         let Some(mut firewalld) = self.firewalld()? else {
             refuse_legacy()?;
@@ -105,7 +107,7 @@ impl<'a> Config<'a> {
         };
         for (done, address) in addresses.iter().enumerate() {
             if let Err(error) = firewalld.add(self.zone, *address) {
-                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                // Report only the first error; the runtime calls DEL for leftovers.
                 addresses
                     .iter()
                     .take(done)
@@ -122,7 +124,7 @@ impl<'a> Config<'a> {
         Ok(())
     }
 
-    /// Whether they may.
+    /// Whether traffic of the addresses is allowed.
     fn is_open(&self, addresses: &[IpAddr]) -> Result<bool, Error> {
         let Some(mut firewalld) = self.firewalld()? else {
             return iptables::allows(addresses).map_err(doing("the firewall cannot be read"));
@@ -138,7 +140,7 @@ impl<'a> Config<'a> {
         Ok(true)
     }
 
-    /// The bridge that is kept apart, if one is.
+    /// The bridge to isolate, if the policy requires it.
     fn bridge<'b>(&self, previous: &'b Success) -> Result<Option<&'b str>, Error> {
         if self.policy == Policy::Open {
             return Ok(None);
@@ -157,7 +159,7 @@ fn addresses(success: &Success) -> Vec<IpAddr> {
     success.ips.iter().map(|ip| ip.address.addr()).collect()
 }
 
-/// The old iptables is asked after this one: what it drops stays dropped.
+/// Legacy iptables filters packets in addition to nftables, and drops them even if nftables accepts them.
 fn refuse_legacy() -> Result<(), Error> {
     if iptables::is_legacy("filter") {
         return Err(Error::new(
@@ -189,7 +191,7 @@ impl Plugin for Firewall {
         if let Some(bridge) = bridge {
             let isolated = iptables::isolate(bridge, config.policy == Policy::Isolated, &addresses);
             if isolated.is_err() {
-                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                // Report only the first error; the runtime calls DEL for leftovers.
                 let _ = iptables::disallow(&[], &call.owner()?);
             }
             isolated.map_err(doing(format!(
@@ -206,10 +208,10 @@ impl Plugin for Firewall {
             .flatten()
             .map(|p| addresses(&p))
             .unwrap_or_default();
-        // Whoever was told at first: firewalld may have been started or ended since.
+        // Clean up both backends: firewalld may have been started or stopped since ADD.
         let tables = iptables::disallow(&known, &call.owner()?)
             .map_err(doing("the firewall's rules cannot be removed"));
-        // A configuration that has become wrong holds nothing up: behind this plugin's DEL comes that of the addresses.
+        // An invalid configuration is no error here: the DEL of the plugin that releases the addresses must still run.
         let Ok(config) = Config::parse(call) else {
             return tables;
         };
@@ -223,7 +225,7 @@ impl Plugin for Firewall {
                     config.zone
                 )))
             }
-            // With it have gone its zones.
+            // Without firewalld its zones do not exist either.
             _ => Ok(()),
         };
         together([tables, zone])

@@ -1,4 +1,5 @@
-//! `host-device`: one of the host's own links moves into a container, and back (CNI reference spec, chapter 12).
+//! `host-device`: moves a link of the host into a container and back
+//! (`plugins/main/host-device/host-device.go` of containernetworking/plugins).
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,11 +12,11 @@ use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `host-device`.
 pub struct HostDevice;
 
-/// How the device is named. Of several names in a configuration the first of these counts, as in the reference
-/// (`getLink`); a device that the runtime has chosen counts before all of them.
+/// How the configuration identifies the device. If it contains several identifications, the first of these
+/// variants applies, as in the reference (`getLink`). A device in `runtimeConfig` takes precedence over all.
 enum Device<'a> {
     Name(&'a str),
     Mac(&'a str),
@@ -25,12 +26,12 @@ enum Device<'a> {
 }
 
 const PCI: &str = "/sys/bus/pci/devices";
-/// Where parts of a PCI device are devices, such as the functions that one was cut into.
+/// Devices that are part of a PCI device, such as subfunctions.
 const AUXILIARY: &str = "/sys/bus/auxiliary/devices";
-/// Drivers that hand a device over to a program: the kernel has no link of it.
+/// Drivers that give a device to a user-space program. The kernel has no link for such a device.
 const HANDED_OVER: [&str; 3] = ["vfio-pci", "uio_pci_generic", "igb_uio"];
 
-/// A device's name below a directory of sysfs; it leads nowhere else.
+/// The path of a device below a directory of sysfs. The id cannot lead out of the directory.
 fn on_bus(bus: &str, id: &str) -> Result<PathBuf, Error> {
     let known = |c: char| c.is_ascii_alphanumeric() || ":._-".contains(c);
     if id.starts_with('.') || !id.chars().all(known) {
@@ -60,7 +61,8 @@ impl<'a> Device<'a> {
             c.text("kernelpath")?,
             c.text("pciBusID")?,
         ];
-        // Where a program drives the device at the address, no link moves, whatever else is named (`loadConf`).
+        // If a user-space program drives the device at the PCI address,
+        // no link moves, even if another device is named (`loadConf`).
         let pci = Device::Pci(given[3]);
         if !given[3].is_empty() && pci.is_handed_over()? {
             return Ok(pci);
@@ -76,7 +78,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// The interface's name below a directory of sysfs, in that of a virtio device also one further down.
+    /// The name of the interface of a device in sysfs. For a virtio device it is one directory further down.
     fn below(dir: &Path) -> Result<String, Error> {
         let names = |dir: &Path| {
             let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
@@ -98,7 +100,7 @@ impl<'a> Device<'a> {
         })
     }
 
-    /// Whether a program drives the device, such as a virtual machine or one that uses DPDK.
+    /// Whether a user-space driver has the device, for instance for a virtual machine or DPDK.
     fn is_handed_over(&self) -> Result<bool, Error> {
         let Device::Pci(id) = self else {
             return Ok(false);
@@ -143,7 +145,8 @@ impl<'a> Device<'a> {
     }
 }
 
-/// Moves a link; its name there, and what it is called besides. Where it cannot go it stays as it is: this host may need it.
+/// Moves a link to another namespace and sets its name and alias there.
+/// If the move fails, restores the link, since the host may need it.
 fn hand_over(
     socket: &mut Socket,
     link: &Link,
@@ -160,14 +163,14 @@ fn hand_over(
                 .map_err(doing("the interfaces there cannot be read"))
         })
     };
-    // The kernel would move it first, and then find that it cannot be called so.
+    // Check first: the kernel would move the link and only then report that the name exists.
     if there(name)?.is_some() {
         return Err(Error::other(format!(
             "there is an interface {name:?} already where {:?} shall go",
             link.name
         )));
     }
-    // It carries its own name with it, so that it can be given back under it.
+    // The alias stores the present name, so that DEL can restore it.
     socket
         .change_link(
             link.index,
@@ -187,7 +190,7 @@ fn hand_over(
         },
     );
     if moved.is_err() {
-        // The first error is the one to report.
+        // Report only the first error.
         let _ = netns::inside(to, || {
             let mut socket = Socket::route().map_err(failed())?;
             let stray = socket
@@ -220,7 +223,7 @@ fn hand_over(
     moved.map_err(failed())
 }
 
-/// Gives the container's interface back to the host under the name that it had there.
+/// Moves the container's interface back to the host and restores its name there.
 fn give_back(call: &Call<'_>) -> Result<(), Error> {
     let Some(namespace) = (if call.netns.is_empty() {
         None
@@ -247,7 +250,7 @@ fn give_back(call: &Call<'_>) -> Result<(), Error> {
     })
 }
 
-/// ADD of a device that a program drives: there is no link to move, only addresses for the program.
+/// ADD for a device with a user-space driver: there is no link to move, only addresses for the program.
 fn announce(call: &Call<'_>) -> Result<Success, Error> {
     netns::require(&call.netns)?;
     let finish = |mut success: Success| {
@@ -266,7 +269,8 @@ fn announce(call: &Call<'_>) -> Result<Success, Error> {
     }
 }
 
-/// Whether the device that the configuration names has no link. On DEL it may have gone, or may not be named any more.
+/// Whether the configured device has no link. On DEL the device may
+/// no longer exist, or the configuration may no longer name it.
 fn has_no_link(call: &Call<'_>) -> bool {
     Device::parse(call)
         .and_then(|d| d.is_handed_over())
@@ -291,12 +295,12 @@ impl Plugin for HostDevice {
                 hand_over(socket, &link, namespace, &call.ifname, &link.name)
             })
         };
-        // The first error is the one to report; the runtime calls DEL for whatever is left.
+        // Report only the first error; the runtime calls DEL for leftovers.
         let unmake = || drop(give_back(call));
         sublink::add(call, Addresses::of(call)?, make, unmake)
     }
 
-    /// Addresses go back also when the namespace is gone, with which the kernel has given the link back.
+    /// Releases addresses even if the namespace was removed. The kernel has then moved the link back to the host.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let link = || {
             if has_no_link(call) {
@@ -335,7 +339,7 @@ impl Plugin for HostDevice {
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
-        // What the runtime names for each container is not known yet.
+        // If the runtime names a device per container, the device is not known yet.
         if !call.config.object("capabilities")?.flag("deviceID")? {
             Device::parse(call)?;
         }

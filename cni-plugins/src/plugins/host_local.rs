@@ -1,4 +1,5 @@
-//! `host-local`: addresses from ranges, kept in a directory of this host (CNI reference spec, chapter 3).
+//! `host-local`: allocates addresses from ranges and keeps the reservations in a directory
+//! of the host (`plugins/ipam/host-local/main.go` of containernetworking/plugins).
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -13,7 +14,7 @@ use crate::ipam::range::{self, RangeSet};
 use crate::ipam::store::{Reservation, Store};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `host-local`.
 pub struct HostLocal;
 
 struct Config {
@@ -112,7 +113,7 @@ fn resolv_conf(text: &str) -> Dns {
     Dns { fields }
 }
 
-/// The uid that CRI runtimes name among the arguments of a call; empty if there is none.
+/// The pod uid in `CNI_ARGS`, which CRI runtimes set; empty if missing.
 fn pod_uid(args: &str) -> &str {
     let mut pairs = args.split(';');
     let found = pairs.find_map(|pair| pair.strip_prefix("K8S_POD_UID="));
@@ -130,7 +131,7 @@ impl Plugin for HostLocal {
         let mut success = config.success;
         let mut requested = config.requested;
         if let Some(mine) = store.of(&call.container, &call.ifname) {
-            // Its own of a life before: the container has been made anew under the same id.
+            // A leftover reservation: the container was recreated under the same id.
             if matches!(store.life(&mine), Life::Gone(_)) {
                 store.release(&mine)?;
             } else if let Some(have) = mine
@@ -162,7 +163,7 @@ impl Plugin for HostLocal {
         Ok(success)
     }
 
-    /// Needs only the network's name and the directory, so that a changed configuration holds nothing up.
+    /// Needs only the network's name and the data directory, so that DEL also works with a changed configuration.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let Some(store) = Store::open_existing(&data_dir(call)?, call.network()?)? else {
             return Ok(());
@@ -233,7 +234,7 @@ impl Plugin for HostLocal {
             .iter()
             .find(|set| range::candidates(set, None).all(|(a, _)| taken.contains(&a)))
         {
-            // What the dead hold is there for the next one.
+            // ADD can reclaim addresses of owners that no longer exist.
             Some(_)
                 if store
                     .owners()?
@@ -254,7 +255,7 @@ impl Plugin for HostLocal {
     }
 }
 
-/// Who holds an address, for people.
+/// Describes the owner of an address for an error message.
 fn holder(store: &Store, address: IpAddr) -> String {
     let owner = store
         .owners()
@@ -309,7 +310,7 @@ fn allocate(
             ..Error::other(text)
         });
     }
-    // Most often the next one is free. Where many are not, their names say so faster than the attempt.
+    // Usually the next address is free. If many are taken, listing the directory is faster than trying each.
     const ATTEMPTS: usize = 16;
     for (address, range) in range::candidates(set, store.last(index)).take(ATTEMPTS) {
         if reservation.take(address, index)? {

@@ -1,5 +1,5 @@
-//! What plugins share that give a container an interface: addresses, routes, what CHECK compares, and DEL
-//! (CNI reference spec, 2.2 and 2.6).
+//! Shared code of plugins that give a container an interface: addresses, routes, CHECK and
+//! DEL (`pkg/ipam/ipam_linux.go` and `pkg/ip/utils_linux.go` of containernetworking/plugins).
 
 use std::fs::File;
 
@@ -17,7 +17,7 @@ pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl 
     move |error| Error::doing(what, error)
 }
 
-/// Readies the container's interface for its addresses; called inside the container.
+/// Prepares the container's interface for its addresses. Must run inside the container's namespace.
 pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
     let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
     let link = socket
@@ -28,7 +28,7 @@ pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socke
             "the interface {ifname:?} vanished from the container"
         ))
     })?;
-    // Best effort, as in the reference: neighbours learn the address at once.
+    // Best effort, as in the reference: gratuitous ARP announces the address to neighbours.
     let _ = sysctl::write(&format!("ipv4/conf/{ifname}/arp_notify"), "1");
     if success.ips.iter().any(|i| i.address.addr().is_ipv6()) {
         for name in ["lo", ifname] {
@@ -44,7 +44,7 @@ pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socke
     Ok((socket, link.index))
 }
 
-/// Addresses, up, routes: inside the container.
+/// Configures addresses, sets the link up and adds routes, inside the container's namespace.
 pub(super) fn configure(
     namespace: &File,
     ifname: &str,
@@ -68,7 +68,7 @@ pub(super) fn configure(
     })
 }
 
-/// The routes that were asked for; without a gateway of their own over that of their family.
+/// Adds the routes of the result. A route without a gateway uses the gateway of its address family.
 pub(super) fn add_routes(
     socket: &mut Socket,
     index: u32,
@@ -84,7 +84,7 @@ pub(super) fn add_routes(
                 .and_then(Value::as_u64)
                 .and_then(|n| u32::try_from(n).ok())
         };
-        // Behind no gateway: what is said to be on the link is.
+        // A route with link scope gets no gateway.
         let on_link = number("scope") == Some(253);
         let inferred = || {
             success
@@ -110,8 +110,9 @@ pub(super) fn add_routes(
     Ok(())
 }
 
-/// Gets addresses from an IPAM plugin, at least one, and does something with them. If that fails they are given back; if there were
-/// none, nothing is: what the attachment may have had before is not this call's.
+/// Gets at least one address from an IPAM plugin and passes the result to `then`. If
+/// `then` fails or there is no address, calls IPAM DEL. If IPAM ADD itself fails,
+/// does not: addresses that the attachment already has belong to an earlier call.
 pub(super) fn with_addresses(
     call: &Call<'_>,
     ipam: &str,
@@ -124,23 +125,23 @@ pub(super) fn with_addresses(
         then(given)
     };
     if result.is_err() {
-        // The first error is the one to report; the runtime calls DEL for whatever is left.
+        // Report only the first error; the runtime calls DEL for leftovers.
         let _ = delegate::forward(call, ipam, "DEL");
     }
     result
 }
 
-/// The name resolution that the network's configuration asks for.
+/// The `dns` object of the network configuration.
 pub(super) fn dns(call: &Call<'_>) -> Result<Dns, Error> {
     call.config.object("dns").map(Dns::parse)
 }
 
-/// The IPAM plugin's name, empty if the network has none.
+/// The name of the IPAM plugin; empty if the network has none.
 pub(super) fn ipam<'a>(call: &Call<'a>) -> Result<&'a str, Error> {
     call.config.object("ipam")?.text("type")
 }
 
-/// Has the network's IPAM plugin do something, if there is one.
+/// Calls the network's IPAM plugin with a verb, if there is one.
 pub(super) fn ask_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
     match ipam(call)? {
         "" => Ok(()),
@@ -148,7 +149,7 @@ pub(super) fn ask_ipam(call: &Call<'_>, verb: &str) -> Result<(), Error> {
     }
 }
 
-/// GC of the addresses.
+/// Calls GC of the IPAM plugin.
 pub(super) fn collect_addresses(call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
     match ipam(call)? {
         "" => Ok(()),
@@ -156,7 +157,7 @@ pub(super) fn collect_addresses(call: &Call<'_>, keep: &[(String, String)]) -> R
     }
 }
 
-/// What failed, as one; the first says what kind it is.
+/// Joins all errors into one message; the first error determines the code.
 pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> Result<(), Error> {
     let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
     match errors.len() {
@@ -172,21 +173,22 @@ pub(super) fn together(results: impl IntoIterator<Item = Result<(), Error>>) -> 
     }
 }
 
-/// DEL: removes what `rules` removes, then the interface, and gives the addresses back. All of it is tried, whether or not the
-/// namespace is still there.
+/// DEL: removes rules (through `rules`) and the interface, and releases the
+/// addresses. Performs all steps even if one fails or the namespace no longer exists.
 pub(super) fn remove(
     call: &Call<'_>,
     rules: impl FnOnce() -> Result<Option<Nft>, Error>,
 ) -> Result<(), Error> {
-    // An address of this host is free when its interface is gone; a server in the network is told over that interface.
+    // host-local and static must release an address only after its interface was removed.
+    // Other IPAM plugins come first: dhcp sends its release message over the interface.
     let at_last = ["host-local", "static"].contains(&ipam(call).unwrap_or_default());
     let early = if at_last {
         Ok(())
     } else {
         ask_ipam(call, "DEL")
     };
-    // Closing the connection waits until the kernel has let the rules go, removing the link until it has let that go: open to the
-    // end, the two waits are one.
+    // Closing the nftables connection waits until the kernel has freed the rules, and deleting
+    // the link waits likewise. Keeping the connection open until the end combines the two waits.
     let (rules, _open) = match rules() {
         Ok(open) => (Ok(()), open),
         Err(error) => (Err(error), None),
@@ -216,7 +218,7 @@ pub(super) fn remove(
     ])
 }
 
-/// Runs `work` in the container.
+/// Runs `work` inside the container's namespace.
 pub(super) fn inside<T>(
     call: &Call<'_>,
     work: impl FnOnce(&mut Socket) -> Result<T, Error>,
@@ -227,7 +229,7 @@ pub(super) fn inside<T>(
     })
 }
 
-/// Whether the container has what the result says.
+/// Checks that the container's interface matches the result.
 pub(super) fn check(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
     let namespace = netns::require(&call.netns)?;
     netns::inside(&namespace, || {
@@ -272,7 +274,7 @@ pub(super) fn check(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
     })
 }
 
-/// Inside the container: whether it has the routes of the result.
+/// Checks that the routes of the result exist. Must run inside the container's namespace.
 fn check_routes(socket: &mut Socket, expected: &Success) -> Result<(), Error> {
     let routes = socket
         .routes()
@@ -293,8 +295,9 @@ fn check_routes(socket: &mut Socket, expected: &Success) -> Result<(), Error> {
     }
 }
 
-/// Whether a route of the kernel is one of the result. Of a default route the gateway is not compared, as in the reference;
-/// one with several next hops shows none of them here, and neither does one without a link of its own.
+/// Whether a route of the kernel matches one of the result. As in the reference, the
+/// gateway of a default route is not compared. The parser shows no gateway and link
+/// for a multipath route or a route without a link, so those match by destination.
 fn leads_as(found: &Route, expected: &crate::cni::Route) -> bool {
     let several = found.gateway.is_none() && found.link == 0;
     found.destination == expected.destination.trunc()
@@ -329,15 +332,15 @@ mod tests {
             &kernel(2, "10.9.0.0/17", Some("10.1.1.8")),
             &asked
         ));
-        // The gateway that was inferred does not stand in the result, and the kernel keeps no host bits.
+        // The result does not contain an inferred gateway, and the kernel clears host bits.
         assert!(leads_as(&over("10.1.1.9"), &of("10.9.1.2/16", None)));
-        // Whoever changes the default route means to.
+        // A changed default route is assumed to be intentional.
         let default = of("0.0.0.0/0", Some("10.1.1.1"));
         assert!(leads_as(
             &kernel(2, "0.0.0.0/0", Some("10.1.1.9")),
             &default
         ));
-        // Several next hops.
+        // A multipath route.
         assert!(leads_as(&kernel(0, "10.9.0.0/16", None), &asked));
     }
 }

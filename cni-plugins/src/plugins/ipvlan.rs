@@ -1,5 +1,6 @@
-//! `ipvlan`: a link with addresses of its own above one of the host's, whose hardware address it shares (CNI reference spec,
-//! chapter 11). It can stand behind a plugin that makes the link below.
+//! `ipvlan`: a link with its own IP addresses that shares the hardware address of
+//! a parent link (`plugins/main/ipvlan/ipvlan.go` of containernetworking/plugins).
+//! Can be chained after a plugin that creates the parent.
 
 use super::interface;
 use super::sublink::{self, Addresses, below, beside};
@@ -8,7 +9,7 @@ use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `ipvlan`.
 pub struct Ipvlan;
 
 const MODE: u16 = 1;
@@ -24,7 +25,7 @@ fn mode(call: &Call<'_>) -> Result<u16, Error> {
     }
 }
 
-/// The configured master, or the one interface of the plugin before.
+/// The configured master, or the only interface of the previous plugin.
 fn master<'a>(call: &Call<'a>, previous: Option<&'a Success>) -> Result<&'a str, Error> {
     match (
         call.config.text("master")?,
@@ -82,7 +83,8 @@ impl Plugin for Ipvlan {
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
-        // Behind another plugin the master is what that one made; prevResult is this one's by now.
+        // In a chain, the master is the previous plugin's interface. At CHECK,
+        // `prevResult` already is the result of this plugin, so the master is unknown.
         let name = call.config.text("master")?;
         if !name.is_empty() {
             beside(call, call.config.flag("linkInContainer")?, |socket, _| {

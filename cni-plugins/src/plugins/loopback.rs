@@ -1,11 +1,11 @@
-//! `loopback`: brings `lo` up in a container (CNI reference spec, chapter 4).
+//! `loopback`: sets `lo` up in a container (`plugins/main/loopback/loopback.go` of containernetworking/plugins).
 
 use crate::cni::{Address, Error, Interface, Success};
 use crate::net::netlink::Socket;
 use crate::net::netns;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `loopback`.
 pub struct Loopback;
 
 impl Plugin for Loopback {

@@ -1,4 +1,5 @@
-//! `macvlan`: a link with an address of its own above one of the host's (CNI reference spec, chapter 11).
+//! `macvlan`: a link with its own hardware address on a parent link
+//! (`plugins/main/macvlan/macvlan.go` of containernetworking/plugins).
 
 use super::interface;
 use super::sublink::{self, Addresses, below, beside};
@@ -7,7 +8,7 @@ use crate::net::link::{LinkPlan, parse_mac};
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `macvlan`.
 pub struct Macvlan;
 
 const MODE: u16 = 1;

@@ -1,5 +1,5 @@
-//! One file for each plugin; `delegate` calls the IPAM plugin of a configuration; `interface`, `pair` and `sublink` are
-//! what several plugins share.
+//! The plugins, a file each. `delegate` calls the IPAM plugin of a
+//! configuration; several plugins share `interface`, `pair` and `sublink`.
 
 mod bandwidth;
 mod bridge;
@@ -29,7 +29,7 @@ use crate::net::netlink::Socket;
 use crate::net::nft::Nft;
 use crate::skel::Plugin;
 
-/// The plugins in this binary.
+/// All plugins of this binary.
 const ALL: &[&dyn Plugin] = &[
     &bandwidth::Bandwidth,
     &bridge::Bridge,
@@ -51,18 +51,18 @@ const ALL: &[&dyn Plugin] = &[
     &vrf::Vrf,
 ];
 
-/// Their names.
+/// The names of all plugins.
 pub fn names() -> impl Iterator<Item = &'static str> {
     ALL.iter().map(|plugin| plugin.name())
 }
 
-/// The plugin of a name.
+/// The plugin with this name.
 #[must_use]
 pub fn find(name: &str) -> Option<&'static dyn Plugin> {
     ALL.iter().find(|plugin| plugin.name() == name).copied()
 }
 
-/// For STATUS: whether the kernel makes links of a kind.
+/// STATUS: checks that the kernel supports a kind of link.
 fn has_links(kind: &str) -> Result<(), Error> {
     let unavailable = |text: String| Error::new(Error::UNAVAILABLE, text);
     match Socket::route().and_then(|mut socket| socket.knows(kind)) {
@@ -76,7 +76,7 @@ fn has_links(kind: &str) -> Result<(), Error> {
     }
 }
 
-/// For STATUS: whether what the plugin writes to is there.
+/// STATUS: checks that nftables can be used.
 fn has_nftables() -> Result<(), Error> {
     let probed = Nft::open().and_then(|mut nft| nft.probe());
     probed.map_err(|e| {

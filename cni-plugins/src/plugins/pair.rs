@@ -1,4 +1,5 @@
-//! What plugins share that join a container to the host by a veth pair (CNI reference spec, 2.1 to 2.6).
+//! Shared code of plugins that connect a container to the host with a veth pair
+//! (`pkg/ip/link_linux.go` and `pkg/ip/ipmasq_linux.go` of containernetworking/plugins).
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -15,22 +16,22 @@ use crate::skel::Call;
 
 /// The configuration of a veth pair.
 pub(super) struct PairConfig {
-    /// The MAC address of the container's end; random if none is given.
+    /// The MAC address of the container end; `None` means a random one.
     pub mac: Option<[u8; 6]>,
-    /// 0 leaves it to the kernel.
+    /// The MTU; 0 means the kernel's default.
     pub mtu: u32,
-    /// The bridge that the host end becomes a port of.
+    /// The index of the bridge that the host end joins.
     pub master: Option<u32>,
 }
 
-/// A name for a host's end.
+/// A random name for a host end.
 pub(super) fn random_name() -> Result<String, Error> {
     let mut suffix = [0; 4];
     crate::net::random(&mut suffix).map_err(doing("no random name"))?;
     Ok(format!("veth{:08x}", u32::from_ne_bytes(suffix)))
 }
 
-/// Makes a pair: the host's end and the container's, which has its name.
+/// Creates a veth pair. Returns the host end and the container end, which gets the name of the call.
 pub(super) fn add(
     socket: &mut Socket,
     call: &Call<'_>,
@@ -86,7 +87,8 @@ pub(super) fn add(
     ))
 }
 
-/// DEL: gives the addresses back, and removes the pair and what was masqueraded for it, whoever did that. All of it is tried.
+/// DEL: releases the addresses, removes the pair and its masquerading,
+/// including that of the reference. Performs all steps even if one fails.
 pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
     let asks = |key: &str| call.config.flag(key).unwrap_or(false);
     let (masquerades, checks) = (asks("ipMasq"), asks("macspoofchk"));
@@ -109,7 +111,7 @@ pub(super) fn remove(call: &Call<'_>) -> Result<(), Error> {
     })
 }
 
-/// Whether the configuration asks for masquerading, by a backend that is known.
+/// Whether the configuration enables masquerading. An unknown backend is an error.
 pub(super) fn masquerades(config: Json<'_>) -> Result<bool, Error> {
     let backend = config.text("ipMasqBackend")?;
     if !["", "nftables", "iptables"].contains(&backend) {
@@ -120,7 +122,7 @@ pub(super) fn masquerades(config: Json<'_>) -> Result<bool, Error> {
     config.flag("ipMasq")
 }
 
-/// Has the host forward what comes from and goes to addresses of this family.
+/// Enables IP forwarding on the host for the address's family.
 pub(super) fn forward(address: IpAddr) -> Result<(), Error> {
     let path = if address.is_ipv4() {
         "ipv4/ip_forward"
@@ -130,14 +132,14 @@ pub(super) fn forward(address: IpAddr) -> Result<(), Error> {
     sysctl::ensure(path, "1").map_err(doing("failed to enable forwarding"))
 }
 
-/// Masquerades what comes from the container's addresses.
+/// Masquerades packets from the container's addresses.
 pub(super) fn masquerade(call: &Call<'_>, success: &Success) -> Result<(), Error> {
     let addresses: Vec<IpNet> = success.ips.iter().map(|i| i.address).collect();
     table::add(&addresses, &call.owner()?)
         .map_err(doing("masquerading cannot be set up in nftables"))
 }
 
-/// Whether that is so, whoever has done it.
+/// Checks that masquerading is set up, by this implementation or by the reference.
 pub(super) fn check_masquerade(call: &Call<'_>, expected: &Success) -> Result<(), Error> {
     let failed = || doing("masquerading cannot be read");
     let addresses: Vec<IpAddr> = expected.ips.iter().map(|i| i.address.addr()).collect();
@@ -153,7 +155,7 @@ pub(super) fn check_masquerade(call: &Call<'_>, expected: &Success) -> Result<()
     }
 }
 
-/// Removes what was masqueraded for containers of this network that are not wanted any more.
+/// Removes the masquerading of this network's containers that are not in `keep`.
 pub(super) fn collect_masquerade(call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
     table::collect(call.network()?, keep).map_err(doing("masquerading cannot be removed"))
 }

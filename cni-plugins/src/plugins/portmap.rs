@@ -1,5 +1,5 @@
-//! `portmap`: ports of the host that lead to a container (CNI reference spec, chapter 7). Chained behind a plugin that
-//! gives addresses.
+//! `portmap`: forwards ports of the host to a container (`plugins/meta/portmap/main.go`
+//! of containernetworking/plugins). Chained after a plugin that assigns addresses.
 
 use std::cell::LazyCell;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use crate::net::nft::{Nft, iptables};
 use crate::net::{conntrack, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `portmap`.
 pub struct Portmap;
 
 const UDP: u8 = 17;
@@ -54,7 +54,7 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
             Error::config(format!("portMappings: hostIP {text:?} is no IP address"))
         })?),
     };
-    // The unspecified address is all of its family; which one, its presence says.
+    // An unspecified address means all addresses of its family.
     Ok(Forward {
         protocol,
         host,
@@ -63,7 +63,8 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
     })
 }
 
-/// One condition in the words of iptables or nft, and how many of the words it took.
+/// Parses a condition in the syntax of iptables or nft. Returns
+/// the condition and the number of words that it consists of.
 fn condition(words: &[&str]) -> Option<(Condition, usize)> {
     let net = |text: &str| cni::network(text).or_else(|| cni::address(text).map(IpNet::from));
     let name = |text: &str| {
@@ -133,7 +134,8 @@ impl Config {
                 "unknown backend {backend:?}: expected \"nftables\" or \"iptables\" (which is honoured through nftables)"
             )));
         }
-        // What iptables needs marks for is done without them, so they are only checked.
+        // The iptables backend of the reference needs packet marks.
+        // This implementation does not, and only validates these keys.
         if c.get("markMasqBit").is_some() && !c.text("externalSetMarkChain")?.is_empty() {
             return Err(Error::config(
                 "Cannot specify externalSetMarkChain and markMasqBit",
@@ -159,7 +161,7 @@ impl Config {
         })
     }
 
-    /// What is to be done for the container's addresses.
+    /// The rules to create for the container's addresses.
     fn plans(&self, call: &Call<'_>, success: &Success) -> Vec<Plan> {
         let mut plans = vec![];
         for (v4, conditions) in [true, false].into_iter().zip(&self.conditions) {
@@ -206,7 +208,7 @@ impl Config {
     }
 }
 
-/// UDP flows go by the new rules; that they did not is no reason to fail.
+/// Deletes conntrack entries, so that known UDP flows follow the new rules. A failure is only logged.
 fn forget(ports: &[u16], containers: &[IpAddr]) {
     if ports.is_empty() {
         return;
@@ -220,7 +222,7 @@ fn forget(ports: &[u16], containers: &[IpAddr]) {
     }
 }
 
-/// Lets what comes from localhost be routed to the container, where this host knows the way there.
+/// Allows routing from localhost to the container's interface on the host, if a route to the container exists.
 fn route_localnet(container: IpAddr) -> Result<(), Error> {
     let failed = "the container's interface on the host cannot be found";
     let mut socket = Socket::route().map_err(doing(failed))?;
@@ -236,8 +238,9 @@ fn route_localnet(container: IpAddr) -> Result<(), Error> {
     )))
 }
 
-/// Whether a container is gone, of which a rule of the reference says only its id. As the rule does not say its network,
-/// the runtime must not know it in any: `attached` is what it knows, and tells nothing if `keep` is not among it.
+/// Whether the container of a rule of the reference no longer exists. The rule contains the container's
+/// id but not its network. The id must therefore be in no network of `attached`, the attachments known to
+/// the runtime. If `keep` is not a subset of `attached`, the list is incomplete and the answer is false.
 fn is_gone(
     id: &str,
     network: &str,
@@ -271,7 +274,7 @@ impl Plugin for Portmap {
             }
             let added = hostport::add(&plan, &owner, &call.container);
             if added.is_err() {
-                // The first error is the one to report; the runtime calls DEL for whatever is left.
+                // Report only the first error; the runtime calls DEL for leftovers.
                 let _ = Nft::clean(|nft| hostport::remove(nft, &owner, None));
             }
             added.map_err(doing("ports cannot be forwarded in nftables"))?;
@@ -280,14 +283,14 @@ impl Plugin for Portmap {
         Ok(previous)
     }
 
-    /// Needs neither the mappings nor the addresses: what is ours is marked so.
+    /// Needs neither mappings nor addresses, because the rules record their owner.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let (network, owner) = (call.network()?, call.owner()?);
         let removed = Nft::clean(|nft| {
             hostport::remove(nft, &owner, Some(&call.container))?;
             iptables::remove_hostports(nft, network, &call.container)
         });
-        // A configuration that has become wrong holds nothing up.
+        // An invalid configuration is no error here.
         let ports = Config::parse(call)
             .map(|c| c.udp_ports())
             .unwrap_or_default();
@@ -397,7 +400,7 @@ mod tests {
             ("kept", &keep, &all, false),
             ("elsewhere", &keep, &all, false),
             ("gone", &[], &all, true),
-            // Somebody else's results, or none.
+            // The results belong to another runtime, or there are none.
             ("gone", &keep, &attached(&[("other", "kept")]), false),
             ("gone", &[], &attached(&[]), false),
         ] {

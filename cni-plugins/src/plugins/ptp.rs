@@ -1,4 +1,5 @@
-//! `ptp`: a container with a line of its own to the host, and everything over it (CNI reference spec, chapter 6).
+//! `ptp`: connects a container to the host with a veth pair over which all its
+//! traffic is routed (`plugins/main/ptp/ptp.go` of containernetworking/plugins).
 
 use std::fs::File;
 use std::net::IpAddr;
@@ -14,7 +15,7 @@ use crate::net::route::Route;
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `ptp`.
 pub struct Ptp;
 
 struct Config<'a> {
@@ -37,7 +38,7 @@ impl<'a> Config<'a> {
     }
 }
 
-/// An address with nothing beside it.
+/// The network that contains only this address.
 fn alone(address: IpAddr) -> Result<IpNet, Error> {
     IpNet::new(address, if address.is_ipv4() { 32 } else { 128 })
         .map_err(doing("an address cannot stand alone"))
@@ -52,7 +53,7 @@ fn gateway(ip: &Address) -> Result<IpAddr, Error> {
     })
 }
 
-/// Inside the container: its network is behind the host like all else.
+/// Configures the container: even its own network is reached through the gateway.
 fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error> {
     netns::inside(namespace, || {
         let (mut socket, index) = interface::ready(ifname, success, false)?;
@@ -72,7 +73,7 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
             for (destination, over) in
                 [(alone(gateway)?, None), (ip.address.trunc(), Some(gateway))]
             {
-                // With several addresses, each network is spoken to from the one that belongs to it.
+                // With several addresses, traffic to each network uses the source address in that network.
                 let added = socket.add_route(&Route {
                     source: Some(ip.address.addr()),
                     ..Route::new(index, destination, over)
@@ -86,7 +87,7 @@ fn inside(namespace: &File, ifname: &str, success: &Success) -> Result<(), Error
     })
 }
 
-/// On the host: the gateway's address on the line, and the container behind it.
+/// Configures the host: adds the gateway's address to the host end, and a route to the container.
 fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Error> {
     let _ = sysctl::write(&format!("ipv6/conf/{host}/accept_ra"), "0");
     let link = socket
@@ -159,7 +160,7 @@ impl Plugin for Ptp {
         let host = interfaces[0].name.clone();
         let result = attach(&mut socket, &config, call, &namespace, interfaces);
         if result.is_err() {
-            // The first error is the one to report; the runtime calls DEL for whatever is left.
+            // Report only the first error; the runtime calls DEL for leftovers.
             let _ = socket.delete_link(&host);
         }
         result

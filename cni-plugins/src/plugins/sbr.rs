@@ -1,5 +1,5 @@
-//! `sbr`: what comes from a container's address leaves by the interface that has it, with several of them (CNI reference
-//! spec, chapter 12). Chained.
+//! `sbr` (source-based routing): packets from an address of the container leave through the interface
+//! that has the address (`plugins/meta/sbr/main.go` of containernetworking/plugins). Chained.
 
 use std::net::IpAddr;
 
@@ -12,10 +12,10 @@ use crate::net::netns;
 use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `sbr`.
 pub struct Sbr;
 
-/// The tables below are other people's.
+/// The first routing table that this plugin uses; lower numbers are left to others.
 const FIRST: u32 = 100;
 const MAIN: u32 = 254;
 
@@ -48,7 +48,7 @@ impl Config {
     }
 }
 
-/// The addresses of the container's interface with their gateways.
+/// The addresses of the container's interface, with their gateways.
 fn addresses(call: &Call<'_>, success: &Success) -> Vec<(IpNet, Option<IpAddr>)> {
     let ours = |n: usize| {
         success
@@ -76,7 +76,8 @@ fn divert(
     socket: &mut Socket,
     addresses: &[(IpNet, Option<IpAddr>)],
 ) -> Result<(), Error> {
-    // Somebody else fills a table that has a number: IPAM's routes with "table", or a vrf (containernetworking/plugins#1046).
+    // A table with a configured number is filled by others: by IPAM's
+    // routes with "table", or by a vrf (containernetworking/plugins#1046).
     if let Some(table) = config.table {
         return addresses
             .iter()
@@ -117,7 +118,7 @@ fn divert(
             },
             ..*route
         };
-        // Those on the link first: gateways are behind them.
+        // Routes on the link first: they must exist before routes through gateways.
         let mut copies: Vec<Route> = ours
             .iter()
             .filter(|r| same(&r.destination.addr()))
@@ -146,8 +147,8 @@ fn divert(
     clear_main(socket, config, link.index, addresses, &ours)
 }
 
-/// Nothing in the main table leads over the interface any more, unless hints are asked for: then its own networks do, from
-/// its addresses.
+/// Removes all routes over the interface from the main table. With `addSourceHints`,
+/// keeps the routes to the interface's own networks, with its addresses as source.
 fn clear_main(
     socket: &mut Socket,
     config: &Config,
@@ -218,7 +219,7 @@ impl Plugin for Sbr {
         Ok(previous)
     }
 
-    /// The tables empty themselves when the interface goes; the rules do not.
+    /// The kernel removes the routes together with the interface, but not the rules.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let Some(namespace) = (if call.netns.is_empty() {
             None
@@ -268,7 +269,7 @@ impl Plugin for Sbr {
                 socket.routes().map_err(failed())?,
             );
             for address in addresses(call, &previous).iter().map(|a| a.0.addr()) {
-                // What is in a table that has a number is not this plugin's.
+                // This plugin does not own the contents of a table with a configured number.
                 let serves = |table: u32| {
                     given.map_or_else(|| routes.iter().any(|r| r.table == table), |g| g == table)
                 };

@@ -1,14 +1,15 @@
-//! `static`: the addresses that the configuration names, and no memory of them (CNI reference spec, chapter 12).
+//! `static`: returns the addresses of the configuration and stores nothing
+//! (`plugins/ipam/static/main.go` of containernetworking/plugins).
 
 use std::net::IpAddr;
 
 use crate::cni::{self, Address, Dns, Error, Success, at_least, cni_args, parse_routes};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `static`.
 pub struct Static;
 
-/// An address in CIDR notation, as it stands at `place`.
+/// Parses an address in CIDR notation. `place` names the field for error messages.
 fn cidr(text: &str, place: &str) -> Result<Address, Error> {
     let address = cni::network(text.trim()).ok_or_else(|| {
         Error::config(format!(
@@ -30,8 +31,8 @@ fn gateway(text: &str, place: &str) -> Result<IpAddr, Error> {
     })
 }
 
-/// The addresses, from the place that counts: the runtime's request over `args`, those over the configuration with
-/// `CNI_ARGS`.
+/// The addresses from the source with the highest precedence: `runtimeConfig`,
+/// then `args`, then the configuration together with `CNI_ARGS`.
 fn addresses(call: &Call<'_>) -> Result<Vec<Address>, Error> {
     let of = |texts: Vec<String>, place: &str| {
         texts

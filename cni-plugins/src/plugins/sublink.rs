@@ -1,5 +1,5 @@
-//! What plugins share that give a container one link of its own, often above another one: `macvlan`, `ipvlan`, `vlan`, `dummy`,
-//! `tap`, `host-device` (CNI reference spec, chapter 11).
+//! Shared code of plugins that give a container a separate link, often on top of
+//! a parent link: `macvlan`, `ipvlan`, `vlan`, `dummy`, `tap`, `host-device`.
 
 use std::fs::File;
 
@@ -10,7 +10,8 @@ use crate::net::netlink::Socket;
 use crate::net::{netns, sysctl};
 use crate::skel::Call;
 
-/// Runs `work` where the link below is: in the container, or on the host, where it also gets the namespace to which the new link goes.
+/// Runs `work` in the namespace of the parent link: in the container, or on the host.
+/// On the host, `work` also gets the namespace in which to create the new link.
 pub(super) fn beside<T>(
     call: &Call<'_>,
     in_container: bool,
@@ -25,7 +26,7 @@ pub(super) fn beside<T>(
     }
 }
 
-/// The link below: of this name, or else the one of the default route.
+/// The parent link: the link of this name, or that of the default route if the name is empty.
 pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
     let failed = || doing("the master cannot be read");
     if !name.is_empty() {
@@ -48,7 +49,7 @@ pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
     })
 }
 
-/// An MTU from 0, which leaves it to the kernel, to that of the link below.
+/// The configured MTU: at least 0, which means the kernel's default, and at most the parent's.
 pub(super) fn mtu(call: &Call<'_>, below: Option<&Link>) -> Result<u32, Error> {
     let most = below.map_or(65535, |l| i64::from(l.mtu));
     let given = call.config.number("mtu", 0, i64::MIN..=i64::MAX)?;
@@ -63,7 +64,7 @@ pub(super) fn mtu(call: &Call<'_>, below: Option<&Link>) -> Result<u32, Error> {
         })
 }
 
-/// Makes a link, down.
+/// Creates a link in the state down.
 pub(super) fn make(socket: &mut Socket, plan: &LinkPlan<'_>) -> Result<(), Error> {
     socket
         .add_link(plan)
@@ -83,24 +84,24 @@ pub(super) fn make(socket: &mut Socket, plan: &LinkPlan<'_>) -> Result<(), Error
         })
 }
 
-/// STATUS: the kernel has such links, and IPAM is well.
+/// STATUS: checks that the kernel supports the kind of link, and calls STATUS of the IPAM plugin.
 pub(super) fn status(call: &Call<'_>, kind: &str) -> Result<(), Error> {
     super::has_links(kind)?;
     interface::ask_ipam(call, "STATUS")
 }
 
-/// Where addresses come from.
+/// The source of the container's addresses.
 pub(super) enum Addresses {
-    /// Nowhere: the container gets none.
+    /// The container gets no addresses.
     None,
-    /// From the network's IPAM plugin.
+    /// The network's IPAM plugin.
     Ipam,
-    /// From the plugin before in the chain.
+    /// The previous plugin of the chain.
     Previous(Success),
 }
 
 impl Addresses {
-    /// From IPAM if the network has one.
+    /// The IPAM plugin, if the network has one.
     pub(super) fn of(call: &Call<'_>) -> Result<Addresses, Error> {
         Ok(if interface::ipam(call)?.is_empty() {
             Addresses::None
@@ -110,7 +111,8 @@ impl Addresses {
     }
 }
 
-/// ADD: `make` makes the link in the container, which then gets its addresses. If anything fails, `unmake` takes it away.
+/// ADD: `make` creates the link in the container, which then gets
+/// its addresses. After an error, `unmake` removes the link.
 pub(super) fn add(
     call: &Call<'_>,
     addresses: Addresses,
@@ -138,7 +140,7 @@ pub(super) fn add(
 
 fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Success, Error> {
     success.ips.iter_mut().for_each(|ip| ip.interface = Some(0));
-    // Best effort: neighbours learn at once where the address is now.
+    // Best effort: announces the address to neighbours.
     let notify = || sysctl::write(&format!("ipv6/conf/{}/ndisc_notify", call.ifname), "1");
     let mac = interface::inside(call, |socket| {
         let _ = notify();
@@ -163,7 +165,7 @@ fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Succ
     Ok(success)
 }
 
-/// Removes a link from the container after something failed.
+/// Removes the link from the container after an error.
 pub(super) fn discard(call: &Call<'_>) {
     let _ = interface::inside(call, |socket| {
         socket
@@ -172,7 +174,7 @@ pub(super) fn discard(call: &Call<'_>) {
     });
 }
 
-/// CHECK: addresses, routes and MAC; that the link is of `kind`, and what `more` says of it.
+/// CHECK: verifies addresses, routes, MAC and the kind of the link; `more` verifies further properties.
 pub(super) fn check(
     call: &Call<'_>,
     kind: &str,
@@ -195,7 +197,7 @@ pub(super) fn check(
     })?)
 }
 
-/// CHECK: an option of the link is what was asked for.
+/// CHECK: an attribute of the link has this value.
 pub(super) fn has(link: &Link, option: u16, wanted: u32, name: &str) -> Result<(), Error> {
     match link.option(option) {
         found if found == Some(wanted) => Ok(()),

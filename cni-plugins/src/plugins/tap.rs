@@ -1,5 +1,5 @@
-//! `tap`: a device that a program in the container sends and receives frames by, such as a virtual machine (CNI reference
-//! spec, chapter 12).
+//! `tap`: a device through which a program in the container, such as a virtual machine,
+//! sends and receives frames (`plugins/main/tap/tap.go` of containernetworking/plugins).
 
 use super::interface::{self, doing};
 use super::sublink::{self, Addresses};
@@ -8,7 +8,7 @@ use crate::net::link::{Change, parse_mac};
 use crate::net::tap;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `tap`.
 pub struct Tap;
 
 struct Config<'a> {

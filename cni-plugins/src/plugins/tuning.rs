@@ -1,4 +1,5 @@
-//! `tuning`: sysctls and properties of a container's interface (CNI reference spec, chapter 10). Chained.
+//! `tuning`: sets sysctls and properties of a container's interface
+//! (`plugins/meta/tuning/tuning.go` of containernetworking/plugins). Chained.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,14 +13,14 @@ use crate::net::netlink::Socket;
 use crate::net::{netns, sysctl};
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `tuning`.
 pub struct Tuning;
 
 const ALLOWED: &str = "/etc/cni/tuning/allowlist.conf";
 
 #[derive(Debug, Default)]
 struct Config {
-    /// Paths below `/proc/sys` and what shall stand there.
+    /// Sysctls to set: the path below `/proc/sys` and the value.
     sysctls: BTreeMap<String, String>,
     mac: Option<[u8; 6]>,
     promiscuous: Option<bool>,
@@ -28,7 +29,7 @@ struct Config {
     all_multicast: Option<bool>,
 }
 
-/// The path of a sysctl, which must be of the network and have no other way out.
+/// The path of a sysctl. The path must be below `net` and must not contain `..`.
 fn path(key: &str, ifname: &str) -> Result<String, Error> {
     let path = sysctl::path(key).replacen("IFNAME", ifname, 1);
     let inside = path.strip_prefix("net/").is_some_and(|rest| {
@@ -96,7 +97,7 @@ impl Config {
                 ))
             })?);
         }
-        // Where the administrator lists what may be set, nothing else may.
+        // If the administrator has an allowlist, only the listed sysctls may be set.
         if let Ok(list) = std::fs::read_to_string(ALLOWED) {
             let mut allowed = vec![];
             for line in list
@@ -142,7 +143,7 @@ impl Config {
         }
     }
 
-    /// What is different from what it should be.
+    /// Describes a difference between the link and the configuration, if there is one.
     fn differs(&self, link: &Link) -> Option<String> {
         let mac = self
             .mac
@@ -166,7 +167,7 @@ impl Config {
     }
 }
 
-/// Where it is kept what the interface was like, in the reference's form.
+/// The file with the original properties of the interface, in the reference's format.
 fn backup(call: &Call<'_>) -> Result<PathBuf, Error> {
     let dir = call.config.directory("dataDir", "/run/cni/tuning")?;
     Ok(dir.join(format!("{}_{}.json", call.container, call.ifname)))
@@ -261,7 +262,8 @@ impl Plugin for Tuning {
         Ok(success)
     }
 
-    /// Gives the interface back as it was; what was kept of it goes also when it is gone.
+    /// Restores the original properties of the interface. Deletes
+    /// the file with them even if the interface no longer exists.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         let path = backup(call)?;
         let Ok(text) = std::fs::read_to_string(&path) else {

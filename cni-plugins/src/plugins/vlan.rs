@@ -1,4 +1,4 @@
-//! `vlan`: a VLAN of one of the host's links (CNI reference spec, chapter 11).
+//! `vlan`: a VLAN of a link of the host (`plugins/main/vlan/vlan.go` of containernetworking/plugins).
 
 use super::interface;
 use super::sublink::{self, Addresses, below, beside};
@@ -7,7 +7,7 @@ use crate::net::link::LinkPlan;
 use crate::net::netlink::Attributes;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `vlan`.
 pub struct Vlan;
 
 const ID: u16 = 1;
@@ -73,7 +73,7 @@ impl Plugin for Vlan {
         sublink::add(call, addresses, make, || sublink::discard(call))
     }
 
-    /// Needs no master: it may be gone.
+    /// Does not need the master, which may no longer exist.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
         interface::remove(call, || Ok(None))
     }

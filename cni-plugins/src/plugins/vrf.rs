@@ -1,4 +1,5 @@
-//! `vrf`: a container's interface gets a routing domain of its own (CNI reference spec, chapter 12). Chained.
+//! `vrf`: moves a container's interface into a separate routing domain
+//! (`plugins/meta/vrf/main.go` of containernetworking/plugins). Chained.
 
 use super::interface::{self, doing};
 use crate::cni::{Error, Success};
@@ -8,7 +9,7 @@ use crate::net::netns;
 use crate::net::route::Route;
 use crate::skel::{Call, Plugin};
 
-/// The plugin.
+/// The plugin `vrf`.
 pub struct Vrf;
 
 const TABLE: u16 = 1;
@@ -94,7 +95,7 @@ fn ensure(socket: &mut Socket, config: &Config<'_>) -> Result<(Link, u32), Error
     Ok((link, table))
 }
 
-/// The interface moves over with the addresses and routes that it loses on the way.
+/// Adds the interface to the vrf, and restores the addresses and routes that the kernel removes in doing so.
 fn join(call: &Call<'_>, socket: &mut Socket, vrf: &Link, table: u32) -> Result<(), Error> {
     let failed = || doing("the container's interface cannot be read");
     let link = socket.link(&call.ifname).map_err(failed())?;
@@ -166,9 +167,9 @@ impl Plugin for Vrf {
         Ok(previous)
     }
 
-    /// The last one that leaves takes the vrf along.
+    /// Removes the interface from the vrf, and the vrf if no interface remains in it.
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        // A configuration that has become wrong holds nothing up: behind this plugin's DEL comes that of the addresses.
+        // An invalid configuration is no error here: the DEL of the plugin that releases the addresses must still run.
         let Ok(config) = Config::parse(call) else {
             return Ok(());
         };

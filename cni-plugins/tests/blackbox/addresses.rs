@@ -112,7 +112,8 @@ fn static_addresses_come_from_the_place_that_counts() {
         }
         world.ok("static", "DEL", &config(version, own.clone(), json!({})));
     }
-    // The runtime's request over args, those over CNI_ARGS and the configuration, which are added up.
+    // The runtime's request takes precedence over args. Args take
+    // precedence over CNI_ARGS and the configuration, which are combined.
     let addresses = |config: &Value, env: &[(&str, &str)]| {
         let output = world.call("static", "ADD", config, env);
         let result: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -166,7 +167,7 @@ fn static_addresses_come_from_the_place_that_counts() {
         "10.13.0.1/24 -",
         "no ipam is needed then"
     );
-    // What is wrong is named with its place.
+    // Errors name the invalid field.
     let two = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24"}, {"address": "10.10.1.1/24"}]});
     for (config, env, expected) in [
         (
@@ -220,7 +221,7 @@ fn static_addresses_come_from_the_place_that_counts() {
         let error = world.refused("static", "ADD", &config, env);
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
-    // CHECK compares with what there was; STATUS and GC have nothing to keep.
+    // CHECK compares with prevResult; STATUS and GC have no state.
     let base = config("1.1.0", one, json!({}));
     let result = world.ok("static", "ADD", &base);
     world.ok("static", "CHECK", &World::with_previous(&base, &result));
@@ -230,7 +231,7 @@ fn static_addresses_come_from_the_place_that_counts() {
     world.ok("static", "STATUS", &base);
     world.ok("static", "GC", &base);
 
-    // As the IPAM of a network.
+    // As the IPAM plugin of a network.
     let bridged = world.config("1.0.0", json!({"isDefaultGateway": false, "ipam": {"type": "static", "addresses": [{"address": "10.10.0.7/24", "gateway": "10.10.0.1"}], "routes": [{"dst": "0.0.0.0/0"}]}}));
     let result = world.ok("bridge", "ADD", &bridged);
     assert_eq!(result["ips"][0]["address"], "10.10.0.7/24", "{result}");
@@ -255,7 +256,7 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
             .map(|i| i["address"].as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
     };
-    // No error on the first call, and everything of resolv.conf.
+    // The first call succeeds, and the result contains all of resolv.conf.
     let result = world.ok("host-local", "ADD", &config);
     assert_eq!(addresses(&result), ["10.198.1.2/28", "fd00:198:1::2/64"]);
     assert_eq!(
@@ -263,7 +264,7 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
         json!({"nameservers": ["192.0.2.1", "192.0.2.2"], "domain": "a.test", "search": ["a", "b"], "options": ["ndots:5"]})
     );
     assert!(result.get("interfaces").is_none());
-    // A second interface of the container has addresses of its own.
+    // A second interface of the container has separate addresses.
     let second = world.ok_with("host-local", "ADD", &config, &[("CNI_IFNAME", "eth1")]);
     assert_eq!(addresses(&second), ["10.198.1.3/28", "fd00:198:1::3/64"]);
     world.ok("host-local", "DEL", &config);
@@ -274,14 +275,14 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
             .status
             .success()
     );
-    // Old records say nothing of interfaces; white space is nothing.
+    // Old records contain no interface; white space is ignored.
     std::fs::write(world.data.path().join("net/10.198.1.9"), " c1 \n").unwrap();
     std::fs::write(world.data.path().join("net/10.198.1.8"), "c1\r\neth0\n").unwrap();
     world.ok("host-local", "DEL", &config);
     assert_eq!(world.taken(), ["10.198.1.9"], "its own first");
     world.ok("host-local", "DEL", &config);
     assert!(world.taken().is_empty());
-    // Requests, with and without a prefix, one for each set.
+    // Requested addresses, with and without a prefix, one for each set.
     for request in [
         json!({"runtimeConfig": {"ips": ["10.198.2.5", "fd00:198:1::99/64"]}}),
         json!({"args": {"cni": {"ips": ["10.198.2.5/28", "fd00:198:1::99"]}}}),
@@ -297,7 +298,7 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
         );
         world.ok("host-local", "DEL", &requested);
     }
-    // Ranges that the runtime injects come first.
+    // Ranges in runtimeConfig come first.
     let mut injected = config.clone();
     injected["runtimeConfig"] =
         json!({"ipRanges": [[{"Subnet": "10.198.3.0/28", "RangeStart": "10.198.3.7"}]]});
@@ -306,14 +307,14 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
         "10.198.3.7/28"
     );
     world.ok("host-local", "DEL", &injected);
-    // DEL needs no ranges that make sense.
+    // DEL works with invalid ranges.
     world.ok("host-local", "ADD", &config);
     let mut broken = config.clone();
     broken["ipam"]["ranges"] = json!([[{"subnet": "10.198.1.1/28"}]]);
     assert_eq!(world.refused("host-local", "ADD", &broken, &[])["code"], 7);
     world.ok("host-local", "DEL", &broken);
     assert!(world.taken().is_empty());
-    // Two of a family need a version that can say so.
+    // Several addresses of a family need a version that supports them.
     let mut old = config.clone();
     old["cniVersion"] = "0.2.0".into();
     assert_eq!(addresses(&world.ok("host-local", "ADD", &config)).len(), 2);
@@ -352,7 +353,7 @@ fn an_audit_looks_at_the_interfaces() {
     };
     let (well, table) = audit(&[]);
     assert!(well && table.matches("used").count() == 2, "{table}");
-    // Somebody gave one container the other's address.
+    // Another program has given one container the other's address.
     ip(&[
         "-n",
         &other.container,
@@ -383,7 +384,7 @@ fn an_audit_looks_at_the_interfaces() {
         "dev",
         "eth0",
     ]);
-    // And took its own away.
+    // And has removed that container's own address.
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
     let starting = row(&table, "10.198.1.3").contains("starting: its attachment may still be");

@@ -1,4 +1,4 @@
-//! Plugins that follow another one in a list: `bandwidth`, `tuning`, `sbr`.
+//! Chained plugins: `bandwidth`, `tuning`, `sbr`.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 use super::firewall::reaches;
 use super::world::{World, ip, once_up, versions};
 
-/// How long a connection may take: one that leads nowhere is refused at once.
+/// Maximum time for a connection; a connection without a target is refused immediately.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A container on a bridge, and its result.
+/// A container on a bridge, with its configuration and result.
 pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {
     let world = World::new();
     let config = world.config(version, extra);
@@ -18,7 +18,7 @@ pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {
     (world, config, result)
 }
 
-/// A burst that means none, as containerd sends it: the reference takes it at its word.
+/// containerd sends this burst if none is configured. The reference uses the value literally.
 #[test]
 fn a_burst_of_the_reference_passes_check() {
     let (world, _, result) = bridged("1.1.0", json!({}));
@@ -34,7 +34,7 @@ fn a_burst_of_the_reference_passes_check() {
             format!("tc qdisc change dev {veth} root tbf rate 8mbit burst 100000 limit {limit}");
         world.on_host(&words.split_whitespace().collect::<Vec<_>>());
     };
-    // 25 ms of the rate and all of the burst may wait there.
+    // The limit of the queue: 25 ms at the rate, plus the whole burst.
     change("536895911");
     world.ok("bandwidth", "CHECK", &checked);
     change("536895912");
@@ -72,7 +72,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
             "{filter}"
         );
         assert!(reaches(&world.container, "10.198.1.1"), "it still talks");
-        // What it sends passes the limit.
+        // Packets from the container pass the limited link.
         let sent = tc(&world, &["-s", "qdisc", "show", "dev", ifb]);
         assert!(!sent.contains("Sent 0 bytes"), "{sent}");
         if version >= "0.4.0" {
@@ -92,7 +92,8 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
         assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"));
         world.ok("bridge", "DEL", &config);
     }
-    // The runtime's request counts where nothing stands at the top; a burst that means none is no burst.
+    // The runtime's request applies if the configuration has no limits;
+    // containerd's value for "no burst" is not used as a burst.
     let (world, _, result) = bridged("1.1.0", json!({}));
     let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
     assert_eq!(
@@ -112,7 +113,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("bandwidth", "GC", &gc);
     assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"), "GC");
-    // Behind ptp, and a burst that no number holds.
+    // Chained after ptp; a burst of 4 GiB is rejected.
     let line = World::new();
     let config = line.config("1.0.0", json!({"type": "ptp"}));
     let ends = line.ok("ptp", "ADD", &config);
@@ -151,7 +152,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
             .unwrap()
             .contains("4 GiB")
     );
-    // A link without another end cannot be limited.
+    // A link without a peer cannot be limited.
     ip(&["-n", &line.container, "link", "del", "eth0"]);
     ip(&[
         "-n",
@@ -164,7 +165,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     ]);
     let error = line.refused("bandwidth", "ADD", &limits, &[]);
     assert!(error["msg"].as_str().unwrap().contains("veth"), "{error}");
-    // Bad input, and nothing to limit.
+    // Invalid input, and no limits.
     let error = world.refused(
         "bandwidth",
         "ADD",
@@ -253,7 +254,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
         }
         assert_eq!(looks(), before, "as it was");
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
-        // With the namespace gone what was kept goes too.
+        // If the namespace was removed, DEL deletes the stored properties, too.
         world.ok("tuning", "ADD", &chained);
         let gone = world.call(
             "tuning",
@@ -264,7 +265,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
         assert!(gone.status.success());
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
     }
-    // From where properties come, and what is refused.
+    // The sources of properties, and invalid values.
     let (world, _, result) = bridged("1.0.0", json!({}));
     let data = world.data.path().join("tuning");
     let mac = |extra: Value, env: &[(&str, &str)]| {
@@ -394,7 +395,7 @@ fn sbr_leaves_in_the_main_table_what_it_is_told_to() {
             ])
         })
     };
-    // The networks, but not what is behind their gateways.
+    // Routes to the interface's networks stay, but not those through gateways.
     let (world, _) = added(json!({"addSourceHints": true}));
     let [v4, v6] = routes(&world);
     assert!(
@@ -407,7 +408,7 @@ fn sbr_leaves_in_the_main_table_what_it_is_told_to() {
             && !v6.contains("default"),
         "{v6}"
     );
-    // A table that has a number is somebody else's: rules lead to it, and the routes stay.
+    // A table with a configured number is filled by others: the plugin adds rules for it and keeps the routes.
     let (world, chained) = added(json!({"table": 5001}));
     let [v4, v6] = routes(&world);
     assert!(

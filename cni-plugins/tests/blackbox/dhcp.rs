@@ -1,4 +1,4 @@
-//! `dhcp` with a real server, busybox's, at the other end of a wire.
+//! `dhcp` with a real server (busybox) at the other end of a veth pair.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::firewall::reaches;
 use super::world::{World, ip, plugins};
 
-/// A host with a wire, a DHCP server at its other end, and the daemon.
+/// A host with a veth pair, a DHCP server at the other end, and the daemon.
 struct Network {
     world: World,
     far: World,
@@ -26,7 +26,7 @@ fn wait(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 impl Network {
-    /// With so many addresses, for so many seconds each.
+    /// Starts a network with this number of addresses and this lease time in seconds.
     fn new(addresses: u8, seconds: u32) -> Network {
         let (world, far) = (World::new(), World::new());
         ip(&[
@@ -75,7 +75,7 @@ impl Network {
         network
     }
 
-    /// Starts the server, and waits until it listens: what is asked before costs the client its patience.
+    /// Starts the server and waits until it listens. The client would have to retransmit a message sent before.
     fn serve(&mut self) {
         let mut command = Command::new("ip");
         command
@@ -97,7 +97,7 @@ impl Network {
             .unwrap();
         let sockets = format!("/proc/{}/net/udp", server.id());
         self.server = Some(server);
-        // Port 67, in the namespace that the process has entered by then.
+        // Port 67, in the namespace that the process has entered by now.
         wait("the server listens", || {
             std::fs::read_to_string(&sockets).is_ok_and(|all| all.contains(":0043 "))
         });
@@ -225,7 +225,7 @@ fn leases_are_got_and_given_back() {
     let mut gc = network.config("1.1.0");
     world.ok("macvlan", "STATUS", &gc);
     world.ok("macvlan", "ADD", &gc);
-    // There is one address: a second container does not get it, and waits no longer than it must.
+    // There is only one address: ADD for a second container fails after the timeout, not later.
     let other = World::new();
     let refusal = world.refused(
         "macvlan",
@@ -249,7 +249,7 @@ fn leases_are_got_and_given_back() {
     world.ok("macvlan", "GC", &gc);
     assert_eq!(network.held(), 0);
     world.ok("macvlan", "DEL", &gc);
-    // What is wrong is named.
+    // Errors name the invalid field.
     let mut config = network.config("1.1.0");
     config["ipam"]["request"] = json!([{"option": "colour"}]);
     assert!(
@@ -259,7 +259,7 @@ fn leases_are_got_and_given_back() {
             .contains("colour")
     );
     config["ipam"]["daemonSocketPath"] = "/nonexistent".into();
-    // Only STATUS says that ADD cannot be served; everything else is to be tried again.
+    // Only STATUS returns the code for an unavailable plugin; other verbs return "try again later".
     for (verb, code) in [("ADD", 11), ("DEL", 11), ("STATUS", 50)] {
         let refusal = world.refused("macvlan", verb, &config, &[]);
         assert_eq!(refusal["code"], code, "{verb}: {refusal}");
@@ -270,7 +270,7 @@ fn leases_are_got_and_given_back() {
 
 #[test]
 fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
-    // Long enough for a busy machine to renew it in time.
+    // Long enough for a busy machine to renew the lease in time.
     let mut network = Network::new(1, 8);
     let config = network.config("1.1.0");
     network.world.ok("macvlan", "ADD", &config);
@@ -281,13 +281,13 @@ fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
     };
     let first = since();
     wait("the lease is renewed", || since() > first);
-    // Killed, and another one goes on.
+    // After SIGKILL, the next daemon resumes.
     end(&mut network.daemon);
     network.start();
     let now = since();
     wait("the next daemon renews it, too", || since() > now);
     assert!(network.has_address());
-    // The server is gone: at its end the lease is not used any more.
+    // The server was stopped: the address is removed when the lease expires.
     let pid = std::fs::read_to_string(network.far.data.path().join("pid")).unwrap();
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(pid.trim().parse().unwrap()),

@@ -1,4 +1,4 @@
-//! `firewall` behind a bridge.
+//! `firewall` chained after a bridge.
 
 use std::process::Command;
 
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use super::chained::bridged;
 use super::world::{World, comes_true};
 
-/// Whether `from` comes to reach `to`: one that it reaches answers, but the first question may be lost.
+/// Whether `from` can reach `to`. Retries, because the first packets may be lost.
 pub fn reaches(from: &str, to: &str) -> bool {
     comes_true(|| pings(from, to))
 }
 
-/// Whether `from` reaches `to` now.
+/// Whether a single ping from `from` to `to` succeeds.
 pub fn pings(from: &str, to: &str) -> bool {
     let output = Command::new("ip")
         .args(["netns", "exec", from, "busybox", "ping", "-c1", "-W1", to])
@@ -25,7 +25,7 @@ pub fn pings(from: &str, to: &str) -> bool {
 fn the_firewall_lets_pass_what_the_host_would_drop() {
     for version in ["0.4.0", "1.0.0", "1.1.0"] {
         let (world, config, result) = bridged(version, json!({}));
-        // Somebody beyond the host.
+        // A peer beyond the host.
         let far = World::new();
         let far_config = {
             let mut c = far.config(version, json!({"bridge": "br9"}));
@@ -49,7 +49,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
             !pings(&far.container, "10.198.1.2"),
             "only answers may come in"
         );
-        // iptables sees its own rules.
+        // iptables can read the rules.
         let rules = world.on_host(&["iptables", "-S"]);
         for expected in [
             "-A FORWARD -m comment --comment \"CNI firewall plugin rules\" -j CNI-FORWARD",
@@ -59,7 +59,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
         ] {
             assert!(rules.contains(expected), "{expected}: {rules}");
         }
-        // The administrator's word counts first.
+        // Rules of the administrator come first.
         world.on_host(&[
             "iptables",
             "-A",
@@ -93,12 +93,12 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
                 .unwrap()
                 .contains("10.198.1.2")
         );
-        // DEL without prevResult finds its rules, too.
+        // DEL without prevResult also finds its rules.
         let mut bare = chained.clone();
         bare.as_object_mut().unwrap().remove("prevResult");
         world.ok("firewall", "DEL", &bare);
         assert!(!world.on_host(&["iptables", "-S"]).contains("10.198.1.2"));
-        // What the reference wrote, which has no owner, goes by its addresses.
+        // Rules of the reference, which have no owner, are removed by address.
         world.on_host(&[
             "iptables",
             "-A",

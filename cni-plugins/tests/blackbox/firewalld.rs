@@ -1,4 +1,4 @@
-//! `firewall` with a real firewalld, on a message bus of the test's own.
+//! `firewall` with a real firewalld, on a separate message bus.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ impl Firewalld {
                     .spawn()
                     .expect("it is installed (make test does that)"),
             );
-            // The one needs the other from its start on.
+            // firewalld needs the bus when it starts.
             let socket = firewalld.world.data.path().join("bus");
             wait("the bus listens", || {
                 std::os::unix::net::UnixStream::connect(&socket).is_ok()
@@ -103,7 +103,7 @@ fn where_firewalld_runs_it_is_told() {
     let env = [("DBUS_SYSTEM_BUS_ADDRESS", bus.as_str())];
     let previous = json!({"interfaces": [{"name": "br0"}, {"name": "eth0", "sandbox": world.netns()}],
         "ips": [{"address": "10.198.1.2/24", "interface": 1}, {"address": "fd00:198:1::2/64", "interface": 1}]});
-    // By itself, or because the configuration says so.
+    // Used by default if it is running, and on request.
     for extra in [
         json!({}),
         json!({"backend": "firewalld", "firewalldZone": "internal"}),
@@ -140,7 +140,7 @@ fn where_firewalld_runs_it_is_told() {
         !world.ruleset().contains("CNI-FORWARD"),
         "iptables' tables are left alone"
     );
-    // A zone that is not there, and nothing is half done.
+    // The zone does not exist, and no partial state remains.
     let config = World::chained(
         "1.1.0",
         "firewall",

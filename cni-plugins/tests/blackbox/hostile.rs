@@ -1,10 +1,11 @@
-//! Configurations and environments from hell: each gets one proper answer, and what is refused has changed nothing.
+//! Malformed configurations and environments: each call gets
+//! one well-formed answer, and a rejected call changes nothing.
 
 use serde_json::{Value, json};
 
 use super::world::{World, ip};
 
-/// What a field is replaced by.
+/// Replacement values for a field.
 fn horrors() -> Vec<Value> {
     let deep = (0..64).fold(json!(1), |inner, _| json!([inner]));
     vec![
@@ -43,7 +44,7 @@ fn paths(value: &Value, prefix: &str, into: &mut Vec<String>) {
     }
 }
 
-/// All that a refused call must leave alone; not whether a link has a carrier just now.
+/// The state that a rejected call must not change. Excludes the carrier of links, which changes over time.
 fn state(world: &World) -> String {
     let links = |namespace: &str| {
         let links: Vec<Value> =
@@ -78,7 +79,7 @@ fn state(world: &World) -> String {
     )
 }
 
-/// A plausible configuration of every plugin that this kernel can run, with all its fields.
+/// A valid configuration with all fields, for every plugin that this kernel supports.
 fn configurations(world: &World) -> Vec<Value> {
     let ranges = json!([[{"subnet": "10.198.1.0/24", "rangeStart": "10.198.1.10", "rangeEnd": "10.198.1.200", "gateway": "10.198.1.1"}]]);
     let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "ranges": ranges, "routes": [{"dst": "0.0.0.0/0", "gw": "10.198.1.1", "mtu": 1400, "priority": 5}]});
@@ -129,7 +130,7 @@ fn configurations(world: &World) -> Vec<Value> {
     all
 }
 
-/// Calls with a configuration, and whether that was accepted. The answer is proper in either case.
+/// Calls ADD and returns whether it succeeded. In either case the answer must be well-formed.
 fn is_accepted(world: &World, config: &Value, what: &str) -> bool {
     let plugin = config["type"].as_str().unwrap();
     let output = world.call(plugin, "ADD", config, &[]);
@@ -161,7 +162,7 @@ fn is_accepted(world: &World, config: &Value, what: &str) -> bool {
     output.status.success()
 }
 
-/// DEL with the same; it may fail, but properly.
+/// Calls DEL. It may fail, but with a well-formed answer.
 fn end(world: &World, config: &Value, what: &str) {
     let output = world.call(config["type"].as_str().unwrap(), "DEL", config, &[]);
     assert!(
@@ -170,7 +171,7 @@ fn end(world: &World, config: &Value, what: &str) {
     );
 }
 
-/// A field replaced by everything; what is refused changes nothing.
+/// Replaces a field by each of the values. Rejected configurations change nothing.
 fn torment(world: &World, good: &Value, path: &str) {
     let spoilt = |horror: Value| {
         let mut config = good.clone();
@@ -183,7 +184,7 @@ fn torment(world: &World, good: &Value, path: &str) {
     for config in horrors().into_iter().map(spoilt) {
         if is_accepted(world, &config, &what(&config)) {
             end(world, &config, &what(&config));
-            // A request that was granted may have left what stays, such as a link that DEL was not told of.
+            // An accepted ADD may leave state that DEL does not know, such as a link.
             let _ = std::process::Command::new("ip")
                 .args(["-n", &world.container, "link", "del", "eth0"])
                 .output();
@@ -191,7 +192,7 @@ fn torment(world: &World, good: &Value, path: &str) {
             refused.push(config);
         }
     }
-    // Again, now that it is known which are: once for all of them, and if that is not well, for each.
+    // Repeat all rejected configurations and compare the state once. If it differs, repeat with a comparison for each.
     let before = state(world);
     assert!(
         !refused
@@ -234,14 +235,14 @@ fn every_field_may_be_anything() {
                 "wire1",
             ]);
             let good = configurations(world).swap_remove(place);
-            // Bridge and tables are there from the first one on.
+            // The first call creates the bridge and the tables.
             is_accepted(world, &good, "as it should be");
             end(world, &good, "as it should be");
             let mut all = vec![];
             paths(&good, "", &mut all);
             all.retain(|path| path != "/type");
             all.iter().for_each(|path| torment(world, &good, path));
-            // Megabytes only here and there: to read them takes long.
+            // Only some fields get megabytes, because reading them takes long.
             for path in all.iter().step_by(7) {
                 let before = state(world);
                 let mut config = good.clone();

@@ -1,4 +1,5 @@
-//! With others: what the reference plugins made is removed by ours and the reverse, and podman uses ours as it would use those.
+//! Interoperability: our plugins delete what the reference
+//! plugins have created and the reverse, and podman can use ours.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::world::{World, ip, plugins};
 
-/// Where the distribution has the reference plugins.
+/// The directory of the distribution's reference plugins.
 fn reference() -> PathBuf {
     let dir = PathBuf::from("/usr/lib/cni");
     assert!(
@@ -17,7 +18,7 @@ fn reference() -> PathBuf {
     dir
 }
 
-/// What a chain is made of; the version is one that Debian's plugins speak.
+/// The chain of plugins, in a version that Debian's plugins support.
 fn chain(world: &World) -> Vec<Value> {
     let of = |plugin: &str, extra: Value| {
         let mut config = json!({"cniVersion": "1.0.0", "name": "net", "type": plugin});
@@ -84,7 +85,7 @@ fn what_the_reference_made_passes_check_until_it_is_damaged() {
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "{}: {said}", config["type"]);
     }
-    // A port of the two; then the way to both, and that to the masquerading.
+    // Delete one of the two port rules, then the rules that jump to the chains, then the masquerading rule.
     let rules = world.on_host(&["iptables-save", "-t", "nat"]);
     let leading = |l: &&str| l.starts_with("-A CNI-DN-") && l.contains("-j DNAT");
     let rule = rules.lines().find(leading).unwrap().replacen("-A", "-D", 1);
@@ -101,7 +102,7 @@ fn what_the_reference_made_passes_check_until_it_is_damaged() {
     assert!(refused(&chain[1]), "nothing leads to its chain");
     change("-F POSTROUTING");
     assert!(refused(&chain[0]), "nothing is masqueraded");
-    // What is left goes.
+    // DEL removes the remaining rules.
     del(&world, &plugins(), &chain, &result);
     let rules = world.on_host(&["iptables-save"]);
     assert!(
@@ -130,7 +131,7 @@ fn what_the_reference_made_is_removed() {
     assert!(world.taken().is_empty());
     let links = ip(&["-n", &world.host, "link"]);
     assert!(!links.contains("bwp") && !links.contains("veth"), "{links}");
-    // The next one is ours altogether, on the bridge that the reference made, with the address after the last.
+    // The next container uses only our plugins, on the reference's bridge, with the next address.
     let result = add(&world, &plugins(), &chain);
     assert_eq!(result["ips"][0]["address"], "10.198.1.3/24");
     del(&world, &plugins(), &chain, &result);
@@ -145,7 +146,7 @@ fn what_the_reference_made_is_removed() {
 fn what_ours_made_the_reference_can_remove() {
     let world = World::new();
     let mut chain = chain(&world);
-    // These two write to tables that Debian's version does not know of yet; everything else it removes.
+    // Debian's version does not know the tables of these two; it removes everything else.
     chain.remove(1);
     chain[0]["ipMasq"] = false.into();
     let result = add(&world, &plugins(), &chain);
@@ -155,7 +156,7 @@ fn what_ours_made_the_reference_can_remove() {
     assert!(world.taken().is_empty());
     let links = ip(&["-n", &world.host, "link"]);
     assert!(!links.contains("bwp") && !links.contains("veth"), "{links}");
-    // And its leases are seen beside ours.
+    // Our host-local sees the reference's reservations.
     let theirs = reference();
     let second = add(&world, &theirs, &chain);
     assert_eq!(
@@ -174,7 +175,7 @@ fn what_ours_made_the_reference_can_remove() {
     world.ok("host-local", "ADD", &chain[0]);
 }
 
-/// GC of ours, for containers that the reference connected: only one of this network is wanted.
+/// Our GC, for containers that the reference has attached: only one of this network is valid.
 #[test]
 fn what_the_reference_made_for_containers_that_are_gone_is_collected() {
     let world = World::new();
@@ -203,7 +204,7 @@ fn what_the_reference_made_for_containers_that_are_gone_is_collected() {
         of
     };
     let gone = connect("net", "gone");
-    // A container has one interface of a name here: the namespace is the same for all of them.
+    // All containers share a namespace in this test, so each needs another interface name.
     ip(&[
         "-n",
         &world.container,
@@ -289,7 +290,7 @@ impl Podman {
     fn run(&self, arguments: &[&str]) -> Output {
         let path = self.dir.path();
         let mut command = Command::new("nsenter");
-        // Not by `ip netns exec`, which hides the cgroups.
+        // Not through `ip netns exec`, which hides the cgroups.
         command
             .arg(format!("--net=/run/netns/{}", self.world.host))
             .args(["podman", "--storage-driver", "vfs", "--root"])

@@ -1,4 +1,4 @@
-//! host-local under crashes of everybody: of the plugin, of containers, of the machine.
+//! host-local when plugins, containers or the machine crash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
@@ -15,7 +15,7 @@ use holdfast_cni::ipam::audit::{Finding, Request, audit, repair};
 
 use super::world::{World, comes_true, plugins};
 
-/// A machine as far as host-local can see one, in a mount namespace of the test's own.
+/// The parts of a machine that host-local reads, in a separate mount namespace.
 struct Machine {
     dir: tempfile::TempDir,
     boot: u32,
@@ -63,7 +63,7 @@ impl Machine {
         self.dir.path().join("networks")
     }
 
-    /// What stands for a container's namespace: host-local never opens one.
+    /// A file instead of a container's namespace: host-local never opens it.
     fn netns(&self, container: &str) -> PathBuf {
         self.dir.path().join("netns").join(container)
     }
@@ -104,7 +104,7 @@ impl Machine {
             .unwrap()
     }
 
-    /// Kills it somewhere on its way.
+    /// Kills the plugin while it runs.
     fn cut_off(&self, verb: &str, container: &str, after: Duration) {
         let mut child = self.start(verb, container, json!({}));
         std::thread::sleep(after);
@@ -136,7 +136,7 @@ fn addresses(dir: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// The same numbers in every run.
+/// A random number generator with a fixed seed.
 struct Dice(u64);
 
 impl Dice {
@@ -172,7 +172,7 @@ fn no_address_is_lost_and_none_given_twice() {
                     if dice.roll(10) < 4 {
                         killed += 1;
                         machine.cut_off("ADD", &container, Duration::from_micros(dice.roll(2500)));
-                        // The runtime gives up: most of them say so, and the container goes either way.
+                        // The runtime gives up: it calls DEL in half of the cases, and removes the container in all.
                         if dice.roll(2) == 0 {
                             assert!(machine.call("DEL", &container, json!({})).status.success());
                         }
@@ -206,7 +206,7 @@ fn no_address_is_lost_and_none_given_twice() {
                     live.remove(&container);
                 }
                 75..90 => {
-                    // A container vanishes, and nobody says so.
+                    // A container is removed without DEL.
                     let Some(container) = pick(&mut dice, &live) else {
                         continue;
                     };
@@ -243,7 +243,7 @@ fn no_address_is_lost_and_none_given_twice() {
                     );
                 }
             }
-            // Whoever lives has what it was given.
+            // Every container still has its addresses.
             let held = addresses(&machine.data().join("net"));
             let missing = live
                 .iter()
@@ -270,7 +270,7 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
             assert!(machine.call("ADD", container, json!({})).status.success());
         }
         std::fs::remove_file(machine.netns("gone")).unwrap();
-        // What the reference leaves: of a container whose result a runtime has kept, and of one that nobody knows.
+        // Reservations of the reference: for a container in the runtime's result cache, and for an unknown one.
         std::fs::write(dir.join("10.9.9.7"), "theirs\r\neth0").unwrap();
         std::fs::write(dir.join("10.9.9.8"), "nobodys\r\neth0").unwrap();
         let cache = machine.dir.path().join("results");
@@ -346,7 +346,7 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
                 .map(str::to_owned)
                 .into()
         );
-        // The index does not know of the reference's lease, and cannot be told.
+        // The index does not contain the reference's reservation and cannot be updated.
         for container in ["theirs", "c1"] {
             assert!(
                 machine.call("DEL", container, json!({})).status.success(),
@@ -366,7 +366,7 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
         assert!(machine.call("ADD", "c3", json!({})).status.success());
         let none = None::<&str>;
         let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        // A program that another test starts just now holds open files until it is executed.
+        // A program that another test has just forked keeps files open until its execve.
         assert!(comes_true(|| mount(
             none,
             &machine.data(),
@@ -411,7 +411,7 @@ fn a_full_pool_is_not_full_of_the_dead() {
             String::from_utf8_lossy(&taken.stdout).contains("10.9.9.7/28"),
             "{taken:?}"
         );
-        // A requested address that somebody has says who.
+        // The error for a requested address that is taken names its owner.
         std::fs::write(machine.netns("requests"), "").unwrap();
         let request = machine.call(
             "ADD",
@@ -445,7 +445,7 @@ fn a_repair_releases_only_what_failed_sandboxes_left() {
             std::fs::write(machine.netns(container), "").unwrap();
             assert!(machine.call("ADD", container, json!({})).status.success());
         }
-        // The runtime could not call DEL: a plugin of the chain, or the configuration, is missing.
+        // The runtime could not call DEL, because a plugin of the chain or the configuration is missing.
         for container in ["pod-failed", "pod-listed", "other"] {
             std::fs::remove_file(machine.netns(container)).unwrap();
         }
@@ -473,7 +473,7 @@ fn a_repair_releases_only_what_failed_sandboxes_left() {
     });
 }
 
-/// Starts and stops pods in a world, one after the other; each has an address of its own until it is stopped.
+/// Starts and stops pods sequentially. No other pod has a pod's address while it runs.
 fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTreeSet<String>>) {
     let dir = Path::new(config["ipam"]["dataDir"].as_str().unwrap()).join("net");
     for i in 0..PODS_OF_A_WORLD {
@@ -496,7 +496,7 @@ fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTre
     }
 }
 
-/// Together the worlds start and stop 200 pods.
+/// All worlds together start and stop 200 pods.
 const PODS_OF_A_WORLD: usize = 50;
 
 #[test]
@@ -513,7 +513,7 @@ fn a_repair_takes_nothing_from_pods_that_come_and_go() {
         let repairs = scope.spawn(|| {
             let mut rounds = 0;
             while !done.load(Ordering::Relaxed) {
-                // As if the runtime listed no sandbox at all.
+                // As if the runtime listed no sandbox.
                 let repaired = repair(&request, "net", &BTreeSet::new()).unwrap();
                 let audited = audit(&request).unwrap();
                 assert_eq!(released(&repaired), [""; 0]);

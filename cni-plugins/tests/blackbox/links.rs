@@ -1,4 +1,5 @@
-//! Plugins that give a container a link of its own. Those that the kernel at hand lacks are tried in a virtual machine.
+//! Plugins that give a container a separate link. Kinds of links
+//! that this kernel lacks are tested in a virtual machine.
 
 use std::process::Command;
 
@@ -7,7 +8,7 @@ use serde_json::{Value, json};
 use super::vm;
 use super::world::{World, comes_true, ip, once_up, versions};
 
-/// A host with an interface `phys0` and somebody at its other end, `10.198.4.1`.
+/// A host with an interface `phys0` and a peer at the other end, `10.198.4.1`.
 fn with_wire() -> (World, World) {
     let (world, far) = (World::new(), World::new());
     ip(&[
@@ -47,12 +48,12 @@ fn config(world: &World, version: &str, kind: &str, extra: Value) -> Value {
     config
 }
 
-/// Whether a container comes to reach somebody: the first question may be lost.
+/// Whether a container can reach an address. Retries, because the first packets may be lost.
 fn reaches(world: &World, to: &str) -> bool {
     comes_true(|| pings(world, to))
 }
 
-/// Whether it reaches somebody now.
+/// Whether a single ping succeeds.
 fn pings(world: &World, to: &str) -> bool {
     Command::new("ip")
         .args([
@@ -75,7 +76,7 @@ fn link(world: &World) -> String {
     ip(&["-n", &world.container, "-d", "link", "show", "eth0"])
 }
 
-/// ADD, CHECK and DEL of a link above `phys0` in every version; what it looks like.
+/// Tests ADD, CHECK and DEL of a link on `phys0` in every version; `expected` must occur in its description.
 fn lives(kind: &str, extra: Value, expected: &[&str]) {
     for version in versions(kind) {
         let (world, _far) = with_wire();
@@ -118,14 +119,14 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
         if version == "1.1.0" {
             world.ok(kind, "STATUS", &config);
         }
-        // A second container does not get the name twice, and nothing of its try is left.
+        // ADD for a second container with the same name fails and leaves nothing.
         let refusal = world.refused(kind, "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
         assert!(
             refusal["msg"].as_str().unwrap().contains("already exists"),
             "{refusal}"
         );
         assert_eq!(world.taken().len(), 1);
-        // The master may be gone before the container is.
+        // The master may be deleted before the container.
         ip(&["-n", &world.host, "link", "del", "phys0"]);
         for _ in 0..2 {
             world.ok(kind, "DEL", &config);
@@ -146,7 +147,7 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
     assert!(world.taken().is_empty() && !ip(&["-n", &world.container, "link"]).contains("eth0"));
-    // In the container's own namespace.
+    // With the parent in the container's namespace.
     let inner = World::new();
     ip(&[
         "-n",
@@ -194,7 +195,7 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
         "the other end of the wire answers"
     );
     world.ok("macvlan", "STATUS", &plain);
-    // What the kernel lacks is known before anything is added.
+    // STATUS reports links that the kernel does not support.
     for kind in ["vlan", "ipvlan", "dummy", "vrf"] {
         let config = config(&world, "1.1.0", kind, json!({"vrfname": "blue"}));
         let known = Command::new("ip")
@@ -226,7 +227,7 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
     world.ok("macvlan", "GC", &gc);
     assert!(world.taken().is_empty());
     world.ok("macvlan", "DEL", &plain);
-    // Without a master the interface of the default route is it; without addresses it is only up.
+    // Without a master, the plugin uses the interface of the default route; without addresses, the link is only set up.
     ip(&[
         "-n",
         &world.host,
@@ -327,7 +328,7 @@ fn a_device_of_the_host_moves_in_and_back() {
         );
         assert!(error["msg"].as_str().unwrap().contains(expected), "{error}");
     }
-    // Where it cannot go, it stays as it was.
+    // If the move fails, the device is unchanged.
     ip(&[
         "-n",
         &world.container,
@@ -350,7 +351,7 @@ fn a_device_of_the_host_moves_in_and_back() {
     let shown = ip(&["-n", &world.host, "link", "show", "phys0"]);
     assert!(shown.contains("UP") && !shown.contains("alias"), "{shown}");
     ip(&["-n", &world.container, "link", "del", "eth0"]);
-    // No address: the device comes back at once.
+    // If IPAM fails, the device is moved back.
     let full = json!({"device": "phys0", "ipam": {"type": "nosuch"}});
     world.refused(
         "host-device",
@@ -359,7 +360,7 @@ fn a_device_of_the_host_moves_in_and_back() {
         &[],
     );
     assert!(ip(&["-n", &world.host, "link"]).contains("phys0"));
-    // Leases come back also without a namespace.
+    // Addresses are released even without a namespace.
     let mut lost = config(&world, "1.0.0", "host-device", json!({"device": "phys0"}));
     world.ok("host-device", "ADD", &lost);
     assert!(
@@ -373,7 +374,7 @@ fn a_device_of_the_host_moves_in_and_back() {
     world.ok("host-device", "DEL", &lost);
 }
 
-/// As in the reference: the name, then the MAC, then the path, then the address on the bus.
+/// As in the reference: the name, then the MAC, then the path, then the PCI address.
 #[test]
 fn of_several_names_of_a_device_the_first_counts() {
     let (world, far) = with_wire();
@@ -407,7 +408,7 @@ fn of_several_names_of_a_device_the_first_counts() {
     assert!(error["msg"].as_str().unwrap().contains(path), "{error}");
 }
 
-/// With buses of the test's own: `ip netns exec` gives each call mounts of its own, so that nobody else sees them.
+/// With fake buses: `ip netns exec` gives each call a separate mount namespace, so that no other test sees them.
 #[test]
 fn devices_are_found_on_their_buses() {
     let (world, _far) = with_wire();
@@ -430,7 +431,7 @@ ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
             json!({"capabilities": {"deviceID": true}, "runtimeConfig": {"deviceID": id}}),
         )
     };
-    // Virtio's links are one further down; a function that a device was cut into is on a bus of its own.
+    // The link of a virtio device is one directory further down; a subfunction is on the auxiliary bus.
     for id in ["0000:00:05.0", "mlx5_core.sf.4"] {
         let result = world.ok(plugin, "ADD", &named(id));
         assert!(!world.taken().is_empty(), "{id}: {result}");
@@ -439,7 +440,7 @@ ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
         world.ok(plugin, "DEL", &named(id));
         assert!(ip(&["-n", &world.host, "link"]).contains("phys0"), "{id}");
     }
-    // A device that a program drives has no link: the container gets its addresses.
+    // A device with a user-space driver has no link, but the container gets its addresses.
     let driven = named("0000:00:06.0");
     let by_address = json!({"device": "phys0", "pciBusID": "0000:00:06.0"});
     let both = config(&world, "1.1.0", "host-device", by_address);
@@ -457,7 +458,7 @@ ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
         error["msg"].as_str().unwrap().contains("0000:00:07.0"),
         "{error}"
     );
-    // STATUS comes before any container.
+    // STATUS is called before any container exists.
     let mut unnamed = named("");
     world.ok(plugin, "STATUS", &unnamed);
     unnamed["capabilities"] = json!({});
@@ -558,7 +559,7 @@ fn bare_kernel_inside() {
     let world = World::new();
     let plain = world.config("1.1.0", json!({}));
     let result = world.ok("bridge", "ADD", &plain);
-    // The configuration may have changed since, and the kernel too.
+    // The configuration or the kernel may have changed since ADD.
     let wants = config_with(&plain, json!({"ipMasq": true, "macspoofchk": true}));
     let refusal = world.refused("bridge", "ADD", &wants, &[("CNI_IFNAME", "eth1")]);
     assert!(
@@ -733,7 +734,7 @@ fn bridge_vlans() {
     assert_eq!(result["interfaces"][3]["name"], "br0.100", "{result}");
     assert!(reaches(&world, "10.198.1.1"), "the gateway is in the VLAN");
     world.ok("bridge", "CHECK", &World::with_previous(&config, &result));
-    // Another VLAN of the same bridge does not reach it.
+    // A container in another VLAN of the bridge cannot reach it.
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
     let mut elsewhere = world.config("1.0.0", json!({"vlan": 300, "isDefaultGateway": false}));
@@ -755,7 +756,7 @@ fn bridge_vlans() {
             .success()
     );
     world.ok("bridge", "DEL", &config);
-    // A bridge that does not tell VLANs apart is not changed.
+    // A bridge without VLAN filtering is not changed.
     ip(&["-n", &world.host, "link", "add", "plain0", "type", "bridge"]);
     let error = world.refused(
         "bridge",

@@ -1,5 +1,5 @@
-//! The plugins as black boxes: executed as a runtime does, in network namespaces of the test's own, the
-//! result checked on the wire format and in the kernel. `CNI_BIN` points the suite at another directory.
+//! Black-box tests of the plugins. The tests execute them as a runtime does, in separate network namespaces,
+//! and check the wire format and the kernel's state. `CNI_BIN` selects another directory of plugins.
 #![allow(clippy::unwrap_used)]
 
 mod addresses;

@@ -83,14 +83,14 @@ fn a_failed_add_leaves_nothing() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);
-    // The same interface again is an error and does not disturb the first.
+    // ADD for an existing interface fails and does not change it.
     let refusal = world.refused("bridge", "ADD", &config, &[("CNI_CONTAINERID", "c2")]);
     assert!(
         refusal["msg"].as_str().unwrap().contains("already exists"),
         "{refusal}"
     );
     assert_eq!(world.taken().len(), 1);
-    // Nor does the same attachment somewhere else: its address is the first one's.
+    // ADD for the same attachment in another namespace fails as well: the address belongs to the first.
     let elsewhere = World::new();
     let refusal = world.refused(
         "bridge",
@@ -106,7 +106,7 @@ fn a_failed_add_leaves_nothing() {
         "{refusal}"
     );
     assert_eq!(world.taken(), ["10.198.1.2"]);
-    // A bridge address that conflicts.
+    // A conflicting address on the bridge.
     ip(&["-n", &world.host, "link", "add", "br1", "type", "bridge"]);
     ip(&[
         "-n",
@@ -178,7 +178,7 @@ fn many_containers_at_once_get_different_addresses() {
         (20, 1),
         "{rules}"
     );
-    // GC keeps what is listed and nothing else.
+    // GC keeps only the listed attachments.
     let mut gc = world.config("1.1.0", json!({"ipMasq": true}));
     let keep = json!([{"containerID": names[3], "ifname": "eth0"}]);
     world.ok("bridge", "GC", &gc);
@@ -228,8 +228,8 @@ fn dual_stack_layer_two_and_exhaustion() {
     layer_two.ok("bridge", "CHECK", &World::with_previous(&config, &result));
 }
 
-/// What waits for somebody takes at least a second more, every time, than `like`, which waits for nobody; a busy machine may
-/// be slow now and then.
+/// Passes if `act` takes less than 0.9 s longer than `like` in at least one of five tries. An
+/// unwanted wait takes at least 1 s every time, while a busy machine is slow only occasionally.
 fn fast_once<T>(like: impl Fn() -> Duration, act: impl Fn() -> (Duration, T)) -> T {
     let mut tries = (0..5).map(|_| (like(), act()));
     let fast = tries.find(|(like, (took, _))| took.saturating_sub(*like).as_millis() < 900);
@@ -289,7 +289,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
             "nothing is left"
         );
     }
-    // Both families, without waiting for anybody who might have the address too.
+    // Both families, without waiting for duplicate address detection.
     let ranges = json!([[{"subnet": "10.198.3.0/24"}], [{"subnet": "fd00:198:3::/64"}]]);
     let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "::/0"}]);
     let add = |ranges: &Value, routes: &Value| {
@@ -314,7 +314,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         reaches(&world.container, "fd00:198:3::1"),
         "the host answers"
     );
-    // Two containers reach each other over the host.
+    // Two containers reach each other through the host.
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
     let second = world.call("ptp", "ADD", &config, &env);
@@ -330,7 +330,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
     gone["cni.dev/valid-attachments"] = json!([]);
     world.ok("ptp", "GC", &gone);
     assert!(world.taken().is_empty(), "{result}");
-    // An address without a gateway leads nowhere, and leaves nothing.
+    // An address without a gateway is an error, and nothing remains.
     let lone = json!({"type": "static", "addresses": [{"address": "10.198.4.2/24"}]});
     let world = World::new();
     let error = world.refused(
@@ -370,7 +370,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         serde_json::from_slice::<Value>(&shown.stdout).unwrap()[0].clone()
     };
     let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
-    // Hairpin and isolation, on and off.
+    // Hairpin mode and isolation, on and off.
     for on in [true, false] {
         let config = world.config(
             "1.0.0",
@@ -386,7 +386,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains("mtu 1400"));
         world.ok("bridge", "DEL", &config);
     }
-    // The bridge keeps its MAC address, whatever comes and goes, also without addresses of its own.
+    // The bridge keeps its MAC address when ports come and go, even without IP addresses.
     let mac = |name: &str| bridge(name).split("link/ether ").nth(1).unwrap()[..17].to_owned();
     for (name, extra) in [
         ("br0", json!({})),
@@ -402,7 +402,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         world.ok("bridge", "DEL", &config);
         assert_eq!(mac(name), before);
     }
-    // The container's MAC address: each of these over the ones before.
+    // The container's MAC address: each source takes precedence over the ones before.
     let args = [("CNI_ARGS", "IgnoreUnknown=true;MAC=c2:11:22:33:44:01")];
     for (extra, expected) in [
         (json!({}), "c2:11:22:33:44:01"),
@@ -421,7 +421,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
         assert!(ip(&["-n", &world.container, "link", "show", "eth0"]).contains(expected));
         world.ok("bridge", "DEL", &config);
     }
-    // A container that shall not be brought up, and one whose address is checked for duplicates.
+    // A container whose interface stays down, and one with duplicate address detection.
     let down = world.config(
         "1.0.0",
         json!({"ipam": {}, "isDefaultGateway": false, "disableContainerInterface": true}),
@@ -455,7 +455,7 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
     };
     assert_eq!(accept_ra("br2"), "0");
     world.ok("bridge", "DEL", &promiscuous);
-    // The bridge's address gives way if it must.
+    // With forceAddress, the bridge's address is replaced.
     ip(&["-n", &world.host, "link", "add", "br3", "type", "bridge"]);
     ip(&[
         "-n",
@@ -474,7 +474,7 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
         shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"),
         "{shown}"
     );
-    // What is no bridge is none.
+    // A link of another kind is not a bridge.
     ip(&[
         "-n",
         &world.host,

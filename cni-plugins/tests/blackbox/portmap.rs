@@ -1,4 +1,4 @@
-//! `portmap` behind a bridge.
+//! `portmap` chained after a bridge.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::chained::{CONNECT_TIMEOUT, bridged};
 use super::world::{World, inside, ip, versions};
 
-/// What a server says that a connection from `namespace` to `to` reaches.
+/// The data that a connection from `namespace` to `to` receives.
 fn heard(namespace: &str, to: &str) -> Option<String> {
     let to: SocketAddr = to.parse().unwrap();
     inside(namespace, || {
@@ -19,7 +19,7 @@ fn heard(namespace: &str, to: &str) -> Option<String> {
     })
 }
 
-/// Says a word to everybody who connects, as long as the test runs.
+/// Runs a server that sends `word` on each connection, until the test ends.
 fn say(namespace: &str, at: &str, word: &'static str) {
     let listener = inside(namespace, || TcpListener::bind(at).unwrap());
     std::thread::spawn(move || {
@@ -99,7 +99,7 @@ fn ports_of_the_host_lead_to_the_container_in_every_version() {
 fn ports_have_conditions_addresses_and_sources_of_their_own() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     say(&world.container, "0.0.0.0:80", "container");
-    // An address of the host that it is for; a source that it is not for; a second network of the same container.
+    // A mapping for one host address; a source that the conditions exclude; a second network of the same container.
     ip(&[
         "-n",
         &world.host,
@@ -144,7 +144,7 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
         Some("container"),
         "DEL of one network leaves the other's"
     );
-    // masqAll: the container sees an address of the host.
+    // masqAll: the container sees an address of the host as source.
     let all = ports(
         "1.0.0",
         &result,
@@ -157,7 +157,7 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
         "{}",
         world.ruleset()
     );
-    // GC: whoever is not listed goes.
+    // GC removes attachments that are not listed.
     let mut gc = World::chained("1.1.0", "portmap", &result, json!({}));
     gc["cni.dev/valid-attachments"] = json!([]);
     world.ok("portmap", "GC", &gc);
@@ -167,7 +167,7 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
         world.ruleset()
     );
     world.ok("portmap", "STATUS", &gc);
-    // Bad input changes nothing.
+    // Invalid input changes nothing.
     let before = world.ruleset();
     for (mappings, extra, expected) in [
         (json!([mapping(0, 80, "tcp")]), json!({}), "hostPort"),
@@ -211,7 +211,7 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
     assert_eq!(world.ruleset(), before);
 }
 
-/// The reference's newer versions mark their rules in nftables with nothing but the container's id.
+/// Newer versions of the reference mark their nftables rules with the container's id alone.
 #[test]
 fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
     let (world, _, result) = bridged("1.0.0", json!({}));
@@ -231,7 +231,7 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
             "add rule ip cni_hostport {chain} {rule} comment \"c1\""
         ))
     };
-    // Another network's of the same container.
+    // A rule for another network of the same container.
     add("hostports", "tcp dport 8080 dnat to 10.198.2.9:80");
     for from in ["10.198.1.2", "127.0.0.1"] {
         add(
@@ -253,7 +253,7 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
     );
 }
 
-/// The reference deletes, in these chains, every rule whose comment is the container's id (`unforwardPorts`).
+/// The reference deletes every rule of these chains whose comment is the container's id (`unforwardPorts`).
 #[test]
 fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
     let (world, _, result) = bridged("1.0.0", json!({}));
@@ -288,7 +288,7 @@ fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
     let made = rules();
     assert_eq!(made.len(), 4 + 3, "{made:#?}");
     assert!(made.iter().all(|r| r["comment"] == "c1"), "{made:#?}");
-    // Ours tells networks apart all the same.
+    // Our DEL nevertheless distinguishes networks.
     world.ok("portmap", "DEL", &second);
     assert_eq!(rules().len(), 4);
     world.ok("portmap", "CHECK", &own);
@@ -310,8 +310,8 @@ fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
     world.ok("portmap", "DEL", &own);
 }
 
-/// What the reference's newer versions have left in nftables, where libcni tells who is attached. `ip netns exec` gives the
-/// call mounts of its own, so that nobody else sees the directory.
+/// GC of rules that newer versions of the reference have left in nftables, using libcni's result cache.
+/// `ip netns exec` gives the call a separate mount namespace, so that no other test sees the directory.
 #[test]
 fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_is_there() {
     let (world, _, _) = bridged("1.0.0", json!({}));
@@ -377,12 +377,12 @@ fn a_failed_add_takes_only_its_own_rules_back() {
         json!([mapping(8080, 80, "tcp")]),
         json!({}),
     );
-    // No network address may be translated in a chain that the forwarding of packets enters.
+    // The kernel rejects NAT rules in a chain that is reachable from the forward hook.
     world.refused("portmap", "ADD", &own, &[]);
     assert_eq!(world.ruleset(), before);
 }
 
-/// As the reference leaves its table where nothing was to be masqueraded yet.
+/// The state of the reference's table before any packets needed masquerading.
 #[test]
 fn a_table_of_the_reference_without_masquerading_is_completed() {
     let (world, _, result) = bridged("1.0.0", json!({"hairpinMode": true}));
@@ -434,7 +434,7 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
     let two = ports("1.0.0", &second, wanted, json!({}));
     world.ok("portmap", "ADD", &one);
     assert!(arrives(&first_socket), "{}", world.ruleset());
-    // The same client and port, another container: the kernel must not remember the first.
+    // The same client and port, but another container: the kernel must not use the old flow.
     world.ok("portmap", "DEL", &one);
     world.ok_with("portmap", "ADD", &two, &env);
     assert!(

@@ -132,7 +132,7 @@ fn every_verb_says_what_it_lacks() {
             );
         }
     }
-    // A configuration without a version speaks the oldest; one with another is told which there are.
+    // A configuration without a version means the oldest. For an unknown version, the error lists the supported ones.
     let mut config = world.config("1.0.0", json!({}));
     config.as_object_mut().unwrap().remove("cniVersion");
     assert_eq!(world.ok("bridge", "ADD", &config)["cniVersion"], "0.1.0");
@@ -143,7 +143,7 @@ fn every_verb_says_what_it_lacks() {
         refusal["code"] == 1 && refusal["details"].as_str().unwrap().contains("0.3.2"),
         "{refusal}"
     );
-    // Without a verb it says what it is.
+    // Without a verb, the plugin prints its name and versions.
     let about = world.call("bridge", "", &config, &[("CNI_COMMAND", "")]);
     assert!(
         about.status.success()
@@ -151,7 +151,7 @@ fn every_verb_says_what_it_lacks() {
                 .contains("CNI protocol versions supported: 0.1.0"),
         "{about:?}"
     );
-    // Own spellings of keys are keys.
+    // Keys match regardless of case.
     let loud = json!({"CNIVersion": "1.0.0", "NAME": "net", "TYPE": "bridge", "Bridge": "br0", "ISDEFAULTGATEWAY": true, "IPAM": config["ipam"]});
     let result = world.ok("bridge", "ADD", &loud);
     assert_eq!(result["routes"][0]["dst"], "0.0.0.0/0", "{result}");

@@ -1,4 +1,4 @@
-//! Namespaces for a test, and the plugins called in them as a runtime does.
+//! Network namespaces for a test, in which plugins are called as a runtime does.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// A directory with the plugins under their names.
+/// A directory with links from the plugins' names to the binary.
 pub fn plugins() -> PathBuf {
     if let Some(dir) = std::env::var_os("CNI_BIN") {
         return dir.into();
@@ -18,7 +18,7 @@ pub fn plugins() -> PathBuf {
     std::fs::create_dir_all(&dir).unwrap();
     for name in holdfast_cni::plugins::names() {
         let link = dir.join(name);
-        // A target directory that was copied has links to the build that it was copied from.
+        // In a copied target directory, links lead to the original build.
         if std::fs::read_link(&link).is_ok_and(|to| to == binary) {
             continue;
         }
@@ -43,7 +43,7 @@ pub fn ip(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Whether something comes true. The kernel begins to use a link a moment after it was brought up, a busy machine later.
+/// Whether a condition becomes true within 30 s. The kernel begins to use a link shortly after it was set up.
 pub fn comes_true(done: impl Fn() -> bool) -> bool {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !done() {
@@ -55,18 +55,18 @@ pub fn comes_true(done: impl Fn() -> bool) -> bool {
     true
 }
 
-/// What `show` shows of a link once the kernel has begun to use it, or after a while.
+/// The output of `show` when the link is up, or after the timeout.
 pub fn once_up(show: impl Fn() -> String) -> String {
     comes_true(|| show().contains("state UP"));
     show()
 }
 
-/// Two namespaces, a "host" in which the plugins run and a "container"; gone when dropped.
+/// Two namespaces: a "host" in which plugins run, and a "container". Both are deleted on drop.
 pub struct World {
     pub host: String,
     pub container: String,
     pub data: tempfile::TempDir,
-    /// Where plugins run, so deep that two steps up lead nowhere else.
+    /// The working directory of plugins. Its depth ensures that `../..` stays inside.
     here: tempfile::TempDir,
 }
 
@@ -183,7 +183,7 @@ impl World {
     }
 }
 
-/// Runs `work` in a thread of its own in a namespace.
+/// Runs `work` in a separate thread in a namespace.
 pub fn inside<T: Send>(namespace: &str, work: impl FnOnce() -> T + Send) -> T {
     let file = std::fs::File::open(format!("/run/netns/{namespace}")).unwrap();
     std::thread::scope(|scope| {
@@ -196,12 +196,12 @@ pub fn inside<T: Send>(namespace: &str, work: impl FnOnce() -> T + Send) -> T {
 }
 
 impl World {
-    /// Runs a program in the host's namespace; what it printed.
+    /// Runs a program in the host's namespace and returns its output.
     pub fn on_host(&self, program: &[&str]) -> String {
         ip(&[&["netns", "exec", &self.host], program].concat())
     }
 
-    /// As [`World::ok`], with more in the environment.
+    /// Like [`World::ok`], with additional environment variables.
     pub fn ok_with(&self, plugin: &str, verb: &str, config: &Value, env: &[(&str, &str)]) -> Value {
         let output = self.call(plugin, verb, config, env);
         assert!(
@@ -213,7 +213,7 @@ impl World {
         serde_json::from_slice(&output.stdout).unwrap_or_default()
     }
 
-    /// A plugin's configuration behind the result of another.
+    /// The configuration of a plugin that is chained after a result.
     pub fn chained(version: &str, plugin: &str, previous: &Value, extra: Value) -> Value {
         let mut config =
             json!({"cniVersion": version, "name": "net", "type": plugin, "prevResult": previous});
@@ -232,12 +232,12 @@ impl Drop for World {
     }
 }
 
-/// What there is.
+/// All protocol versions.
 pub const VERSIONS: [&str; 7] = [
     "0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0",
 ];
 
-/// Those of them that a plugin speaks, as it says itself.
+/// The versions that a plugin reports to support.
 pub fn versions(plugin: &str) -> Vec<&'static str> {
     let output = Command::new(plugins().join(plugin))
         .env("CNI_COMMAND", "VERSION")

@@ -1,5 +1,5 @@
-//! Reading a container's log while the runtime writes it and we rotate it. No link is followed: what lies in a pod's log
-//! directory is not all ours (CVE-2026-53489).
+//! Reads a container's log while the runtime writes it and the agent rotates it. Never follows links,
+//! because pods with access to the host's log directory can create files there (CVE-2026-53489).
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
@@ -12,14 +12,14 @@ use jiff::Timestamp;
 use crate::core::serving::logs::{ENTRY_HEAD, TailSearch, TailStart};
 use crate::sys::beneath::Dir;
 
-/// How much is read at once.
+/// The size of a read in bytes.
 const PIECE: usize = 64 << 10;
-/// How often in a row a file that was just rotated is found as long as before until it counts as whole. The runtime gives its
-/// new file to the container's writer first, and then empties what it has buffered into the old one, for which a busy disk
-/// takes its time.
+/// Number of consecutive checks with unchanged length until a rotated file counts
+/// as complete. The runtime first gives the new file to the container's writer,
+/// then flushes its buffer to the old file. On a busy disk, flushing takes time.
 const QUIET: u32 = 4;
 
-/// A file of a log: as the runtime writes it, or compressed by a rotation.
+/// A file of a log: plain, or compressed by a rotation.
 enum Source {
     Plain(File),
     Compressed(Box<GzDecoder<File>>),
@@ -34,14 +34,15 @@ impl Source {
     }
 }
 
-/// What has become of a log at the end of whose file the reader is.
+/// How to continue at the end of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// This is the file that is written.
+    /// This is the current file.
     Same,
-    /// It was rotated. What the runtime wrote last may still come: read on, and ask again at the end.
+    /// The file was rotated, but the runtime may still write to
+    /// it. Read on, and call [`LogFile::follow`] again at the end.
     Ending,
-    /// Reading goes on in the next file.
+    /// Reading continues in the next file.
     Another,
 }
 
@@ -50,17 +51,18 @@ pub struct LogFile {
     dir: Dir,
     name: PathBuf,
     source: Source,
-    /// The time of the file's first line, by which its successor is found; none as long as it has none.
+    /// The time of the file's first line, which identifies its successor; `None` while the file is empty.
     begins: Option<Timestamp>,
-    /// Where the last lines begin, if only these are wanted.
+    /// The start of the last lines, if only these are requested.
     tail: Option<TailStart>,
-    /// It was rotated last of all: its length when it was looked at last, and how often in a row it had that.
+    /// Set if the file is the most recently rotated one: its length
+    /// at the last check, and the number of checks with this length.
     ending: Option<(u64, u32)>,
 }
 
 impl LogFile {
-    /// Opens the log `name` below the directory `dir`. With `tail` reading begins so many lines before its end, at
-    /// [`LogFile::tail`].
+    /// Opens the log `name` below the directory `dir`. With `tail`, reading
+    /// starts that many lines before the end, at [`LogFile::tail`].
     pub fn open(dir: &Path, name: &Path, tail: Option<u64>) -> io::Result<LogFile> {
         let dir = Dir::open(dir)?;
         let mut file = dir.open_file(name)?;
@@ -78,13 +80,13 @@ impl LogFile {
         })
     }
 
-    /// Where the last lines of the file begin, if only these are wanted: entries before that may be read as well.
+    /// The start of the last lines, if only these are requested. Reading may also return entries before it.
     #[must_use]
     pub fn tail(&self) -> Option<TailStart> {
         self.tail
     }
 
-    /// The next piece; empty at the present end.
+    /// The next piece; empty at the current end.
     pub fn read(&mut self) -> io::Result<Vec<u8>> {
         let mut piece = vec![0; PIECE];
         let length = self.source.read(&mut piece)?;
@@ -92,12 +94,12 @@ impl LogFile {
         Ok(piece)
     }
 
-    /// Goes on with the file that was begun after this one, if there is one; call it at the end of this one. A reader who
-    /// was slow finds it among those that have been rotated, and compressed, meanwhile.
+    /// Switches to the next file of the log, if there is one. Call this at the end of the
+    /// present file. A slow reader's next file may already be rotated and compressed.
     pub fn follow(&mut self) -> io::Result<Next> {
         let there = match self.dir.open_file(&self.name) {
             Ok(there) => there,
-            // Moved aside, and the runtime has not opened another yet.
+            // The file was renamed, and the runtime has not created the next one yet.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Next::Same),
             Err(error) => return Err(error),
         };
@@ -114,9 +116,9 @@ impl LogFile {
             Some(begins) => self.successor(begins)?,
             None => None,
         };
-        // One that has a rotated successor was closed long ago, and a compressed one is whole.
+        // A file with a rotated successor, or a compressed file, is complete.
         if let (None, Source::Plain(file)) = (&successor, &self.source) {
-            // The runtime writes to the old file until it has something for the new one.
+            // The runtime writes to the old file until it has data for the new one.
             if there.metadata()?.len() == 0 {
                 return Ok(Next::Same);
             }
@@ -135,7 +137,7 @@ impl LogFile {
         Ok(Next::Another)
     }
 
-    /// The first of the rotated files that begin after a time.
+    /// The first rotated file that begins after a time.
     fn successor(&self, begins: Timestamp) -> io::Result<Option<(Source, Option<Timestamp>)>> {
         let (Some(parent), Some(name)) = (
             self.name.parent(),
@@ -150,10 +152,10 @@ impl LogFile {
         let mut rotated = self.dir.list(parent)?;
         let is_part = |rest: &str| rest.starts_with('.') && !rest.ends_with(".tmp");
         rotated.retain(|other| other.strip_prefix(name).is_some_and(is_part));
-        // Their names are times.
+        // The names contain the time of rotation.
         rotated.sort();
         for other in rotated {
-            // Whoever is so far behind that it was removed meanwhile has lost it.
+            // If a rotated file was removed before a slow reader reached it, its contents are lost.
             let Ok((is_compressed, mut file)) = self.open_rotated(parent, &other) else {
                 continue;
             };
@@ -178,7 +180,7 @@ impl LogFile {
         Ok(None)
     }
 
-    /// A rotated file, and whether it is compressed, as it may just have been.
+    /// Opens a rotated file and returns whether it is compressed. Compression may have just replaced the file.
     fn open_rotated(&self, dir: &Path, name: &str) -> io::Result<(bool, File)> {
         let open = |name: &str| self.dir.open_file(&dir.join(name));
         if name.ends_with(".gz") {
@@ -193,21 +195,21 @@ impl LogFile {
     }
 }
 
-/// The time of the first line of a file that begins so.
+/// The time of the first line of a file, given the file's first bytes.
 fn first_time(begin: &[u8]) -> Option<Timestamp> {
     let text = begin.split(|b| *b == b' ').next()?;
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Finds where the last `lines` lines of a file begin.
+/// Finds the start of the last `lines` lines of a file.
 fn last_lines(file: &File, lines: u64) -> io::Result<TailStart> {
     let length = file.metadata()?.len();
     let mut search = TailSearch::new(lines, length);
     let mut at = if lines == 0 { 0 } else { length };
     let mut piece = vec![0; 1 + PIECE + ENTRY_HEAD];
     while at > 0 {
-        // The entries that begin in this piece: the byte before it says whether one begins with it, and the head of the
-        // last one may lie behind it.
+        // Finds entries that begin in this piece. Also reads the byte before the piece, to see whether an entry
+        // begins at its start. Reads as many bytes after the piece as the head of the last entry may need.
         let end = at;
         at = at.saturating_sub(PIECE as u64);
         let from = at.saturating_sub(1);
@@ -260,7 +262,7 @@ mod tests {
             let mut log = LogFile::open(dir.path(), Path::new("0.log"), Some(tail)).expect("open");
             assert_eq!(all(&mut log), lines[first..].concat(), "{tail}");
         }
-        // The runtime splits lines: four times as long as a piece that is read at once.
+        // The runtime splits long lines: this one has four times the size of a read.
         let part = entry(&"x".repeat(16 << 10)).replace(" F ", " P ");
         let long = part.repeat(16) + &entry("end");
         let half = "2026-11-20T00:00:01.5Z stdout F half";
@@ -291,12 +293,12 @@ mod tests {
             .open(&old)
             .expect("open");
         let mut say = |n| io::Write::write_all(&mut last, line(n).as_bytes()).expect("written");
-        // The new file is there, and the container still writes to the old one.
+        // The new file exists, but the container still writes to the old one.
         std::fs::write(&path, "").expect("written");
         assert_eq!(log.follow().expect("none yet"), Next::Same);
         say(2);
         assert_eq!(all(&mut log), line(2));
-        // The runtime still has a line for the old file, and another after that.
+        // The runtime has another line for the old file, and one more afterwards.
         std::fs::write(&path, line(5)).expect("written");
         for n in [3, 4] {
             assert_eq!(log.follow().expect("another"), Next::Ending);
@@ -314,7 +316,7 @@ mod tests {
         assert!(LogFile::open(dir.path(), Path::new("../x"), None).is_err());
     }
 
-    /// The files are rotated and compressed by the very code that does it on a node.
+    /// Files are rotated and compressed by the code that runs on a node.
     #[test]
     fn a_reader_who_was_slow_reads_every_rotated_file_once() {
         for (rotations, stay) in [(1, 10), (2, 10), (5, 10)] {

@@ -1,10 +1,10 @@
-//! Rotating the log of a running container (kubelet spec, 8.7): the oldest go, the present one is renamed, and the runtime
-//! opens a new one. After that the older ones are compressed, however long it takes: the log may be rotated meanwhile.
-//! Every byte stays in exactly one file.
+//! Rotates the log of a running container (`pkg/kubelet/logs/container_log_manager.go`): deletes the oldest files
+//! and renames the current one, after which the runtime opens a new file. Older files are compressed separately.
+//! Compression may take long, and the log may be rotated again meanwhile. Every byte stays in exactly one file.
 //!
-//! Pods with a hostPath of the log directory put there what they like. So all is done relative to the handle of a
-//! container's log directory, and no link is followed: else a link would have any file of the host compressed into
-//! their reach.
+//! Pods with a hostPath of the log directory can create arbitrary files there. All operations
+//! are therefore relative to a handle of the container's log directory and follow no links.
+//! Otherwise a link could make the agent compress any file of the host into the pod's reach.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use crate::core::serving::logs;
 use crate::sys::beneath::Dir;
 
-/// Where the logs of a container lie: a directory below that of all logs.
+/// The directory of a container's logs, relative to that of all logs.
 pub(in crate::host) struct LogPlace {
     pub(in crate::host) logs: PathBuf,
     pub(in crate::host) dir: PathBuf,
@@ -26,13 +26,13 @@ impl LogPlace {
         Ok(LogDir(dir))
     }
 
-    /// What people know it by.
+    /// The name for error messages.
     pub(in crate::host) fn name(&self) -> impl std::fmt::Display {
         self.dir.display()
     }
 }
 
-/// A container's log directory.
+/// An open log directory of a container.
 pub(in crate::host) struct LogDir(Dir);
 
 impl LogDir {
@@ -63,7 +63,7 @@ impl LogDir {
         Ok(names)
     }
 
-    /// Makes `<file>.gz` of a file, under its name only when it is whole, and removes the file.
+    /// Compresses a file to `<file>.gz` and removes the file. The new name appears only when the contents are complete.
     fn compress(&self, name: &str) -> io::Result<()> {
         let unfinished = format!("{name}.tmp");
         let compressed = self
@@ -76,7 +76,7 @@ impl LogDir {
         compressed
     }
 
-    /// Writes what a file holds, compressed, to a new one.
+    /// Writes the compressed contents of a file to a new file.
     fn compress_to(&self, name: &str, new: &str) -> io::Result<()> {
         let mut plain = self.open_log(name)?;
         let mut encoder = flate2::write::GzEncoder::new(
@@ -95,8 +95,8 @@ impl LogDir {
         Ok(())
     }
 
-    /// Compresses the rotated files of a log but the newest. One at a time may do this for a log, and others may move it
-    /// aside meanwhile.
+    /// Compresses the rotated files of a log except the newest. Only one
+    /// thread may do this for a log; others may rotate the log meanwhile.
     pub(in crate::host) fn compress_older(&self, log: &str) -> io::Result<()> {
         let plan = logs::compression(&self.rotated(log)?);
         for name in &plan.remove {
@@ -104,9 +104,10 @@ impl LogDir {
         }
         for name in &plan.compress {
             match self.compress(name) {
-                // It has become one too many meanwhile.
+                // A rotation has removed the file meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                // What cannot be compressed, as a link that a pod has put there, must not keep others from it.
+                // A file that cannot be compressed, such as a link created
+                // by a pod, must not prevent the compression of others.
                 Err(error) => {
                     tracing::warn!(%error, file = name, "a rotated log was not compressed");
                 }
@@ -116,8 +117,7 @@ impl LogDir {
         Ok(())
     }
 
-    /// Moves a log aside under a name with `stamp`; the answer is that name. Of the rotated files at most
-    /// `files - 2` older ones stay.
+    /// Renames a log to a name with `stamp`, and returns that name. Keeps at most `files - 2` older rotated files.
     pub(in crate::host) fn move_aside(
         &self,
         log: &str,
@@ -126,7 +126,7 @@ impl LogDir {
     ) -> io::Result<String> {
         let new = format!("{log}.{stamp}");
         let before = self.rotated(log)?;
-        // Two rotations within a second must not overwrite each other.
+        // A second rotation within a second must not overwrite the first.
         if before.iter().any(|name| name.contains(stamp)) {
             return Err(io::Error::new(
                 io::ErrorKind::AlreadyExists,
@@ -140,7 +140,7 @@ impl LogDir {
         Ok(new)
     }
 
-    /// Undoes that, unless there is a new log already.
+    /// Reverts the renaming, unless a new log exists.
     pub(in crate::host) fn put_back(&self, aside: &str, log: &str) -> io::Result<()> {
         self.0.rename(aside, log)
     }
@@ -242,14 +242,14 @@ mod tests {
         link("1.log");
         assert!(dir.open_log("1.log").is_err());
         assert_eq!(fs::read_to_string(&secret).expect("read"), "secret");
-        // Nor does a linked directory.
+        // A symlink in place of the directory is not followed either.
         fs::rename(&path, logs.path().join("pod/moved")).expect("moved");
         std::os::unix::fs::symlink(host.path(), &path).expect("linked");
         assert!(place.open().is_err());
         assert!(secret.exists());
     }
 
-    /// Lines with numbers, a piece of them at a time, as a runtime writes them: to the file that it has open.
+    /// Writes numbered lines in batches, as a runtime does: to the file that it has open.
     fn write_lines(open: &Mutex<fs::File>, lines: usize) {
         const PIECE: usize = 500;
         for first in (0..lines).step_by(PIECE) {
@@ -262,7 +262,7 @@ mod tests {
 
     /// The numbers in the log's files, from the oldest on.
     fn numbers(path: &Path, mut names: Vec<String>) -> Vec<usize> {
-        // Their names are times; the present log comes last.
+        // The names contain times; the current log comes last.
         names.sort_by_key(|name| (name == "0.log", name.clone()));
         let mut text = String::new();
         for name in &names {
@@ -278,7 +278,7 @@ mod tests {
             .collect()
     }
 
-    /// A writer that does not wait for anybody, rotations as fast as they go, and compressions that go on meanwhile.
+    /// A fast writer, rotations without pauses, and concurrent compression.
     #[test]
     fn no_byte_is_lost_however_fast_a_log_is_written_and_rotated() {
         const LINES: usize = 200_000;
@@ -342,7 +342,7 @@ mod tests {
         let names = || dir.names().expect("listed").join(" ");
         let plain = "0.log.20261120-000000 0.log.20261120-000001 0.log.20261120-000002";
         assert_eq!(names(), plain, "moving aside does not wait for compression");
-        // A pipe of a pod cannot be compressed; what is half made of it goes.
+        // A FIFO created by a pod cannot be compressed; the partial result is removed.
         fs::remove_file(path.join("0.log.20261120-000001")).expect("removed");
         nix::unistd::mkfifo(
             &path.join("0.log.20261120-000001"),
@@ -352,7 +352,7 @@ mod tests {
         dir.compress_older("0.log").expect("compressed");
         let expected = "0.log.20261120-000000.gz 0.log.20261120-000001 0.log.20261120-000002";
         assert_eq!(names(), expected);
-        // One that a killed agent has compressed and not removed.
+        // An agent was killed after compressing a file and before removing it.
         fs::write(path.join("0.log.20261120-000000"), "content 0").expect("write");
         fs::remove_file(path.join("0.log.20261120-000001")).expect("removed");
         fs::write(path.join("0.log"), "content 3").expect("write");

@@ -1,5 +1,5 @@
-//! The directories of CSI volumes, in the kubelet's layout: where a driver stages and publishes, and what is noted
-//! beside it (kubelet spec, 9.5).
+//! The directories of CSI volumes in the kubelet's layout: where a driver stages and publishes, and the
+//! `vol_data.json` files next to it (`pkg/volume/csi/csi_mounter.go`, `csi_attacher.go`, `csi_block.go`).
 
 use std::fs;
 use std::io::ErrorKind;
@@ -19,30 +19,30 @@ use crate::sys::{file, mount};
 const PLUGIN: &str = "kubernetes.io~csi";
 const NOTE: &str = "vol_data.json";
 
-/// The directories below the agent's root directory.
+/// The CSI directories below the agent's root directory.
 #[derive(Debug, Clone)]
 pub struct CsiDirs(pub PathBuf);
 
-/// A volume that was published, or was about to be.
+/// A volume that was or is about to be published.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Published {
-    /// The pod.
+    /// The uid of the pod.
     pub uid: String,
-    /// The name of its directory.
+    /// The name of the volume's directory.
     pub name: String,
-    /// Where the driver mounts it.
+    /// The path at which the driver publishes the volume.
     pub target: PathBuf,
-    /// What was noted.
+    /// The contents of `vol_data.json`.
     pub data: VolumeData,
-    /// Whether it is a device.
+    /// Whether the volume is a block device.
     pub block: bool,
-    /// Its claim's namespace and name; not known of what an agent before this one published, until its pod is
-    /// looked at.
+    /// Namespace and name of the claim. `None` for a volume that an
+    /// earlier process published, until the agent processes its pod.
     pub claim: Option<(String, String)>,
 }
 
 impl Published {
-    /// Its pod, and the name of its directory.
+    /// The uid of the pod and the name of the directory.
     #[must_use]
     pub fn key(&self) -> (String, String) {
         (self.uid.clone(), self.name.clone())
@@ -68,7 +68,7 @@ fn gone(result: std::io::Result<()>, path: &Path) -> Result<(), HostError> {
     }
 }
 
-/// The directories in a pod's that are noted to be a driver's, which has to undo what is mounted there.
+/// The directories of a pod's volumes that have a `vol_data.json`. Their drivers must unmount what is below.
 pub(super) fn noted_in(pod: &Path) -> Vec<PathBuf> {
     let dir = pod.join("volumes").join(PLUGIN);
     let is_noted = |place: &PathBuf| {
@@ -89,7 +89,7 @@ impl CsiDirs {
             .join(PLUGIN))
     }
 
-    /// Where the devices of a pod are listed.
+    /// The directory with the links to a pod's block devices.
     fn devices_of(&self, uid: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .0
@@ -103,7 +103,7 @@ impl CsiDirs {
         self.0.join("plugins/kubernetes.io/csi/volumeDevices")
     }
 
-    /// Where a driver publishes a device for a pod.
+    /// The path at which a driver publishes a block device for a pod.
     pub fn device(&self, uid: &str, name: &str) -> Result<PathBuf, HostError> {
         Ok(self
             .devices()
@@ -128,7 +128,7 @@ impl CsiDirs {
         Ok((dir.clone(), dir.join("globalmount")))
     }
 
-    /// Where a volume of a pod is published. Nothing is touched.
+    /// The paths of a pod's volume. Changes nothing.
     pub fn place(
         &self,
         uid: &str,
@@ -152,7 +152,7 @@ impl CsiDirs {
         })
     }
 
-    /// Makes the directory of a pod's volume and notes what it is for; the driver makes its target itself.
+    /// Creates the directory of a pod's volume and writes its `vol_data.json`. The driver creates the target itself.
     pub fn prepare(&self, volume: &Published) -> Result<(), HostError> {
         let target = &volume.target;
         let parent = target.parent().unwrap_or(target);
@@ -176,7 +176,7 @@ impl CsiDirs {
     fn note(&self, dir: &Path, data: &VolumeData) -> Result<(), HostError> {
         make(dir, 0o750)?;
         let text = serde_json::to_vec(data)?;
-        // Looked at with every refresh, and written once.
+        // Called at each refresh, so write only changes.
         if fs::read(dir.join(NOTE)).is_ok_and(|there| there == text) {
             return Ok(());
         }
@@ -186,7 +186,7 @@ impl CsiDirs {
         )))
     }
 
-    /// Makes the directory in which a driver stages a volume for all pods.
+    /// Creates the directory in which a driver stages a volume for all pods, and returns it.
     pub fn stage(&self, volume: &Published) -> Result<PathBuf, HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         make(&place, 0o750)?;
@@ -194,7 +194,7 @@ impl CsiDirs {
         Ok(place)
     }
 
-    /// Whether a volume's driver may know of it.
+    /// Whether a volume has a record on disk, so that its driver may know it.
     #[must_use]
     pub fn is_noted(&self, volume: &Published) -> bool {
         if volume.block {
@@ -208,7 +208,7 @@ impl CsiDirs {
             .is_some_and(|dir| dir.join(NOTE).exists())
     }
 
-    /// Where a volume is staged, if it may be. The mount itself is not asked: it may hang.
+    /// The staging path of a volume, if it may be staged. Does not access the mount, which may hang.
     #[must_use]
     pub fn staged(&self, volume: &Published) -> Option<PathBuf> {
         let (dir, place) = self.of_staging(&volume.data, volume.block).ok()?;
@@ -220,7 +220,8 @@ impl CsiDirs {
         mark.exists().then_some(place)
     }
 
-    /// How many volumes of pods stand on the disk, and of how many drivers' volumes it cannot be told what they are.
+    /// The number of pods' volumes on disk, and the number of CSI
+    /// volumes among them without a readable `vol_data.json`.
     #[must_use]
     pub fn count(&self) -> (u64, u64) {
         let pods = names(&self.0.join("pods"));
@@ -230,7 +231,7 @@ impl CsiDirs {
         })
     }
 
-    /// The same of one pod.
+    /// Like [`CsiDirs::count`], for a single pod.
     #[must_use]
     pub fn count_of(&self, uid: &str) -> (u64, u64) {
         let (mut volumes, mut unknown) = (0, 0);
@@ -255,7 +256,7 @@ impl CsiDirs {
         (volumes, unknown)
     }
 
-    /// All volumes that were published here.
+    /// All volumes with a record of being published.
     #[must_use]
     pub fn published(&self) -> Vec<Published> {
         let read = |note: PathBuf| -> Option<VolumeData> {
@@ -299,7 +300,7 @@ impl CsiDirs {
         all
     }
 
-    /// All volumes that are staged here or may be, as of no pod.
+    /// All volumes with a record of being staged, without pods.
     #[must_use]
     pub fn staged_volumes(&self) -> Vec<Published> {
         let drivers = self.0.join("plugins/kubernetes.io/csi");
@@ -320,8 +321,8 @@ impl CsiDirs {
         notes.into_iter().filter_map(read).collect()
     }
 
-    /// Removes what is left of a volume that the driver has unpublished. What is still mounted is an error. `is_last` says
-    /// that no other pod has it.
+    /// Removes the directories and the record of an unpublished volume. A remaining
+    /// mount is an error. `is_last` means that no other pod uses the volume.
     pub fn forget(&self, volume: &Published, is_last: bool) -> Result<(), HostError> {
         still(&volume.target)?;
         if volume.block {
@@ -340,14 +341,14 @@ impl CsiDirs {
         gone(fs::remove_dir(&dir), &dir)
     }
 
-    /// Removes what is kept of a device for all pods.
+    /// Removes the shared directories of a block device.
     fn forget_device(&self, data: &VolumeData, name: &str) -> Result<(), HostError> {
         let (note, _) = self.of_staging(data, true)?;
         gone(file::remove(&note.join(NOTE)), &note)?;
         let of_volume = self.devices().join(name);
         let published = self.devices().join("publish").join(name);
         for dir in [note, of_volume, published] {
-            // What a driver has put there stays, and what is there with it.
+            // Keep directories that contain files of the driver.
             match fs::remove_dir(&dir) {
                 Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
                 removed => gone(removed, &dir)?,
@@ -356,13 +357,13 @@ impl CsiDirs {
         Ok(())
     }
 
-    /// The same for one that was unstaged, and that no other pod has.
+    /// Removes the directories and the record of an unstaged volume that no other pod uses.
     pub fn unstaged(&self, volume: &Published) -> Result<(), HostError> {
         let (dir, place) = self.of_staging(&volume.data, volume.block)?;
         still(&place)?;
         gone(fs::remove_dir(&place), &place)?;
         if volume.block {
-            // The note goes with the pod's own link: until then it is what the volume is known by.
+            // The record is removed with the pod's link; until then it identifies the volume.
             return Ok(());
         }
         gone(file::remove(&dir.join(NOTE)), &dir)?;
@@ -381,19 +382,19 @@ fn still(path: &Path) -> Result<(), HostError> {
     Ok(())
 }
 
-/// Whether a volume is mounted.
+/// Whether there is a mount at a path.
 pub fn is_mounted(target: &Path) -> Result<bool, HostError> {
     Ok(mount::is_mounted(target)?)
 }
 
-/// Whether the files of a mounted volume have SELinux labels of their own.
+/// Whether files of a mounted volume can have individual SELinux labels.
 pub fn labels_files(target: &Path) -> Result<bool, HostError> {
     Ok(mount::labels_files(target)?)
 }
 
 impl LinuxHost {
-    /// Gives a published volume to its pod's group. A large one takes its time: it goes on, and what it has come to is
-    /// the answer meanwhile.
+    /// Changes the group ownership of a published volume. For a large volume, the work
+    /// continues in the background and the returned problem contains the progress.
     pub(in crate::host) async fn give(
         &self,
         volume: &Published,
@@ -447,7 +448,7 @@ mod tests {
         assert_eq!(dirs.staged(&found[0]).as_ref(), Some(&staging));
         let noted = [&staging, &found[0].target].map(|of| of.parent().expect("a directory"));
         for dir in noted {
-            // A disk was full when it was noted anew.
+            // A temporary file, left when a disk was full.
             fs::write(dir.join(format!("{NOTE}.new")), b"{").expect("written");
         }
         dirs.unstaged(&found[0]).expect("forgotten");
@@ -462,7 +463,7 @@ mod tests {
         dirs.prepare(&other).expect("prepared");
         dirs.stage(&other).expect("staged");
         assert_eq!(dirs.published().len(), 2);
-        // What all pods have goes with the last of them.
+        // Shared directories are removed with the last pod.
         dirs.forget(&device, false).expect("forgotten");
         assert_eq!(dirs.published(), std::slice::from_ref(&other));
         dirs.unstaged(&other).expect("forgotten");
@@ -508,7 +509,7 @@ mod tests {
         }
     }
 
-    /// The volumes that were given, and whether it failed.
+    /// The volumes whose ownership was changed, and whether it failed.
     type Told = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
 
     fn told_by(host: &mut LinuxHost) -> Told {
@@ -537,7 +538,7 @@ mod tests {
             ..VolumeData::default()
         };
         let volume = dirs.place("u", data, false, None).expect("a place");
-        // A directory that takes for ever to read.
+        // Reading this directory never returns.
         let slow = volume.target.join("slow");
         let Some((answers, held)) = of_a_program(&slow) else {
             return;
@@ -547,7 +548,8 @@ mod tests {
             ..Ownership::default()
         };
         let target = volume.target.clone();
-        // While a thread of tokio's waits, the clock stands: it is not given up before the walk has begun.
+        // While a blocking thread of tokio runs, the paused clock does not
+        // advance, so the call cannot time out before the walk has started.
         let begun = tokio::task::spawn_blocking(move || {
             let since = std::time::Instant::now();
             while ownership::under_way(&target).is_none() && since.elapsed().as_secs() < 60 {
@@ -570,7 +572,7 @@ mod tests {
             assert_eq!(giving.root, volume.target);
         }
         assert_eq!(host.patient.under_way(), 1, "it is begun once");
-        // Its pod's end does not wait for ever, and ends it.
+        // Pod termination cancels the work and waits only for a limited time.
         let unbound = host.unbind_sub_paths("u").await;
         drop((answers, held));
         mount::unmount(&slow, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");

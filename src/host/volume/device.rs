@@ -1,4 +1,4 @@
-//! Volumes that are mounted: exports of servers, disks behind a network, local devices and directories.
+//! Volumes that are mounted: NFS exports, network disks, local devices and directories.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -22,11 +22,11 @@ use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, mount};
 
-/// Where a volume is mounted, and for whom.
+/// The mount points of a volume and the properties of the mount.
 pub(super) struct Target<'a> {
-    /// For all pods.
+    /// The global mount, shared by all pods.
     pub(super) staged: &'a Path,
-    /// For this pod.
+    /// The directory in the pod's directory.
     pub(super) dir: &'a Path,
     pub(super) owner: Ownership,
     pub(super) giver: &'a Giver,
@@ -34,7 +34,7 @@ pub(super) struct Target<'a> {
 }
 
 impl<'a> Target<'a> {
-    /// The places for all pods and for this one.
+    /// Combines the global mount and the pod's directory with the other parameters.
     pub(super) fn new(
         [staged, dir]: [&'a Path; 2],
         owner: Ownership,
@@ -51,7 +51,7 @@ impl<'a> Target<'a> {
     }
 }
 
-/// Mounts an export of a server in a pod's directory.
+/// Mounts an NFS export in a pod's directory.
 pub(super) fn nfs(
     device: &str,
     dir: &Path,
@@ -67,7 +67,7 @@ pub(super) fn nfs(
     mount_with_tool("nfs", device, dir, &options, call)
 }
 
-/// A disk behind a network: it is mounted once, formatted if it is empty, and bound into the pod.
+/// Sets up a network disk: attaches and mounts it once (formatting an empty disk), and bind-mounts it into the pod.
 pub(super) fn remote(
     disk: &Disk,
     filesystem: &str,
@@ -86,7 +86,8 @@ pub(super) fn remote(
     Ok(bind_staged(to.staged, resolved, to)?)
 }
 
-/// A local volume: a directory is bound into the pod; a device is mounted once, formatted if it is empty.
+/// Sets up a local volume: bind-mounts a directory into the pod, or
+/// mounts a device once (formatting an empty one) and bind-mounts it.
 pub(super) fn local(
     path: &Path,
     filesystem: &str,
@@ -106,7 +107,7 @@ pub(super) fn local(
         };
     }
     let restrict = || {
-        // A device is mounted with them.
+        // A device is mounted with these options, so its bind mount has them.
         let options: &[String] = if device { &[] } else { &resolved.options };
         let restricted = mount::restrict(to.dir, options);
         restricted.map_err(doing(format!("{} cannot be restricted", to.dir.display())))
@@ -126,7 +127,8 @@ pub(super) fn local(
         )));
     }
     let owner = match is_shared(to.dir)? {
-        // The pod that has it would lose its files; AlreadyMountedVolume tells this one.
+        // Changing the group would take the files from the pod that
+        // uses the volume. The event AlreadyMountedVolume reports this.
         true => Ownership {
             group: None,
             ..to.owner
@@ -137,7 +139,7 @@ pub(super) fn local(
     Ok(restrict()?)
 }
 
-/// Whether another pod has the volume that is to be mounted in the directory `dir` of a pod.
+/// Whether another pod uses the volume that is to be mounted in the directory `dir` of a pod.
 fn is_shared(dir: &Path) -> Result<bool, HostError> {
     // pods/<uid>/volumes/<plugin>/<name>
     let above: Vec<&Path> = dir.ancestors().take(5).collect();
@@ -156,7 +158,7 @@ fn is_shared(dir: &Path) -> Result<bool, HostError> {
     Ok(false)
 }
 
-/// Binds what is mounted for all pods into one, and gives it to the pod's group.
+/// Changes the group ownership of a global mount and bind-mounts it into the pod.
 fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Result<(), HostError> {
     let Target { dir, owner, .. } = *to;
     if let Some(group) = owner.group.filter(|_| resolved.owned) {
@@ -180,7 +182,7 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
     )
 }
 
-/// Binds what was found in a pod's directory, and undoes it if the pod has ended meanwhile.
+/// Bind-mounts a path into a pod's directory. If the call was cancelled meanwhile, unmounts it again.
 pub(super) fn bind_if_wanted(
     found: &Found,
     target: &Path,
@@ -199,7 +201,7 @@ pub(super) fn bind_if_wanted(
     Ok(())
 }
 
-/// Mounts a device where all pods of this node find it. One that holds anything is never formatted.
+/// Mounts a device at the global mount. Never formats a device that is not empty.
 fn stage(
     device: &Path,
     filesystem: &str,
@@ -237,15 +239,15 @@ fn stage(
     })
 }
 
-/// Whether a volume is mounted read-only: by its pod or its claim, or by an option of its mount.
+/// Whether a volume is mounted read-only: by its pod or claim, or by a mount option.
 fn is_read_only(read_only: bool, options: &[String]) -> bool {
     let mut options = options.iter().flat_map(|o| o.split(','));
     read_only || options.any(|option| option == "ro")
 }
 
-/// Formats an empty device and checks one that is not, unless it is read-only: then nothing is written, as the disk may be
-/// mounted on another machine. The answer is what `blkid` found. However long that takes, it is
-/// never cut off, and the device stays locked meanwhile, also if this agent ends before its tool.
+/// Formats an empty device, or checks the filesystem of another. A read-only device is not written to,
+/// since another machine may have mounted it. Returns the output of `blkid`. Never interrupts a tool,
+/// however long it takes. The device stays locked until the tool exits, even if the agent exits earlier.
 fn prepare(
     device: &str,
     filesystem: &str,
@@ -267,7 +269,7 @@ fn prepare(
         legible(&held).map_err(doing(format!(
             "{device} is not formatted: what is on it cannot be read"
         )))?;
-        // What could not be read a moment ago was nothing to blkid.
+        // `blkid` reports nothing if reading the device failed temporarily.
         if let Some(said) = on(device)? {
             return Err(format!("{device} is not formatted: it has {said}").into());
         }
@@ -286,7 +288,7 @@ fn prepare(
         }
     } else if filesystem.starts_with("ext") && !read_only {
         call.doing(format!("fsck -a {device}"));
-        // 1 says that errors were mended, 4 that they were not.
+        // Exit code 1 means that errors were corrected; 4 that errors remain.
         match tool_to_its_end("fsck", &["-a", device], held)? {
             (4, said) => {
                 return Err(format!(
@@ -303,12 +305,12 @@ fn prepare(
     Ok(found.unwrap_or_default())
 }
 
-/// What `blkid` finds on a device, if it finds anything.
+/// The output of `blkid` for a device; `None` if it finds nothing.
 fn on(device: &str) -> Result<Option<String>, HostError> {
     let what = ["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export", device];
     match tool("blkid", &what)? {
         (0, said) => Ok(Some(said)),
-        // So it ends where it finds nothing, and also where it could not read.
+        // `blkid` also exits with this code if it could not read the device.
         (2, _) => Ok(None),
         (code, said) => {
             Err(format!("blkid cannot tell what is on {device} ({code}): {said}").into())
@@ -316,7 +318,7 @@ fn on(device: &str) -> Result<Option<String>, HostError> {
     }
 }
 
-/// Reads where a filesystem or a partition table would show: at the beginning and at the end.
+/// Reads the areas of filesystem headers and partition tables: the beginning and the end.
 fn legible(mut device: &File) -> std::io::Result<()> {
     const SPAN: u64 = 1 << 20;
     let read = |device: &File| std::io::copy(&mut device.take(SPAN), &mut std::io::sink());
@@ -327,7 +329,7 @@ fn legible(mut device: &File) -> std::io::Result<()> {
     read(device).map(drop)
 }
 
-/// Makes the filesystem of a device that is mounted as large as the device; a directory has what its filesystem has.
+/// Expands the filesystem of a mounted device to the size of the device. A directory needs no expansion.
 pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), HostError> {
     let shown = device.display().to_string();
     let found = fs::metadata(device).map_err(doing(format!("local volume {shown}")))?;
@@ -347,7 +349,7 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Host
         }
     };
     call.doing(format!("{program} {}", arguments.join(" ")));
-    // Another pod that has it may see at the same time that it has grown: one after the other.
+    // Several pods may notice the growth of their volume at the same time; serialise them.
     let held = opened(&shown)?;
     held.lock()
         .map_err(doing(format!("{shown} cannot be locked")))?;
@@ -364,7 +366,7 @@ fn opened(device: &str) -> Result<File, HostError> {
     File::open(device).map_err(doing(format!("{device} cannot be opened")))
 }
 
-/// A device held with a lock that whoever formats or checks it inherits.
+/// Opens and locks a device. The tool that formats or checks the device inherits the lock.
 fn locked(device: &str) -> Result<File, HostError> {
     let file = opened(device)?;
     match file.try_lock() {
@@ -376,7 +378,7 @@ fn locked(device: &str) -> Result<File, HostError> {
     }
 }
 
-/// What is on a device by the words of `blkid`, if it is not what is asked for.
+/// Describes the contents of a device by the output of `blkid`, if they differ from the requested filesystem.
 fn mismatch(found: &str, filesystem: &str) -> Option<String> {
     let value = |key: &str| {
         found
@@ -391,9 +393,10 @@ fn mismatch(found: &str, filesystem: &str) -> Option<String> {
         .or(table)
 }
 
-/// Mounts through the system's `mount`, which knows the helpers of filesystems.
+/// Mounts through the system's `mount`, which supports helpers of filesystems.
 ///
-/// A mount that nobody wants any more when it arrives is undone, so that none lands in a directory that is being removed.
+/// If the call was cancelled before the mount succeeds, undoes the
+/// mount, so that none appears in a directory that is being removed.
 fn mount_with_tool(
     kind: &str,
     device: &str,
@@ -531,7 +534,7 @@ mod tests {
         }
     }
 
-    /// A filesystem that was not unmounted, which a check would write to.
+    /// An image with an unclean filesystem, which a check would write to.
     fn unclean(image: &Path) {
         let file = File::create(image).expect("an image");
         file.set_len(4 << 20).expect("as large");
@@ -541,11 +544,11 @@ mod tests {
             .args(arguments)
             .status();
         assert!(made.expect("mkfs.ext4 of e2fsprogs").success());
-        // The state in the superblock.
+        // The state field of the superblock.
         file.write_all_at(&[0, 0], 1024 + 0x3a).expect("written");
     }
 
-    /// `blkid` finds nothing on a device that it cannot read.
+    /// `blkid` reports nothing for a device that it cannot read.
     #[test]
     fn what_cannot_be_read_is_not_formatted() {
         let dir = tempfile::tempdir().expect("a directory");
@@ -553,7 +556,7 @@ mod tests {
         let file = File::create(&image).expect("an image");
         file.set_len(3 << 20).expect("as large");
         legible(&File::open(&image).expect("opened")).expect("it is empty, and can be read");
-        // Nothing is mapped at its beginning: reading there fails as on a broken disk.
+        // Reading at offset 0 fails, as on a broken disk.
         let broken = "/proc/self/mem";
         let error = legible(&File::open(broken).expect("opened")).expect_err("it is broken");
         assert_eq!(error.raw_os_error(), Some(libc::EIO));

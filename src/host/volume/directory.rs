@@ -1,4 +1,4 @@
-//! Volumes that are plain directories of this node: emptyDirs, files that the agent projects, host paths.
+//! Volumes that are directories of this node: emptyDirs, projected files, host paths.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,7 +15,7 @@ use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{atomic_dir, beneath, mount, quota};
 
-/// Checks a hostPath volume's type (kubelet spec, 9.3).
+/// Checks the type of a hostPath volume (`pkg/volume/hostpath/host_path.go`).
 pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), HostError> {
     let found = fs::metadata(path);
     let must_be = |what: &str, is: fn(&fs::Metadata) -> bool| {
@@ -47,9 +47,9 @@ pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), HostError> 
     }
 }
 
-/// An emptyDir: a directory everybody may write, a tmpfs, or huge pages. Once it is `ready` nothing of it is touched:
-/// its mode and owner are the pod's business then (kubelet spec, 9.3). A mount that a restart of the node has undone
-/// is made again.
+/// Creates an emptyDir: a world-writable directory, a tmpfs, or huge pages. Once the `ready`
+/// file exists, mode and owner stay as the pod has set them
+/// (`pkg/volume/emptydir/empty_dir.go`). A mount that was lost in a reboot is mounted again.
 pub(super) fn empty_dir(
     dir: &Path,
     ready: &Path,
@@ -80,7 +80,7 @@ pub(super) fn empty_dir(
                 "a tmpfs cannot be mounted at {}",
                 dir.display()
             )))?;
-            // As the kernel makes it, and the kubelet leaves it.
+            // The kernel's default for tmpfs, which the kubelet keeps.
             mode = 0o1777;
         }
         Medium::HugePages(size) => {
@@ -101,8 +101,8 @@ pub(super) fn empty_dir(
     fs::write(ready, "").map_err(doing(format!("{} cannot be written", ready.display())))
 }
 
-/// Keeps a volume in a tmpfs of its own, where the kubelet has it too. What may be secret never reaches a disk, also after
-/// somebody has unmounted it.
+/// Keeps a volume in a separate tmpfs, as the kubelet does, so that secrets never
+/// reach a disk. Mounts the tmpfs again if another program has unmounted it.
 pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
     if !mount::is_mounted(dir).map_err(doing(format!("{} cannot be looked at", dir.display())))? {
         make(dir, 0o777)?;
@@ -121,7 +121,7 @@ pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
     }
 }
 
-/// Undoes what was mounted for a pod that has ended meanwhile.
+/// Unmounts a volume whose setup was cancelled meanwhile.
 pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), HostError> {
     if !call.is_cancelled() {
         return Ok(());
@@ -130,8 +130,9 @@ pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), HostError>
     Err(format!("{} is not mounted: its pod has ended", dir.display()).into())
 }
 
-/// The directory that containers see: an emptyDir, as in the kubelet, and so as open as one; a tmpfs has the sticky bit
-/// besides. With a group it is the group's, and so is what is made in it.
+/// Sets the mode of the volume's root directory. As in the kubelet, it is that of
+/// an emptyDir, so world-writable; a tmpfs also has the sticky bit. With a group,
+/// the directory belongs to the group, and files created in it inherit the group.
 fn root_of_files(dir: &Path, group: Option<u32>) -> std::io::Result<()> {
     let found = fs::metadata(dir)?;
     if let Some(group) = group.filter(|group| *group != found.gid()) {
@@ -145,14 +146,14 @@ fn root_of_files(dir: &Path, group: Option<u32>) -> std::io::Result<()> {
     fs::set_permissions(dir, fs::Permissions::from_mode(mode | bits))
 }
 
-/// What is in a volume that the agent writes.
+/// The contents of a projected volume.
 pub(in crate::host) struct Content {
     pub(in crate::host) files: Files,
-    /// Where other volumes are mounted within it.
+    /// The paths at which other volumes are mounted inside it.
     pub(in crate::host) mounted_within: BTreeSet<PathBuf>,
 }
 
-/// The files that the agent projects, and directories for what is mounted among them.
+/// Writes the projected files, and creates directories for mounts inside the volume.
 pub(super) fn write_files(
     dir: &Path,
     volume: &str,
@@ -215,7 +216,7 @@ mod tests {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
-        // On a disk, as the agent's directory is.
+        // On a disk, like the agent's directory.
         let root = tempfile::tempdir_in("/var/tmp").expect("a directory");
         let write = |dir: &Path| {
             let files = Files::from([("key".to_owned(), File::new(b"value".to_vec(), 0o400))]);
@@ -254,7 +255,7 @@ mod tests {
         let write = |dir: &Path, group| write_files(dir, "v", content(Files::new()), group);
         write(&dir, None).expect("written");
         assert_eq!(mode(&dir), 0o777);
-        // As an agent before this one left it.
+        // The mode that an earlier version has set.
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).expect("chmod");
         write(&dir, None).expect("written again");
         assert_eq!(mode(&dir), 0o777);

@@ -1,4 +1,4 @@
-//! Disks behind a network: found by their links, logged in to and out of with the tools of the system.
+//! Network disks (iSCSI, Fibre Channel): found through links in `/dev/disk`; sessions are managed with `iscsiadm`.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -13,14 +13,14 @@ use crate::host::tool::tool;
 use crate::sys::failure::doing;
 use crate::sys::{file, mount};
 
-/// How long a disk may take to appear once it is there.
+/// Maximum time until an attached disk appears.
 const APPEARANCE: Duration = Duration::from_secs(30);
-/// What `iscsiadm` says by its code: there is a session already.
+/// Exit code of `iscsiadm`: the session already exists.
 const SESSION_EXISTS: i32 = 15;
-/// No such session or record.
+/// Exit code of `iscsiadm`: no such session or record.
 const NOTHING: i32 = 21;
 
-/// The device of a disk, if the node has it: that of its paths together, where there are several.
+/// The device of a disk, if the node has it. For a disk with several paths, the multipath device.
 pub(in crate::host) fn find(disk: &Disk) -> Option<PathBuf> {
     let mut links = vec![];
     for dir in ["by-path", "by-id"] {
@@ -49,7 +49,7 @@ pub(in crate::host) fn find(disk: &Disk) -> Option<PathBuf> {
         .or_else(|| devices.into_iter().next())
 }
 
-/// The multipath device that a disk is a part of.
+/// The multipath device that includes a disk.
 fn together(device: &Path) -> Option<PathBuf> {
     let name = device.file_name()?;
     let all = fs::read_dir("/sys/block")
@@ -62,7 +62,7 @@ fn together(device: &Path) -> Option<PathBuf> {
     Some(Path::new("/dev").join(found.file_name()))
 }
 
-/// Makes the node have a disk; the answer is its device.
+/// Attaches a disk to the node and returns its device.
 pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
     if let Some(device) = find(disk) {
         return Ok(device);
@@ -87,7 +87,7 @@ pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
     }
 }
 
-/// Logs in at all portals; one that works is enough.
+/// Logs in at all portals; fails only if all portals fail.
 fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
     let mut failed = vec![];
     for portal in &iscsi.portals {
@@ -108,7 +108,7 @@ fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
     }
 }
 
-/// One call; what is already so is fine. Passwords are not repeated.
+/// Runs `iscsiadm`. An existing session is no error. Errors contain no passwords.
 fn told(call: &[String]) -> Result<(), HostError> {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     match tool("iscsiadm", &words)? {
@@ -120,7 +120,7 @@ fn told(call: &[String]) -> Result<(), HostError> {
     }
 }
 
-/// Logs out everywhere. A session that is gone is fine.
+/// Logs out at all portals. A missing session is no error.
 fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
     for call in iscsi.portals.iter().flat_map(|portal| iscsi.logout(portal)) {
         let words: Vec<&str> = call.iter().map(String::as_str).collect();
@@ -136,10 +136,10 @@ fn log_out(iscsi: &Iscsi) -> Result<(), HostError> {
     Ok(())
 }
 
-/// Where it is noted how a disk came here; hidden while the disk is mounted over it.
+/// The file with the session of a disk. The disk is mounted over it, so the file is invisible meanwhile.
 const SESSION: &str = "iscsi.json";
 
-/// Notes a disk's session before there is one.
+/// Records a disk's session before logging in.
 pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> {
     let Disk::Iscsi(session) = disk else {
         return Ok(());
@@ -149,7 +149,7 @@ pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> 
     file::replace(&place.join(SESSION), &text).map_err(doing("the session cannot be noted"))
 }
 
-/// Makes the node have a disk that a pod gets as a device. `marks` are the links by which it is known that it does.
+/// Attaches a disk that a pod uses as a block device. `marks` are the links that record this use.
 pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Result<(), HostError> {
     let _turn = Turn::of_pod(place)?;
     note(disk, place)?;
@@ -176,7 +176,7 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
     attach(disk).map(|_| ())
 }
 
-/// Takes a pod's mark away; the answer is whether there was one.
+/// Removes a pod's mark and returns whether it existed.
 pub(in crate::host) fn unmark(mark: &Path) -> Result<bool, HostError> {
     match fs::remove_file(mark) {
         Ok(()) => Ok(true),
@@ -196,7 +196,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The places of all disks behind iSCSI: those that are mounted, and those that pods have as devices.
+/// The directories of all iSCSI disks: mounted ones, and those that pods use as block devices.
 pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
     let interfaces = entries(iscsi)
         .into_iter()
@@ -210,7 +210,7 @@ pub(in crate::host) fn places(iscsi: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The places of all disks, below the agent's root directory.
+/// The directories of all disks, below the agent's root directory.
 #[must_use]
 pub fn all_places(root: &Path) -> Vec<PathBuf> {
     let plugins = root.join("plugins/kubernetes.io");
@@ -221,12 +221,12 @@ pub fn all_places(root: &Path) -> Vec<PathBuf> {
     of_channel.chain(places(&plugins.join("iscsi"))).collect()
 }
 
-/// Ends the session of a disk that is neither mounted nor any pod's device nor about to be.
+/// Logs out of a disk that is not mounted, is no pod's block device, and is not being set up.
 pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
     let Some(_turn) = Turn::at(place) else {
         return Ok(());
     };
-    // A pod's mark is our link, or what a kubelet has mounted there.
+    // A pod's mark is our link, or a mount that a kubelet has created there.
     let is_mark = |entry: &PathBuf| entry.is_symlink() || mount::is_mounted(entry).unwrap_or(true);
     let marked = || entries(place).iter().any(is_mark);
     if mount::is_mounted(place)? || marked() {
@@ -236,7 +236,7 @@ pub(in crate::host) fn end_if_idle(place: &Path) -> Result<(), HostError> {
     fs::remove_dir(place).map_err(doing(format!("{} cannot be removed", place.display())))
 }
 
-/// Ends the session of a disk that nobody has any more, unless another disk of the same target is there or on its way.
+/// Logs out of a disk that no pod uses, unless another disk of the same target is in use or being set up.
 pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     let note = place.join(SESSION);
     let remove = || {
@@ -246,7 +246,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     let what = format!("{} cannot be read", note.display());
     let session: Iscsi = match fs::read(&note) {
         Ok(text) => Iscsi::noted(&text).map_err(doing(&what))?,
-        // What a full disk or a crash has left of one may be there.
+        // A temporary file may remain after a crash or on a full disk.
         Err(error) if error.kind() == ErrorKind::NotFound => return remove(),
         Err(error) => return Err(doing(what)(error)),
     };
@@ -263,7 +263,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
         named && other != place && other.parent().and_then(Path::file_name) == interface
     };
     let table = mount::table()?;
-    // What is mounted is not asked for its note: it may hang.
+    // Do not read the record below a mount, which may hang.
     let has_it =
         |other: &PathBuf| table.iter().any(|m| m.point == *other) || other.join(SESSION).exists();
     if !places(root)
@@ -275,7 +275,7 @@ pub(in crate::host) fn end_session(place: &Path) -> Result<(), HostError> {
     remove()
 }
 
-/// Has all hosts of the node look for new disks.
+/// Makes all SCSI hosts of the node scan for new disks.
 fn rescan() -> Result<(), HostError> {
     for host in fs::read_dir("/sys/class/scsi_host")
         .into_iter()

@@ -1,7 +1,9 @@
-//! What a kubelet has made beside a pod's device, where the agent was exchanged while the pod ran: the device mounted over a
-//! file that has the pod's uid, and a loop device on that, which keeps the device open (`MapBlockVolume` and
-//! `UnmapBlockVolume` in the kubelet's `pkg/volume/util`). Neither goes by itself, and while they are there no driver can
-//! take the device away.
+//! Mounts of a kubelet for a pod's block device, which remain if this agent replaces the kubelet while the pod
+//! runs. The kubelet bind-mounts the device over a file named by the pod's uid, and attaches a loop device to
+//! it, which keeps the device open. Both must be removed explicitly; until then no driver can detach the device.
+//!
+//! Upstream: `MapBlockVolume` and `UnmapBlockVolume` in `pkg/volume/util/operationexecutor/operation_generator.go`
+//! and `pkg/volume/util/volumepathhandler/volume_path_handler_linux.go`.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,8 +17,8 @@ use crate::sys::failure::doing;
 use crate::sys::loop_device;
 use crate::sys::mount::{self, Mount};
 
-/// Whether a kubelet mounts devices of pods there: `…/volumeDevices/…`. What a driver has published or staged is its own to
-/// undo.
+/// Whether a kubelet mounts block devices of pods at this path: `…/volumeDevices/…`.
+/// Excludes paths that a driver publishes or stages and must remove itself.
 pub(super) fn is_mapped(point: &Path) -> bool {
     let mut parts = point
         .iter()
@@ -25,7 +27,8 @@ pub(super) fn is_mapped(point: &Path) -> bool {
     parts.nth(1).is_some_and(|part| !is_of_driver(part))
 }
 
-/// Where a kubelet has mounted a pod's devices: `plugins/…/volumeDevices/…/<uid>`. `root` has no links.
+/// The paths at which a kubelet has mounted a pod's block devices:
+/// `plugins/…/volumeDevices/…/<uid>`. `root` must not contain symlinks.
 pub(super) fn of_pod(root: &Path, uid: &str, table: &[Mount]) -> Vec<PathBuf> {
     let plugins = root.join("plugins");
     let points = table.iter().map(|m| &m.point);
@@ -36,7 +39,7 @@ pub(super) fn of_pod(root: &Path, uid: &str, table: &[Mount]) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Takes one of them away, the loop devices first.
+/// Removes such a mount, after its loop devices.
 pub(super) fn release(point: &Path) -> Result<(), HostError> {
     let failed = || {
         let point = point.display();
@@ -49,7 +52,7 @@ pub(super) fn release(point: &Path) -> Result<(), HostError> {
     }
     mount::unmount(point, MntFlags::empty())?;
     if point.iter().any(|part| part == "iscsi") {
-        // The file is the mark by which the end of the session knows the pod (`disks::unmark`).
+        // The file is the mark by which session cleanup recognises the pod (`disks::unmark`).
         return Ok(());
     }
     match fs::remove_file(point) {
@@ -62,7 +65,7 @@ pub(super) fn release(point: &Path) -> Result<(), HostError> {
     }
     let dir = point.parent().unwrap_or(point);
     match fs::remove_dir(dir).map_err(|e| (e.kind(), e)) {
-        // Other pods have the device.
+        // Other pods use the device.
         Ok(()) | Err((ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty, _)) => Ok(()),
         Err((_, error)) => Err(doing(format!("{} cannot be removed", dir.display()))(error)),
     }

@@ -1,6 +1,7 @@
-//! Volumes on this machine: made, mounted, handed out and taken away (kubelet spec, 9.3, 9.7 and 9.8).
+//! Volumes on this machine: setup, mounts and removal
+//! (`pkg/volume/util/operationexecutor/operation_generator.go`, `pkg/volume/volume_linux.go`).
 //!
-//! What can hang, because another machine or a device is behind it, is waited for only so long.
+//! Calls that may hang on another machine or a device have timeouts.
 
 pub mod csi;
 mod device;
@@ -29,21 +30,21 @@ use crate::sys::failure::doing;
 use crate::sys::patient::Call;
 use crate::sys::{beneath, ownership};
 
-/// How long the kernel is waited for.
+/// Timeout for calls to the kernel.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Is told of each volume whose files were given to a group, one by one: its plugin, of a driver's volume with the driver,
-/// how long it took, and whether it failed.
+/// Callback for each volume whose group ownership was changed: the plugin
+/// (with the driver for CSI), the duration, and whether it failed.
 pub type Given = Arc<dyn Fn(&str, Duration, bool) + Send + Sync>;
 
-/// Who gives the files of a volume to a group.
+/// Changes the group ownership of a volume's files.
 struct Giver {
     plugin: String,
     given: Option<Given>,
 }
 
 impl Giver {
-    /// As [`ownership::set_group`] does, and tells of it.
+    /// Calls [`ownership::set_group`] and reports the outcome.
     fn give(
         &self,
         root: &Path,
@@ -77,12 +78,12 @@ impl LinuxHost {
         }
     }
 
-    /// What a volume waits for whose files are being given to its pod's group: large ones take their time. `dir` is the
-    /// volume's directory in its pod's.
+    /// The progress of a running ownership change, which takes long for large
+    /// volumes. `dir` is the volume's directory in the pod's directory.
     fn giving(&self, root: &Path, dir: &Path, owner: Ownership) -> Option<Giving> {
         let (far, group) = (ownership::under_way(root)?, owner.group?);
         let files = far.files();
-        // As upstream names it: from the pod's uid on.
+        // The path that upstream shows: from the pod's uid on.
         let shown = dir.strip_prefix(self.root.join("pods")).unwrap_or(dir);
         Some(Giving {
             root: root.into(),
@@ -93,8 +94,8 @@ impl LinuxHost {
         })
     }
 
-    /// The outcome of a call that may be giving a volume at one of these `places` to its pod's group, and go on: then how far
-    /// that has come is what is told.
+    /// Replaces a problem "under way" by the progress of the
+    /// ownership change, if one is running at one of these `places`.
     fn or_giving(
         &self,
         outcome: Result<(), Problem>,
@@ -116,7 +117,7 @@ impl LinuxHost {
             .join(segment(name)?))
     }
 
-    /// Where a disk behind a network is mounted for all pods.
+    /// The global mount of a network disk.
     fn staged_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
         disk.place()
             .iter()
@@ -125,7 +126,7 @@ impl LinuxHost {
             })
     }
 
-    /// Where it is noted which pods have it as a device.
+    /// The directory with the marks of pods that use the disk as a block device.
     fn mapped_disk(&self, disk: &Disk) -> Result<PathBuf, HostError> {
         disk.device_place()
             .iter()
@@ -134,7 +135,7 @@ impl LinuxHost {
             })
     }
 
-    /// The plugins that mount devices for all pods, and where.
+    /// The plugins with global mounts, and the directories of these.
     fn staging(&self) -> [(&'static str, PathBuf); 3] {
         let plugins = self.root.join("plugins");
         [
@@ -145,7 +146,7 @@ impl LinuxHost {
         .map(|(plugin, below)| (plugin, plugins.join(plugin).join(below)))
     }
 
-    /// What says that a volume was set up, so that it is done once: whatever the pod does with its mode stays.
+    /// The file that marks a volume as set up, so that later changes by the pod to its mode persist.
     fn ready_mark(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, HostError> {
         Ok(self
             .pod_dir(uid)?
@@ -155,7 +156,7 @@ impl LinuxHost {
             .join("ready"))
     }
 
-    /// The directory of a volume in a pod's.
+    /// The directory of a volume in the pod's directory.
     fn volume_dir(&self, uid: &str, resolved: &ResolvedVolume) -> Result<PathBuf, HostError> {
         Ok(match &resolved.source {
             Source::HostPath { path, .. } => PathBuf::from(path),
@@ -177,7 +178,7 @@ impl LinuxHost {
         })
     }
 
-    /// The group of a local volume that other pods have too.
+    /// The group of a local volume that other pods use as well.
     pub(in crate::host) async fn shared_group(
         &self,
         uid: &str,
@@ -192,7 +193,7 @@ impl LinuxHost {
         let look = move || {
             let others = fs::read_dir(pods)?.flatten();
             let mut others = others.filter(|pod| *pod.file_name() != *own);
-            // The mount itself is not asked: it may hang.
+            // Do not access the mount, which may hang.
             let has = |pod: fs::DirEntry| {
                 let volumes = fs::read_dir(pod.path().join("volumes").join(plugin));
                 let mut volumes = volumes.into_iter().flatten().flatten();
@@ -228,7 +229,7 @@ impl LinuxHost {
         }
         let dir = self.volume_dir(uid, resolved)?;
         let done = match resolved.source.clone() {
-            // The runtime mounts it from its own store, the driver from its.
+            // The runtime mounts images, and drivers mount CSI volumes.
             Source::Image | Source::Csi(_) => Ok(()),
             Source::HostPath { kind, .. } if kind.is_empty() => Ok(()),
             Source::HostPath { kind, .. } => {
@@ -295,7 +296,7 @@ impl LinuxHost {
         Ok(done?)
     }
 
-    /// Makes the filesystem of a local volume as large as its device has become.
+    /// Expands the filesystem of a local volume to the size of its device.
     pub(in crate::host) async fn grow(
         &self,
         uid: &str,
@@ -313,7 +314,7 @@ impl LinuxHost {
         self.patient.call_with(&key, KERNEL_TIMEOUT, grow).await
     }
 
-    /// Makes a disk known to a pod as a device, under a volume's name.
+    /// Attaches a disk that a pod uses as a block device, under the volume's name.
     async fn map_disk(
         &self,
         key: &str,
@@ -328,7 +329,7 @@ impl LinuxHost {
         self.patient.call(key, KERNEL_TIMEOUT, map).await
     }
 
-    /// Makes a volume, and unmounts it if its pod has ended meanwhile.
+    /// Sets up a volume, and unmounts it if the call was cancelled meanwhile.
     async fn make_if_wanted(
         &self,
         key: &str,
@@ -365,7 +366,8 @@ impl LinuxHost {
         let key = format!("{uid}/{volume}/{container}/{index}");
         let work = move |call: &Call| {
             let of = format!("for volumeMount {volume:?} of container {container:?}");
-            // Whoever owns the pod reads the answer, and may not learn from it what is on the machine: the log has why.
+            // The pod's owner can read the error, which must not reveal
+            // what exists on the machine. The log has the details.
             let hidden = |what: &str, error: HostError| {
                 let message = format!("failed to {what} {of}");
                 tracing::warn!(%error, volume, container, "{message}");

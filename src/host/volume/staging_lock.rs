@@ -1,5 +1,4 @@
-//! Turns at places where devices are mounted for all pods: each by one at a time, and a device that hangs in the way of
-//! no other.
+//! Locks for global mounts: each path has one holder at a time, and a hanging device blocks no other path.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,20 +7,20 @@ use std::sync::Mutex;
 use crate::core::lock::lock;
 use crate::host::HostError;
 
-/// The places that somebody is at.
+/// The locked paths.
 static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// A turn at one of them, until it is dropped.
+/// The lock of a path, held until it is dropped.
 pub(in crate::host) struct Turn(PathBuf);
 
 impl Turn {
-    /// None if somebody else has it.
+    /// Locks a path; `None` if it is already locked.
     pub(in crate::host) fn at(place: &Path) -> Option<Turn> {
         let mut all = lock(&TAKEN);
         all.insert(place.into()).then(|| Turn(place.into()))
     }
 
-    /// The same, as whoever sets up a volume is told of it.
+    /// Like [`Turn::at`], with the error for a pod whose volume is being set up.
     pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, HostError> {
         let taken = "another pod is mounting or unmounting it just now";
         Turn::at(place).ok_or_else(|| HostError::under_way(taken))

@@ -1,8 +1,14 @@
-//! Undoing what a pod has mounted (kubelet spec, 9.3 and 9.8).
+//! Unmounts and removes a pod's volumes (`pkg/volume/util/operationexecutor/operation_generator.go`).
 //!
-//! The order is: what is still being mounted is cancelled and waited for, then the pod's mounts go, the deepest first,
-//! then staged devices that nobody has any more, then sessions. A filesystem whose server does not answer is forced after
-//! a time; one that is busy and a disk of this node never are.
+//! The order:
+//!
+//! - Cancel pending mounts and wait for them.
+//! - Unmount the pod's mounts from the deepest up.
+//! - Unmount global mounts that no pod uses.
+//! - Log out of sessions.
+//!
+//! The unmount of an unresponsive remote filesystem is forced after a timeout.
+//! Busy filesystems and local disks are never forced.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,10 +28,10 @@ use crate::host::{HostError, OnTakenAway, TakenAway, blocking};
 use crate::sys::failure::doing;
 use crate::sys::mount::{self, Mount};
 
-/// How long a filesystem of another machine may leave its unmounting without an answer before it is forced.
+/// Time that unmounting a remote filesystem may block before it is forced.
 pub(in crate::host) const FORCE_AFTER: Duration = Duration::from_secs(60);
 
-/// The plugins whose volumes the agent makes: what is in them goes with them.
+/// The plugins whose volumes the agent creates, and removes together with their contents.
 const MADE: [&str; 5] = [
     "kubernetes.io~empty-dir",
     "kubernetes.io~configmap",
@@ -33,19 +39,19 @@ const MADE: [&str; 5] = [
     "kubernetes.io~projected",
     "kubernetes.io~secret",
 ];
-/// Volumes of drivers are undone by them.
+/// The plugin whose volumes are removed by their drivers.
 const DRIVERS: &str = "kubernetes.io~csi";
 
-/// Where a volume lies in a pod's directory.
+/// A volume in a pod's directory.
 struct Place {
-    /// The directory of its plugin.
+    /// The directory name of its plugin.
     plugin: String,
     dir: PathBuf,
-    /// Whether it is a device and not a filesystem.
+    /// Whether the volume is a block device.
     block: bool,
 }
 
-/// The volumes in a pod's directory, but for those of drivers. What is mounted there is not asked: it may hang.
+/// The volumes in a pod's directory, except those of CSI drivers. Does not access mounts, which may hang.
 fn places(pod: &Path) -> Vec<Place> {
     let listed = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let mut found = vec![];
@@ -65,25 +71,25 @@ fn places(pod: &Path) -> Vec<Place> {
     found
 }
 
-/// Whether a filesystem depends on somebody who may be gone: a server, or a program.
+/// Whether a filesystem depends on a server or a program that may fail.
 fn is_remote(kind: &str) -> bool {
     let kind = kind.split('.').next().unwrap_or(kind);
     kind.starts_with("nfs") || ["cifs", "smb3", "ceph", "9p", "fuse"].contains(&kind)
 }
 
-/// Why something is still mounted.
+/// Why an unmount did not succeed.
 #[derive(Debug)]
 enum Refusal {
-    /// The kernel has not answered: it waits for somebody else.
+    /// The kernel has not answered: it waits for a server or program.
     Silent(HostError),
-    /// It has answered so.
+    /// The kernel has returned this error.
     Refused(PathBuf, Errno),
-    /// It was not asked.
+    /// The call was not made.
     Unasked(HostError),
 }
 
 impl Refusal {
-    /// Whether its server is gone, as far as can be told. One that answers may still get what was not written yet.
+    /// Whether the server appears to be lost. A responsive server may still receive unwritten data.
     fn is_of_a_lost_server(&self) -> bool {
         match self {
             Refusal::Silent(_) => true,
@@ -122,19 +128,19 @@ impl From<Refusal> for HostError {
     }
 }
 
-/// Whether it is known what came of something: a call that has not ended is told of when it has.
+/// Whether the outcome is final. A pending call reports its outcome when it completes.
 fn has_ended<T>(outcome: &Result<T, HostError>) -> bool {
     !outcome.as_ref().is_err_and(HostError::is_under_way)
 }
 
-/// What an unmounting is known by while it is under way.
+/// The key of a pending unmount.
 fn unmounting(point: &Path, flags: MntFlags) -> String {
     format!("unmount {} {flags:?}", point.display())
 }
 
 impl LinuxHost {
-    /// Unmounts what a pod has mounted and removes what the agent has made for it, then unmounts staged devices that nobody
-    /// has any more: its own, and those that an agent left behind that was killed.
+    /// Unmounts a pod's volumes and removes the files that the agent has created. Then unmounts
+    /// global mounts that no pod uses: those of this pod, and leftovers of a killed agent.
     pub(in crate::host) async fn tear_down(
         &self,
         uid: &str,
@@ -155,7 +161,7 @@ impl LinuxHost {
             .filter(|m| m.point.starts_with(&dir))
             .map(|m| m.device.as_str())
             .collect();
-        // Side by side: one that hangs holds up no other.
+        // Concurrently, so that a hanging volume does not block others.
         let work = places.into_iter().map(|place| async {
             let (begun, plugin, block) =
                 (Instant::now(), place.plugin.replace('~', "/"), place.block);
@@ -174,16 +180,16 @@ impl LinuxHost {
         for outcome in futures::future::join_all(work).await {
             outcome.map_err(failed())?;
         }
-        // What others have mounted there, and parts of volumes; but not what drivers have to undo yet.
+        // Unmount subPath mounts and mounts of other programs, but not what drivers still have to unmount.
         let is_known = |mount: &Mount| noted.iter().any(|dir| mount.point.starts_with(dir));
         self.unmount_below(&dir, is_known).await.map_err(failed())?;
         self.unstage_idle(&had, each).await.map_err(failed())?;
         self.let_sessions_go(uid).await.map_err(failed())
     }
 
-    /// Ends what is being set up for a pod: what was given up on may be under way yet. It is waited for a while; what never
-    /// ends, as a look at a dead filesystem, must not hold up the pod's end: a mount that comes later finds that it was
-    /// cancelled, and is undone by who made it.
+    /// Cancels the pending setup of a pod's volumes and waits for a limited time. A call
+    /// that never returns, such as an access to a dead filesystem, must not block pod
+    /// termination. A mount that completes later detects the cancellation and undoes itself.
     async fn end_setting_up(&self, uid: &str) -> Result<(), HostError> {
         let begun = format!("{}/", segment(uid)?);
         if let Err(progress) = self.patient.cancel(&begun, KERNEL_TIMEOUT).await {
@@ -196,17 +202,17 @@ impl LinuxHost {
         Ok(())
     }
 
-    /// Unmounts the staged devices that no pod has. One of those that the pod `had` must go.
+    /// Unmounts the global mounts that no pod uses. For a device that the pod `had`, failure is an error.
     async fn unstage_idle(
         &self,
         had: &BTreeSet<&str>,
         each: OnTakenAway<'_>,
     ) -> Result<(), HostError> {
         let (staging, pods) = (self.staging(), self.root.join("pods"));
-        // Read anew: what this pod had is unmounted.
+        // Read again, because this pod's volumes were unmounted.
         let table = blocking(|| Ok(mount::table()?)).await?;
         let of = |m: &Mount| staging.iter().find(|(_, dir)| m.point.starts_with(dir));
-        // What a kubelet has made of the devices of other pods is theirs.
+        // Mounts that a kubelet has created for other pods' block devices belong to these pods.
         let staged = table.iter().filter(|m| !mapped::is_mapped(&m.point));
         let staged = staged.filter_map(|m| Some((m, of(m)?.0)));
         for (staged, plugin) in staged {
@@ -228,7 +234,7 @@ impl LinuxHost {
                 });
             }
             match outcome {
-                // Another pod's device that hangs is no reason to stay.
+                // A hanging device of another pod must not block this one.
                 Err(error) if own => return Err(error),
                 Err(error) => self.staying.log(&key, &error),
                 Ok(_) => {}
@@ -237,7 +243,7 @@ impl LinuxHost {
         Ok(())
     }
 
-    /// Takes one volume away from the pod with this directory: what is mounted there goes, and what the agent has made.
+    /// Removes a volume of the pod with this directory: unmounts it and removes the files that the agent has created.
     async fn take_away(&self, place: Place, pod: &Path, table: &[Mount]) -> Result<(), HostError> {
         for mount in mount::among(table, &place.dir) {
             self.unmount(mount).await?;
@@ -254,7 +260,7 @@ impl LinuxHost {
                 false => fs::remove_dir(&place.dir),
             };
             match removed.map_err(|e| (e.kind(), e)) {
-                // What lies where something was mounted is not ours.
+                // Files below a former mount point do not belong to the agent.
                 Ok(()) | Err((ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty, _)) => Ok(()),
                 Err((_, error)) => {
                     let what = format!("{} cannot be removed", place.dir.display());
@@ -265,7 +271,7 @@ impl LinuxHost {
         .await
     }
 
-    /// Takes away what a kubelet has made of the devices of a pod.
+    /// Removes the mounts that a kubelet has created for a pod's block devices.
     async fn release_mapped(&self, uid: &str) -> Result<(), HostError> {
         let (root, own) = (self.root.clone(), segment(uid)?.to_owned());
         let look = move || {
@@ -281,8 +287,7 @@ impl LinuxHost {
         Ok(())
     }
 
-    /// Unmounts the parts of volumes that containers had, and what a kubelet has made of devices: before a driver is asked
-    /// to unpublish what they are of.
+    /// Unmounts subPath mounts and a kubelet's mounts of block devices. Must precede the driver's unpublish call.
     pub(in crate::host) async fn unbind_sub_paths(&self, uid: &str) -> Result<(), HostError> {
         self.end_setting_up(uid).await?;
         self.release_mapped(uid).await?;
@@ -292,17 +297,17 @@ impl LinuxHost {
             .map_err(doing("subPath mounts cannot be unmounted"))
     }
 
-    /// Unmounts what is mounted below a directory, and not what is mounted at it.
+    /// Unmounts everything below a directory, but not a mount at the directory itself.
     pub(in crate::host) async fn unmount_within(&self, dir: &Path) -> Result<(), HostError> {
         let (parent, name) = (dir.parent().unwrap_or(dir), dir.file_name());
         let parent = parent.to_owned();
-        // What is mounted there is not asked: it may hang.
+        // Do not access the mount, which may hang.
         let parent = blocking(move || Ok(fs::canonicalize(&parent).unwrap_or(parent))).await?;
         let own = parent.join(name.unwrap_or_default());
         self.unmount_below(dir, |mount| mount.point == own).await
     }
 
-    /// Unmounts what is mounted at or below a directory, the deepest first, but for what `stays`.
+    /// Unmounts everything at or below a directory, from the deepest up, except mounts for which `stays` is true.
     async fn unmount_below(
         &self,
         dir: &Path,
@@ -322,7 +327,7 @@ impl LinuxHost {
             return self.unmounted(&point);
         };
         if !is_remote(&mount.kind) || !refusal.is_of_a_lost_server() {
-            // It has answered: the time that a lost server has begins anew.
+            // The server has answered: restart the timeout.
             lock(&self.silent).remove(&point);
             return Err(refusal.into());
         }
@@ -343,7 +348,7 @@ impl LinuxHost {
             let table = mount::table()?;
             Ok(table.iter().filter(|m| m.device == device).count() > 1)
         });
-        // Mounts of one export share its connection, and forcing one would fail the calls of all.
+        // Mounts of the same export share a connection; forcing one would fail the calls of all.
         if !shared.await? && self.unmount_with(&point, MntFlags::MNT_FORCE).await.is_ok() {
             return self.unmounted(&point);
         }
@@ -363,8 +368,8 @@ impl LinuxHost {
         self.patient.call(&key, KERNEL_TIMEOUT, work).await
     }
 
-    /// Ends the sessions of disks that no pod has: those of a pod that had them as devices, and those that led to
-    /// nothing or whose agent was killed.
+    /// Logs out of disks that no pod uses: block devices of this
+    /// pod, and leftovers of failed setups or of a killed agent.
     async fn let_sessions_go(&self, uid: &str) -> Result<(), HostError> {
         let (iscsi, mark) = (
             self.root.join("plugins/kubernetes.io/iscsi"),
@@ -398,15 +403,15 @@ impl LinuxHost {
     }
 }
 
-/// Whether a pod has a staged device mounted.
+/// Whether a pod has mounted the device of a global mount.
 fn is_in_use(staged: &Mount, table: &[Mount], pods: &Path) -> bool {
     let mut of_pods = table.iter().filter(|m| m.point.starts_with(pods));
     of_pods.any(|m| m.device == staged.device)
 }
 
-/// Unmounts a staged device if no pod has it mounted; whether it has done so.
+/// Unmounts a global mount if no pod uses it. Returns whether it was unmounted.
 fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
-    // Whoever has its turn is about to use it, or does just this.
+    // The holder of the lock is about to use the mount, or is unmounting it.
     let Some(_turn) = Turn::at(&staged.point) else {
         return Ok(false);
     };
@@ -415,7 +420,7 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
     if !there || is_in_use(staged, &table, pods) {
         return Ok(false);
     }
-    // Its session ends although others may have it mounted where nobody sees it.
+    // Mounts in other mount namespaces may remain when the session ends, so write the data now.
     if let Err(error) = mount::sync(&staged.point) {
         let point = staged.point.display();
         tracing::warn!(%error, %point, "what was written to a volume last may be lost");
@@ -437,7 +442,7 @@ pub(super) mod tests {
     use std::os::fd::AsRawFd as _;
     use std::sync::mpsc::Receiver;
 
-    /// The machine with a root directory that is a link, as `/var/lib/kubelet` may be.
+    /// The host with a root directory that is a symlink, as `/var/lib/kubelet` may be.
     pub(in crate::host::volume) fn host(dir: &Path) -> LinuxHost {
         fs::create_dir_all(dir.join("disk")).expect("mkdir");
         std::os::unix::fs::symlink("disk", dir.join("root")).expect("link");
@@ -454,7 +459,7 @@ pub(super) mod tests {
         error.message.contains("EBUSY") && error.message.contains("is not forced")
     }
 
-    /// Work that ends when it is told to.
+    /// Blocks until a message arrives.
     fn held(until: Receiver<()>) -> Result<(), HostError> {
         until.recv().expect("it is told");
         Ok(())
@@ -465,7 +470,7 @@ pub(super) mod tests {
         let refused = |error| Refusal::Refused("/v".into(), error);
         for (error, expected) in [
             (HostError::under_way("no answer"), true),
-            // The kernel was not even asked: that says nothing of a server.
+            // The kernel was not called, so the server's state is unknown.
             (HostError::failed("no thread can be made"), false),
             (Errno::ENOENT.into(), false),
         ] {
@@ -485,7 +490,7 @@ pub(super) mod tests {
         assert!(is_busy(&refused(Errno::EBUSY).into()));
     }
 
-    /// A filesystem of a program that never answers, and who holds it.
+    /// A FUSE filesystem that never answers, and the open file that keeps it busy.
     pub(in crate::host::volume) fn of_a_program(
         point: &Path,
     ) -> Option<(fs::File, std::os::fd::OwnedFd)> {
@@ -521,14 +526,14 @@ pub(super) mod tests {
             return;
         };
         let is_mounted = || mount::is_mounted(&point).expect("looked at");
-        // The kernel says that it is busy, so its server may be well: it is waited for, however long that takes.
+        // EBUSY means that the server may be fine: retry, however long that takes.
         host.force_after = Duration::ZERO;
         for _ in 0..2 {
             let busy = host.tear_down("u", &|_| ()).await;
             assert!(busy.is_err_and(|e| is_busy(&e)));
             assert!(is_mounted());
         }
-        // No answer: as an unmounting has none that waits for a server.
+        // Simulates an unmount that waits for a server and does not return.
         let (release, answer) = std::sync::mpsc::channel::<()>();
         let real = fs::canonicalize(dir.path()).expect("a path");
         let real = real.join("disk/pods/u/volumes/kubernetes.io~nfs/v");
@@ -567,7 +572,7 @@ pub(super) mod tests {
             assert!(busy.is_err_and(|e| is_busy(&e)));
         }
         drop(held);
-        // A program that another test starts just now holds it too, until it is executed.
+        // A program that another test has just forked keeps the file open until its execve.
         let begun = Instant::now();
         let mut outcome = host.tear_down("u", &|_| ()).await;
         while outcome.is_err() && begun.elapsed().as_secs() < 60 {
@@ -576,8 +581,8 @@ pub(super) mod tests {
         assert_eq!(outcome, Ok(()));
     }
 
-    /// A container that has the node's root has its own mounts of all that was there when it began; a disk whose session ends
-    /// then would lose what was not written.
+    /// A container with a host-root mount has copies of all mounts that existed when
+    /// it started. If the session of a disk ends then, unwritten data would be lost.
     #[test]
     fn a_device_is_written_to_before_it_goes_whoever_else_has_it_mounted() {
         if !nix::unistd::geteuid().is_root() {
@@ -617,8 +622,8 @@ pub(super) mod tests {
         assert!(there.windows(text.len()).any(|part| part == text));
     }
 
-    /// Many pods may end at once, and each looks for staged devices that nobody has any more: one that another pod has is
-    /// looked at no further, so that their looks are not in each other's way.
+    /// Many pods may terminate concurrently, and each searches for unused global mounts. A mount
+    /// that another pod uses must be skipped early, so that the searches do not block each other.
     #[tokio::test]
     async fn a_device_that_another_pod_has_holds_up_no_end() {
         if !nix::unistd::geteuid().is_root() {
@@ -664,8 +669,8 @@ pub(super) mod tests {
         assert_eq!(outcome, Ok(()));
     }
 
-    /// A kubelet that ran the pod before has mounted its device over a file and made a loop device of that, so that it stays
-    /// open: no driver could take the device away.
+    /// A kubelet that ran the pod before has mounted the device over a file and attached a loop
+    /// device to it. The loop device keeps the device open, so that no driver could detach it.
     #[tokio::test]
     async fn what_a_kubelet_has_made_of_a_device_goes_with_the_pod() {
         if !nix::unistd::geteuid().is_root() {
@@ -706,7 +711,7 @@ pub(super) mod tests {
         let (left, published) = (is_mounted(&own), is_mounted(&of_driver));
         let open = crate::sys::loop_device::of(&own).expect("looked at");
         for device in [&held, &device] {
-            // The one that went is given back already.
+            // One loop device is already detached.
             let _ = crate::sys::loop_device::detach(Path::new(device));
         }
         mount::unmount_all(&devices).expect("unmounted");
@@ -718,7 +723,8 @@ pub(super) mod tests {
         assert!(!devices.join("pv/dev").exists());
     }
 
-    /// A driver may be gone for long: what else the pod had is given back, and the driver finds its own as it has left it.
+    /// A driver may be unavailable for long. The pod's other resources
+    /// are released, and the driver's mounts stay unchanged.
     #[tokio::test]
     async fn what_a_driver_has_to_undo_stays_and_the_rest_goes() {
         if !nix::unistd::geteuid().is_root() {

@@ -1,4 +1,4 @@
-//! The expressions that rules are made of.
+//! The expressions of nftables rules.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ fn value(bytes: &[u8]) -> Attributes {
     Attributes::new().put(nf::data::VALUE, bytes)
 }
 
-/// The bytes of an address as they are on the wire.
+/// The bytes of an address in network byte order.
 #[must_use]
 pub fn octets(address: IpAddr) -> Vec<u8> {
     match address {
@@ -56,7 +56,7 @@ fn meta(key: u32) -> Attributes {
     )
 }
 
-/// `meta nfproto` is IPv4 or IPv6.
+/// Matches IPv4 or IPv6 packets (`meta nfproto`).
 #[must_use]
 pub fn family_is(v4: bool) -> Vec<Attributes> {
     vec![
@@ -65,13 +65,13 @@ pub fn family_is(v4: bool) -> Vec<Attributes> {
     ]
 }
 
-/// The protocol above IP.
+/// Matches the transport protocol (`meta l4proto`).
 #[must_use]
 pub fn protocol_is(number: u8) -> Vec<Attributes> {
     vec![meta(META_L4PROTO), compare(&[number], true)]
 }
 
-/// The port that it is for.
+/// Matches the destination port.
 #[must_use]
 pub fn port_is(port: u16) -> Vec<Attributes> {
     vec![
@@ -80,7 +80,7 @@ pub fn port_is(port: u16) -> Vec<Attributes> {
     ]
 }
 
-/// The interface that it came in by, or goes out by.
+/// Matches the incoming or outgoing interface.
 #[must_use]
 pub fn interface_is(incoming: bool, name: &str, equal: bool) -> Vec<Attributes> {
     let mut bytes = name.as_bytes().to_vec();
@@ -91,13 +91,13 @@ pub fn interface_is(incoming: bool, name: &str, equal: bool) -> Vec<Attributes> 
     ]
 }
 
-/// The hardware address that sent it.
+/// Matches the source hardware address.
 #[must_use]
 pub fn sender_is(mac: [u8; 6]) -> Vec<Attributes> {
     vec![payload(PAYLOAD_LL_HEADER, 6, 6), compare(&mac, true)]
 }
 
-/// Source or destination compared with a network.
+/// Matches the source or destination address against a network.
 #[must_use]
 pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
     let offset = match (net, source) {
@@ -126,7 +126,7 @@ pub fn address_is(source: bool, net: IpNet, equal: bool) -> Vec<Attributes> {
     list
 }
 
-/// It is for an address of this host.
+/// Matches packets to an address of this host (`fib daddr type local`).
 #[must_use]
 pub fn for_this_host() -> Vec<Attributes> {
     /// `RTN_LOCAL`.
@@ -152,22 +152,22 @@ fn immediate(register: u32, data: &Attributes) -> Attributes {
     )
 }
 
-/// What becomes of a packet.
+/// The verdict of a rule.
 #[derive(Debug, Clone, Copy)]
 pub enum Verdict<'a> {
-    /// It is lost.
+    /// Discards the packet.
     Drop,
-    /// This base chain lets it pass.
+    /// Ends the base chain; the packet passes.
     Accept,
-    /// Back to the chain that it came from.
+    /// Returns to the calling chain.
     Return,
-    /// On in another chain, and back from there.
+    /// Continues in another chain, and returns afterwards.
     Jump(&'a str),
-    /// On in another chain.
+    /// Continues in another chain, and does not return.
     Goto(&'a str),
 }
 
-/// A verdict.
+/// A statement with this verdict.
 #[must_use]
 pub fn verdict(verdict: Verdict<'_>) -> Attributes {
     let (code, chain): (i32, _) = match verdict {
@@ -187,13 +187,13 @@ pub fn verdict(verdict: Verdict<'_>) -> Attributes {
     )
 }
 
-/// Its source becomes an address of this host.
+/// Source NAT to an address of the outgoing interface.
 #[must_use]
 pub fn masquerade() -> Attributes {
     expression("masq", &Attributes::new())
 }
 
-/// Its destination becomes another.
+/// Destination NAT to an address and port.
 #[must_use]
 pub fn redirect(address: IpAddr, port: u16) -> Vec<Attributes> {
     let family = if address.is_ipv4() { IPV4 } else { IPV6 };
@@ -209,13 +209,13 @@ pub fn redirect(address: IpAddr, port: u16) -> Vec<Attributes> {
     ]
 }
 
-/// What iptables counts.
+/// A counter, which iptables adds to its rules.
 #[must_use]
 pub fn counter() -> Attributes {
     expression("counter", &Attributes::new())
 }
 
-/// A match of iptables that has no expression of its own there.
+/// An xtables match that has no native expression.
 #[must_use]
 pub fn extension(name: &str, revision: u32, info: &[u8]) -> Attributes {
     expression(

@@ -1,8 +1,10 @@
-//! Ports of the host that lead to containers, in the tables of the reference (CNI reference spec, 7.3). Conditions stand
-//! in the rules of the container that they are for, not in the chains that all share.
+//! Port forwarding from the host to containers, in the tables of the reference plugins
+//! (`plugins/meta/portmap/portmap_nftables.go` of containernetworking/plugins).
+//! Conditions are part of each container's rules, not of the shared chains.
 //!
-//! The reference marks a container's rules with nothing but its id, in a comment. Ours have that comment, so that its DEL
-//! finds them, and the key of their owner besides: two networks of a container do not take each other's.
+//! The reference identifies a container's rules only by its id, in a comment. Our rules have
+//! the same comment, so that the reference's DEL finds them. They also contain the key of their
+//! owner, so that DEL for one network does not remove a container's rules of another network.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -34,25 +36,25 @@ const BY_ADDRESS: &str = "hostip_hostports";
 const MASQUERADING: &str = "masquerading";
 const PREROUTING: &str = "prerouting";
 
-/// A port of the host and where it leads.
+/// A forwarded port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Forward {
-    /// The number of the protocol.
+    /// The number of the IP protocol.
     pub protocol: u8,
-    /// The address of the host that it is for; all if there is none.
+    /// The host's address; `None` means all addresses.
     pub host: Option<IpAddr>,
-    /// The port there.
+    /// The port on the host.
     pub port: u16,
-    /// The container's.
+    /// The port of the container.
     pub target: u16,
 }
 
-/// What must hold besides for a port to be forwarded.
+/// An additional condition of forwarding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Condition {
     /// Source (or destination) is in the network (or not).
     Address(bool, IpNet, bool),
-    /// It came in by (or goes out by) the interface (or not).
+    /// Incoming (or outgoing) interface is this one (or not).
     Interface(bool, String, bool),
 }
 
@@ -65,18 +67,18 @@ impl Condition {
     }
 }
 
-/// What a container wants of one family.
+/// The port forwarding of a container for one address family.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Its address.
+    /// The address of the container.
     pub container: IpAddr,
-    /// Its ports.
+    /// The forwarded ports.
     pub forwards: Vec<Forward>,
-    /// For all of them.
+    /// Conditions that apply to all forwarded ports.
     pub conditions: Vec<Condition>,
-    /// What comes from the container itself, and from this host by localhost, gets an address of the host's.
+    /// Whether to masquerade packets that come from the container itself, or from localhost.
     pub hairpin: bool,
-    /// Whatever is forwarded does.
+    /// With `hairpin`, whether to masquerade all forwarded packets.
     pub all: bool,
 }
 
@@ -115,7 +117,7 @@ fn scaffold(table: Table) -> Vec<Message> {
 }
 
 impl Plan {
-    /// The sources that are masqueraded on their way to the container.
+    /// The sources whose packets are masqueraded on their way to the container.
     fn masqueraded(&self) -> Vec<IpNet> {
         let v4 = self.container.is_ipv4();
         if !self.hairpin {
@@ -135,14 +137,14 @@ impl Plan {
             .collect()
     }
 
-    /// How many rules it needs.
+    /// The number of rules that the plan needs.
     #[must_use]
     pub fn size(&self) -> usize {
         self.forwards.len() + self.masqueraded().len()
     }
 
-    /// How many rules the reference makes of it in the tables of iptables, where it makes none twice: those that lead to the
-    /// container, and those that mark what is to be masqueraded.
+    /// The numbers of rules that the reference creates for this plan in the tables of iptables, without duplicates.
+    /// The first counts rules with the container as target, the second those that mark packets for masquerading.
     #[must_use]
     pub fn size_in_iptables(&self) -> (usize, usize) {
         let ports = |f: &Forward| (f.protocol, f.host, f.port);
@@ -189,12 +191,12 @@ impl Plan {
     }
 }
 
-/// Forwards. `container` is the id of the owner's container.
+/// Adds the rules of a plan. `container` is the id of the owner's container.
 pub fn add(plan: &Plan, owner: &Owner, container: &str) -> io::Result<()> {
     let table = table(plan.container.is_ipv4());
     let rules = plan.rules(owner, container);
     match Nft::open()?.add(table, PREROUTING, || scaffold(table), &rules) {
-        // The reference makes this chain only for the first container that has something to be masqueraded.
+        // The reference creates this chain only for the first container that needs masquerading.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             Nft::open()?.add(table, MASQUERADING, || vec![masquerading(table)], &rules)
         }
@@ -202,7 +204,7 @@ pub fn add(plan: &Plan, owner: &Owner, container: &str) -> io::Result<()> {
     }
 }
 
-/// Those with rules of containers; only the reference's earlier versions have any by address.
+/// The chains that contain rules of containers. Only earlier versions of the reference use `hostip_hostports`.
 fn chains() -> Vec<(Table, &'static str)> {
     TABLES
         .iter()
@@ -210,11 +212,12 @@ fn chains() -> Vec<(Table, &'static str)> {
         .collect()
 }
 
-/// How many rules of a plan there are: the owner's, and those that the reference marked with nothing but the container's id. As its
-/// rules of all networks of a container are marked alike, only those about the plan's address count.
+/// The number of rules of a plan that exist: the owner's, and those that the reference
+/// has marked with the container's id alone. The reference marks the rules of all
+/// networks of a container alike, so only its rules about the plan's address count.
 pub fn count(plan: &Plan, owner: &Owner, container: &str) -> io::Result<usize> {
     let address = octets(plan.container);
-    // nft compares two addresses that lie side by side as one value.
+    // nft compares two adjacent addresses as a single value.
     let is_about = |rule: &Rule| {
         rule.loads.contains(&address) || rule.values.iter().any(|v| v.ends_with(&address))
     };
@@ -232,20 +235,21 @@ pub fn count(plan: &Plan, owner: &Owner, container: &str) -> io::Result<usize> {
     Ok(found)
 }
 
-/// The container's id, where the reference has marked a rule with it. What older versions of ours have marked has commas.
+/// The container's id, if the reference has created the rule. Older versions of ours wrote comments with commas.
 fn id_by_reference(rule: &Rule) -> Option<&str> {
     let is_id = rule.mark == rule.comment && !rule.mark.is_empty() && !rule.mark.contains(',');
     is_id.then_some(rule.mark.as_str())
 }
 
-/// Stops forwarding for the owner, and what the reference has marked with the id of `container`.
+/// Removes the rules of the owner, and those that the reference has marked with the id of `container`.
 pub fn remove(nft: &mut Nft, owner: &Owner, container: Option<&str>) -> io::Result<()> {
     nft.delete(&chains(), |rule| {
         owner.has(&rule.mark) || (container.is_some() && id_by_reference(rule) == container)
     })
 }
 
-/// Stops forwarding for attachments that are not in `keep`, and what the reference has marked with an id that `is_gone`.
+/// Removes the rules of attachments that are not in `keep`, and those
+/// that the reference has marked with an id for which `is_gone` is true.
 pub fn collect(
     nft: &mut Nft,
     network: &str,

@@ -1,6 +1,7 @@
-//! The tables of iptables, as `iptables-nft` lays them out in nftables: what the reference plugins left there is
-//! recognised and removed, and the firewall plugin writes there, as only there it can let pass what these tables would
-//! drop (CNI reference spec, 2.3, 2.4, 7.2 and 9).
+//! The tables of iptables, in the layout that `iptables-nft` uses in nftables. This module detects and removes
+//! rules of the reference plugins (`pkg/ip/ipmasq_iptables_linux.go` and `plugins/meta/portmap/portmap_iptables.go`
+//! of containernetworking/plugins). The firewall plugin writes its rules there, because only a rule in the same
+//! chain can accept packets that these tables would drop (`plugins/meta/firewall/iptables.go`).
 
 use std::collections::BTreeSet;
 use std::io;
@@ -38,12 +39,13 @@ const FORWARD: &str = "FORWARD";
 const OURS: &str = "CNI-FORWARD";
 const STAGES: [&str; 2] = ["CNI-ISOLATION-STAGE-1", "CNI-ISOLATION-STAGE-2"];
 
-/// The chain in which the reference masquerades a container.
+/// The chain in which the reference masquerades the packets of a container.
 fn masquerade_chain(network: &str, container: &str) -> String {
     format!("CNI-{}", digest(&format!("{network}{container}"), 24))
 }
 
-/// The chain in which the reference forwards ports to a container, or with `SN` that in which early versions masqueraded them.
+/// The chain in which the reference forwards ports to a container (`DN`),
+/// or in which its early versions masqueraded those packets (`SN`).
 fn hostport_chain(kind: &str, network: &str, container: &str) -> String {
     format!(
         "CNI-{kind}-{}",
@@ -51,7 +53,7 @@ fn hostport_chain(kind: &str, network: &str, container: &str) -> String {
     )
 }
 
-/// Whether the kernel has such a table of the old iptables, which netlink does not reach.
+/// Whether the kernel has this table of legacy iptables, which netlink cannot access.
 #[must_use]
 pub fn is_legacy(table: &str) -> bool {
     ["/proc/net/ip_tables_names", "/proc/net/ip6_tables_names"]
@@ -61,7 +63,8 @@ pub fn is_legacy(table: &str) -> bool {
         })
 }
 
-/// What is to be said where rules are missing that the reference may have made with the old iptables; empty if it cannot be so.
+/// A hint for an error about missing rules: the reference may have
+/// created them with legacy iptables. Empty if it cannot have.
 #[must_use]
 pub fn unseen() -> &'static str {
     if is_legacy("nat") {
@@ -98,8 +101,8 @@ fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the chains of a network's containers, except those in `kept`, to which rules of `entry` jump that the reference
-/// has marked with the network's name (CNI reference spec, 2.3).
+/// Removes the chains of a network's containers, except those in `kept`. The reference marks the jumps to them in
+/// `entry` with a comment that contains the network's name (`pkg/utils/utils.go` of containernetworking/plugins).
 fn collect_chains(
     nft: &mut Nft,
     network: &str,
@@ -123,7 +126,7 @@ fn collect_chains(
         .try_for_each(|chain| drop_chain(nft, &[entry], chain))
 }
 
-/// Removes how the reference forwarded ports to containers of a network that are not in `keep`.
+/// Removes the reference's port forwarding for containers of a network that are not in `keep`.
 pub fn collect_hostports(
     nft: &mut Nft,
     network: &str,
@@ -137,7 +140,7 @@ pub fn collect_hostports(
     Ok(())
 }
 
-/// Removes how the reference masqueraded containers of a network that are not in `keep`.
+/// Removes the reference's masquerading for containers of a network that are not in `keep`.
 pub fn collect_masquerades(
     nft: &mut Nft,
     network: &str,
@@ -148,17 +151,17 @@ pub fn collect_masquerades(
     collect_chains(nft, network, "POSTROUTING", "CNI-", &kept)
 }
 
-/// Removes how the reference masqueraded a container.
+/// Removes the reference's masquerading for a container.
 pub fn remove_masquerade(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
     drop_chain(nft, &["POSTROUTING"], &masquerade_chain(network, container))
 }
 
-/// Whether the reference masquerades a container in every family that it has addresses of.
+/// Whether the reference masquerades the packets of a container in each family of its addresses.
 pub fn masquerades(addresses: &[IpAddr], network: &str, container: &str) -> io::Result<bool> {
     let chain = masquerade_chain(network, container);
     let mut nft = Nft::open()?;
     for table in families(NAT, addresses) {
-        // What goes to its own network is let pass before.
+        // The first rule of the chain accepts packets to the container's own network.
         if !leads_to(&mut nft, table, "POSTROUTING", &chain)? || nft.rules(table, &chain)?.len() < 2
         {
             return Ok(false);
@@ -173,15 +176,15 @@ fn leads_to(nft: &mut Nft, table: Table, entry: &str, chain: &str) -> io::Result
     Ok(rules.iter().any(|r| r.target.as_deref() == Some(chain)))
 }
 
-/// Removes how the reference forwarded ports to a container.
+/// Removes the reference's port forwarding for a container.
 pub fn remove_hostports(nft: &mut Nft, network: &str, container: &str) -> io::Result<()> {
     let chain = |kind| hostport_chain(kind, network, container);
     drop_chain(nft, &["CNI-HOSTPORT-DNAT"], &chain("DN"))?;
     drop_chain(nft, &["CNI-HOSTPORT-SNAT"], &chain("SN"))
 }
 
-/// Whether the reference forwards ports to a container in a family: there are as many rules as are `wanted` that lead to it, and that
-/// mark what is to be masqueraded.
+/// Whether the reference forwards ports to a container in a family. `wanted` are the minimum
+/// numbers of rules with the container as target and of rules that mark packets for masquerading.
 pub fn forwards(
     v4: bool,
     wanted: (usize, usize),
@@ -204,7 +207,7 @@ fn comment(text: &str) -> Attributes {
     extension("comment", 0, &bytes)
 }
 
-/// `-m conntrack --ctstate RELATED,ESTABLISHED`: `struct xt_conntrack_mtinfo3`, of which only the states count.
+/// `-m conntrack --ctstate RELATED,ESTABLISHED`: `struct xt_conntrack_mtinfo3`, with only the states set.
 fn answers() -> Attributes {
     const MATCH_FLAGS: usize = 146;
     const STATE_MASK: usize = 150;
@@ -222,7 +225,7 @@ fn end(mut expressions: Vec<Attributes>, last: Verdict<'_>) -> Vec<Attributes> {
     expressions
 }
 
-/// Those of two tables, of which the first is for IPv4, that addresses belong to.
+/// Selects those of two tables, the first for IPv4, whose family has one of the addresses.
 fn families(tables: [Table; 2], addresses: &[IpAddr]) -> Vec<Table> {
     [true, false]
         .into_iter()
@@ -240,7 +243,7 @@ fn is_about(rule: &Rule, address: IpAddr) -> bool {
     rule.target.is_none() && rule.values.first() == Some(&octets(address))
 }
 
-/// What a table lacks of its base chain and of `chains`.
+/// Messages that create the table's base chain and `chains`, as far as they are missing.
 fn missing_chains(nft: &mut Nft, table: Table, chains: &[&str]) -> io::Result<Vec<Message>> {
     let mut messages = vec![];
     if !nft.has(table, FORWARD)? {
@@ -262,7 +265,7 @@ fn missing_chains(nft: &mut Nft, table: Table, chains: &[&str]) -> io::Result<Ve
     Ok(messages)
 }
 
-/// A jump at the beginning of `from`, unless there is one.
+/// A jump at the beginning of `from`, unless one exists.
 fn jump(
     nft: &mut Nft,
     table: Table,
@@ -274,7 +277,7 @@ fn jump(
     Ok((!there).then(|| table.prepend(from, &end(vec![comment(text)], Verdict::Jump(to)))))
 }
 
-/// Lets pass what `addresses` send, and the answers to them.
+/// Accepts packets from `addresses` and the replies to them.
 pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()> {
     Nft::open()?.agree(|nft| {
         let mut messages = vec![];
@@ -318,7 +321,7 @@ pub fn allow(addresses: &[IpAddr], admin: &str, owner: &Owner) -> io::Result<()>
     })
 }
 
-/// Whether all of that is there.
+/// Whether all rules of [`allow`] exist.
 pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
     let mut nft = Nft::open()?;
     for table in families(FILTER, addresses) {
@@ -337,14 +340,14 @@ pub fn allows(addresses: &[IpAddr]) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Removes what is the owner's; of the reference's rules, which have no owner, those about `addresses`.
+/// Removes the owner's rules. The reference's rules have no owner; of those, removes the ones about `addresses`.
 pub fn disallow(addresses: &[IpAddr], owner: &Owner) -> io::Result<()> {
     let chains = FILTER.map(|table| (table, OURS));
     let of_reference = |r: &Rule| r.mark.is_empty() && addresses.iter().any(|a| is_about(r, *a));
     Nft::clean(|nft| nft.delete(&chains, |r| owner.has(&r.mark) || of_reference(r))).map(drop)
 }
 
-/// Removes what is of no attachment in `keep`.
+/// Removes the rules of attachments that are not in `keep`.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
     Nft::clean(|nft| {
         nft.delete(&FILTER.map(|table| (table, OURS)), |r| {
@@ -358,7 +361,8 @@ fn names(rule: &Rule) -> Vec<String> {
     rule.values.iter().map(|v| super::text(v)).collect()
 }
 
-/// Lets nothing pass from another bridge that is kept apart; `within` not even between containers of this one.
+/// Drops packets from this bridge to other isolated bridges and the reverse.
+/// With `within`, also drops packets between containers of this bridge.
 pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<()> {
     let text = format!(
         "CNI firewall plugin rules (ingressPolicy: {})",
@@ -402,7 +406,7 @@ pub fn isolate(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<(
     })
 }
 
-/// Whether a bridge is kept apart.
+/// Whether the rules of [`isolate`] exist.
 pub fn is_isolated(bridge: &str, within: bool, addresses: &[IpAddr]) -> io::Result<bool> {
     let mut nft = Nft::open()?;
     for table in families(FILTER, addresses) {

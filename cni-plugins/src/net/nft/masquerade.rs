@@ -1,4 +1,4 @@
-//! Masquerading (CNI reference spec, 2.4).
+//! Masquerading (`pkg/ip/ipmasq_nftables_linux.go` of containernetworking/plugins).
 
 use std::io;
 use std::net::IpAddr;
@@ -43,7 +43,7 @@ fn scaffold() -> Vec<Message> {
     ]
 }
 
-/// Masquerades what `addresses` send to outside their networks.
+/// Masquerades packets from `addresses` to destinations outside their networks.
 pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
     let rules: Vec<Message> = addresses
         .iter()
@@ -59,12 +59,13 @@ pub fn add(addresses: &[IpNet], owner: &Owner) -> io::Result<()> {
     Nft::open()?.add(TABLE, POSTROUTING, scaffold, &rules)
 }
 
-/// Removes what is the owner's.
+/// Removes the rules of an owner.
 pub fn remove(nft: &mut Nft, owner: &Owner) -> io::Result<()> {
     nft.delete(&[(TABLE, CHECKS)], |rule| owner.has(&rule.mark))
 }
 
-/// Removes what is of no attachment in `keep`, also what the reference has made in iptables' tables.
+/// Removes the rules of attachments that are not in `keep`, including
+/// those that the reference has created in the tables of iptables.
 pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
     Nft::clean(|nft| {
         nft.delete(&[(TABLE, CHECKS)], |rule| {
@@ -75,7 +76,7 @@ pub fn collect(network: &str, keep: &[(String, String)]) -> io::Result<()> {
     .map(drop)
 }
 
-/// Whether the owner's are there.
+/// Whether the owner has rules.
 pub fn has(owner: &Owner) -> io::Result<bool> {
     Ok(Nft::open()?
         .rules(TABLE, CHECKS)?

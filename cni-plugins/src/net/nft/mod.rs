@@ -1,8 +1,8 @@
 //! nftables over netlink: tables, chains and rules, committed in transactions.
 //!
-//! What plugins share stands in tables with the names of the reference plugins (CNI reference spec, 2.3 to 2.5, 7.3
-//! and 9), so that either implementation can clean up after the other. Nothing here lists a ruleset: chains are asked
-//! for by name. ADD only adds: a transaction that deletes makes closing the socket wait for a kernel grace period.
+//! Plugins use tables with the names of the reference plugins, so that either implementation can clean up
+//! after the other. This module never lists a whole ruleset but requests chains by name. ADD only adds
+//! rules: after a transaction that deletes, closing the socket waits for an RCU grace period of the kernel.
 
 pub mod expression;
 pub mod hostport;
@@ -28,55 +28,55 @@ const GET_RULE: u16 = SUBSYSTEM | 7;
 const DEL_RULE: u16 = SUBSYSTEM | 8;
 const GET_GENERATION: u16 = SUBSYSTEM | 16;
 
-/// The kinds of user data of a rule: nft's comment, and an owner's key that iptables does not show.
+/// The kinds of user data of a rule: the comment of nft, and an owner's key, which iptables does not display.
 const COMMENT: u8 = 0;
 const KEY: u8 = 0xf0;
-/// How often a transaction is made anew because another came in between.
+/// Maximum number of attempts for a transaction that conflicts with others.
 const ATTEMPTS: usize = 100;
 
-/// What a table is for.
+/// The address family of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     /// IPv4 and IPv6.
     Inet = 1,
     /// IPv4.
     V4 = 2,
-    /// What passes a bridge.
+    /// Packets that pass a bridge.
     Bridge = 7,
     /// IPv6.
     V6 = 10,
 }
 
-/// A table.
+/// A table of nftables.
 #[derive(Debug, Clone, Copy)]
 pub struct Table {
-    /// What it is for.
+    /// The family of its packets.
     pub family: Family,
     /// Its name.
     pub name: &'static str,
 }
 
-/// Where a base chain is hooked in.
+/// The hook of a base chain.
 #[derive(Debug, Clone, Copy)]
 pub struct Hook {
     /// `filter` or `nat`.
     pub kind: &'static str,
-    /// The kernel's number of the hook.
+    /// The number of the hook in the kernel.
     pub hook: u32,
-    /// Lower ones see packets first.
+    /// The priority; chains with lower numbers see a packet first.
     pub priority: i32,
 }
 
-/// Whose rule it is.
+/// The owner that a rule records.
 #[derive(Debug, Clone, Copy)]
 pub enum Mark<'a> {
-    /// Nobody's: it is shared.
+    /// No owner: the rule is shared.
     None,
-    /// Written where nft shows it.
+    /// A comment, which nft displays.
     Comment(&'a str),
-    /// Written where iptables does not take it for a part of the rule.
+    /// A key in the user data, which iptables ignores when it displays the rule.
     Key(&'a str),
-    /// A comment, by which the reference finds the rule, and the key, by which we do.
+    /// A comment, by which the reference finds the rule, and the key, by which we find it.
     Both {
         /// The comment.
         comment: &'a str,
@@ -85,7 +85,7 @@ pub enum Mark<'a> {
     },
 }
 
-/// The longest comment that nft writes: `NFTNL_UDATA_COMMENT_MAXLEN` without the final zero.
+/// The length limit of comments in nft: `NFTNL_UDATA_COMMENT_MAXLEN` without the terminating zero.
 const LONGEST_COMMENT: usize = 127;
 
 impl Table {
@@ -93,13 +93,13 @@ impl Table {
         [self.family as u8, 0, 0, 0]
     }
 
-    /// Creates the table; one that is there is fine.
+    /// Creates the table. An existing table is no error.
     #[must_use]
     pub fn create(self) -> Message {
         Message::new(NEW_TABLE, REQUEST | ACK | CREATE, &self.header()).text(table::NAME, self.name)
     }
 
-    /// Creates a chain for jumps; one that is there is fine.
+    /// Creates a regular chain. An existing chain is no error.
     #[must_use]
     pub fn chain(self, name: &str) -> Message {
         Message::new(NEW_CHAIN, REQUEST | ACK | CREATE, &self.header())
@@ -107,7 +107,8 @@ impl Table {
             .text(chain::NAME, name)
     }
 
-    /// Creates a base chain. Exclusive: of two processes that set up at once one loses, and then adds only its rules.
+    /// Creates a base chain. An existing chain is an error: if two processes
+    /// set up the table concurrently, the second one adds only its rules.
     #[must_use]
     pub fn hooked(self, name: &str, hook: Hook) -> Message {
         let place = Attributes::new()
@@ -143,13 +144,13 @@ impl Table {
         message.put(rule::USERDATA, &user_data)
     }
 
-    /// A rule behind all others of its chain.
+    /// Appends a rule to a chain.
     #[must_use]
     pub fn append(self, chain: &str, expressions: &[Attributes], mark: Mark<'_>) -> Message {
         self.rule(APPEND, chain, expressions, mark)
     }
 
-    /// A rule before all others of its chain.
+    /// Inserts a rule at the beginning of a chain.
     #[must_use]
     pub fn prepend(self, chain: &str, expressions: &[Attributes]) -> Message {
         self.rule(0, chain, expressions, Mark::None)
@@ -164,7 +165,7 @@ impl Table {
             .put(rule::HANDLE, &rule.handle)
     }
 
-    /// Empties a chain and deletes it.
+    /// Deletes all rules of a chain, then the chain.
     #[must_use]
     pub fn remove(self, chain: &str) -> [Message; 2] {
         [DEL_RULE, DEL_CHAIN].map(|kind| {
@@ -179,7 +180,7 @@ impl Table {
     }
 }
 
-/// One piece of a rule's user data.
+/// An item of a rule's user data.
 fn user_data(kind: u8, text: &str) -> Vec<u8> {
     let mut data = vec![kind, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
     data.extend_from_slice(text.as_bytes());
@@ -187,19 +188,19 @@ fn user_data(kind: u8, text: &str) -> Vec<u8> {
     data
 }
 
-/// A rule as the kernel shows it.
+/// A rule read from the kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rule {
     handle: Vec<u8>,
-    /// Its owner's key, else its comment, or empty.
+    /// The owner's key, else the comment; may be empty.
     pub mark: String,
-    /// Its comment, that of nft or that of iptables, or empty.
+    /// The comment, of nft or iptables; may be empty.
     pub comment: String,
-    /// The chain that it jumps or goes to.
+    /// The target chain of its jump or goto.
     pub target: Option<String>,
-    /// What it compares, in order: each value as bytes.
+    /// The values of its comparisons, in order.
     pub values: Vec<Vec<u8>>,
-    /// What it loads to do something with, such as where it leads to, in order: each value as bytes.
+    /// The values that it loads into registers, such as NAT targets, in order.
     pub loads: Vec<Vec<u8>>,
 }
 
@@ -261,7 +262,7 @@ fn read_expression(bytes: &[u8], rule: &mut Rule) {
     }
 }
 
-/// The piece of this kind in a rule's user data.
+/// The item of this kind in a rule's user data.
 fn marked(mut bytes: &[u8], wanted: u8) -> Option<String> {
     while let [kind, length, rest @ ..] = bytes {
         let length = usize::from(*length);
@@ -273,16 +274,17 @@ fn marked(mut bytes: &[u8], wanted: u8) -> Option<String> {
     None
 }
 
-/// A connection to the tables of the namespace that it was opened in.
+/// A netlink connection to the tables of the namespace in which it was opened.
 pub struct Nft(Socket);
 
 impl Nft {
-    /// Opens one.
+    /// Opens a connection.
     pub fn open() -> io::Result<Nft> {
         Socket::netfilter().map(Nft)
     }
 
-    /// Removes what `work` removes, and leaves the connection open; where the kernel has no nftables, nothing is there.
+    /// Runs `work`, which removes rules, and returns the connection.
+    /// Returns `None` without running `work` if the kernel has no nftables.
     pub fn clean(work: impl FnOnce(&mut Nft) -> io::Result<()>) -> io::Result<Option<Nft>> {
         use nix::errno::Errno::{EINVAL, EOPNOTSUPP, EPROTONOSUPPORT};
         let opened = Nft::open().and_then(|mut nft| nft.probe().map(|()| nft));
@@ -300,7 +302,7 @@ impl Nft {
         Ok(Some(nft))
     }
 
-    /// Whether there is such a chain.
+    /// Whether the chain exists.
     pub fn has(&mut self, table: Table, chain: &str) -> io::Result<bool> {
         let query = Message::new(GET_CHAIN, REQUEST, &table.header())
             .text(chain::TABLE, table.name)
@@ -312,7 +314,7 @@ impl Nft {
         }
     }
 
-    /// The rules of a chain, none if there is no such chain.
+    /// The rules of a chain; empty if the chain does not exist.
     pub fn rules(&mut self, table: Table, chain: &str) -> io::Result<Vec<Rule>> {
         let query = Message::new(GET_RULE, REQUEST | DUMP, &table.header())
             .text(rule::TABLE, table.name)
@@ -342,12 +344,13 @@ impl Nft {
         self.0.batch(batch)
     }
 
-    /// All of it or nothing.
+    /// Commits all messages, or none.
     pub fn commit(&mut self, messages: Vec<Message>) -> io::Result<()> {
         self.transact(messages, None)
     }
 
-    /// Commits what `plan` finds to be necessary; made anew if anybody changed a table in between.
+    /// Commits the messages that `plan` returns. Calls `plan`
+    /// again if another process has changed the tables in between.
     pub fn agree(&mut self, plan: impl Fn(&mut Nft) -> io::Result<Vec<Message>>) -> io::Result<()> {
         const RESTART: i32 = 85;
         let mut last = Ok(());
@@ -367,13 +370,14 @@ impl Nft {
             if !last.as_ref().is_err_and(changed) {
                 return last;
             }
-            // What is left of the refused batch's answers must not be taken for the next one's.
+            // Open a new socket, so that unread answers to the rejected
+            // batch are not taken for answers to the next one.
             *self = Nft::open()?;
         }
         last
     }
 
-    /// Adds `rules` to a table with a base chain `entry`; without it `scaffold` comes first.
+    /// Adds `rules` to a table. If its base chain `entry` is missing, commits `scaffold` as well.
     fn add(
         &mut self,
         table: Table,
@@ -395,7 +399,7 @@ impl Nft {
         }
     }
 
-    /// Deletes the rules of chains that `gone` selects, all at once. Those that somebody else has deleted are fine.
+    /// Deletes the rules that `gone` selects, in one transaction. Rules that another process has deleted are no error.
     pub fn delete(
         &mut self,
         chains: &[(Table, &str)],
@@ -419,7 +423,7 @@ impl Nft {
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// Whether the kernel has nftables and this process may use them.
+    /// Checks that the kernel has nftables and that this process may use it.
     pub fn probe(&mut self) -> io::Result<()> {
         self.0
             .query(Message::new(GET_GENERATION, REQUEST, &[0, 0, 0, 0]))

@@ -1,5 +1,5 @@
-//! The numbers of `linux/netfilter/nf_tables.h`, by their names there without the prefix. Attributes (`NFTA_…`) have a
-//! module for each object or expression.
+//! The constants of `linux/netfilter/nf_tables.h`, without their prefixes.
+//! Attributes (`NFTA_…`) have a module for each object or expression.
 
 /// `NFTA_TABLE_…`.
 pub mod table {
@@ -103,7 +103,7 @@ pub mod nat {
     pub const REG_PROTO_MIN: u16 = 5;
 }
 
-/// `NFTA_MATCH_…`: a match of xtables.
+/// `NFTA_MATCH_…`: an xtables match.
 pub mod xt_match {
     pub const NAME: u16 = 1;
     pub const REV: u16 = 2;

@@ -1,4 +1,5 @@
-//! What a container sends on a bridge must come from its hardware address (CNI reference spec, 2.5).
+//! Spoof check: drops packets that a container sends on a bridge with another hardware
+//! address than its own (`pkg/link/spoofcheck.go` of containernetworking/plugins).
 
 use std::io;
 
@@ -12,7 +13,7 @@ const TABLE: Table = Table {
 };
 const ENTRY: &str = "PREROUTING";
 
-/// An attachment's chains, and the comment of its rules.
+/// The chains of an attachment, and the comment of its rules.
 struct Names {
     first: String,
     second: String,
@@ -42,7 +43,7 @@ fn scaffold() -> Vec<Message> {
     ]
 }
 
-/// Has the host's end `port` take only what `mac` sends.
+/// Drops packets that enter the bridge at `port` with another source address than `mac`.
 pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Result<()> {
     let Names {
         first,
@@ -66,7 +67,7 @@ pub fn add(port: &str, mac: [u8; 6], container: &str, ifname: &str) -> io::Resul
     Nft::open()?.add(TABLE, ENTRY, scaffold, &rules)
 }
 
-/// Removes it; what is missing is fine.
+/// Removes the rules and chains of an attachment. Missing ones are no error.
 pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
     let Names {
         first,
@@ -87,7 +88,7 @@ pub fn remove(nft: &mut Nft, container: &str, ifname: &str) -> io::Result<()> {
     missing_is_fine(nft.commit(doomed))
 }
 
-/// Whether it is there.
+/// Whether an attachment has its rules.
 pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
     let Names {
         second, comment, ..
@@ -97,8 +98,8 @@ pub fn has(container: &str, ifname: &str) -> io::Result<bool> {
     Ok(entry && nft.rules(TABLE, &second)?.len() >= 2)
 }
 
-/// The key by which GC finds the network of such a rule is not in its comment, which is the reference's: the attachments of
-/// `keep` stay, and of the others those whose port is gone.
+/// Removes the rules of attachments that are not in `keep` and whose port no longer exists. The port
+/// decides, because the rules have the reference's comment, which does not contain the network.
 pub fn collect(keep: &[(String, String)], mut gone: impl FnMut(&str) -> bool) -> io::Result<()> {
     let work = |nft: &mut Nft| {
         for rule in nft.rules(TABLE, ENTRY)? {
