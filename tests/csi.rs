@@ -328,8 +328,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         volume("shared", &format!("csi: {{driver: {NAME}, volumeHandle: shared-1, nodePublishSecretRef: {{namespace: default, name: login}}, volumeAttributes: {{color: blue}}}}")),
         volume("elsewhere", "csi: {driver: attached.test, volumeHandle: e}"),
     ));
-    // A pod that is created before its driver waits, names the driver in an event, and starts as soon as
-    // the driver registers.
+    // A pod that is created before its driver waits, names the driver in an event, and starts upon the registration.
     let by_claim = "persistentVolumeClaim: {claimName: shared}";
     cluster.apply(&pod(
         "one",
