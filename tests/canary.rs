@@ -1,5 +1,5 @@
-//! Users' data survives every pod: with a symbolic link as the agent's root directory, with mounts that
-//! the agent does not know of, and with an agent that is killed meanwhile.
+//! Users' data survives every pod. The agent's root directory is a symbolic link, users mount
+//! directories that the agent does not know of, and the agent is killed meanwhile.
 //!
 //! `HOLDFAST_ROUNDS=1000 cargo test --test canary rounds` (`make rounds`) runs so many random rounds,
 //! `HOLDFAST_SEED=17` makes other choices.

@@ -131,8 +131,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             &format!(
                 "  restartPolicy: Never\n  initContainers: [{{name: i, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  containers: [{{name: a, restartPolicy: Never, restartPolicyRules: [{{action: RestartAllContainers, exitCodes: {{operator: In, values: [4]}}}}], {}, volumeMounts: [{{name: v, mountPath: /v}}]}}, {{name: b, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
                 shell("echo init >> /v/inits"),
-                // The first container exits when the second one runs: a container that was not started does not
-                // restart.
+                // The first container exits only after the second one has started, as only started containers restart.
                 shell(
                     "test -f /v/again && wc -l < /v/inits > /dev/termination-log && exit 0; touch /v/again; until test -f /v/b; do sleep 0.1; done; sleep 2; exit 4"
                 ),

@@ -138,7 +138,7 @@ async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that a volume that hangs blocks the start and the deletion of its own pod only, and that the
+/// A volume that hangs blocks the start and the deletion of its own pod, and of no other. The
 /// explanation of this pod names the volume.
 async fn a_volume_hangs(world: &World) -> Result<(), String> {
     let hour = Duration::from_secs(3600);
@@ -384,7 +384,7 @@ fn three_hundred_objects_in_use_cost_a_few_refreshes() {
 }
 
 /// The pod garbage collector or another agent writes a terminal phase while this agent writes the pod's
-/// start, and the watch has not delivered the phase yet.
+/// start. The watch has not delivered the phase yet.
 #[test]
 fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
     simulate(1, async {

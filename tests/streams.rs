@@ -309,8 +309,8 @@ fn input_arrives(cluster: &Cluster) {
     });
 }
 
-/// Output that is read slowly, and at the same time connections to a forwarded port that the server
-/// resets, because it closes them with unread input. The port-forward session continues.
+/// Output is read slowly, and at the same time the server resets connections to a forwarded port,
+/// because it closes them with unread input. The port-forward session continues.
 fn slow_readers_and_resets(cluster: &Cluster, port: &str) {
     std::thread::scope(|scope| {
         scope.spawn(|| output_arrives_at_a_slow_reader(cluster, true, 600_000, 600_000));

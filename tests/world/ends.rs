@@ -1,6 +1,6 @@
-//! Terminal phases that other clients of the API write (the pod garbage collector, an earlier agent of
-//! the node, `kubectl`), and deletions whose cause another client has recorded in the
-//! `DisruptionTarget` condition (the taint manager, the eviction API).
+//! Terminal phases and deletions that other clients of the API cause. The pod garbage collector, an
+//! earlier agent of the node or `kubectl` write terminal phases. The taint manager and the eviction API
+//! delete pods and record the cause in the `DisruptionTarget` condition.
 
 use super::*;
 
