@@ -149,7 +149,7 @@ fn resource_metrics(node: &Node) {
     let cpu = format!("container_cpu_usage_seconds_total{labels}");
     let start = format!("container_start_time_seconds{labels}");
     let mut resource = String::new();
-    // The agent uses a container status that it has published only after the API has it.
+    // The container appears once the agent has seen its own status update through the watch.
     node.cluster.wait("the processor time to count", || {
         resource = node.raw("/metrics/resource");
         let has = |name: &str| resource.lines().any(|l| l.starts_with(name));
