@@ -1,5 +1,5 @@
-//! The connections of a client, against a server that counts them: how watches are spread, and what becomes of all when
-//! the key material changes.
+//! The connections of a client, against a server that counts them: how watches are spread over
+//! connections, and how the connections change when the key material changes.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,12 +44,12 @@ impl Authority {
         Authority { pem, issuer }
     }
 
-    /// A certificate with its key, PEM.
+    /// A certificate and its key, PEM.
     fn pair(&self, name: &str) -> (String, String) {
         self.pair_for(name, Duration::from_secs(3600))
     }
 
-    /// One that lives so long.
+    /// The same with a lifetime.
     fn pair_for(&self, name: &str, lives: Duration) -> (String, String) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
@@ -62,27 +62,27 @@ impl Authority {
     }
 }
 
-/// Ends all watches.
+/// The line that ends all watches.
 const END: &str = "end";
 
-/// What a server has seen.
+/// What a server has observed.
 #[derive(Default)]
 struct Seen {
-    /// The watches that are open, by connection.
+    /// The open watches, by connection.
     watches: Mutex<BTreeMap<SocketAddr, usize>>,
-    /// The most of them at once.
+    /// The maximum number of them at once.
     peak: AtomicUsize,
-    /// All connections that ever carried something.
+    /// All connections that carried a request.
     connections: Mutex<BTreeSet<SocketAddr>>,
-    /// Whose certificate each request showed: method or `WATCH`, name.
+    /// For each request its method or `WATCH`, and the common name of its client certificate.
     asked: Mutex<Vec<(String, String)>>,
-    /// How many lists were asked for.
+    /// The number of list requests.
     lists: AtomicUsize,
-    /// How many requests were refused, as their connection's certificate had ended.
+    /// The number of requests that were rejected because their connection's certificate had expired.
     refused: AtomicUsize,
-    /// The node may not read objects.
+    /// Rejects reads of single objects as Forbidden, as a node authoriser does.
     forbids: AtomicBool,
-    /// How many requests were refused for that.
+    /// The number of requests that were rejected for this reason.
     forbidden: AtomicUsize,
 }
 
@@ -91,7 +91,8 @@ impl Seen {
         self.watches.lock().unwrap().values().sum()
     }
 
-    /// One more watch is open. Who waits for that may say something at once: it listens from before it is counted.
+    /// Registers an open watch. It subscribes before it is counted, so that it receives lines that are sent
+    /// after the count.
     fn watch(
         self: &Arc<Seen>,
         lines: &broadcast::Sender<String>,
@@ -116,7 +117,7 @@ impl Drop for Open {
     }
 }
 
-/// An apiserver with every ConfigMap that is asked for.
+/// An apiserver that serves every ConfigMap of any name.
 struct Server {
     address: SocketAddr,
     seen: Arc<Seen>,
@@ -188,7 +189,7 @@ impl Server {
             true => "WATCH".to_owned(),
             false => request.method().to_string(),
         };
-        // Who waits for the request that shows a name may go on at once: what is counted of it is counted before.
+        // Tests wait for the name and continue immediately, so everything else is counted before it.
         let noted = || {
             seen.connections.lock().unwrap().insert(peer.address);
             seen.asked.lock().unwrap().push((what, who));
@@ -224,7 +225,7 @@ impl Server {
         answer(&json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}))
     }
 
-    /// A kubeconfig with everything in it.
+    /// A kubeconfig that embeds all credentials.
     fn kubeconfig(&self, name: &str) -> String {
         self.kubeconfig_with(self.authority.pair(name))
     }
@@ -258,7 +259,7 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// A file is replaced as agents do it.
+/// Replaces a file as agents do.
 fn replace(path: &Path, text: &str) {
     let fresh = path.with_extension("new");
     std::fs::write(&fresh, text).unwrap();
@@ -289,7 +290,7 @@ async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
         spread.len() == 3 && spread.iter().all(|n| *n <= 80),
         "{spread:?}"
     );
-    // Requests are on another one, and wait for no watch.
+    // Requests use another connection and do not wait for watches.
     let pods: Api<Pod> = Api::namespaced(client, "n");
     let before = server.seen.connections.lock().unwrap().len();
     assert!(before <= 5, "{before} connections for {OBJECTS} objects");
@@ -303,13 +304,13 @@ async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
         .await;
     assert!(slowest < Duration::from_secs(20), "{slowest:?}");
     assert_eq!(server.seen.connections.lock().unwrap().len(), before);
-    // A watch ends with its last user, and nothing is asked for after it.
+    // A watch ends with its last user, and no request follows.
     drop(following);
     until("no watch", || server.seen.open() == 0 && watched.is_empty()).await;
 }
 
-/// Asks until a request shows a certificate. Another look at the files may have been just before they were changed, and
-/// the next one is a second later.
+/// Sends requests until one shows a certificate. The client may have checked the files just before they
+/// changed; the next check is a second later.
 async fn asked_as(server: &Server, pods: &Api<Pod>, name: &str) {
     let begun = Instant::now();
     loop {
@@ -376,7 +377,7 @@ async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
         replace(&path, &server.kubeconfig(name));
     })
     .await;
-    // One that is not whole yet changes nothing.
+    // An incomplete kubeconfig changes nothing.
     let pods: Api<Pod> = Api::namespaced(connect(&path).await.unwrap(), "n");
     pods.get("p").await.unwrap();
     tokio::time::sleep(Duration::from_millis(1100)).await;
@@ -403,7 +404,7 @@ async fn a_renewed_certificate_opens_the_connections_anew() {
     renewed(&server, &path, renew).await;
 }
 
-/// A client whose watches say nothing makes no request at which it could look for another certificate.
+/// A client with idle watches sends no request at which it could check for a new certificate.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
     let server = Server::start().await;
@@ -426,7 +427,8 @@ async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
             tokio::time::sleep(Duration::from_secs(2)).await;
         }
     });
-    // Each is renewed before half its life is over, however late the one before was found, and none is used beyond its end.
+    // Each certificate is renewed before half its lifetime, however late the client found the previous
+    // one. None is used after it has expired.
     let mut begun = Instant::now();
     for name in ["two", "three", "four"] {
         tokio::time::sleep_until((begun + Duration::from_secs(15)).into()).await;
@@ -454,12 +456,12 @@ async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
     assert_eq!(server.seen.lists.load(Ordering::Relaxed), lists);
 }
 
-/// What is logged, for one test.
+/// The log output of one test.
 #[derive(Clone, Default)]
 struct Logged(Arc<Mutex<Vec<u8>>>);
 
 impl Logged {
-    /// What this thread logs, until the guard is dropped.
+    /// Captures the log of this thread until the guard is dropped.
     fn here() -> (Logged, tracing::subscriber::DefaultGuard) {
         let logged = Logged::default();
         let writer = logged.clone();
@@ -482,7 +484,8 @@ impl std::io::Write for Logged {
     }
 }
 
-/// A node authoriser grants the objects of a pod a little after the pod is bound, and refuses them once it is gone.
+/// A node authoriser grants a pod's objects a little after the pod is bound, and forbids them after the
+/// pod is deleted.
 #[tokio::test]
 async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
     let (logged, _logging) = Logged::here();
@@ -500,7 +503,7 @@ async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
 
     forbids(true);
     let following = watched.follow("n", names.iter(), &on_change);
-    // A reader waits for the first answer for no longer than a second.
+    // A reader waits for the first response for at most a second.
     until("the first refusal", || forbidden() > 0).await;
     let refused = watched.get("n", "m").await;
     assert!(
@@ -511,29 +514,29 @@ async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
     until("the users to be told", || told.load(Ordering::Relaxed) == 1).await;
     assert!(watched.get("n", "m").await.is_ok());
 
-    // Its pod goes, and with it the authorisation: the object is tried seldom, and what was seen stays. The watch comes after
-    // the list that they were told of.
+    // The pod is deleted, and with it the authorisation. The object is retried rarely, and its last
+    // version stays. The watch begins after the list that notified the users.
     until("the watch", || server.seen.open() == 1).await;
     forbids(true);
     let before = forbidden();
     let _ = server.lines.send(END.to_owned());
     until("it to be refused", || forbidden() > before).await;
     assert!(watched.get("n", "m").await.is_ok());
-    // The next pod that uses it need not wait for the end of such a pause.
+    // The next pod that uses the object need not wait for the end of this back-off.
     forbids(false);
     let begun = Instant::now();
     let next = watched.follow("n", names.iter(), &on_change);
     until("the watch to be there again", || server.seen.open() == 1).await;
     assert!(begun.elapsed().as_secs() < 15, "it is tried every 30 s");
 
-    // A refused watch ends with its last user, too.
+    // A forbidden watch also ends with its last user.
     forbids(true);
     let before = forbidden();
     let refused = watched.follow("n", ["other".to_owned()].iter(), &on_change);
     until("it to be refused", || forbidden() > before).await;
     drop((following, next, refused));
     until("no watch", || watched.is_empty()).await;
-    // A request that was on its way may still arrive.
+    // A request in flight may still arrive.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let last = forbidden();
     tokio::time::sleep(Duration::from_secs(2)).await;
@@ -545,7 +548,7 @@ async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
     );
 }
 
-/// A proxy that opens tunnels, and notes what it was asked for.
+/// A proxy that opens tunnels and records the requests for them.
 async fn proxy(asked: Arc<Mutex<Vec<String>>>) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -572,7 +575,7 @@ async fn proxy(asked: Arc<Mutex<Vec<String>>>) -> SocketAddr {
 
 type Reported = Arc<Mutex<Vec<(String, Option<u16>)>>>;
 
-/// A report, and what it is told.
+/// A callback for reports, and the reports that it has received.
 fn noting() -> (Report, Reported) {
     let reported = Reported::default();
     let noted = Arc::clone(&reported);
@@ -584,7 +587,7 @@ fn noting() -> (Report, Reported) {
     (report, reported)
 }
 
-/// One tunnel was asked for, with the user that the URL names.
+/// Whether one tunnel was requested, with the user in the URL.
 fn is_tunnel(asked: &[String], server: SocketAddr) -> bool {
     let wanted = format!("CONNECT {server} HTTP/1.1\r\n");
     let user = "proxy-authorization: basic";
@@ -623,13 +626,13 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
         vec![("GET".to_owned(), Some(200)); 6]
     );
     assert!(is_tunnel(&asked.lock().unwrap(), server.address));
-    // Watches and renewed connections go through it, too.
+    // Watches and renewed connections use the proxy, too.
     let watched: Watched<ConfigMap> = Watched::new(client);
     let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
     until("the watch", || server.seen.open() == 1).await;
     write("two");
     asked_as(&server, &pods, "two").await;
-    // A tunnel is asked for before anything goes through it.
+    // A tunnel is requested before anything goes through it.
     until("all connections to be tunnels", || {
         let tunnels = asked.lock().unwrap().len();
         tunnels >= 3 && server.seen.connections.lock().unwrap().len() == tunnels
@@ -637,7 +640,7 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
     .await;
 }
 
-/// As with a kube-apiserver: 100 requests at once on a connection, and one more waits.
+/// As with a kube-apiserver: a connection carries 100 requests at once, and one more waits.
 #[tokio::test]
 async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
     use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -669,7 +672,7 @@ async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
             answer.unwrap().status()
         })
     };
-    // The server has said by then how many it takes.
+    // By then the server has sent its limit.
     assert_eq!(send("/").await.unwrap(), StatusCode::OK);
     let held: Vec<_> = (0..100).map(|_| send("/endless")).collect();
     let mut more = send("/");

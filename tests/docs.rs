@@ -1,4 +1,4 @@
-//! The documentation says what the code does: its tables are made from it.
+//! Compares the tables of the documentation with the code that generates them.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;

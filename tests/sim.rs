@@ -1,6 +1,6 @@
-//! The whole agent in simulated time: a scripted runtime, API and machine that delay, fail, fail after
-//! having acted, and hang; containers that exit; pods that come and go; an agent that is killed. What
-//! must always hold is checked at every call, and when the faults end the world must come to rest.
+//! The whole agent in simulated time. A scripted runtime, API and machine delay calls, fail them before or
+//! after they take effect, or hang. Containers exit, pods are created and deleted, and the agent is killed.
+//! Invariants are checked at every call. When the faults end, every pod must reach its desired state.
 //!
 //! `HOLDFAST_SEEDS=5000 cargo test --test sim` runs more seeds, `HOLDFAST_SEED=17` one.
 #![allow(clippy::unwrap_used)]
@@ -24,16 +24,16 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use world::{SLACK_WITH_FAULTS, World};
 
-/// One thing that happens from outside.
+/// Causes one random external change or fault.
 async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
     match world.pick(30) {
         0 | 1 => world.create_pod(&format!("q{step}")),
         2 | 3 => world.delete_some_pod(),
         4..=7 => world.exit_some_container(),
-        // Several at once, others may be starting.
+        // Several at once; others may be starting.
         8 => (0..3).for_each(|_| world.exit_some_container()),
         9 => {
-            // Killed in the middle of whatever it does, and started again.
+            // Killed in the middle of its work, and started again.
             world.kill_agent();
             agent.abort();
             tokio::time::sleep(Duration::from_millis(world.pick(3000))).await;
@@ -90,7 +90,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.deafen(false);
     world.end_troubles();
     world.fail_upkeep(world.has_failing_upkeep());
-    // Long enough for the longest hang, back-off and grace.
+    // Long enough for the longest hang, back-off and grace period.
     tokio::time::sleep(Duration::from_secs(540)).await;
     world.check_removed(SLACK_WITH_FAULTS);
     world.begin_quiet();
@@ -109,7 +109,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     }
     world.delete_all_pods();
     world.remove_all_manifests();
-    // The longest grace period, and the least that a container is given at its end.
+    // The longest grace period, plus the minimum time between the stop signal and the kill.
     tokio::time::sleep(Duration::from_secs(30)).await;
     world.check_stopped()?;
     tokio::time::sleep(Duration::from_secs(390)).await;
@@ -121,7 +121,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.broken()
 }
 
-/// Whatever was before, a new pod starts at once, and one that is removed by force ends soon.
+/// Checks that a new pod starts immediately, and that a force-deleted pod stops soon, whatever happened before.
 async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
     world.create_steady_pod("last");
     world.create_stubborn_pod("stubborn");
@@ -138,7 +138,8 @@ async fn new_pods_start_and_end_at_once(world: &World) -> Result<(), String> {
     Ok(())
 }
 
-/// A volume that hangs holds up the pod that has it, which says so, and no other: neither its start nor its end.
+/// A volume that hangs blocks the start and the deletion of its own pod, and of no other. The
+/// explanation of this pod names the volume.
 async fn a_volume_hangs(world: &World) -> Result<(), String> {
     let hour = Duration::from_secs(3600);
     let late = |phase: &str, name: &str| {
@@ -158,7 +159,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     late("Running", "free")?;
     late("Pending", "held")?;
     tokio::time::sleep(Duration::from_secs(12)).await;
-    // Just then something else may have been begun last, the directories for instance.
+    // Another operation may have started last at that moment, for instance the creation of directories.
     for _ in 0..20 {
         if world.check_says("held", "volume far").is_ok() {
             break;
@@ -167,7 +168,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     }
     world.check_says("held", "volume far")?;
     world.answer_far();
-    // The longest pause after a failure.
+    // The maximum back-off.
     tokio::time::sleep(Duration::from_secs(15)).await;
     late("Running", "held")?;
     world.silence_far(hour, world.pick(2) == 0);
@@ -184,8 +185,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
 fn simulate<T>(seed: u64, work: impl Future<Output = T>) -> T {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     builder.enable_all().start_paused(true);
-    // The order in which tokio wakes those who wait for the same news is random otherwise
-    // (.cargo/config.toml).
+    // Otherwise tokio wakes the tasks that wait for the same change in random order (.cargo/config.toml).
     #[cfg(tokio_unstable)]
     builder.rng_seed(tokio::runtime::RngSeed::from_bytes(&seed.to_le_bytes()));
     builder.build().unwrap().block_on(work)
@@ -251,7 +251,8 @@ fn one_hung_pod_holds_up_no_other() {
     });
 }
 
-/// `kubectl delete --force` of a pod that hangs: the next one of its name, as a StatefulSet makes it, runs beside it.
+/// After `kubectl delete --force` of a pod that hangs, a new pod with its name (as a StatefulSet
+/// creates it) runs next to it.
 #[test]
 fn a_pod_that_hangs_does_not_hold_up_its_replacement() {
     simulate(1, async {
@@ -270,10 +271,10 @@ fn a_pod_that_hangs_does_not_hold_up_its_replacement() {
     });
 }
 
-/// The runtime lists the ended containers of a completed pod for as long as it has them.
+/// The runtime keeps listing the exited containers of a completed pod. They must not cause any work.
 #[test]
 fn a_completed_pod_is_left_alone() {
-    // The runtimes of every third seed have no events, and are listed every second.
+    // The runtimes of every third seed have no events, so the agent lists their containers every second.
     for seed in [1, 3] {
         simulate(seed, async {
             let world = World::new(seed);
@@ -296,11 +297,12 @@ fn a_completed_pod_is_left_alone() {
     }
 }
 
-/// A pod with one container costs six calls about what is made, and one look before, which is two listings. What these
-/// calls lead to, events included, costs nothing more.
+/// Starting a pod with one container costs six runtime calls, and one observation (two list calls)
+/// before them. The events that these calls cause cost no further calls.
 #[test]
 fn a_start_costs_no_more_calls_than_it_must() {
-    // The runtimes of every third seed have no events: a listing may fall into the start, and leads to a look.
+    // The runtimes of every third seed have no events: a periodic list may coincide with the start and
+    // cause another observation.
     for (seed, looks) in [(1, 1), (2, 1), (3, 2)] {
         simulate(seed, async {
             let world = World::new(seed);
@@ -314,7 +316,7 @@ fn a_start_costs_no_more_calls_than_it_must() {
             let trace = world.trace().split_off(before);
             let calls = |name: &str| {
                 let made = trace.iter().filter_map(|line| line.split(' ').nth(1));
-                // The names of methods carry their lifetimes.
+                // The names of methods include their lifetimes.
                 made.filter(|call| call.split('<').next() == Some(name))
                     .count()
             };
@@ -335,7 +337,7 @@ fn a_start_costs_no_more_calls_than_it_must() {
     }
 }
 
-/// The machine gets another address: the probes of pods that have the node's go there.
+/// The machine's address changes: the probes of host-network pods go to the new address.
 #[test]
 fn probes_follow_the_address_of_the_node() {
     simulate(1, async {
@@ -357,8 +359,8 @@ fn probes_follow_the_address_of_the_node() {
     });
 }
 
-/// A pod uses 300 ConfigMaps and Secrets. It starts when the faults end, and what all of them change to is shown soon, with
-/// no more than a few refreshes.
+/// A pod uses 300 ConfigMaps and Secrets. It starts when the faults end. After all these objects
+/// change, its volumes show the changes soon, after a few refreshes.
 #[test]
 fn three_hundred_objects_in_use_cost_a_few_refreshes() {
     simulate(1, async {
@@ -381,7 +383,8 @@ fn three_hundred_objects_in_use_cost_a_few_refreshes() {
     });
 }
 
-/// The garbage collector of pods or another agent tells a pod's end just while its start is written: the watch may be late.
+/// The pod garbage collector or another agent writes a terminal phase while this agent writes the pod's
+/// start. The watch has not delivered the phase yet.
 #[test]
 fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
     simulate(1, async {
@@ -404,7 +407,8 @@ fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
     });
 }
 
-/// Somebody else has told a pod's end. Until it has been seen that nothing of it runs any more, others do not get what it has.
+/// Another client has written a terminal phase. The agent releases the pod's resources only after it
+/// has observed that no container runs.
 #[test]
 fn what_may_still_run_under_a_told_end_is_given_to_nobody() {
     simulate(1, async {
@@ -425,7 +429,8 @@ fn what_may_still_run_under_a_told_end_is_given_to_nobody() {
     });
 }
 
-/// Sandboxes take turns. A pod that is deleted before its own has come ends at once, and none is made for it.
+/// Only a few sandboxes are created at once. A pod that is deleted while it waits is removed
+/// immediately, and no sandbox is created for it.
 #[test]
 fn a_sandbox_is_not_made_for_a_pod_that_was_deleted_while_it_waited() {
     simulate(1, async {
@@ -454,8 +459,8 @@ fn a_sandbox_is_not_made_for_a_pod_that_was_deleted_while_it_waited() {
     });
 }
 
-/// After a restart of the agent the node has room for half of its pods: those that were started first stay, whoever was
-/// created first and whatever thread runs whose worker.
+/// After a restart of the agent the node has capacity for half of its pods. The pods with the earliest
+/// start time are admitted, whatever their creation times and the order of their workers.
 #[test]
 fn after_a_restart_pods_are_admitted_as_they_were_started() {
     let threads = || {
@@ -488,7 +493,8 @@ fn after_a_restart_pods_are_admitted_as_they_were_started() {
     }
 }
 
-/// What a pod starts with is written down first: an agent that is killed then gives it to nobody else.
+/// The agent checkpoints a pod's CPUs before the pod starts, so that a restarted agent does not assign
+/// them to another pod.
 #[test]
 fn processors_are_written_down_before_a_pod_starts_with_them() {
     simulate(1, async {
@@ -508,12 +514,12 @@ fn processors_are_written_down_before_a_pod_starts_with_them() {
     });
 }
 
-/// Of one worker's time a slow compression takes all; rotations wait for none, not even that of the same container.
+/// A slow compression occupies one worker. It delays no rotation, not even of the same container's log.
 #[test]
 fn logs_are_rotated_in_time_however_long_a_compression_takes() {
     simulate(1, async {
         let world = World::new(1);
-        // It is rotated when it is looked at, every 10 s, and larger than 10 MiB.
+        // The agent checks sizes every 10 s and rotates logs larger than 10 MiB.
         world.grow_log("slow", 2 << 20, true);
         world.grow_log("other", 2 << 20, false);
         let agent = world.start_agent();
@@ -531,7 +537,8 @@ fn logs_are_rotated_in_time_however_long_a_compression_takes() {
     });
 }
 
-/// Seed 981: what a container that has ended was granted after its end is its pod's, as with a kubelet, until the pod goes.
+/// Seed 981: resources that were allocated to a container after it exited count for its pod until the
+/// pod is removed, as with the kubelet.
 #[test]
 fn a_resize_waits_for_what_was_granted_to_a_container_that_has_ended() {
     simulate(1, async {
@@ -585,7 +592,7 @@ fn no_seed_breaks_an_invariant() {
             .into_iter()
             .collect(),
     };
-    // Seeds know nothing of each other: they share the machine's processors.
+    // Seeds are independent, so they run in parallel.
     let threads = std::thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
         .min(8);

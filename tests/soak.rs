@@ -1,12 +1,12 @@
-//! A cluster whose API is asked by hostile clients while pods come and go: the control plane stays up, its memory stays flat,
-//! no acknowledged write is lost and no stranger is let in. `/readyz` is answered in time next to requests that once stopped
-//! everything.
+//! Hostile clients attack a cluster's API while pods start and stop. The control plane stays up, its
+//! memory stays flat, no acknowledged write is lost and no unauthenticated client is admitted.
+//! `/readyz` responds in time next to requests that once blocked the whole server.
 //!
-//! A run of less than a minute is part of the suite; `make soak` runs for `HOLDFAST_SOAK_MINUTES` with thousands of
-//! connections. Only there, alone on a machine, the limits are absolute: `/readyz` within 50 ms for 99 of 100 requests and
-//! 500 ms for all, and no more than 110 % of the second minute's memory in the last. In CI other suites take the processors
-//! for as long as they like; there each probe is preceded by one byte to a thread that only echoes it, and the limits grow
-//! with what that took.
+//! A run of less than a minute is part of the suite; `make soak` runs for `HOLDFAST_SOAK_MINUTES` with
+//! thousands of connections. Only `make soak`, alone on a machine, has absolute limits. `/readyz`
+//! responds within 50 ms for 99 of 100 requests and within 500 ms for all. The memory in the last minute
+//! is at most 110 % of the second minute's. In CI other suites use the CPUs as well. There each probe
+//! first sends one byte to a thread that echoes it, and the limits grow with the time of this echo.
 #![allow(clippy::unwrap_used)]
 
 #[path = "soak/probes.rs"]
@@ -36,7 +36,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-/// How much is done.
+/// The amount of load.
 struct Scale {
     time: Duration,
     slow: usize,
@@ -75,26 +75,26 @@ impl Scale {
     }
 }
 
-/// Where the API is, and what to speak to it with.
+/// The API, and the clients' connectors.
 #[derive(Clone)]
 struct Target {
     port: u16,
-    /// The address that is connected from.
+    /// The client's source address.
     from: [u8; 4],
     stranger: TlsConnector,
     admin: TlsConnector,
-    /// Requests of strangers that were answered with success.
+    /// Successful responses to unauthenticated requests.
     admitted: Arc<AtomicU64>,
-    /// Bodies that cannot be read and were not answered so.
+    /// Malformed or expensive requests with a wrong response.
     wrong: Arc<AtomicU64>,
     /// Requests of hostile clients that were answered at all.
     answered: Arc<AtomicU64>,
     expensive: Arc<Vec<Expensive>>,
-    /// How many of those were answered.
+    /// The number of expensive requests that were answered.
     cost: Arc<AtomicU64>,
 }
 
-/// Method and path, content type, body, and the code of the right answer.
+/// Method and path, content type, body, and the expected status code.
 type Expensive = (String, &'static str, String, u16);
 
 const JSON: &str = "application/json";
@@ -107,7 +107,7 @@ fn expensive() -> Vec<Expensive> {
     let words = |word: &str| vec![word.to_owned(); 38];
     let role = json!({"metadata": {"name": "large"}, "rules": [{"verbs": words("get"), "apiGroups": words(""),
         "resources": words("pods"), "resourceNames": words("x")}]});
-    // By one who holds other rules, as an administrator may do everything.
+    // As a user with other rules, because an administrator skips the escalation check.
     let post = format!(
         "POST {RBAC}/namespaces/default/roles?dryRun=All HTTP/1.1\r\nImpersonate-User: soak-writer"
     );
@@ -180,7 +180,7 @@ impl Target {
         with.connect(name, socket).await
     }
 
-    /// Reads an answer's head and returns its code; an error if the connection was cut.
+    /// Reads the head of a response and returns its status code; an error if the connection was closed.
     async fn code(&self, stream: &mut TlsStream<TcpStream>) -> std::io::Result<u16> {
         let mut head = [0; 12];
         stream.read_exact(&mut head).await?;
@@ -214,7 +214,7 @@ impl Target {
         Ok(())
     }
 
-    /// Holds a connection on which nothing is said; every other does not even begin with TLS.
+    /// Holds an idle connection; with `bare` not even the TLS handshake begins.
     async fn idler(&self, bare: bool) -> std::io::Result<()> {
         if bare {
             let mut socket = TcpStream::connect(("127.0.0.1", self.port)).await?;
@@ -227,7 +227,7 @@ impl Target {
             .map(drop)
     }
 
-    /// Sends 64 MiB where 3 are taken.
+    /// Sends 64 MiB where the limit is 3 MiB.
     async fn large_body(&self) -> std::io::Result<()> {
         let mut stream = self.connect(&self.stranger).await?;
         let size = 64 << 20;
@@ -259,7 +259,7 @@ impl Target {
         Ok(())
     }
 
-    /// Lists everything of a kind as an administrator, on a connection of its own. Returns the answer's code.
+    /// Lists everything of a kind as an administrator, on a new connection. Returns the status code.
     async fn list(&self, path: &str) -> std::io::Result<u16> {
         let mut stream = self.connect(&self.admin).await?;
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
@@ -269,7 +269,7 @@ impl Target {
         Ok(code)
     }
 
-    /// Watches, and never reads what comes.
+    /// Opens a watch and never reads its events.
     async fn deaf_watcher(&self) -> std::io::Result<()> {
         let mut stream = self.connect(&self.admin).await?;
         let request =
@@ -279,7 +279,7 @@ impl Target {
         Ok(())
     }
 
-    /// Sends a request with a body as an administrator, on a connection of its own. Returns the answer's code.
+    /// Sends a request with a body as an administrator, on a new connection. Returns the status code.
     async fn send(&self, head: &str, kind: &str, body: &str) -> std::io::Result<u16> {
         let mut stream = self.connect(&self.admin).await?;
         let request = format!(
@@ -292,11 +292,11 @@ impl Target {
         Ok(code)
     }
 
-    /// One of the [`expensive`] requests; an answer other than those that are right is counted.
+    /// Sends one of the [`expensive`] requests and counts a wrong response.
     async fn expensive(&self, which: usize) -> std::io::Result<()> {
         let (head, kind, body, right) = &self.expensive[which];
         let code = self.send(head, kind, body).await?;
-        // With so many of them some are refused for their number.
+        // With so many of them some are rejected by the rate limit.
         if code != *right && code != 429 {
             self.wrong.fetch_add(1, Ordering::Relaxed);
         }
@@ -304,7 +304,7 @@ impl Target {
         Ok(())
     }
 
-    /// Gets `/readyz` on a connection that stays open. Returns how long the answer took.
+    /// Gets `/readyz` on a connection that stays open. Returns the response time.
     async fn ready(&self, stream: &mut TlsStream<TcpStream>) -> std::io::Result<Duration> {
         let begun = Instant::now();
         stream
@@ -319,7 +319,7 @@ impl Target {
         Ok(begun.elapsed())
     }
 
-    /// Asks for what no stranger may have.
+    /// Requests objects that need authentication.
     async fn stranger(&self) -> std::io::Result<()> {
         for path in [
             "/api/v1/secrets",
@@ -343,7 +343,7 @@ fn post(kind: &str, length: usize) -> String {
     )
 }
 
-/// Repeats something for ever, from `delay` on; what is cut off begins again after `pause`.
+/// Repeats an action, beginning after `delay`, with `pause` after each end or failure.
 fn repeat<F>(
     tasks: &mut JoinSet<()>,
     target: &Target,
@@ -356,14 +356,14 @@ fn repeat<F>(
     tasks.spawn(async move {
         tokio::time::sleep(delay).await;
         loop {
-            // Being cut off is what should happen to it.
+            // The server is expected to close the connection.
             let _ = act(target.clone()).await;
             tokio::time::sleep(pause).await;
         }
     });
 }
 
-/// Hostile clients. The many come in a burst, and again after a while.
+/// Hostile clients. The numerous kinds start in a burst, and repeat after a while.
 fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     let second = Duration::from_secs(1);
@@ -417,7 +417,7 @@ fn hostile(target: &Target, scale: &Scale) -> JoinSet<()> {
     tasks
 }
 
-/// What became of connections that were made anew every second.
+/// The results of new connections, one per second.
 #[derive(Debug, Default)]
 struct Newcomers {
     tries: u64,
@@ -425,8 +425,8 @@ struct Newcomers {
     longest: Duration,
 }
 
-/// An administrator who connects anew every second from an address, in a thread of its own: what holds up the hostile
-/// clients is not to hold it up.
+/// An administrator who opens a new connection from an address every second, in a separate thread:
+/// limits against hostile clients must not block it.
 fn newcomers(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<Newcomers> {
     let target = Target {
         from,
@@ -454,7 +454,8 @@ fn newcomers(target: &Target, from: [u8; 4], until: Instant) -> JoinHandle<Newco
     std::thread::spawn(move || runtime.block_on(come))
 }
 
-/// Creates what the expensive requests need: a map with many finalizers, and a user who may write roles and little else.
+/// Creates the objects for the expensive requests: a ConfigMap with many finalizers, and a user who may
+/// create roles and nothing else.
 async fn prepare(target: &Target) {
     let finalizers: Vec<String> = (0..20_000).map(|i| format!("example.com/a{i}")).collect();
     let map = json!({"metadata": {"name": "soak-many", "finalizers": finalizers}, "data": {}});
@@ -473,20 +474,20 @@ async fn prepare(target: &Target) {
     }
 }
 
-/// What a writer was told.
+/// The results of a writer.
 #[derive(Default)]
 struct Written {
-    /// What is there, as far as was acknowledged; none where the outcome is not known.
+    /// The expected values of acknowledged writes; `None` if the outcome is unknown.
     expected: BTreeMap<String, Option<String>>,
     acknowledged: u64,
     failed: u64,
     longest: Duration,
 }
 
-/// So many writes say something.
+/// The minimum number of writes for a meaningful result.
 const ENOUGH: u64 = 50;
 
-/// Creates, changes and deletes config maps until a time; for a while longer where a slow machine has not done enough.
+/// Creates, changes and deletes ConfigMaps until a time, and a while longer on a slow machine with too few writes.
 async fn write(client: Client, until: Instant) -> Written {
     let api: Api<ConfigMap> = Api::namespaced(client, "default");
     let mut written = Written::default();
@@ -496,7 +497,7 @@ async fn write(client: Client, until: Instant) -> Written {
             break;
         }
         let name = format!("soak-{i}");
-        // So many are kept at a time: what is stored is not to grow.
+        // At most this many are kept, so that the store does not grow.
         let old = format!("soak-{}", i - 200);
         let map = |text: &str| -> ConfigMap {
             serde_json::from_value(
@@ -540,7 +541,8 @@ impl Written {
     }
 }
 
-/// Makes pods, waits until they are ready and deletes them, until a time. Returns how many, and the longest start.
+/// Creates pods, waits until they are ready and deletes them, until a time. Returns their number, and
+/// the longest start.
 async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) {
     let api: Api<Pod> = Api::namespaced(client, "default");
     let (mut count, mut longest) = (0, Duration::ZERO);
@@ -598,13 +600,14 @@ async fn memory(pid: i32, time: Duration) -> Vec<(Duration, u64)> {
     seen
 }
 
-/// The most between two times.
+/// The maximum between two times.
 fn most(seen: &[(Duration, u64)], from: Duration, to: Duration) -> u64 {
     let within = seen.iter().filter(|(at, _)| (from..to).contains(at));
     within.map(|(_, size)| *size).max().unwrap_or(0)
 }
 
-/// Memory stays flat: by quarters in a short run, and the last minute against the second in one of three minutes or more.
+/// Checks that memory stays flat: by quarters in a short run; in a run of three minutes or more also
+/// the last minute against the second.
 fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
     let quarter = scale.time / 4;
     let quarters = [0, 1, 2, 3].map(|i| most(seen, quarter * i, quarter * (i + 1)));
@@ -648,7 +651,7 @@ fn hostile_clients_disturb_nobody() {
         let until = Instant::now() + scale.time;
         let probes = probes(&target, until);
         let tasks = hostile(&target, &scale);
-        // From where the hostile ones come, and from elsewhere.
+        // From the address of the hostile clients, and from another one.
         let newcomers =
             [[127, 0, 0, 1], [127, 0, 0, 2]].map(|from| newcomers(&target, from, until));
         let (writer, churn) = (connect().await, connect().await);

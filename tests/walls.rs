@@ -1,11 +1,11 @@
-//! The walls: what ARCHITECTURE.md's tables allow a module to import, from the workspace and from outside, and how
-//! long a file or a function may be.
+//! Checks the structure of the code: the modules and crates that a module may import according to
+//! ARCHITECTURE.md's tables, and the maximum length of files and functions.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Module to what it may import.
+/// Maps a module to its permitted imports.
 type Table = BTreeMap<String, BTreeSet<String>>;
 
 /// A package whose modules have a table in ARCHITECTURE.md.
@@ -13,7 +13,7 @@ struct Package {
     /// The heading of the table.
     heading: &'static str,
     sources: &'static str,
-    /// What the binary, which is a crate of its own, calls the library.
+    /// The name of the library in the binary, which is a separate crate.
     name: &'static str,
 }
 
@@ -78,7 +78,7 @@ fn table(heading: &str) -> Table {
     table
 }
 
-/// The table's module that a module path belongs to: the longest that fits.
+/// The table's module that contains a module path: the longest match.
 fn owner<'a>(path: &str, table: &'a Table) -> Option<&'a str> {
     table
         .keys()
@@ -87,7 +87,7 @@ fn owner<'a>(path: &str, table: &'a Table) -> Option<&'a str> {
         .map(String::as_str)
 }
 
-/// Whether a path is a module or lies in it.
+/// Whether a path is a module or inside it.
 fn inside(path: &str, module: &str) -> bool {
     path.strip_prefix(module)
         .is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
@@ -110,12 +110,12 @@ fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
         .filter(|(_, line)| !line.trim_start().starts_with("//"))
 }
 
-/// The lines of the tests at a file's end, which may use what the module may not, are left out.
+/// The text without the tests at its end, which may import more than the module.
 fn without_tests(text: &str) -> &str {
     text.split("\n#[cfg(test)]\nmod ").next().unwrap()
 }
 
-/// The paths that follow `prefix` in a line, those in braces each on its own.
+/// The paths that follow `prefix` in a line; each path in braces separately.
 fn paths_after(line: &str, prefix: &str) -> Vec<String> {
     let path = |text: &str| -> String {
         text.chars()
@@ -201,14 +201,14 @@ fn a_forbidden_import_is_found() {
     }
 }
 
-/// Whether a line names something of a crate.
+/// Whether a line names an item of a crate.
 fn uses_crate(line: &str, name: &str) -> bool {
     line.match_indices(&format!("{name}::")).any(|(at, _)| {
         !line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':' || c == '.')
     })
 }
 
-/// The crates of the manifest's `[dependencies]`, as code calls them.
+/// The crates of the manifest's `[dependencies]`, by their names in code.
 fn dependencies(manifest: &str) -> BTreeSet<String> {
     let text = std::fs::read_to_string(manifest).unwrap();
     text.split_once("\n[dependencies]\n")
@@ -223,7 +223,7 @@ fn dependencies(manifest: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The crates in `text` of module `path` that a table keeps out of it.
+/// The crates in `text` that a table forbids in the module `path`.
 fn foreign(path: &str, text: &str, places: &Table, core: &BTreeSet<String>) -> Vec<String> {
     let mut found = Vec::new();
     for (number, line) in code(without_tests(text)) {
@@ -322,7 +322,7 @@ fn the_plugins_depend_on_little() {
     }
 }
 
-/// Where code lies that people read.
+/// The directories with code.
 const CODE: [&str; 7] = [
     "src",
     "cni-plugins/src",
@@ -333,10 +333,10 @@ const CODE: [&str; 7] = [
     "benches",
 ];
 
-/// The most lines of a file.
+/// The maximum number of lines of a file.
 const LONGEST_FILE: usize = 800;
 
-/// Files that were longer when the limit came; they may shrink, and leave the list when they have.
+/// Files that were longer when the limit was introduced; they may shrink, and are then removed from the list.
 const LONG_FILES: &[(&str, usize)] = &[
     ("src/cri/client.rs", 881),
     ("tests/cluster/streams.rs", 1219),
@@ -355,15 +355,16 @@ fn files_are_short() {
     }
 }
 
-/// The most lines of a function, at rustfmt's default width.
+/// The maximum number of lines of a function, at rustfmt's default width.
 const LONGEST_FUNCTION: usize = 100;
-/// From here on a function counts as long.
+/// A function with more lines counts as long.
 const LONG_FUNCTION: usize = 60;
-/// How many functions are long. Lower it when there are fewer.
+/// The maximum number of long functions. Lower it when there are fewer.
 const LONG_FUNCTIONS: usize = 214;
 
-/// Functions that are longer: how their path begins, the name, the lines. In the product they are tables, checks of objects and one that puts the
-/// agent together; others are the stories of tests. They may shrink, and leave the list when they have.
+/// Functions above the maximum: the beginning of their path, the name, the lines. In the product they
+/// are tables, checks of objects and the assembly of the agent; the others are scenarios of tests. They
+/// may shrink, and are then removed from the list.
 const LONGER_FUNCTIONS: &str = "
 cni-plugins/tests/blackbox/addresses static_addresses_come_from_the_place_that_counts 166
 cni-plugins/tests/blackbox/chained bandwidth_limits_what_a_container_receives_and_sends 153
@@ -412,14 +413,14 @@ tests/cluster/volumes what_changes_in_the_api_changes_in_the_container 149
 tests/world/invariants of_status 121
 ";
 
-/// A function and how many lines it has, from `fn` to its closing brace.
+/// A function and its number of lines, from `fn` to its closing brace.
 #[derive(Debug, PartialEq)]
 struct Function {
     name: String,
     lines: usize,
 }
 
-/// The functions of a text that rustfmt has formatted: a function ends where a line has its indentation again.
+/// The functions of a text that rustfmt has formatted: a function ends at the next line with its indentation.
 fn functions(text: &str) -> Vec<Function> {
     let lines: Vec<&str> = text.lines().collect();
     let mut found = Vec::new();

@@ -1,8 +1,8 @@
-//! What is the user's outlives every pod: with the agent's root directory being a link, with mounts made behind the
-//! agent's back, and with the agent killed meanwhile.
+//! Users' data survives every pod. The agent's root directory is a symbolic link, users mount
+//! directories that the agent does not know of, and the agent is killed meanwhile.
 //!
-//! `HOLDFAST_ROUNDS=1000 cargo test --test cluster canary::rounds` (`make rounds`) goes on for so many random rounds,
-//! `HOLDFAST_SEED=17` with other choices.
+//! `HOLDFAST_ROUNDS=1000 cargo test --test cluster canary::rounds` (`make rounds`) runs so many random rounds,
+//! `HOLDFAST_SEED=17` makes other choices.
 #![allow(clippy::unwrap_used)]
 
 use crate::driver;
@@ -20,7 +20,7 @@ use nix::unistd::Pid;
 use support::disk::Loop;
 use support::{Cluster, condition, inside};
 
-/// A directory of the user's with a file that must survive.
+/// A user's directory with a file that must survive.
 struct Canary(tempfile::TempDir);
 
 impl Canary {
@@ -65,7 +65,7 @@ fn canaries_live(dir: &Path) {
     }
 }
 
-/// Makes a filesystem on a disk.
+/// Creates a filesystem on a disk.
 fn format(disk: &Loop) {
     let made = std::process::Command::new("mkfs.ext4")
         .args(["-q", &disk.device])
@@ -73,7 +73,7 @@ fn format(disk: &Loop) {
     assert!(made.unwrap().success());
 }
 
-/// Looks into the filesystem of a disk that nobody else has.
+/// Mounts the filesystem of a disk that is not in use, and runs `look` on it.
 fn look_into(disk: &Loop, look: impl FnOnce(&Path)) {
     let place = tempfile::tempdir().unwrap();
     let (device, none) = (Some(disk.device.as_str()), None::<&str>);
@@ -88,7 +88,7 @@ fn claimed(name: &str, node: &str, path: &str) -> String {
     )
 }
 
-/// A pod with a volume of every kind, whole and in part.
+/// A pod with a volume of every kind; some of them are also mounted as subpaths.
 fn pod(name: &str, image: &str, host: &Path) -> String {
     let volumes = format!(
         "[{{name: h, hostPath: {{path: '{}'}}}}, {{name: l, persistentVolumeClaim: {{claimName: local}}}}, {{name: d, persistentVolumeClaim: {{claimName: disk}}}}, {{name: e, emptyDir: {{}}}}, {{name: t, emptyDir: {{medium: Memory}}}}, {{name: m, configMap: {{name: map}}}}, {{name: s, secret: {{secretName: keys}}}}, {{name: p, projected: {{sources: [{{serviceAccountToken: {{path: token}}}}]}}}}, {{name: w, downwardAPI: {{items: [{{path: name, fieldRef: {{fieldPath: metadata.name}}}}]}}}}]",
@@ -114,7 +114,7 @@ fn what_is_the_users_outlives_every_pod() {
     let cluster = Cluster::start("canary", 55);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
-    // The root directory leads to another disk, as users have it.
+    // The root directory is a link to another disk, as users have it.
     cluster.down();
     let (root, elsewhere) = (
         cluster.data().join("agent"),
@@ -167,7 +167,7 @@ fn what_is_the_users_outlives_every_pod() {
         let behind = dir.join("volumes/kubernetes.io~empty-dir/e/x/behind");
         foreign.bind(&behind);
         foreign.bind(&dir.join("containers/behind"));
-        // In odd rounds somebody uses it, and nothing is forced.
+        // In odd rounds a process uses the mount. It is then not unmounted by force.
         let used = (round % 2 == 1).then(|| std::fs::File::open(behind.join("canary")).unwrap());
         cluster.kubectl(&["delete", "pod", &name, "--wait=false"]);
         if round > 1 {
@@ -188,7 +188,7 @@ fn what_is_the_users_outlives_every_pod() {
             canary.lives();
         }
     }
-    // What was on the disk is still there.
+    // The files on the disk still exist.
     cluster.wait_quietly("the disk to be let go", || {
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         !table.contains(&format!(" {} ", disk.device))
@@ -200,9 +200,9 @@ fn what_is_the_users_outlives_every_pod() {
 }
 
 const DRIVER: &str = "rounds.test";
-/// Everything is healed and looked at after so many rounds.
+/// The number of rounds after which all faults are healed and everything is checked.
 const SETTLE: u64 = 5;
-/// What goes wrong, the first two twice as often.
+/// The faults; the first two occur twice as often.
 const FAULTS: [&str; 13] = [
     "agent",
     "agent",
@@ -240,7 +240,7 @@ impl Choices {
     }
 }
 
-/// A filesystem of its own for the agent's root directory, which can be full.
+/// A small filesystem for the agent's root directory, which a test can fill.
 struct Small {
     at: tempfile::TempDir,
     _disk: Loop,
@@ -255,7 +255,7 @@ impl Small {
         Small { at, _disk: disk }
     }
 
-    /// Where the agent's directory is.
+    /// The agent's root directory.
     fn root(&self) -> PathBuf {
         self.at.path().join("agent")
     }
@@ -271,7 +271,7 @@ impl Small {
         }
     }
 
-    /// What is mounted below the agent's directory.
+    /// The mount points below the agent's directory.
     fn mounts(&self) -> Vec<String> {
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         let points = table.lines().filter_map(|l| l.split(' ').nth(4));
@@ -291,19 +291,20 @@ impl Drop for Small {
     }
 }
 
-/// A node whose pods, volumes, disks, driver and processes have a hard time.
+/// A node whose pods, volumes, disks, driver and processes suffer faults.
 struct Rounds {
     choices: Choices,
     image: String,
     canaries: [Canary; 2],
-    /// The disk of a volume, and the name under which it is known as long as it has not vanished.
+    /// The disk of a volume, and its name as long as it has not vanished.
     disk: Loop,
     name_of_disk: PathBuf,
-    /// A disk that pods have as a device: in one volume by its path, in another by the driver.
+    /// A disk that pods use as a raw device: in one volume by its path, in another through the driver.
     raw: Loop,
-    /// Addresses and links of sandboxes that a killed containerd has forgotten: it makes their network before it notes them.
+    /// Addresses and links of sandboxes that a killed containerd no longer knows: it sets up their network
+    /// before it records them.
     forgotten: BTreeSet<String>,
-    /// containerd was killed since all was looked at.
+    /// Whether containerd was killed since the last check.
     runtime_killed: bool,
     driver_at: tempfile::TempDir,
     driver: Option<Running>,
@@ -352,7 +353,7 @@ impl Rounds {
         rounds
     }
 
-    /// What the pods' volumes refer to.
+    /// Creates the objects that the pods' volumes refer to.
     fn apply_objects(&self, node: &str) {
         let cluster = &self.cluster;
         cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
@@ -393,7 +394,8 @@ impl Rounds {
         self.driver = Some(Driver::new(DRIVER, self.driver_at.path()).run(&registry));
     }
 
-    /// A pod with some volumes, whole and in part, in which it leaves files and links to everywhere.
+    /// A pod with some volumes, some of them also as subpaths. It writes files, and links that lead
+    /// outside, into them.
     fn manifest(&mut self, name: &str) -> String {
         let host = self.canaries[0].path().display().to_string();
         let all = [
@@ -465,7 +467,7 @@ impl Rounds {
         }
     }
 
-    /// Somebody mounts a directory of theirs in an emptyDir.
+    /// Mounts a user's directory in every emptyDir.
     fn mount_behind(&self) {
         for pod in std::fs::read_dir(self.small.root().join("pods"))
             .into_iter()
@@ -480,7 +482,7 @@ impl Rounds {
         }
     }
 
-    /// containerd stays down until all is healed: nobody watches over it here.
+    /// containerd stays down until `heal`: here it has no supervisor.
     fn kill_runtime(&mut self) {
         if !std::mem::replace(&mut self.runtime_killed, true) {
             let runtime = self.cluster.pid("containerd");
@@ -489,13 +491,13 @@ impl Rounds {
         }
     }
 
-    /// The disk is pulled out: its name goes, and with the last who has it the device.
+    /// Pulls the disk out: its name is removed, and the device is removed when its last user closes it.
     fn pull_disk(&mut self) {
         let _ = std::fs::remove_file(&self.name_of_disk);
         self.disk.vanish();
     }
 
-    /// Something bad, which lasts until all is healed; the answer says what.
+    /// Causes a fault, which lasts until `heal`, and returns its description.
     fn fault(&mut self) -> String {
         let calls = ["stage", "publish", "unpublish", "unstage"];
         let call = *self.choices.of(&calls);
@@ -521,14 +523,14 @@ impl Rounds {
         }
     }
 
-    /// Undoes what is bad, but for a disk that was pulled out: it comes back when nobody has it any more.
+    /// Ends all faults. A disk that was pulled out returns later, when it is no longer in use.
     fn heal(&mut self) {
         let _ = std::fs::remove_file(self.small.filler());
         if self.disk.is_there() {
             let _ = std::os::unix::fs::symlink(&self.disk.device, &self.name_of_disk);
         }
         self.start_driver();
-        // A supervisor waits longer each time that its agent ends early.
+        // A supervisor waits longer after each early exit of its agent.
         self.cluster.up();
     }
 
@@ -578,7 +580,7 @@ impl Rounds {
         self.canaries_live();
     }
 
-    /// What the agent says of the pods that are left.
+    /// The agent's explanations of the remaining pods.
     fn explained(&self) -> String {
         let name = |pod: &serde_json::Value| pod["metadata"]["name"].as_str().unwrap().to_owned();
         let pods: Vec<String> = self.cluster.pods().iter().map(name).collect();
@@ -586,7 +588,7 @@ impl Rounds {
         pods.iter().map(explain).collect()
     }
 
-    /// Heals what is broken, ends all pods, and looks at what is left.
+    /// Ends all faults, deletes all pods, and checks that nothing is left of them.
     fn settle(&mut self, round: u64) {
         self.heal();
         let begun = Instant::now();
@@ -624,7 +626,7 @@ impl Rounds {
         self.canaries_live();
     }
 
-    /// What is left of pods that have gone.
+    /// Leftovers of deleted pods.
     fn left(&self) -> Vec<String> {
         let pods = std::fs::read_dir(self.small.root().join("pods"));
         let dirs = pods
@@ -637,7 +639,7 @@ impl Rounds {
             let of_network = found.starts_with("address ") || found.starts_with("link ");
             !(self.forgotten.contains(found) || self.runtime_killed && of_network)
         });
-        // The agent's root directory itself is made shared, where the machine's mounts are not.
+        // The agent makes its own root directory a shared mount if the machine's mounts are not shared.
         let root = self.small.root().display().to_string();
         left.extend(self.small.mounts().into_iter().filter(|at| *at != root));
         left.extend(dirs);
@@ -645,8 +647,9 @@ impl Rounds {
     }
 }
 
-/// Random pods with random volumes while the agent, containerd, its shims and the driver are killed, the agent's disk is full,
-/// devices vanish and others mount where they should not: nothing of the user's is lost, and nothing is left.
+/// Random pods with random volumes. Meanwhile the agent, containerd, its shims and the driver are
+/// killed, the agent's disk is full, devices vanish, and users mount directories inside volumes. No
+/// user data may be lost, and nothing may be left.
 #[test]
 fn rounds_of_random_pods_lose_nothing_and_leave_nothing() {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());

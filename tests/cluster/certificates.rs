@@ -1,4 +1,4 @@
-//! Roots and certificates in projected volumes, with a real containerd; the signer is played here.
+//! Trust bundles and certificates in projected volumes, with a real containerd; the test plays the signer.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use support::real::ControlPlane;
 use support::{Cluster, condition, inside};
 
-/// Signs a pending request, and says when another should be asked for.
+/// Signs a pending request and sets the time of its renewal. Returns the certificate chain.
 fn sign(
     cluster: &Cluster,
     request: &Value,
@@ -50,14 +50,15 @@ fn sign(
     pem
 }
 
-/// The requests for pods' certificates.
+/// The PodCertificateRequests.
 fn requests(cluster: &Cluster) -> Vec<Value> {
     let text = cluster.kubectl(&["get", "podcertificaterequests", "-o", "json"]);
     let list: Value = serde_json::from_str(&text).unwrap();
     list["items"].as_array().unwrap().clone()
 }
 
-/// At once, with the bundled control plane. A real one wants ten minutes from the beginning of a certificate's life.
+/// The earliest renewal time that the control plane allows: now with the bundled one. A real one
+/// requires ten minutes after the beginning of a certificate's validity.
 fn soonest_refresh(cluster: &Cluster) -> jiff::Timestamp {
     let minutes = match cluster.control {
         ControlPlane::Bundled => 0,
@@ -66,7 +67,8 @@ fn soonest_refresh(cluster: &Cluster) -> jiff::Timestamp {
     jiff::Timestamp::now() + jiff::SignedDuration::from_mins(minutes)
 }
 
-/// The certificate in these files is due: another is asked for at the next refresh, and the old one stays until it comes.
+/// The certificate in these files is due for renewal. The agent requests another one at the next
+/// refresh and keeps the old one until then.
 fn it_is_renewed(cluster: &Cluster, issuer: &Issuer<'_, KeyPair>, both: &str) {
     let read = || inside(cluster, "one", &["busybox", "cat", "/v/both.pem"]);
     cluster.wait("the renewal to be asked for", || {
@@ -89,7 +91,7 @@ fn it_is_renewed(cluster: &Cluster, issuer: &Issuer<'_, KeyPair>, both: &str) {
     );
 }
 
-/// Whether the apiserver has the kinds that this is about: a real one may not.
+/// Whether the apiserver serves the kinds of this test: a real one may not.
 fn are_served(cluster: &Cluster) -> bool {
     let served = cluster.kubectl(&["api-resources", "-o", "name"]);
     let mut kinds = ["podcertificaterequests", "clustertrustbundles"].iter();
@@ -180,7 +182,7 @@ fn pods_get_roots_and_certificates_of_their_own() {
         it_is_renewed(&cluster, &issuer, &both);
     }
 
-    // A signer that refuses is quoted.
+    // The pod's event quotes a signer that denies the request.
     cluster.apply(&pod("denied", certificate));
     cluster.wait("the request", || {
         requests().iter().any(|r| r["spec"]["podName"] == "denied")

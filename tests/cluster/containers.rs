@@ -1,5 +1,5 @@
-//! What a container finds when it starts, against a real containerd: users, files, names, classes, and devices of a
-//! device plugin.
+//! The environment of a container when it starts, with a real containerd: users, files, names, classes,
+//! and devices of a device plugin.
 #![allow(clippy::unwrap_used)]
 
 use crate::plugin;
@@ -39,7 +39,7 @@ fn containers_find_what_their_pods_promise() {
         "--from-literal=app.conf=setting",
         "--from-literal=other=x",
     ]);
-    // Each line of a script is a check; the first that fails names itself.
+    // Each line of a script is a check; the first one that fails becomes the termination message.
     let pod = |name: &str, fields: &str, container: &str, checks: &[&str]| {
         let script: String = checks
             .iter()
@@ -239,7 +239,7 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         cluster.pod("hopeless")["status"]["reason"] == "OutOfcpu"
     });
 
-    // As `kubectl debug` does it.
+    // As `kubectl debug` does.
     let patch = format!(
         r#"{{"spec": {{"ephemeralContainers": [{{"name": "debug", "image": "{image}", "targetContainerName": "c", "command": ["busybox", "sh", "-c", "grep -q sleep /proc/1/cmdline && echo found > /dev/termination-log; sleep 0.1"], "terminationMessagePath": "/dev/termination-log"}}]}}}}"#
     );
@@ -268,10 +268,10 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
     cluster.end_clean();
 }
 
-/// Whether a container has been given so much of the processor, and no more than so much memory.
+/// The extended resource of the device plugin.
 const THING: &str = "example.com/thing";
 
-/// The allocatable processors.
+/// The allocatable CPUs.
 fn cpus(cluster: &Cluster) -> u64 {
     let cpus = &cluster.node()["status"]["allocatable"]["cpu"];
     cpus.as_str().unwrap().parse().unwrap()
@@ -294,7 +294,7 @@ fn wait_for_things(cluster: &Cluster, resource: &str, capacity: &str, allocatabl
     });
 }
 
-/// A pod of one container that wants things. With the node's name it does not ask the scheduler.
+/// Creates a pod with one container that requests things. If `on` names a node, the scheduler is not involved.
 fn wants(cluster: &Cluster, name: &str, image: &str, amount: u32, on: Option<&str>) {
     let container = json!({"name": "c", "image": image, "command": ["busybox", "sleep", "10000"],
         "env": [{"name": "OWN", "value": "the container's"}], "resources": {"limits": {THING: amount.to_string()}}});
@@ -305,7 +305,8 @@ fn wants(cluster: &Cluster, name: &str, image: &str, amount: u32, on: Option<&st
     pod(cluster, name, &spec);
 }
 
-/// The podresources API's answer, while the agent is there: pod, resource and device, and what is allocatable.
+/// From the podresources API: pod, resource and device, and the number of allocatable devices. `None`
+/// while the agent does not answer.
 fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
     let found = pod_resources::ask(cluster, async |mut client| {
         let request = resources::ListPodResourcesRequest {};
@@ -321,7 +322,7 @@ fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
                 pod_name: pod.name.clone(),
                 pod_namespace: pod.namespace,
             };
-            // It may have gone since.
+            // The pod may have been deleted since.
             let one = client.get(request).await.ok()?.into_inner();
             assert_eq!(one.pod_resources.unwrap().name, pod.name);
         }
@@ -334,7 +335,7 @@ fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, usize)> {
         rows.sort();
         Some((rows, all.into_inner().devices.len()))
     })?;
-    // The API's first version says the same of devices.
+    // The first API version reports the same devices.
     (pod_resources::v1alpha1(cluster)? == found.0).then_some(found)
 }
 
@@ -344,7 +345,7 @@ fn running(cluster: &Cluster, name: &str) {
     });
 }
 
-/// The message of a pod that was not admitted because of its devices.
+/// The message of a pod that was rejected because of its devices.
 fn refusal(cluster: &Cluster, name: &str) -> String {
     cluster.wait(&format!("{name} to be refused"), || {
         cluster.pod(name)["status"]["phase"] == "Failed"
@@ -354,7 +355,8 @@ fn refusal(cluster: &Cluster, name: &str) -> String {
     status["message"].as_str().unwrap().to_owned()
 }
 
-/// A container that ends while its plugin has not registered since the agent started is not started without its devices.
+/// A container exits while its plugin has not registered since the agent started. It is not started
+/// without its devices.
 fn a_container_waits_for_its_plugin(cluster: &Cluster) {
     let status = || cluster.pod("first")["status"]["containerStatuses"][0].clone();
     let id = status()["containerID"].as_str().unwrap().to_owned();
@@ -367,7 +369,7 @@ fn a_container_waits_for_its_plugin(cluster: &Cluster) {
     });
 }
 
-/// The first pod's status comes to tell the health of its device.
+/// Waits until the first pod's status shows the health of its device.
 fn health_is_told(cluster: &Cluster, health: &str) {
     let device = json!([{"resourceID": "b", "health": health}]);
     let expected = json!([{"name": THING, "resources": device}]);
@@ -401,7 +403,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
         refusal(cluster, "too-early"),
         "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices example.com/thing, which is unexpected"
     );
-    // The agent is away, and so is the plugin when it comes back.
+    // The agent restarts, and the plugin is down afterwards.
     cluster.kill("agent");
     cluster.up();
     let known = |rows: &[&str]| who_has_what(cluster).is_some_and(|(found, _)| found == rows);
@@ -427,11 +429,11 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
         "a"
     );
     assert_eq!(id(), before, "the first pod ran on");
-    // The plugin registers again by itself where only the agent was away.
+    // The plugin registers again on its own when only the agent was down.
     cluster.kill("agent");
     cluster.up();
     wait_for_things(cluster, THING, "2", "2");
-    // Of the agent before this one the node may say so still: what is asked here is this one's own.
+    // The Node status may still be the previous agent's. These values come from the new agent.
     let both = ["first example.com/thing b", "second example.com/thing a"];
     let both = Some((both.map(str::to_owned).to_vec(), 2));
     cluster.wait("pods and devices to be known again", || {
@@ -445,7 +447,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
         "too-early",
         "--wait=true",
     ]);
-    // Seen before it runs again: from then on what the node says of it is news.
+    // Observed before the plugin runs again, so that a later status of the Node is a change.
     drop(runs);
     wait_for_things(cluster, THING, "2", "0");
 }
@@ -457,7 +459,7 @@ fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
 ) {
     let _runs = plugin.run(&cluster.data().join("agent/device-plugins"));
     wait_for_things(cluster, THING, "2", "2");
-    // The API forgets a pod without grace before its containers have ended.
+    // The API removes a pod without a grace period before its containers have exited.
     cluster.wait("the devices of deleted pods to be free", || {
         who_has_what(cluster).is_some_and(|(rows, _)| rows.is_empty())
     });
@@ -507,7 +509,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     let row = "first example.com/thing b".to_owned();
     assert_eq!(listed, Some((vec![row], 2)));
 
-    // One waits for the scheduler, and one that does not ask it is refused.
+    // One pod waits for the scheduler; one that is bound directly is rejected.
     wants(&cluster, "waits", &image, 2, None);
     wants(&cluster, "refused", &image, 2, Some(&cluster.node_name()));
     assert_eq!(
@@ -542,7 +544,8 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     });
 }
 
-/// As soon as the API shows that a pod needs nothing any more the scheduler sends the next one, which must find its place.
+/// As soon as the API shows that a pod needs no resources, the scheduler sends the next one. The node
+/// must have capacity for it.
 #[test]
 fn a_full_node_takes_the_next_pod_at_once() {
     let cluster = Cluster::start("room", 76);
@@ -552,7 +555,7 @@ fn a_full_node_takes_the_next_pod_at_once() {
     let big = |name: &str, script: &str| {
         let request = json!({"requests": {"cpu": format!("{}m", cpus * 1000 - 100)}});
         let container = json!({"name": "c", "image": image, "command": ["busybox", "sh", "-c", script], "resources": request});
-        // Bound by hand: nothing waits for the scheduler's own idea of what is free.
+        // Bound directly: the scheduler's view of free capacity does not matter.
         let spec =
             json!({"nodeName": name_of_node, "restartPolicy": "Never", "containers": [container]});
         pod(&cluster, name, &spec);
@@ -561,7 +564,7 @@ fn a_full_node_takes_the_next_pod_at_once() {
     let stays = "trap '' TERM; while :; do busybox sleep 1; done";
     big("first", stays);
     cluster.wait("the first", || phase("first") == "Running");
-    // Deleted by force it is gone from the API before its container has ended.
+    // A force-deleted pod is removed from the API before its container has exited.
     cluster.kubectl(&["delete", "pod", "first", "--grace-period=0", "--force"]);
     big("second", "busybox sleep 2");
     cluster.wait("the second to end", || {

@@ -1,5 +1,5 @@
-//! A node comes with a bootstrap token, gets a certificate, serves with one that somebody approves, and renews what is due;
-//! against our own control plane. No runtime is needed for that, and none is there.
+//! A node joins with a bootstrap token, obtains a client certificate, serves with a certificate that the test
+//! approves, and renews expiring certificates. This runs against our own control plane and needs no runtime.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -13,7 +13,7 @@ use support::real::ControlPlane;
 
 const TOKEN: (&str, &str) = ("abcdef", "0123456789abcdef");
 
-/// An agent that is ended with the test.
+/// An agent that is killed when dropped.
 struct Agent(Child);
 
 impl Drop for Agent {
@@ -31,7 +31,7 @@ fn join(dir: &Path, port: u16, bootstrap: bool) -> Agent {
     );
     std::fs::write(dir.join("config.yaml"), config).unwrap();
     let at = |name: &str| dir.join(name).display().to_string();
-    // The program decides by its name what it is.
+    // The program behaves as its file name requires.
     let program = dir.join("kubelet");
     if !program.exists() {
         std::os::unix::fs::symlink(support::holdfast(), &program).unwrap();
@@ -81,7 +81,7 @@ fn as_node(dir: &Path, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
 }
 
-/// Whether a log of the agent has the doctor's finding that the runtime does not answer, with its remedy.
+/// Whether an agent's log contains the doctor's finding, with its remedy, that the runtime does not answer.
 fn names_the_runtime(log: &str) -> bool {
     let mut lines = log.lines().filter(|line| line.contains("doctor: "));
     lines.any(|line| line.contains("nothing.sock does not answer") && line.contains("remedy"))
@@ -108,7 +108,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
         id = TOKEN.0,
         secret = TOKEN.1
     ));
-    // A token that is wrong opens nothing, and the agent says so and goes on trying.
+    // A wrong token is rejected; the agent logs this and keeps trying.
     std::fs::write(dir.join("bootstrap.conf"), bootstrap("ffffffffffffffff")).unwrap();
     let agent = join(dir, 17_999, true);
     cluster.wait("the refusal", || {
@@ -135,7 +135,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
         "{request}"
     );
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
-    // It is a node and nothing more.
+    // The node has only the rights of a node.
     assert!(as_node(dir, &["delete", "node", "--all"]).contains("forbidden"));
     assert!(
         as_node(
@@ -151,7 +151,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
         )
         .contains("cannot impersonate")
     );
-    // Who may, acts as it, with just its rights.
+    // An administrator may impersonate the node and then has only its rights.
     let as_second = |arguments: &[&str]| {
         let whom = ["--as", "system:node:second", "--as-group", "system:nodes"];
         let output = Command::new(support::holdfast())
@@ -171,7 +171,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     assert!(as_second(&["auth", "whoami"]).contains("system:node:second"));
     assert!(as_second(&["auth", "can-i", "delete", "nodes"]).contains("no"));
     assert!(as_second(&["delete", "node", "--all"]).contains("forbidden"));
-    // The serving certificate waits for somebody who approves it.
+    // The serving certificate waits for approval.
     let waiting = || serving_request(&cluster);
     cluster.wait("the request for a serving certificate", || {
         !waiting().is_empty()
@@ -186,7 +186,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
         return;
     }
 
-    // What is past nine tenths of its life is renewed at once, by what it is.
+    // A certificate past nine tenths of its lifetime is renewed immediately, with its own credentials.
     let (key, now) = (
         rcgen::KeyPair::generate().unwrap(),
         jiff::Timestamp::now().as_second(),
@@ -214,7 +214,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let old = params.signed_by(&key, &issuer).unwrap().pem();
     let first: PathBuf = std::fs::read_link(&current).unwrap();
     std::fs::write(&first, format!("{old}{}", key.serialize_pem())).unwrap();
-    // Pairs are named by the second.
+    // The name of a pair has a resolution of one second.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, false);
     cluster.wait("the renewal", || {
@@ -223,7 +223,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     drop(agent);
 
-    // One that has ended is asked for anew with the token.
+    // An expired certificate is replaced by requesting a new one with the token.
     (params.not_before, params.not_after) = (at(now - 10_000), at(now - 60));
     let ended = params.signed_by(&key, &issuer).unwrap().pem();
     std::fs::write(
@@ -243,7 +243,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     assert!(!log().contains(TOKEN.1), "the token is nobody's business");
 }
 
-/// The name of the request for a certificate that the second node would serve with, while nobody has decided it; else empty.
+/// The name of the second node's pending CSR for a serving certificate; empty if there is none.
 fn serving_request(cluster: &Cluster) -> String {
     let list = cluster.kubectl(&["get", "csr", "-o", "json"]);
     let list: serde_json::Value = serde_json::from_str(&list).unwrap();
@@ -252,7 +252,7 @@ fn serving_request(cluster: &Cluster) -> String {
         spec["signerName"] == "kubernetes.io/kubelet-serving"
             && spec["username"] == "system:node:second"
     };
-    // What has been decided may be an earlier test's.
+    // A decided CSR may be an earlier test's.
     let found = all.find(|r| is_its(&r["spec"]) && r["status"]["conditions"].is_null());
     found.map_or(String::new(), |request| {
         request["metadata"]["name"].as_str().unwrap().to_owned()
@@ -278,15 +278,15 @@ fn version_for_kubeadm(output: &str) -> Option<&str> {
     is_read.then_some(version)
 }
 
-/// What a program prints, if it succeeds.
+/// A program's output, if it succeeds.
 fn printed(program: &Path, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     output.status.success().then_some(text)
 }
 
-/// What kubeadm 1.36 looks for on a node whose kubelet runs, before there is an apiserver: the file of its source, and the
-/// check, of the directory of [`join`].
+/// What kubeadm 1.36 expects on a node with a running kubelet, before an apiserver runs: the source
+/// file, and the check of the directory of [`join`].
 const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
     (
         "cmd/kubeadm/app/preflight/utils.go, GetKubeletVersion",
@@ -319,7 +319,8 @@ const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
     ),
 ];
 
-/// kubeadm's checks of a kubelet that `kubeadm init` has just started: without an apiserver, and here without a runtime.
+/// kubeadm's checks of a kubelet that `kubeadm init` has just started: without an apiserver, and here
+/// without a runtime.
 #[test]
 fn kubeadm_finds_what_it_looks_for() {
     use base64::Engine as _;
@@ -382,8 +383,9 @@ const BINDINGS: [(&str, &str, &str); 3] = [
     ),
 ];
 
-/// Who may ask for certificates in a real cluster, as kubeadm has it and the bundled control plane from its start; taken
-/// away with what came of it, as such a cluster outlives the test.
+/// The bindings that let nodes request certificates in a real cluster, as kubeadm creates them; the
+/// bundled control plane has them from its start. Dropping this removes them and the resulting objects,
+/// as such a cluster outlives the test.
 struct Prepared<'a>(&'a Cluster);
 
 impl Prepared<'_> {
@@ -394,7 +396,7 @@ impl Prepared<'_> {
                 cluster.kubectl(&["create", "clusterrolebinding", name, &role, &group]);
             }
         }
-        // What an earlier test was cut off with.
+        // Leftovers of an interrupted test.
         while let name = serving_request(cluster)
             && !name.is_empty()
         {
@@ -423,7 +425,8 @@ impl Drop for Prepared<'_> {
     }
 }
 
-/// What `kubeadm init` leaves in a cluster for those who join, and the configuration of their agents.
+/// Creates the objects that `kubeadm init` leaves in a cluster for joining nodes. Returns the
+/// configuration of their agents.
 fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
     use base64::Engine as _;
     let ca = std::fs::read(cluster.data().join("control/pki/ca.crt")).unwrap();
@@ -465,7 +468,7 @@ fn prepared(cluster: &Cluster, server: &str, containers: &Cluster) -> String {
     server.to_owned()
 }
 
-/// What `WaitForKubelet` asks (`cmd/kubeadm/app/util/apiclient/wait.go`).
+/// The request of `WaitForKubelet` (`cmd/kubeadm/app/util/apiclient/wait.go`).
 fn is_healthy() -> bool {
     let mut curl = Command::new("curl");
     curl.args(["-s", "http://127.0.0.1:17997/healthz"]);
@@ -478,7 +481,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
         return;
     }
     let (cluster, other) = (Cluster::start("joined", 52), Cluster::start("joiner", 53));
-    // Of the second cluster only its containerd is left: its machine is the node that joins.
+    // Only the containerd of the second cluster keeps running: its machine is the joining node.
     let image = support::busybox(&other);
     for part in ["agent", "control-plane"] {
         other.kill(part);
@@ -496,7 +499,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     std::fs::create_dir_all(etc.join("pki")).unwrap();
     std::fs::create_dir_all(&lib).unwrap();
 
-    // Discovery, by anybody; the CA is in it. Then the configuration, with the token.
+    // Anonymous discovery returns the CA. Then the configuration is read with the token.
     let get = |path: &str, more: &[&str]| -> serde_json::Value {
         let output = Command::new("curl")
             .arg("-sk")
@@ -540,7 +543,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     );
     std::fs::write(lib.join("kubeadm-flags.env"), environment).unwrap();
 
-    // The unit's line, with the files where this test has them.
+    // The command line of the systemd unit, with this test's paths.
     let program = dir.path().join("kubelet");
     std::os::unix::fs::symlink(support::holdfast(), &program).unwrap();
     let flags = std::fs::read_to_string(lib.join("kubeadm-flags.env")).unwrap();
@@ -587,7 +590,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
             false
         }
     });
-    // The serving certificate waits for somebody who approves it; then commands reach its pods.
+    // The serving certificate waits for approval; then commands reach the node's pods.
     let waiting = || serving_request(&cluster);
     cluster.wait("the request for a serving certificate", || {
         !waiting().is_empty()
@@ -621,7 +624,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     holdfast::sys::mount::unmount_all(&lib).unwrap();
 }
 
-/// A machine becomes another cluster's node with `up --join`; tests use real control planes that way.
+/// `up --join` makes a machine a node of another cluster; tests use real control planes in this way.
 #[test]
 fn a_node_of_another_control_plane_is_started_by_up() {
     if support::skip::needs_bundled("it has two nodes") {
@@ -643,7 +646,7 @@ fn a_node_of_another_control_plane_is_started_by_up() {
     second.wait("its pod", || {
         support::condition(&second.pod("there"), "Ready") == "True"
     });
-    // The agent takes those for clients that the cluster's authority has signed.
+    // The agent accepts clients whose certificate the cluster's CA has signed.
     let (admin, _files) = Administrator::of(&second).for_curl();
     let pods = Command::new("curl")
         .arg("-sk")
@@ -658,7 +661,7 @@ fn a_node_of_another_control_plane_is_started_by_up() {
     let pods = String::from_utf8(pods.stdout).unwrap();
     assert!(pods.contains("\"name\":\"there\""), "{pods}");
     second.kubectl(&["delete", "pod", "there"]);
-    // The API forgets a pod without grace before its container has ended.
+    // The API removes a pod without a grace period before its container has exited.
     second.wait("nothing to be left of it", || second.leftovers().is_empty());
     drop(second);
     let left = first.kubectl(&["get", "nodes,namespaces,csr", "-o", "name"]);

@@ -1,5 +1,5 @@
-//! Every call to a real containerd fails, hangs, comes late, loses its answer or costs the agent its life; once
-//! that is over, pods that were started meanwhile run, once, and pods that were deleted are gone.
+//! Every call to a real containerd fails, hangs, is late, loses its response or kills the agent.
+//! Afterwards, pods that were started meanwhile run exactly once, and deleted pods are removed.
 #![allow(clippy::unwrap_used)]
 
 use crate::proxy;
@@ -47,7 +47,7 @@ impl Bench {
                 .parse()
                 .unwrap();
             kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
-            // Before it counts as killed it has ended: `up` leaves alone what seems to run still.
+            // The agent has exited before this returns: `up` does not start an agent that still seems to run.
             while !support::has_ended(agent) {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -74,7 +74,7 @@ impl Bench {
         })
     }
 
-    /// One pod starts and another one ends while each fault is on for each method.
+    /// With each fault for each method, starts one pod and deletes another.
     fn every(&self, methods: &[&'static str], faults: &[Fault]) {
         let Bench {
             cluster,
@@ -93,18 +93,18 @@ impl Bench {
                 cluster.apply(&self.pod(&new));
                 cluster.kubectl(&["delete", "pod", &old, "--wait=false"]);
                 if !kills {
-                    // Some calls hang for longer than the agent waits for an answer.
+                    // Some calls hang for longer than the agent's timeout.
                     let outlasts = *fault == Fault::Hang
                         && ["StartContainer", "StopPodSandbox"].contains(method);
                     let lasts = if outlasts { 12_000 } else { 1500 };
                     std::thread::sleep(Duration::from_millis(lasts));
                 }
-                // Some calls are made every few seconds only.
+                // Some calls occur only every few seconds.
                 cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || {
                     proxy.hits() > 0
                 });
                 if kills {
-                    // After a call that takes its time the caller lives on until it is answered.
+                    // If a call takes long, the caller is killed only after its response.
                     cluster.wait_quietly(
                         &format!("the agent to be killed by {fault:?} of {method}"),
                         || proxy.has_killed(),
@@ -119,13 +119,14 @@ impl Bench {
                     !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old)
                 });
                 let started = cluster.pod(&new);
-                // A start that is refused may be tried anew; one that has succeeded is not repeated.
+                // A failed start may be retried; a successful one is not repeated.
                 let runs = ask(target, started["metadata"]["uid"].as_str().unwrap());
                 assert_eq!(runs, 1, "{new}: {:#}", started["status"]);
                 if kills {
-                    // A start that was under way when its caller died is one that the runtime has given up and counted.
+                    // If its caller died during a start, the runtime cancels the start and counts the attempt.
                     let container = &started["status"]["containerStatuses"][0];
-                    // It says that its context was cancelled, or that the shim it was starting was killed for that.
+                    // The message reports that the context was cancelled, or that the starting shim was killed for
+                    // this reason.
                     let cut_off = container["lastState"]["terminated"]["message"]
                         .as_str()
                         .is_some_and(|m| {
@@ -153,7 +154,7 @@ impl Bench {
     }
 }
 
-/// How many containers of a pod the runtime has.
+/// The number of a pod's live containers in the runtime.
 fn ask(socket: &std::path::Path, uid: &str) -> usize {
     observe(socket, uid).live().count()
 }
@@ -211,8 +212,8 @@ fn the_agent_may_be_killed_at_every_call() {
     });
 }
 
-/// A caller that died at the wrong moment leaves a task that containerd's CRI plugin does not know of, and for which it
-/// refuses to remove the container.
+/// A caller that dies at the wrong moment leaves a task that containerd's CRI plugin does not know. The
+/// plugin then refuses to remove the container.
 #[test]
 fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
     let bench = Bench::start("cri-d", 34, "");
@@ -232,7 +233,7 @@ fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
             .filter(|c| c.state == ContainerState::Created);
         created.next().map(|c| c.id)
     };
-    // The agent may replace a container that could not be started at any moment: then it is the next one's turn.
+    // The agent may replace a container that failed to start at any moment; then this retries with the next one.
     cluster.wait("a container that is started behind CRI's back", || {
         let Some(id) = created() else { return false };
         let mut ctr = Command::new("ctr");
@@ -244,7 +245,7 @@ fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
     bench.end();
 }
 
-/// `holdfast gc` with two images that nobody uses, of which none can be removed at first.
+/// `holdfast gc` with two unused images, neither of which can be removed at first.
 fn gc_goes_on_after_a_failure(bench: &Bench) {
     let Bench { cluster, proxy, .. } = bench;
     let gc = |more: &[&str]| {

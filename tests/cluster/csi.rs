@@ -1,4 +1,4 @@
-//! Storage drivers against a real containerd, with a small driver of our own.
+//! CSI drivers with a real containerd and a small driver of our own.
 #![allow(clippy::unwrap_used)]
 
 use crate::driver;
@@ -17,7 +17,7 @@ fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
     support::inside(cluster, pod, &["busybox", "sh", "-c", script])
 }
 
-/// How full the volume is, as the driver says, and what the calls to it took.
+/// The volume's usage as the driver reports it, and the metrics of calls for it.
 fn figures_tell_of_the_volume(cluster: &Cluster) {
     let cluster_node = cluster.node_name();
     let path = format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary");
@@ -102,7 +102,8 @@ fn figures_tell_of_the_steps(cluster: &Cluster) {
     }
 }
 
-/// A driver that does not answer holds up its pod alone. Its call is waited for: what it does late is undone after that.
+/// A driver that does not answer blocks only its own pod. The agent waits for the call and undoes its
+/// result afterwards.
 fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: [String; 2]) {
     driver.hang("publish shared-1", true);
     let before = driver.calls().len();
@@ -138,13 +139,13 @@ fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: 
 const ATTACHED: &str =
     r#"{"status": {"attached": true, "attachError": null, "attachmentMetadata": {"lun": "7"}}}"#;
 
-/// The name of the only attachment.
+/// The name of the only VolumeAttachment.
 fn attachment(cluster: &Cluster) -> String {
     let names = "jsonpath={.items[*].metadata.name}";
     cluster.kubectl(&["get", "volumeattachments", "-o", names])
 }
 
-/// What the attacher says of it.
+/// Writes the attacher's status into the VolumeAttachment.
 fn patch_attachment(cluster: &Cluster, status: &str) {
     let name = attachment(cluster);
     cluster.kubectl(&[
@@ -167,7 +168,7 @@ fn patch_finalizers(cluster: &Cluster, finalizers: &str) {
     cluster.kubectl(&[&["patch", "volumeattachment", &name], &patch[..]].concat());
 }
 
-/// A volume that is attached no more, or that is being detached, is not mounted, though pods of this node have had it.
+/// A volume that is not attached, or that is being detached, is not mounted, although pods of this node have used it.
 fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiting: &str) {
     let pod = |name: &str| waiting.replace("{name: waiting}", &format!("{{name: {name}}}"));
     let node = |path: &str| {
@@ -182,10 +183,10 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     patch_attachment(cluster, r#"{"status": {"attached": false}}"#);
     cluster.apply(&pod("second"));
     told("second", "is awaited");
-    // One that waits has nothing of it: the volume is unstaged after the last that has.
+    // A waiting pod has not mounted the volume: it is unstaged after the last pod that has.
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("it to be unstaged", || driver.count("unstage") == 1);
-    // Its attacher is slow: the attachment says that it is attached while it is being detached.
+    // The attacher is slow: the VolumeAttachment still shows `attached` while the volume is being detached.
     cluster.kubectl(&["delete", "pod", "second"]);
     cluster.wait("the attachment to be deleted", || {
         let at = "jsonpath={.items[0].metadata.deletionTimestamp}";
@@ -222,8 +223,8 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     });
 }
 
-/// Whoever resizes a volume says when it is the node's turn, and reads there that the node cannot do it: then it is not tried
-/// again until the claim says so.
+/// The resizer sets the claim's status when the node should expand the volume. If the node cannot, the
+/// agent records this in the claim and does not retry until the claim's status changes.
 fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     let turn = r#"{"status": {"allocatedResources": {"storage": "3Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
     let patch = |kind: &str, more: &[&str], patch: &str| {
@@ -241,7 +242,7 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     };
     driver.refuse("expand", true);
     patch("pvc", &["--subresource=status"], turn);
-    // What was given to the claim counts, and not what its volume has.
+    // The size in the claim's status counts, not the capacity of the volume.
     patch("pv", &[], r#"{"spec": {"capacity": {"storage": "4Mi"}}}"#);
     look_again();
     cluster.wait("the claim to be told that it cannot be", || {
@@ -256,7 +257,8 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
         !calls.contains(&"expand to 4194304 shared-1".to_owned()),
         "{calls:?}"
     );
-    // A try that fails is followed by others after pauses that double, and not with the next refresh, a minute later.
+    // After a failure the agent retries with a doubling back-off, and does not wait for the next refresh,
+    // a minute later.
     let larger = r#"{"status": {"allocatedResources": {"storage": "5Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
     driver.lose("expand", true);
     patch("pvc", &["--subresource=status"], larger);
@@ -274,7 +276,7 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     cluster.wait("the claim to be told", || told() == "5Mi  Other");
 }
 
-/// A pod that comes to a volume does not get it before it is as large as its claim is to have it.
+/// A new pod does not get its volume before the volume has the size that its claim requires.
 fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, pod: &str) {
     let turn = r#"{"status": {"allocatedResources": {"storage": "6Mi"}, "allocatedResourceStatuses": {"storage": "NodeResizePending"}}}"#;
     driver.lose("expand", true);
@@ -325,7 +327,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         volume("shared", &format!("csi: {{driver: {NAME}, volumeHandle: shared-1, nodePublishSecretRef: {{namespace: default, name: login}}, volumeAttributes: {{color: blue}}}}")),
         volume("elsewhere", "csi: {driver: attached.test, volumeHandle: e}"),
     ));
-    // A pod that comes before its driver waits, says for what, and starts as soon as the driver is there.
+    // A pod that is created before its driver waits, names the driver in an event, and starts upon the registration.
     let by_claim = "persistentVolumeClaim: {claimName: shared}";
     cluster.apply(&pod(
         "one",
@@ -379,7 +381,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
 
     figures_tell_of_the_volume(&cluster);
 
-    // A second pod: staged once, published twice; undone in the same order.
+    // A second pod: staged once, published twice; undone in the reverse order.
     cluster.apply(&pod("two", by_claim, ""));
     cluster.wait("the second pod", || ready("two"));
     assert_eq!(inside(&cluster, "two", "cat /v/file"), "hello");
@@ -390,9 +392,9 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         "{:?}",
         driver.calls()
     );
-    // An agent that was killed finds its way back, and publishes nothing anew.
+    // A restarted agent recovers its state and publishes nothing again.
     let published = driver.count("publish");
-    // Meanwhile the volume has grown, as its controller says; its filesystem has not.
+    // Meanwhile the controller has expanded the volume, but not its filesystem.
     cluster.kubectl(&[
         "patch",
         "pv",
@@ -436,7 +438,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("it to be unstaged", || driver.count("unstage") == 1);
     assert_eq!(driver.count("publish"), published, "{:?}", driver.calls());
 
-    // Inline volumes live and die with their pod.
+    // Inline volumes are created and deleted with their pod.
     cluster.apply(&pod(
         "inline",
         &format!("csi: {{driver: {NAME}, volumeAttributes: {{size: small}}}}"),
@@ -446,7 +448,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     assert_eq!(driver.told().0["csi.storage.k8s.io/ephemeral"], "true");
     cluster.kubectl(&["delete", "pod", "inline"]);
 
-    // Answers that are lost: what was done is done again, and all of it is undone.
+    // Lost responses: the call is repeated, and everything is undone in the end.
     for call in ["stage", "publish"] {
         driver.lose(call, true);
         cluster.apply(&pod("unlucky", by_claim, ""));
@@ -473,7 +475,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
                 .kubectl(&["get", "pod", "stuck", "--ignore-not-found"])
                 .is_empty()
         };
-        // Its end waits for what is its own alone.
+        // The pod's deletion waits for the unpublish call only, because it concerns this pod alone.
         if call == "unpublish" {
             assert!(
                 is_there(),
@@ -488,7 +490,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             cluster.wait("it to be unstaged", || driver.count(call) > before);
         }
     }
-    // A device of a driver, raw.
+    // A raw device of a driver.
     let disk = support::disk::Loop::new();
     let raw = format!(
         "volumeMode: Block, csi: {{driver: {NAME}, volumeHandle: raw-1, volumeAttributes: {{device: '{}'}}}}",
@@ -530,9 +532,9 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         &driver,
         [pod("slow", by_claim, ""), pod("quick", &inline, "")],
     );
-    // A volume that has to be attached is waited for; its attacher is played here.
+    // The agent waits until the volume is attached; the test plays the attacher.
     let (other, other_dir) = ("attached.test", tempfile::tempdir().unwrap());
-    // It may serve another number of volumes later, and is asked for it every ten minutes.
+    // The driver's volume limit may change; the agent queries it every ten minutes.
     cluster.apply(&format!(
         "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {other}}}\nspec: {{attachRequired: true, nodeAllocatableUpdatePeriodSeconds: 600}}\n"
     ));
@@ -562,7 +564,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
                 "AttachVolume.Attach failed for volume \"elsewhere\" : no room in the rack",
             )
     });
-    // It was full, so the driver is asked anew how many volumes it serves here.
+    // The driver was full, so the agent queries its volume limit again.
     cluster.wait("the driver's new limit", || {
         let told = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
         told.contains(r#""count":3"#)
@@ -572,7 +574,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             .events("waiting")
             .contains("of driver attached.test: no room in the rack")
     });
-    // Before it is mounted, the node says that it is in use: nobody detaches it from then on.
+    // Before the mount the Node lists the volume as in use, so that it is not detached.
     let in_use = || {
         cluster
             .kubectl(&[
@@ -607,7 +609,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the volume not to be in use any more", || !in_use());
     figures_tell_of_the_steps(&cluster);
 
-    // A driver that goes is forgotten, and comes back.
+    // A driver that unregisters is removed from the CSINode, and may return.
     drop((running, attached));
     cluster.wait("the driver to go", || {
         !cluster

@@ -1,4 +1,4 @@
-//! What drivers are asked when they refuse, are busy, publish anew or are replaced, with a real containerd.
+//! The calls to drivers that fail, are busy, republish or are replaced, with a real containerd.
 #![allow(clippy::unwrap_used)]
 
 use crate::driver;
@@ -18,7 +18,7 @@ fn pod(name: &str, image: &str, mount: &str) -> String {
     )
 }
 
-/// What was refused for good was not done.
+/// A call that failed with a final error is not undone.
 fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &str) {
     driver.refuse("stage", true);
     cluster.apply(&pod("refused", image, ""));
@@ -27,7 +27,7 @@ fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &st
             .events("refused")
             .contains("this is refused for good")
     });
-    // A try that the deletion cuts off would have to be undone: it comes between two that are seconds apart.
+    // A cancelled attempt would have to be undone. So the pod is deleted while the retries are seconds apart.
     cluster.wait("the tries to be seconds apart", || {
         driver.count("stage") > 3
             && cluster
@@ -44,7 +44,8 @@ fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &st
     driver.refuse("stage", false);
 }
 
-/// Neither a socket that does not answer nor a driver that does not describe this node holds up another's registration.
+/// Neither a socket that does not answer nor a driver that does not answer NodeGetInfo delays the
+/// registration of another driver.
 fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     let silent = registry.join("silent-reg.sock");
     let listener = std::os::unix::net::UnixListener::bind(&silent).unwrap();
@@ -65,7 +66,7 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     };
     cluster.wait("it to be in CSINode", || drivers().contains("quick.test"));
     let took = begun.elapsed();
-    // The slow one is given up after 15 s.
+    // The slow one times out after 15 s.
     assert!(took < Duration::from_secs(8), "{took:?}");
     assert!(!drivers().contains("slow.test"));
     slow.driver.hang("info", false);
@@ -77,8 +78,8 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     cluster.wait("both to go", || !drivers().contains("slow.test"));
 }
 
-/// A driver that mounts nothing, and goes while a pod has a volume of it: the pod is told nothing as long as it runs, and when it ends, what it
-/// has of others is undone all the same.
+/// A driver that mounts nothing unregisters while a pod uses its volume. The pod gets no events while
+/// it runs. When it is deleted, its other volumes are undone nevertheless.
 fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry: &Path) {
     const GONE: &str = "gone.test";
     let dir = tempfile::tempdir().unwrap();
@@ -122,7 +123,7 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
     std::fs::create_dir(&nested).unwrap();
     let (none, flags) = (None::<&str>, nix::mount::MsFlags::empty());
     nix::mount::mount(none, &nested, Some("tmpfs"), flags, none).unwrap();
-    // That it is there cannot be seen.
+    // The volume has no mount that the agent could check.
     refreshes();
     assert_eq!(gone.driver.count("publish gone-1"), 1);
     drop(gone);
@@ -140,8 +141,8 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
     });
 }
 
-/// A driver that refuses to unstage holds up neither the pod that had the volume nor the next one, and is asked again: also by
-/// the next agent. One that does not answer does not hold up the pod either.
+/// A driver that fails to unstage delays neither the pod that had the volume nor the next one. The
+/// agent retries, also after a restart. A driver that does not answer does not delay the pod either.
 fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, image: &str) {
     let named = |name: &str| {
         cluster.apply(&pod(name, image, ""));
@@ -175,7 +176,7 @@ fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, imag
     named("first");
     delete("first");
     assert!(is_staged());
-    // It may be staged no more: whoever has it next does not rely on it.
+    // The volume may be unstaged already: the next pod stages it again.
     named("second");
     assert_eq!(counted()[0], staged + 2, "{:?}", driver.calls());
     delete("second");
@@ -208,7 +209,7 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     gone_with_a_volume(&cluster, &driver, &image, &registry);
     what_is_not_unstaged_holds_up_nobody(&cluster, &driver, &image);
 
-    // It is published anew time and again, and staged once; parts of it are unmounted before the driver is asked.
+    // The volume is republished regularly, and staged once. Its subpaths are unmounted before the driver is called.
     let staged = driver.count("stage");
     cluster.apply(&pod("one", &image, ", subPath: a/b"));
     cluster.wait("the pod", || ready("one"));
@@ -228,7 +229,8 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
         driver.calls()
     );
 
-    // A driver that is replaced has two sockets for a while; it stays when the older goes.
+    // A driver that is being replaced has two sockets for a while. It stays registered when the older
+    // socket is removed.
     let later = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(registry.join("later")).unwrap();
     let second = Driver::new(NAME, later.path()).run(&registry.join("later"));
@@ -245,14 +247,14 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     cluster.assert_clean();
 }
 
-/// A volume and the claim that it is for.
+/// A PersistentVolume and its claim.
 fn volume(name: &str, mode: &str, source: &str) -> String {
     format!(
         "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', capacity: {{storage: 1Mi}}, accessModes: [{mode}], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', accessModes: [{mode}], resources: {{requests: {{storage: 1Mi}}}}}}\n---\n"
     )
 }
 
-/// A driver's volume of a pod that nobody knows, without a note of what it is.
+/// A driver's volume of an unknown pod, without its `vol_data.json`.
 struct Unknown {
     pod: PathBuf,
     outside: tempfile::TempDir,
@@ -280,7 +282,8 @@ impl Unknown {
     }
 }
 
-/// A pod alone has its volume until the driver has said that it is undone, whatever becomes of agent and pod.
+/// With ReadWriteOncePod, a pod holds its volume until the driver has unpublished it, even if the agent
+/// restarts and the pod is force-deleted.
 fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2]) {
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.apply(&one);
@@ -299,7 +302,7 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
             .contains("already in use by another pod")
     });
     assert_eq!(driver.count("publish vol-4"), 1, "{:?}", driver.calls());
-    // What the first pod has left is tried again by itself, and nothing else waits for it.
+    // The agent retries the cleanup of the first pod, which blocks nothing else.
     cluster.wait("the driver to be asked again", || {
         driver.count("unpublish vol-4") > before + 2
     });
@@ -315,14 +318,14 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     driver.refuse("unpublish", false);
     let mended = Instant::now();
     cluster.wait("the second pod", || ready("two"));
-    // By then the tries are some seconds apart, not a minute.
+    // By then the retries are some seconds apart, not a minute.
     assert!(
         mended.elapsed() < Duration::from_secs(40),
         "{:?}",
         mended.elapsed()
     );
 
-    // One that ends as it should passes the volume on at once.
+    // A pod that stops normally passes the volume on immediately.
     let three = two.replace("{name: two}", "{name: three}");
     cluster.apply(&three);
     cluster.wait("the third pod to be told", || {
@@ -333,7 +336,8 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     cluster.kubectl(&["delete", "pod", "three"]);
 }
 
-/// A driver that goes in the middle of staging may have staged: it is asked to undo that when it is back.
+/// A driver that exits during NodeStageVolume may have staged the volume: the agent unstages it when
+/// the driver returns.
 fn cut_off_in_staging(
     cluster: &Cluster,
     first: driver::Running,
@@ -356,7 +360,8 @@ fn cut_off_in_staging(
     cluster.wait("the pod to go", || cluster.pods().is_empty());
 }
 
-/// A driver that says how often it is asked anew, with a volume of a kind that it has taken over and two of its own.
+/// A driver whose limit the agent queries periodically, with an in-tree volume that is migrated to it
+/// and two of its own.
 fn objects(name: &str) -> String {
     format!(
         "apiVersion: storage.k8s.io/v1\nkind: CSIDriver\nmetadata: {{name: {name}}}\nspec: {{attachRequired: false, nodeAllocatableUpdatePeriodSeconds: 10}}\n---\n{}{}{}",
@@ -378,7 +383,7 @@ fn objects(name: &str) -> String {
     )
 }
 
-/// A driver that has taken over a kind of volumes, whose limit changes and which goes in the middle of a call.
+/// A driver that serves migrated in-tree volumes, whose limit changes and which exits during a call.
 #[test]
 fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
     const EBS: &str = "ebs.csi.aws.com";
@@ -391,7 +396,7 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
         let path = format!("jsonpath={{.items[0].{path}}}");
         cluster.kubectl(&["get", "csinodes", "-o", &path])
     };
-    // Attachers and the scheduler learn at once which kinds are left to drivers.
+    // Attachers and the scheduler see immediately which in-tree plugins are migrated.
     assert_eq!(
         told(r"metadata.annotations.storage\.alpha\.kubernetes\.io/migrated-plugins"),
         holdfast::core::volume::migrated::PLUGINS.join(",")
@@ -423,7 +428,7 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
     cluster.kubectl(&["delete", "pod", "claimed", "inline"]);
     cluster.wait("both to be unstaged", || driver.count("unstage") == 2);
 
-    // Asked for by CSIDriver, every ten seconds.
+    // The CSIDriver requests this query every ten seconds.
     cluster.wait("the driver's new limit", || {
         told("spec.drivers").contains(r#""count":9"#)
     });
@@ -438,8 +443,8 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
     cluster.assert_clean();
 }
 
-/// A pod that the scheduler has sent to a node which cannot have its volume attached is given up, so that whoever made it makes
-/// another one (KEP-4876). Its attacher is played here.
+/// If the scheduler binds a pod to a node that cannot attach its volume, the pod fails, so that its
+/// controller creates another one (KEP-4876). The test plays the attacher.
 #[test]
 fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
     const FULL: &str = "full.test";
@@ -466,7 +471,7 @@ fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
     let patch = ["--subresource=status", "--type=merge", "-p", status];
     cluster.kubectl(&[&["patch", attachments().trim()], &patch[..]].concat());
     let failed = || cluster.pod("over")["status"]["phase"] == "Failed";
-    // Until then its attacher may find room.
+    // Until then its attacher may find capacity.
     while begun.elapsed() < Duration::from_secs(115) {
         assert!(!failed(), "{}", cluster.pod("over"));
         std::thread::sleep(Duration::from_secs(1));

@@ -1,5 +1,5 @@
-//! Disks behind a network, with a real containerd. There is no such network here: loop devices stand in for the disks,
-//! under the names that udev would give them, and a small program for `iscsiadm`.
+//! Network disks, with a real containerd. There is no such network here: loop devices stand in for the
+//! disks, under the names that udev would give them, and a small program for `iscsiadm`.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -13,7 +13,7 @@ use support::{Cluster, condition, inside};
 
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 
-/// A link as udev makes them; gone when dropped.
+/// A link as udev creates it, removed when dropped.
 struct Link(PathBuf);
 
 impl Link {
@@ -30,10 +30,10 @@ impl Drop for Link {
     }
 }
 
-/// A node that says that it uses the disk, and for which it is listed.
+/// A Node whose status lists the disk as in use and attached.
 struct OtherNode<'a> {
     cluster: &'a Cluster,
-    /// The name of the cluster's own.
+    /// The name of the cluster's own Node.
     own: String,
 }
 
@@ -60,7 +60,7 @@ impl OtherNode<'_> {
             .kubectl(&[&["patch"], &to[..], &["--patch", &patch]].concat());
     }
 
-    /// A pod that needs the disk, which only one node may have, waits until this node has it no more.
+    /// A pod that needs the disk, which only one node may use, waits until the other node no longer uses it.
     fn keeps_it_from(&self, pod: &str) {
         let cluster = self.cluster;
         cluster.wait("the pod to be told", || {
@@ -86,7 +86,7 @@ impl OtherNode<'_> {
     }
 }
 
-/// Makes a pod that needs the disk while another node has it.
+/// Creates a pod that needs the disk while another node uses it.
 fn wait_for_another_node(cluster: &Cluster, pod: &str, manifest: &str) {
     if support::skip::needs_bundled("its controller reads what nodes say at any time") {
         return cluster.apply(manifest);
@@ -109,7 +109,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     let tools = tempfile::tempdir().unwrap();
     let (disk, other, said) = (Loop::new(), Loop::new(), tools.path().join("said"));
     let link = Link::named(&format!("ip-192.0.2.7:3260-iscsi-{IQN}-lun-1"));
-    // Logging in makes the disk appear, logging out makes it go; a wrong password does neither.
+    // A login creates the disk's link, a logout removes it; a login with a wrong password fails.
     let script = format!(
         "#!/bin/sh\necho \"$@\" >> {said}\ncase \"$*\" in\n*--login) grep -q 'password -v right' {said} || {{ echo 'login failed'; exit 24; }}; ln -sf {device} {link};;\n*--logout) rm -f {link};;\nesac\n",
         said = said.display(),
@@ -179,7 +179,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
         calls()
     );
     assert!(!link.0.exists());
-    // What was written is there again.
+    // The written data is still there.
     cluster.apply(&pod("three", &source));
     cluster.wait("the pod", || ready("three"));
     assert_eq!(
@@ -189,7 +189,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert_eq!(calls().matches("--login").count(), logins + 1);
     cluster.kubectl(&["delete", "pod", "three"]);
 
-    // As a device, in two pods: the session ends with the second, and nothing is formatted or mounted.
+    // As a raw device, in two pods: the session ends with the second one, and nothing is formatted or mounted.
     let persistent = |name: &str, source: &str| {
         cluster.apply(&format!(
             "apiVersion: v1\nkind: PersistentVolume\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', volumeMode: Block, capacity: {{storage: 1Mi}}, accessModes: [ReadWriteOnce], claimRef: {{namespace: default, name: {name}}}, {source}}}\n---\napiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {{name: {name}}}\nspec: {{storageClassName: '', volumeName: {name}, volumeMode: Block, accessModes: [ReadWriteOnce], resources: {{requests: {{storage: 1Mi}}}}}}"
@@ -236,7 +236,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
         (before, "53 ef"),
         "the other pod still has it"
     );
-    // A node whose agent was killed knows whose it is.
+    // A restarted agent knows which session the disk belongs to.
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(cluster.pid("agent")),
         nix::sys::signal::Signal::SIGKILL,
@@ -247,7 +247,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert_eq!(logouts(), before + 1);
     assert!(!link.0.exists());
 
-    // Fibre Channel: the disk is there, by its name; as a filesystem and as a device.
+    // Fibre Channel: the disk is present under its name; as a filesystem and as a device.
     let fibre = Link::named("pci-0000:41:00.0-fc-0x50060e801049cfd1-lun-0");
     std::os::unix::fs::symlink(&other.device, &fibre.0).unwrap();
     let channel = "fc: {targetWWNs: ['50060e801049cfd1'], lun: 0, fsType: ext4}";
@@ -285,11 +285,11 @@ fn claimed(cluster: &Cluster, local: &Value) {
     made("PersistentVolumeClaim", "disk", claim);
 }
 
-/// A device that has become larger has a larger filesystem as soon as its volume says so, under the pod that uses it.
+/// The filesystem on an expanded device grows as soon as the PersistentVolume shows the new size, while a pod uses it.
 #[test]
 fn a_local_disk_grows_under_its_pod() {
     let cluster = Cluster::start_configured("grown", 75, "syncFrequency: 2s");
-    // XFS grows for who may mount it; ext4 asks for more (CAP_SYS_RESOURCE). It is no smaller than 300 MiB.
+    // XFS can grow with the right to mount; ext4 also needs CAP_SYS_RESOURCE. An XFS filesystem is at least 300 MiB.
     let (image, disk) = (support::busybox(&cluster), Loop::new());
     disk.grow(320 << 20);
     claimed(&cluster, &json!({"path": disk.device, "fsType": "xfs"}));

@@ -1,4 +1,4 @@
-//! What a new user does, with the real kubectl and a real containerd, from `up` to `down`.
+//! The steps of a new user, with the real kubectl and a real containerd, from `up` to `down`.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -16,7 +16,7 @@ fn running(pods: &[Value]) -> usize {
     pods.iter().filter(ready).count()
 }
 
-/// What a web server on a port of this machine says.
+/// The response of a web server on a port of this machine.
 fn page(port: u16) -> Option<String> {
     use std::io::{Read as _, Write as _};
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
@@ -25,7 +25,7 @@ fn page(port: u16) -> Option<String> {
     stream.read_to_string(&mut text).ok().map(|_| text)
 }
 
-/// A pod's port on this machine leads to it, and to nobody when it is gone.
+/// A host port leads to its pod, and is closed after the pod is deleted.
 fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: exposed}}\nspec: {{containers: [{{name: c, image: '{}', ports: [{{hostPort: {port}, containerPort: 80}}]}}]}}\n",
@@ -67,7 +67,7 @@ fn the_main_job_from_up_to_down() {
     ips.dedup();
     assert_eq!(ips.len(), 3, "each pod has an address of its own");
     for ip in &ips {
-        // It has no probe: it runs before it listens.
+        // The pod has no readiness probe: it is Running before it listens.
         cluster.wait("the node to reach the pod", || {
             http_get(&format!("{ip}:80"))
                 .is_some_and(|page| page.contains("version 1 of the Holdfast demo"))
@@ -115,7 +115,7 @@ fn the_main_job_from_up_to_down() {
     cluster.wait("no pods", || cluster.pods().is_empty());
     cluster.assert_clean();
 
-    // A cluster that is stopped while pods run leaves nothing either, and comes back with them.
+    // A cluster that is stopped while pods run leaves nothing either, and restarts them.
     cluster.kubectl(&[
         "create",
         "deployment",
@@ -160,7 +160,7 @@ fn jobs_run_to_their_end() {
         "{described}"
     );
 
-    // Each of its pods knows its index, and one that fails ends the job.
+    // Each pod of an indexed job knows its index; one that fails ends the job.
     let script = "test $JOB_COMPLETION_INDEX -ne 1 || exit 3";
     cluster.apply(&format!(
         "apiVersion: batch/v1\nkind: Job\nmetadata: {{name: some}}\nspec: {{completions: 3, parallelism: 3, completionMode: Indexed, backoffLimit: 0, \
@@ -169,7 +169,7 @@ fn jobs_run_to_their_end() {
     wait("some", "failed");
     let job: Value =
         serde_json::from_str(&cluster.kubectl(&["get", "job", "some", "-o", "json"])).unwrap();
-    // Those that still run then are stopped, and count as well.
+    // Pods that still run at that time are stopped and count as failed.
     let failed = job["status"]["failed"].as_u64();
     assert!(failed.is_some_and(|n| (1..=3).contains(&n)), "{job}");
     assert!(
@@ -177,7 +177,7 @@ fn jobs_run_to_their_end() {
         "{job}"
     );
 
-    // A job of a CronJob is made by hand and goes with it.
+    // A job is created manually from a CronJob and deleted with it.
     let schedule = "--schedule=0 0 31 1 *";
     cluster.kubectl(&[
         "create", "cronjob", "rare", schedule, &flag, "--", "echo", "hi",
@@ -193,7 +193,7 @@ fn jobs_run_to_their_end() {
 
     cluster.kubectl(&["delete", "job", "hello", "some"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
-    // Objects of pods that have ended go at once, what the node has of them just after.
+    // Objects of finished pods are removed immediately; the node cleans up just afterwards.
     cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
     cluster.assert_clean();
 }
@@ -310,7 +310,7 @@ spec:
     );
 
     host_ports_lead_to_pods(&cluster, 18_002);
-    // A crash loop waits, says so, and is counted; a bad reference says what is missing.
+    // A crash loop backs off, shows this in its status, and is counted; a bad reference is named in the status.
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: crash}}\nspec: {{containers: [{{name: c, image: '{busybox}', command: ['false']}}]}}\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: lost}}\nspec: {{containers: [{{name: c, image: '{busybox}', env: [{{name: X, valueFrom: {{configMapKeyRef: {{name: nosuch, key: k}}}}}}]}}]}}\n"
     ));
@@ -330,7 +330,7 @@ spec:
     assert!(cluster.pods().is_empty());
 }
 
-/// Deleting a mirror does not touch its pod; removing the manifest does.
+/// Deleting a mirror pod does not affect its static pod; removing the manifest does.
 fn the_mirror_is_not_the_pod(cluster: &Cluster, mirror: &Value) {
     let name = mirror["metadata"]["name"].as_str().unwrap();
     let id = |p: &Value| p["status"]["containerStatuses"][0]["containerID"].clone();
@@ -413,7 +413,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
             })
             .collect::<Vec<_>>()
     };
-    // What was to be told of their start may come in more than one piece.
+    // Several status writes may follow the start of the pods.
     let mut written = version();
     cluster.wait("the statuses to be settled", || {
         std::thread::sleep(std::time::Duration::from_secs(3));
@@ -430,7 +430,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     };
     kill("agent");
     cluster.up();
-    // The agent has looked at every pod once its node lease is renewed and a new pod starts.
+    // When its lease is renewed and a new pod starts, the agent has observed every pod.
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=4"]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=180s"]);
     for line in before {
@@ -447,7 +447,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
         );
     }
 
-    // The control plane is killed too: nothing acknowledged is lost, and the agent carries on.
+    // The control plane is killed too: no acknowledged write is lost, and the agent continues.
     kill("control-plane");
     cluster.up();
     assert_eq!(running(&cluster.pods()), 5);
@@ -457,7 +457,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     the_mirror_is_not_the_pod(&cluster, &mirror);
     cluster.kubectl(&["delete", "deployment", "web"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
-    // A mirror may go before what its pod had.
+    // A mirror pod may be removed before the resources of its static pod.
     cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
 }
 
@@ -500,7 +500,7 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
     let pid = cluster.pid("containerd");
     let target = nix::unistd::Pid::from_raw(pid);
     nix::sys::signal::kill(target, nix::sys::signal::Signal::SIGKILL).unwrap();
-    // It has no supervisor: it stays down.
+    // containerd has no supervisor and stays down.
     cluster.wait_for_end(pid);
     let mut told = Value::Null;
     cluster.wait("the node is not ready", || {
@@ -523,8 +523,8 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
     cluster.wait("no pods", || cluster.pods().is_empty());
 }
 
-/// With the containerds that `make test` has unpacked (1.7 and 2.x, which have events; the installed one
-/// may not), the same life of pods.
+/// The same lifecycle of pods with the containerds that `make test` has unpacked. Versions 1.7 and 2.x
+/// have events; the installed one may not.
 #[test]
 fn newer_runtimes_do_the_same_with_events() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
@@ -574,7 +574,7 @@ fn newer_runtimes_do_the_same_with_events() {
             "the end was seen by its event, not by the audit: {job:#}"
         );
         if version.contains("://2.") {
-            // Image volumes came with 2.1.
+            // Image volumes require 2.1.
             cluster.apply(&format!(
                 "apiVersion: v1\nkind: Pod\nmetadata: {{name: imaged}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [busybox, sh, -c, 'test -x /img/bin/busybox && ! touch /img/x'], volumeMounts: [{{name: i, mountPath: /img}}]}}], volumes: [{{name: i, image: {{reference: '{busybox}', pullPolicy: Never}}}}]}}\n"
             ));

@@ -1,4 +1,4 @@
-//! What breaks on a node, for real: killed agents, killed shims, a boot without an apiserver.
+//! Real faults of a node: killed agents, killed shims, a boot without an apiserver.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -28,7 +28,7 @@ fn ready(pod: &Value) -> bool {
     condition(pod, "Ready")["status"] == "True"
 }
 
-/// What a port of this machine answers to a request, once somebody listens there.
+/// The response body of a port of this machine, if a server listens there.
 fn get(port: u16, path: &str) -> Option<String> {
     use std::io::{Read as _, Write as _};
     let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
@@ -38,7 +38,7 @@ fn get(port: u16, path: &str) -> Option<String> {
     Some(answer.split_once("\r\n\r\n")?.1.to_owned())
 }
 
-/// Asks the cluster's containerd directly.
+/// Calls the cluster's containerd directly.
 fn ask<T>(cluster: &Cluster, work: impl AsyncFnOnce(CriClient) -> T) -> T {
     let endpoint = cluster.run_dir().join("containerd.sock");
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -55,7 +55,7 @@ fn observe(cluster: &Cluster, uid: &str) -> ObservedPod {
     ask(cluster, async |runtime| runtime.observe(uid).await.unwrap())
 }
 
-/// Whether a text stands in any file below a directory.
+/// The files below a directory that contain a text.
 fn found_below(dir: &Path, text: &str) -> Vec<String> {
     let mut found = vec![];
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -80,7 +80,7 @@ fn arguments_of_agent(cluster: &Cluster) -> Vec<String> {
         .collect()
 }
 
-/// Takes the machine down with what a pod has, and starts the agent alone.
+/// Simulates a reboot: kills agent and control plane, removes the pod's sandboxes, and starts only the agent.
 fn boot(cluster: &Cluster, uid: &str, arguments: &[String], offline: &str) -> Child {
     for part in ["agent", "control-plane"] {
         cluster.kill(part);
@@ -100,7 +100,7 @@ fn boot(cluster: &Cluster, uid: &str, arguments: &[String], offline: &str) -> Ch
         .unwrap()
 }
 
-/// The container of a pod that runs.
+/// The running container of a pod.
 fn running(cluster: &Cluster, uid: &str) -> Option<String> {
     let observed = observe(cluster, uid);
     let newest = observed.newest("c");
@@ -109,7 +109,7 @@ fn running(cluster: &Cluster, uid: &str) -> Option<String> {
         .map(|c| c.id.clone())
 }
 
-/// Others may be on another node by now.
+/// By default only static pods start offline, because other pods may run on another node by now.
 fn static_pods_alone_start_by_default(
     cluster: &Cluster,
     image: &str,
@@ -129,7 +129,7 @@ fn static_pods_alone_start_by_default(
     cluster.wait_quietly("the static pod", || statics() == 1);
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(running(cluster, uid), None, "it waits for the apiserver");
-    // Its status is told without a mirror.
+    // Its status is available without a mirror pod.
     cluster.wait_quietly("the static pod's status", || {
         let Some(listed) = get(16924, "/pods") else {
             return false;
@@ -196,7 +196,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
         "secrets are not logged"
     );
 
-    // The machine goes down, and comes up without its apiserver.
+    // The machine reboots without its apiserver.
     let arguments = arguments_of_agent(&cluster);
     assert!(arguments.contains(&"--offline-start=always".to_owned()));
     let mut alone = boot(&cluster, &uid, &arguments, "always");
@@ -219,9 +219,9 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     alone.kill().unwrap();
     alone.wait().unwrap();
 
-    // The apiserver is back: the same pod, undisturbed.
+    // The apiserver returns: the same pod keeps running undisturbed.
     cluster.up();
-    // The API has the status of before the machine went down until the agent writes the next one.
+    // The API has the old status until the agent writes the next one.
     let kept = format!("containerd://{container}");
     cluster.wait("the pod is ready with the container that runs", || {
         let pod = cluster.pod("kept");
@@ -272,13 +272,13 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
     cluster.wait_for_end(agent);
     cluster.up();
-    // Over several periods of its probes nothing may have changed, not even for a moment.
+    // Nothing may change over several periods of the probes, not even for a moment.
     for _ in 0..20 {
         assert_eq!([state("one"), state("two")], before);
         std::thread::sleep(Duration::from_millis(250));
     }
 
-    // A shim that dies takes its pod's containers with it; that pod starts anew, the other one stays.
+    // If a shim dies, the containers of its pod die. This pod restarts; the other one is not affected.
     let sandbox = observe(
         &cluster,
         cluster.pod("one")["metadata"]["uid"].as_str().unwrap(),
@@ -307,8 +307,8 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
     cluster.wait("nothing is left", || cluster.leftovers().is_empty());
 }
 
-/// What a loss of power leaves of the files that were just written: the runtime's library for CNI caches what a plugin has
-/// answered, does not have it written through, and deletes no network whose cached answer it cannot read.
+/// Simulates the effect of a power loss on recently written files. The runtime's CNI library caches the result
+/// of a plugin without syncing the file. It does not delete a network whose cached result it cannot read.
 fn tear_cached_results(sandbox: &str) -> usize {
     let cached = std::fs::read_dir("/var/lib/cni/results").unwrap().flatten();
     let of_sandbox = cached.filter(|file| file.file_name().to_str().unwrap().contains(sandbox));

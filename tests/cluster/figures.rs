@@ -1,4 +1,4 @@
-//! Metrics, the summary, traces and `agent --check`, of a real node.
+//! Metrics, the stats summary, traces and `agent --check` of a real node.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -41,7 +41,7 @@ impl opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::Tra
 }
 
 impl Collector {
-    /// It listens as long as the runtime lives.
+    /// The collector listens while the runtime exists.
     fn listen() -> (Collector, u16, tokio::runtime::Runtime) {
         use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::TraceServiceServer;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -61,7 +61,7 @@ impl Collector {
         (collector, port, runtime)
     }
 
-    /// Whether a span of this name is in one of that name.
+    /// Whether a span with this name has a parent with the name `within`.
     fn has(&self, name: &str, within: &str) -> bool {
         let all = self.0.lock().unwrap();
         let parent = |span: &opentelemetry_proto::tonic::trace::v1::Span| {
@@ -74,7 +74,7 @@ impl Collector {
     }
 }
 
-/// The value of the first sample whose line begins so.
+/// The value of the first sample whose line begins with `begin`.
 fn value(text: &str, begin: &str) -> f64 {
     let line = text
         .lines()
@@ -86,7 +86,7 @@ fn value(text: &str, begin: &str) -> f64 {
     rest.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// What the one node of a cluster serves at a path of the kubelet's.
+/// The kubelet's HTTP paths on the only node of a cluster.
 struct Node<'a> {
     cluster: &'a Cluster,
 }
@@ -142,14 +142,14 @@ fn figures_are_those_that_dashboards_read() {
     cluster.assert_clean();
 }
 
-/// `/metrics/resource`, what metrics-server reads.
+/// `/metrics/resource`, which metrics-server reads.
 fn resource_metrics(node: &Node) {
     let namespace = node.cluster.namespace();
     let labels = format!(r#"{{container="c",namespace="{namespace}",pod="busy"}}"#);
     let cpu = format!("container_cpu_usage_seconds_total{labels}");
     let start = format!("container_start_time_seconds{labels}");
     let mut resource = String::new();
-    // The agent learns after the API what it has told that: the container's status.
+    // The container appears once the agent has seen its own status update through the watch.
     node.cluster.wait("the processor time to count", || {
         resource = node.raw("/metrics/resource");
         let has = |name: &str| resource.lines().any(|l| l.starts_with(name));
@@ -250,7 +250,7 @@ fn series(page: &str) -> BTreeSet<String> {
     samples.map(name).collect()
 }
 
-/// What is served is what `metrics.txt` lists.
+/// Compares the served series with the list in `metrics.txt`.
 fn names_are_those_of_the_list(node: &Node) {
     let (mut path, mut listed) = ("", BTreeMap::<&str, (BTreeSet<_>, BTreeSet<_>)>::new());
     for line in include_str!("metrics.txt").lines() {
@@ -277,11 +277,11 @@ fn names_are_those_of_the_list(node: &Node) {
     }
 }
 
-/// `/stats/summary`, whole and short.
+/// `/stats/summary`, complete and CPU and memory only.
 fn summary(node: &Node) {
     let mut summary = serde_json::Value::Null;
     let mut own = serde_json::Value::Null;
-    // What takes long to be counted is there the next time.
+    // Disk usage that takes long to measure appears in a later response.
     node.cluster.wait("the disks to be counted", || {
         summary = serde_json::from_str(&node.raw("/stats/summary")).unwrap();
         let pods = summary["pods"].as_array().unwrap();
@@ -307,7 +307,7 @@ fn summary(node: &Node) {
         .unwrap();
     assert!(volume["usedBytes"].as_u64() >= Some(5 << 20), "{volume}");
     assert!(own["ephemeral-storage"]["usedBytes"].as_u64() >= Some(5 << 20));
-    // A kernel may have the file and refuse to read it.
+    // Some kernels have the file but cannot read it.
     let pressed = std::fs::read_to_string("/proc/pressure/io").is_ok();
     let node_pressure = &summary["node"]["io"]["psi"]["some"]["total"];
     assert_eq!(node_pressure.is_u64(), pressed, "{}", summary["node"]);
@@ -357,7 +357,7 @@ fn traces(cluster: &Cluster, collector: &Collector) {
     );
 }
 
-/// `agent --check` beside the running agent.
+/// `agent --check` next to the running agent.
 fn check_says_what_a_start_would_do(cluster: &Cluster) {
     let root = cluster.data().join("agent");
     let at = |name: &str| root.join(name).display().to_string();
@@ -411,7 +411,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
     );
 }
 
-/// `doctor` on a node that runs, and with flags of a node that would not.
+/// `doctor` on a working node, and with flags for a node that would not work.
 fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
     let severities = |said: &str| -> Vec<(String, String)> {
         let findings: Vec<serde_json::Value> = serde_json::from_str(said).unwrap();
@@ -422,7 +422,7 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
         pairs.collect()
     };
     let node = cluster.node_name();
-    // It warns of whoever answers late, as on a machine that is busy just now.
+    // The doctor warns of slow responses, which can occur on a busy machine.
     cluster.wait("the doctor to find all well", || {
         let said = cluster.holdfast(&["doctor", "-o", "json", "--hostname-override", &node]);
         println!("{said}");
@@ -463,7 +463,7 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
     assert!(said.contains("port: \\\"0\\\" is invalid"), "{said}");
 }
 
-/// `agent record pod` and `replay`, with a record as it is and with one that an other program might have written.
+/// `agent record pod` and `replay`, with an unchanged record and with one that another version might have written.
 fn a_record_is_written_and_replayed(cluster: &Cluster) {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name).display().to_string();
@@ -505,8 +505,8 @@ fn a_record_is_written_and_replayed(cluster: &Cluster) {
     );
 }
 
-/// A pod that runs, ends and is deleted is told in at most four patches (wanted: three), none of them for nothing. What the
-/// runtime takes a second for, as on a busy machine, is told before it is done.
+/// A pod that runs, exits and is deleted costs at most four status patches (the goal is three), none of
+/// them without a change. Each second that the runtime takes on a busy machine allows one more.
 fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     let patches = || {
         let count = "kubelet_pod_status_sync_duration_seconds_count";
@@ -520,7 +520,7 @@ fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     let phase = || cluster.pod("short")["status"]["phase"].clone();
     cluster.wait("it ends", || phase() == "Succeeded");
     let most = 4.0_f64.max(3.0 + begun.elapsed().as_secs_f64().floor());
-    // What changes in the object without its status is no reason to write that again.
+    // A change of the object outside its status must not cause a status write.
     for n in 0..5 {
         cluster.kubectl(&["annotate", "pod", "short", &format!("n{n}=x")]);
     }
@@ -532,7 +532,7 @@ fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     );
 }
 
-/// What is served from the start on, whatever has happened.
+/// Series that are served from the start.
 fn facts(agent: &str) {
     for (begin, least) in [
         (
@@ -550,7 +550,7 @@ fn facts(agent: &str) {
     }
 }
 
-/// `/metrics`, of the agent itself.
+/// `/metrics` of the agent itself.
 fn own_metrics(node: &Node) {
     let (agent, namespace) = (node.raw("/metrics"), node.cluster.namespace());
     facts(&agent);
@@ -623,7 +623,7 @@ fn own_metrics(node: &Node) {
     ] {
         assert!(value(&agent, begin) >= least, "{begin}");
     }
-    // The node was registered by this agent, and its pods' disks have been counted for the summary.
+    // This agent has registered the node, and the summary has measured its pods' disks.
     for (begin, least) in [
         (
             r#"kubelet_http_inflight_requests{method="GET",path="metrics""#,

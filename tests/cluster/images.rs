@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::Value;
 use support::Cluster;
 
-/// The password `secret` of the user `user`, as the registry keeps it.
+/// The password `secret` of the user `user`, as the registry stores it.
 const HTPASSWD: &str = "user:$2b$04$Ix6ZGQBZApkDcv7z/5fA0.vqqvU8T.673W0lcbRS4zuY94hqF78Le\n";
 
 /// A private docker-registry on a port of this machine.
@@ -23,7 +23,8 @@ struct Registry {
 }
 
 impl Registry {
-    /// On a port that is free: a child that another test starts may hold it for a moment, and then another one is tried.
+    /// On a free port. A child process that another test starts may hold the port for a moment; then
+    /// another one is tried.
     fn start(closed: bool) -> Registry {
         (0..10)
             .find_map(|_| Self::try_start(closed))
@@ -75,7 +76,7 @@ impl Registry {
         Some(registry)
     }
 
-    /// Pushes an image that the cluster's containerd has, under names of this registry.
+    /// Pushes an image of the cluster's containerd under names of this registry.
     fn push(&self, cluster: &Cluster, namespace: &str, image: &str, names: &[&str]) {
         for name in names {
             let target = format!("{}/{name}", self.address);
@@ -99,13 +100,13 @@ impl Registry {
 
 impl Drop for Registry {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have exited already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Stands before a registry and holds its answers back after the first MiB, until it is let go.
+/// A proxy in front of a registry that holds back responses after the first MiB until `free` is set.
 struct Throttle {
     address: String,
     free: Arc<AtomicBool>,
@@ -138,7 +139,7 @@ impl Throttle {
                             std::thread::sleep(std::time::Duration::from_millis(20));
                         }
                     }
-                    // The other side may have closed first.
+                    // The other side may have closed the connection first.
                     let _ = client.shutdown(std::net::Shutdown::Both);
                 });
             }
@@ -211,7 +212,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
                 && !state["message"].as_str().unwrap_or_default().is_empty()
         });
     }
-    // The image is there now; who has no credentials for it must still show some.
+    // The image is now present; a pod without credentials for it still must not use it.
     let closed_image = format!("{}/team/one:1", closed.address);
     cluster.apply(&format!(
         "{}{}{}{}",
@@ -236,13 +237,13 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         let said = waiting("curious")["message"].to_string();
         said.contains("is not present with pull policy of Never")
     });
-    // Between two tries.
+    // Between two retries.
     cluster.wait("why to be explained", || {
         cluster
             .holdfast(&["explain", "pod", "thief"])
             .contains("the image of container c cannot be pulled")
     });
-    // A pull that takes long is seen to go on. Its layers were never in the pods' namespace.
+    // The progress of a long pull is shown. Its layers were never in the pods' namespace.
     let slow = support::busybox_in(&cluster, "elsewhere", "test.local/slow:1", b"slow");
     open.push(&cluster, "elsewhere", &slow, &["slow:1"]);
     support::ctr(&cluster, "elsewhere", &["images", "rm", "--sync", &slow]);
@@ -265,7 +266,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     cluster.end_clean();
 }
 
-/// What `holdfast gc` says of a cluster.
+/// The output of `holdfast gc` for a cluster.
 fn gc(cluster: &Cluster, flags: &[&str]) -> String {
     let output = Command::new(support::holdfast())
         .args(["gc", "--name", cluster.name()])
@@ -286,7 +287,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
         cluster.pod("finished")["status"]["phase"] == "Succeeded"
     });
     let second = support::busybox_in(cluster, "k8s.io", "test.local/second:1", b"second");
-    // It stays for a second after it was seen first.
+    // The image is kept for a second after it was first seen.
     assert!(gc(cluster, &["--dry-run"]).contains("it stays for its minimum age"));
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let told = gc(cluster, &["--dry-run"]);
@@ -307,7 +308,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
     assert!(images().contains(&second), "nothing was removed");
     let report: Value = serde_json::from_str(&gc(cluster, &["-o", "json"])).unwrap();
     let all = report["images"].as_array().unwrap();
-    // `up` may have brought its own images back meanwhile, of which nothing uses any either.
+    // `up` may have imported its own images again, which are unused as well.
     let is_bundled = |i: &&Value| {
         let name = i["names"][0].as_str().unwrap_or_default();
         name.starts_with("holdfast.local/")
@@ -321,7 +322,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
     assert!(!images().contains(&second), "it was removed");
 }
 
-/// An image's name that is none: the kubelet's words in the status and in two events.
+/// For an invalid image name the status and two events have the kubelet's messages.
 fn a_wrong_name_is_told(cluster: &Cluster) {
     cluster.apply(&pod("misnamed", "Busybox", ""));
     let why = "Failed to apply default image tag \"Busybox\": couldn't parse image name \"Busybox\": invalid reference format: repository name (library/Busybox) must be lowercase";
@@ -352,7 +353,7 @@ fn images_that_nothing_uses_make_room() {
     });
     a_wrong_name_is_told(&cluster);
     let unused = support::busybox_in(&cluster, "k8s.io", "test.local/unused:1", b"unused");
-    // The first look after a start is at once, the next ones are minutes apart.
+    // The first check after a start is immediate; the next ones are minutes apart.
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(cluster.pid("agent")),
         nix::sys::signal::Signal::SIGKILL,

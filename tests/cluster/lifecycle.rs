@@ -1,4 +1,4 @@
-//! The life of pods against a real containerd: probes, hooks, restarts, deadlines and ends.
+//! The lifecycle of pods with a real containerd: probes, hooks, restarts, deadlines and termination.
 #![allow(clippy::unwrap_used)]
 
 use crate::logind;
@@ -130,7 +130,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             &format!(
                 "  restartPolicy: Never\n  initContainers: [{{name: i, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  containers: [{{name: a, restartPolicy: Never, restartPolicyRules: [{{action: RestartAllContainers, exitCodes: {{operator: In, values: [4]}}}}], {}, volumeMounts: [{{name: v, mountPath: /v}}]}}, {{name: b, {}, volumeMounts: [{{name: v, mountPath: /v}}]}}]\n  volumes: [{{name: v, emptyDir: {{}}}}]",
                 shell("echo init >> /v/inits"),
-                // The first one ends when the second one runs: what was not started yet does not start over.
+                // The first container exits only after the second one has started, as only started containers restart.
                 shell(
                     "test -f /v/again && wc -l < /v/inits > /dev/termination-log && exit 0; touch /v/again; until test -f /v/b; do sleep 0.1; done; sleep 2; exit 4"
                 ),
@@ -198,7 +198,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.wait("the sidecar's pod is ready", || {
         condition(&pod("sidecar"), "Ready") == "True"
     });
-    // The runtime says "running" a moment before the container's shell has said anything.
+    // The runtime reports `running` a moment before the container's shell writes anything.
     cluster.wait("its container to say when it started", || {
         note("sidecar-start").ends_with('\n')
     });
@@ -229,7 +229,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     });
     assert_eq!(status(&pod("rules"), "c")["restartCount"], 1);
 
-    // The one that ends may have ended before the one after it is started again.
+    // The exiting container may have exited before the next one is started again.
     cluster.wait("all containers start over", || {
         let all = pod("all");
         status(&all, "a")["state"]["terminated"]["exitCode"] == 0
@@ -250,7 +250,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
 
     a_shorter_grace_takes_effect(&cluster, &image, notes.path());
 
-    // The agent can say why: of a pod that runs, and of one that is held up.
+    // The agent explains a running pod and a blocked one.
     cluster.apply(&format!(
         "{}{}",
         manifest("nosuch", "  containers: [{name: c, image: 'nosuch.invalid/x:1', imagePullPolicy: Never}]"),
@@ -267,7 +267,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             String::from_utf8_lossy(&run.stderr)
         )
     };
-    // One failure below the threshold is over as soon as the probe succeeds again.
+    // A single failure below the threshold is reset when the probe succeeds again.
     cluster.wait("the probe that failed once", || {
         cluster
             .events("blip")
@@ -298,7 +298,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             && said.contains("next try")
             && message == "volume v cannot be set up; the pod's events have the error"
     });
-    // Between two tries: while one is under way another step may be what is waited for.
+    // Between two retries: during one, another step may be the blocking one.
     cluster.wait("what blocks it, as JSON", || {
         let json: Value = serde_json::from_str(&explain("unmounted", "json")).unwrap();
         json["blocking"]["step"] == "volume" && json["blocking"]["subject"] == "v"
@@ -309,7 +309,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.end_clean();
 }
 
-/// While a pod that does not listen is being stopped.
+/// Shortens the grace period while a pod that ignores SIGTERM is being stopped.
 fn a_shorter_grace_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
     a_forced_deletion_takes_effect(cluster, image, notes);
     cluster.wait("the stubborn pod runs", || {
@@ -322,7 +322,8 @@ fn a_shorter_grace_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
     assert!(shortened.elapsed() < Duration::from_secs(40));
 }
 
-/// Two pods with a long grace period, deaf to SIGTERM, with a preStop hook that never ends: one is deleted before.
+/// Two pods with a long grace period that ignore SIGTERM and have a preStop hook that never returns.
+/// One of them is deleted normally before.
 fn a_forced_deletion_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
     let names = ["deaf", "deaf-deleted"];
     for name in names {
@@ -361,7 +362,8 @@ fn a_forced_deletion_takes_effect(cluster: &Cluster, image: &str, notes: &Path) 
     assert_eq!(lines.count(), names.len(), "{log}");
 }
 
-/// Follows a log as `kubectl logs -f` must: the open file to its end, and the new one. It has 3,000 lines with numbers.
+/// Follows a log as `kubectl logs -f` must: the open file to its end, then the new one. The log has
+/// 3,000 numbered lines.
 fn nothing_is_lost_across_rotations(log: &Path) {
     use std::os::unix::fs::MetadataExt as _;
     let number = |file: &std::fs::File| file.metadata().unwrap().ino();
@@ -372,14 +374,14 @@ fn nothing_is_lost_across_rotations(log: &Path) {
     );
     while !text.contains("line-2999\n") {
         use std::io::Read as _;
-        // While it is rotated there is none.
+        // During a rotation the file does not exist for a moment.
         let now = std::fs::File::open(log).ok();
         let known = files.last().map(|(file, _)| number(file));
         files.extend(
             now.filter(|file| Some(number(file)) != known)
                 .map(|file| (file, String::new())),
         );
-        // All of them: the runtime may write to the old one for a moment after the new one is there.
+        // Read all files: the runtime may still write to the old one for a moment after the new one exists.
         for (file, text) in &mut files {
             file.read_to_string(text).unwrap();
         }
@@ -394,7 +396,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
         .lines()
         .filter_map(|l| l.rsplit_once("line-")?.1.parse().ok())
         .collect();
-    // The first rotation may have been before the first look.
+    // The first rotation may have happened before the first read.
     let first = seen[0];
     let expected: Vec<usize> = (first..3000).collect();
     assert!(
@@ -469,7 +471,7 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
         .unwrap();
     assert_eq!(std::fs::read_link(link.path()).unwrap(), log);
 
-    // Of a container that crashes again and again the last two instances stay.
+    // For a container in a crash loop, the last two instances are kept.
     cluster.wait("two restarts", || {
         status(&cluster.pod("crash"), "c")["restartCount"].as_i64() >= Some(2)
     });
@@ -506,7 +508,7 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
             {
                 code = 403;
             }
-            // A client that has gone is no matter.
+            // The client may have closed the connection.
             let _ = write!(
                 stream,
                 "HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
@@ -555,7 +557,7 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
     cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
 }
 
-/// logind over a real bus: the delay is raised, announcements arrive, and a logind that is started anew is noticed.
+/// logind over a real bus: the agent raises the delay, receives announcements, and detects a restart of logind.
 #[test]
 fn logind_is_made_to_wait_and_listened_to() {
     let mut logind = logind::Logind::start(Duration::from_secs(5));
@@ -567,7 +569,7 @@ fn logind_is_made_to_wait_and_listened_to() {
     let _entered = runtime.enter();
     let within = |seconds| Duration::from_secs(seconds);
     let mut listening = runtime.block_on(async {
-        // Five seconds are enough for the one, and not for the other.
+        // Five seconds are sufficient for the first call, but not for the second one.
         ours.listen(within(5)).await.unwrap();
         assert!(logind.signals().is_empty() && !logind.configuration().exists());
         ours.listen(within(30)).await.unwrap()
@@ -595,7 +597,7 @@ fn logind_is_made_to_wait_and_listened_to() {
     assert_eq!(heard.unwrap(), None, "there is another logind now");
     assert_eq!(logind.inhibitors().len(), 1, "it is held all the while");
     drop(inhibitor);
-    // A program that another test of this process starts just now holds it too, until it is executed.
+    // A child process that another test of this process is starting also holds the lock until its exec.
     let dropped = std::time::Instant::now();
     while !logind.inhibitors().is_empty() {
         assert!(dropped.elapsed() < support::patience(), "it is held on");
@@ -603,7 +605,7 @@ fn logind_is_made_to_wait_and_listened_to() {
     }
 }
 
-/// A pod that takes a second to end when it is told to, and is ready when it can be told.
+/// A pod that takes a second to stop after SIGTERM. It is ready when it can handle the signal.
 fn slow_to_end(image: &str, name: &str, grace: u32, more: &str) -> String {
     let script = "trap \"sleep 1; exit 3\" TERM; : > /listens; while :; do busybox sleep 0.1; done";
     let probe = "{periodSeconds: 1, timeoutSeconds: 20, exec: {command: [test, -e, /listens]}}";
@@ -612,7 +614,8 @@ fn slow_to_end(image: &str, name: &str, grace: u32, more: &str) -> String {
     )
 }
 
-/// What the API has when the machine may go on is what it would have after it: who has ended, in which order, and why.
+/// When the agent releases its inhibitor lock, the API has the final state: which pods stopped, in
+/// which order, and why.
 fn has_told(cluster: &Cluster, node: &str, mirror: &str) {
     let finished = |name: &str| {
         let pod = cluster.pod(name);
@@ -644,8 +647,8 @@ fn has_told(cluster: &Cluster, node: &str, mirror: &str) {
     assert!(start > 1.7e9 && end >= start, "{start} {end}");
 }
 
-/// A real agent and real containers: a shutdown waits until its pods have ended in their order and the API knows it, and
-/// one that is called off leaves a node that works.
+/// A real agent and real containers. A shutdown waits until its pods have stopped in order and the API
+/// has their status. A cancelled shutdown leaves a working node.
 #[test]
 fn a_shutdown_waits_for_pods() {
     let logind = logind::Logind::start(Duration::from_secs(60));
@@ -708,6 +711,6 @@ fn a_shutdown_waits_for_pods() {
     std::fs::remove_file(statics.path().join("manifest.yaml")).unwrap();
     cluster.kubectl(&["delete", "pod", "--all"]);
     cluster.wait("all to be gone", || cluster.pods().is_empty());
-    // A mirror may go before what its pod had.
+    // A mirror pod may be removed before the resources of its static pod.
     cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
 }

@@ -31,10 +31,10 @@ fn what_a_container_says_is_read_in_every_way() {
         "containerLogMaxSize: 4Ki\ncontainerLogMonitorInterval: 3s\nenableSystemLogQuery: true\nlogging: {format: json}\ntlsMinVersion: VersionTLS13\n",
     );
     let image = support::busybox(&cluster);
-    // Its two streams are read independently of each other: the other one has something when this one has been read.
+    // The two streams are read independently: stderr is written only after stdout has been read.
     let script = "for i in 1 2 3 4 5; do echo line $i; done; until test -e /go; do sleep 0.2; done; echo wrong >&2; sleep 10000";
     let twice = "if test -e /tmp/there; then echo second; sleep 10000; fi; touch /tmp/there; echo first; exit 1";
-    // A container's own files do not outlive it: the second instance is known by a volume.
+    // A container's own files are lost with it, so the second instance detects a restart by a file in a volume.
     let again = with_volume(&pod("again", &image, &twice.replace("/tmp", "/v")));
     cluster.apply(&format!(
         "{}{}{}",
@@ -73,7 +73,7 @@ fn what_a_container_says_is_read_in_every_way() {
                 .is_ok(),
         "{stamped}"
     );
-    // It is ready a moment before it says anything.
+    // The container is ready a moment before it writes anything.
     cluster.wait("its second instance to speak", || {
         cluster.kubectl(&["logs", "again"]) == "second\n"
     });
@@ -98,7 +98,7 @@ fn what_a_container_says_is_read_in_every_way() {
 
     a_log_is_followed_across_rotations(&cluster, &image);
 
-    // The node's own API: closed to those without a name, open to those who may.
+    // The node's own API: closed to anonymous users, open to authorised ones.
     let port = cluster.agent_port();
     let namespace = cluster.namespace();
     let address = cluster.node_address();
@@ -169,7 +169,7 @@ fn what_a_container_says_is_read_in_every_way() {
         "an older version of TLS is not spoken"
     );
 
-    // A service's logs are searched: in the journal, else in its own file.
+    // Logs of a service are searched in the journal, then in its own file.
     let own = std::path::Path::new("/var/log/holdfast-t-logs.log");
     std::fs::write(own, "what it said\n").unwrap();
     assert_eq!(raw("/logs/?query=holdfast-t-logs"), "what it said\n");
@@ -186,12 +186,12 @@ fn what_a_container_says_is_read_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    // Checkpoints are made by runtimes that can; this one says that it cannot.
+    // Checkpoints require a runtime that supports them; this one reports that it does not.
     let post = [&admin[..], &["-X", "POST"]].concat();
     assert_eq!(curl(&post, &checkpoint.replace("talker", "nobody")), "404");
     assert_eq!(curl(&post, &format!("{checkpoint}?timeout=soon")), "404");
     assert_eq!(curl(&post, &checkpoint), "500");
-    // More is logged from now on, line by line as JSON, with the pod where it is about one.
+    // From now on more is logged, one JSON object per line, with the pod if the entry concerns one.
     assert_eq!(
         curl(
             &[&admin[..], &["-X", "PUT", "-d", "many"]].concat(),
@@ -224,9 +224,9 @@ fn what_a_container_says_is_read_in_every_way() {
     });
 }
 
-/// Every line once and in order, and the end with the container's.
+/// Every line arrives once and in order, and following ends with the container.
 fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
-    // What a rotation has taken away before anybody follows is not shown: it begins with whoever follows.
+    // Lines that were rotated away before following begins are not shown, so the script waits for the follower.
     let bursts = "echo begun; until test -e /go; do sleep 0.2; done; i=0; while test $i -lt 3000; do i=$((i+1)); echo number $i; test $((i % 1000)) -eq 0 && sleep 4; done; echo over";
     cluster.apply(&pod("counter", image, bursts));
     cluster.wait("it to run", || {
@@ -274,17 +274,17 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
     assert!(late < 25, "it ends with the container, not {late} s later");
 }
 
-/// How many lines the files of a log have, from the oldest on: each begins with its number. An error where one is missing,
-/// stands there twice, or cannot be read yet.
+/// The number of lines in the files of a log, from the oldest file on; each line begins with its
+/// number. An error if a line is missing, occurs twice, or cannot be read yet.
 fn lines_in_order(dir: &Path) -> Result<u64, String> {
     let listed = std::fs::read_dir(dir).map_err(|e| e.to_string())?;
     let mut names: Vec<String> = listed
         .flatten()
         .map(|entry| entry.file_name().into_string().unwrap())
         .collect();
-    // Their names are times; the present log comes last.
+    // Names of rotated files are times; the current log comes last.
     names.sort_by_key(|name| (name == "0.log", name.clone()));
-    // The runtime cuts a line in two where it is given a new file in the midst of it: the first part has the tag P.
+    // If the runtime is given a new file in the middle of a line, it splits the line: the first part has the tag P.
     let (mut next, mut continued) = (0, false);
     for name in &names {
         let file = std::fs::File::open(dir.join(name)).map_err(|e| format!("{name}: {e}"))?;
@@ -308,7 +308,7 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
     Ok(next)
 }
 
-/// The writer waits for nobody, and its log is rotated in the midst of that.
+/// The writer does not wait, and its log is rotated while it writes.
 #[test]
 fn a_fast_writer_loses_no_line_to_rotations() {
     let cluster = Cluster::start_configured(
@@ -317,7 +317,7 @@ fn a_fast_writer_loses_no_line_to_rotations() {
         "containerLogMaxSize: 1Mi\ncontainerLogMaxFiles: 1000\ncontainerLogMonitorInterval: 3s\n",
     );
     let image = support::busybox(&cluster);
-    // Eight seconds are two looks at its size at least.
+    // The agent checks the size at least twice within eight seconds.
     let script = r#"busybox awk "BEGIN { end = systime() + 8; for (i = 0; systime() < end; i++) printf \"%d %01000d\\n\", i, 0; printf \"%d\", i > \"/v/lines\" }"; sleep 10000"#;
     // The runtime splits a line into entries of 16 KiB.
     let long = r#"echo begin; busybox yes x | busybox head -n 40000 | busybox tr -d "\n"; echo; echo end; sleep 10000"#;
@@ -339,7 +339,7 @@ fn a_fast_writer_loses_no_line_to_rotations() {
         .find(|e| e.file_name().to_string_lossy().contains("_writer_"));
     let dir = of_pod.unwrap().path().join("c");
     let mut found = Ok(0);
-    // Files that are being compressed are there twice for a while.
+    // Files that are being compressed exist twice for a while.
     cluster.wait("every line once and in order", || {
         found = lines_in_order(&dir);
         eprintln!("{found:?} of {lines:?}");
@@ -357,11 +357,11 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     cluster.kubectl(&["delete", "pod", "writer", "long"]);
 }
 
-/// How many lines the writer has each time, of a thousand bytes.
+/// The number of lines of a thousand bytes in each repetition.
 const LINES: u64 = 30_000;
 
-/// Reads what the writer says, up to its end: how many times every line came, once and in order, and since when. `each` is
-/// called when it begins anew.
+/// Reads the writer's output to its end. Returns the number of repetitions, in each of which every line
+/// came once and in order, and when the first one began. `each` is called at the start of each repetition.
 fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Instant>) {
     let (mut times, mut next, mut since) = (0, LINES, None);
     for line in said.lines().map(Result::unwrap) {
@@ -385,7 +385,8 @@ fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Inst
     panic!("it was cut off after line {next} of {times}");
 }
 
-/// Says these lines, which lie in a directory with what it waits for, ten times, and up to thirty until it is enough.
+/// A pod that prints these lines from a host directory ten times, then up to thirty times until the
+/// file `enough` exists.
 fn fast_writer(image: &str, dir: &Path) -> String {
     let script = "echo begun; until test -e /h/go; do sleep 0.2; done; i=0; while test $i -lt 10 || { test ! -e /h/enough && test $i -lt 30; }; do echo again $i; cat /h/lines; i=$((i+1)); done; echo over; sleep 10000";
     let host = format!(
@@ -398,8 +399,8 @@ fn fast_writer(image: &str, dir: &Path) -> String {
         .replace("command:", mounts)
 }
 
-/// A container that writes as fast as the runtime takes it, at least 300 MB, and a reader who follows at the node's own API:
-/// neither a rotation in the midst of it nor the next one, while the reader is behind, takes a line from the reader.
+/// A container writes at least 300 MB as fast as the runtime accepts it, and a reader follows at the node's own
+/// API. The reader must not lose a line, neither in a rotation nor in the next one while the reader is behind.
 #[test]
 fn a_fast_log_is_followed_without_a_gap() {
     let cluster = Cluster::start_configured(
@@ -435,7 +436,7 @@ fn a_fast_log_is_followed_without_a_gap() {
     let mut follow = Running(follow.unwrap());
     let said = BufReader::with_capacity(1 << 20, follow.0.stdout.take().unwrap());
     std::fs::write(shared.path().join("go"), "").unwrap();
-    // It goes on until two rotations are over.
+    // The writer continues until two rotations are complete.
     let (times, since) = every_line_in_order(said, || {
         if files() > 2 {
             std::fs::write(shared.path().join("enough"), "").unwrap();
@@ -453,7 +454,7 @@ fn a_fast_log_is_followed_without_a_gap() {
     cluster.kubectl(&["delete", "pod", "writer"]);
 }
 
-/// How many logs the agent is sending right now, by its metrics.
+/// The number of logs that the agent is sending now, from its metrics.
 fn answered_now(cluster: &Cluster) -> Vec<String> {
     let of = "kubelet_http_inflight_requests{method=\"GET\",path=\"containerLogs\"";
     let page = cluster.ask_node("/metrics");
@@ -462,7 +463,7 @@ fn answered_now(cluster: &Cluster) -> Vec<String> {
     values.map(str::to_owned).collect()
 }
 
-/// By the times that the runtime noted: what stands between them and the reader is the agent, the control plane and kubectl.
+/// Measured from the timestamps of the runtime: the delay is caused by the agent, the control plane and kubectl.
 #[test]
 fn a_followed_log_shows_a_line_at_once() {
     let cluster = Cluster::start("follow", 94);
@@ -480,7 +481,7 @@ fn a_followed_log_shows_a_line_at_once() {
             .spawn()
             .unwrap(),
     );
-    // The first ones were there before.
+    // The first ones were written before.
     let mut lines = BufReader::new(follow.0.stdout.take().unwrap())
         .lines()
         .skip(3);
@@ -498,8 +499,9 @@ fn a_followed_log_shows_a_line_at_once() {
         assert_eq!(late.len(), 15, "it goes on");
         late
     };
-    // Some milliseconds on a machine that is idle. A busy one delays some of the lines, and at times all of them for a
-    // while; whoever looks every second shows ten of them in every row of 15 more than 300 ms late.
+    // On an idle machine the delay is some milliseconds. A busy machine delays some of the lines, and
+    // sometimes all of them for a while. A follower that polls every second would show ten lines of each
+    // row of 15 more than 300 ms late.
     let mut rows: Vec<Vec<i64>> = vec![];
     while rows.len() < 6 && rows.last().is_none_or(|late| late[4] >= 100) {
         rows.push(measure());

@@ -1,4 +1,4 @@
-//! What containers mount of the host and of parts of volumes: subPath, propagation, host paths.
+//! Mounts of host directories and of parts of volumes: subPath, propagation, host paths.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -60,7 +60,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
     let (mut mounted, mut refused) = (0_u64, 0_u64);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // The directory and the link change places, and its own directories are renamed.
+            // Exchanges the directory and the link, and renames a directory below.
             let swap = |a: &str, b: &str, flags: nix::fcntl::RenameFlags| {
                 nix::fcntl::renameat2(
                     nix::fcntl::AT_FDCWD,
@@ -72,7 +72,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
             };
             while !over.load(Ordering::Relaxed) {
                 swap("a", "link", nix::fcntl::RenameFlags::RENAME_EXCHANGE).unwrap();
-                // What is moved may be behind the link just now, where it is not found.
+                // The directory may be behind the link at this moment, where the rename does not find it.
                 if swap(
                     "a/x/deep",
                     "a/x/gone",
@@ -134,7 +134,7 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
 
     let cluster = Cluster::start("propagation", 40);
     let image = support::busybox(&cluster);
-    // A place whose mounts others see.
+    // A shared mount.
     let place = tempfile::tempdir().unwrap();
     let path = place.path().display().to_string();
     mount(
@@ -219,7 +219,7 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
         "out\n"
     );
 
-    // Types of host paths: what is not as it says is named, what may be made is made.
+    // Types of host paths: a path with another type is named in an event, and creatable types are created.
     let typed = |name: &str, below: &str, kind: &str| {
         pod(
             name,
@@ -241,7 +241,7 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
             ))
         });
     }
-    // Without the tools of a filesystem its mount fails, and says so.
+    // Without the tools of a filesystem its mount fails, and an event reports this.
     cluster.apply(&pod(
         "nfs",
         &image,

@@ -1,4 +1,5 @@
-//! What was missing when a container was to start has come: nobody waits for a pause that had begun before.
+//! Changes that let a blocked container start: the agent starts it immediately, without waiting for a
+//! back-off that is in progress.
 #![allow(clippy::unwrap_used)]
 
 use crate::proxy;
@@ -11,11 +12,11 @@ use proxy::Proxy;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
-/// Longer than a start takes on a machine that others use as well, and much less than the pauses.
+/// Longer than a start takes on a busy machine, and much less than the back-offs.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
-/// How long the runtime is away: the agent's next try would come more than [`AT_ONCE`] after that, as it tries after 0.5, 1.5,
-/// 3.5, 7.5 and 15.5 seconds.
+/// How long the runtime is down. The agent retries after 0.5, 1.5, 3.5, 7.5 and 15.5 seconds, so its
+/// next retry would come more than [`AT_ONCE`] later.
 const AWAY: Duration = Duration::from_secs(8);
 
 struct Bench {
@@ -24,7 +25,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// A pod whose container has more fields.
+    /// Creates a pod with these fields of its container.
     fn create(&self, name: &str, container: &Value, volumes: &Value) {
         let mut all =
             json!({"name": "c", "image": self.image, "command": ["busybox", "sleep", "3600"]});
@@ -34,7 +35,7 @@ impl Bench {
         pod(&self.cluster, name, &spec);
     }
 
-    /// Waits until the container cannot be made, and what is said of that.
+    /// Waits until the container cannot be created, for this reason.
     fn waits(&self, name: &str, why: &str) {
         self.cluster.wait(&format!("{name} to wait"), || {
             let pod = self.cluster.pod(name);
@@ -56,7 +57,7 @@ impl Bench {
     }
 }
 
-/// A ConfigMap, a key of it, and a Secret come late.
+/// A ConfigMap, one of its keys, and a Secret are created late.
 fn objects(bench: &Bench) {
     let kubectl = |arguments: &[&str]| _ = bench.cluster.kubectl(arguments);
     let of_map = json!({"configMapKeyRef": {"name": "late", "key": "a"}});
@@ -86,7 +87,7 @@ fn objects(bench: &Bench) {
     });
 }
 
-/// What a path is made from is set right.
+/// The annotation from which a path is built is corrected.
 fn annotations(bench: &Bench) {
     let kubectl = |arguments: &[&str]| _ = bench.cluster.kubectl(arguments);
     let annotation = json!({"fieldRef": {"fieldPath": "metadata.annotations['place']"}});

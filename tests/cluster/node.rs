@@ -1,5 +1,6 @@
-//! The Node object of a real agent: its labels count at once, its heartbeat is independent of the runtime, devices of
-//! another agent are zeroed, and a deletion is final until the next start. Drivers of dynamic resources prepare claims.
+//! The Node object of a real agent. Changes of its labels count immediately, and its heartbeat is
+//! independent of the runtime. Devices of an earlier agent are reset to zero, and a deletion is final
+//! until the next start. DRA drivers prepare claims.
 #![allow(clippy::unwrap_used)]
 
 use crate::dra;
@@ -16,7 +17,7 @@ use pod_resources::who_has_what;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
-/// When the Ready condition was reported last.
+/// The last heartbeat of the Ready condition.
 fn heartbeat(cluster: &Cluster) -> Value {
     let node = cluster.node();
     let conditions = node["status"]["conditions"].as_array().unwrap();
@@ -28,7 +29,7 @@ fn signal(pid: i32, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
 }
 
-/// Ends the agent; `up` starts it again.
+/// Stops the agent; `up` starts it again.
 fn stop_agent(cluster: &Cluster) {
     let pid = cluster.pid("agent");
     cluster.unsupervise("agent");
@@ -36,9 +37,9 @@ fn stop_agent(cluster: &Cluster) {
     cluster.wait_for_end(pid);
 }
 
-/// Writes the node's status, as nobody but an administrator may.
+/// Writes the node's status as an administrator.
 fn write_status(cluster: &Cluster, changes: &Value) {
-    // As a patch: the agent writes every two seconds, too.
+    // As a patch, because the agent also writes every two seconds.
     let patch = json!({"status": changes}).to_string();
     cluster.kubectl(&[
         "patch",
@@ -111,7 +112,7 @@ fn devices_of_another_agent_are_zeroed(cluster: &Cluster) {
         capacity(cluster, "example.com/gpu").as_deref() == Some("0")
     });
     assert_eq!(capacity(cluster, "hugepages-3Mi"), None);
-    // Bound by hand: the scheduler would not send it here.
+    // Bound directly: the scheduler would not choose this node.
     let gpu = json!({"nodeName": cluster.node_name(), "containers": [{"name": "c", "image": "holdfast.local/demo:1",
         "resources": {"limits": {"example.com/gpu": "1"}}}]});
     pod(cluster, "wants-gpu", &gpu);
@@ -141,7 +142,7 @@ fn a_short_absence_of_the_runtime_is_no_news(cluster: &Cluster) {
     signal(containerd, nix::sys::signal::SIGCONT);
     let since = Instant::now();
     cluster.wait("the node to be ready again", || cluster.ready().0 == "True");
-    // One second is what is promised; the machine that tests may be busy.
+    // The agent promises one second; the test machine may be busy.
     assert!(
         since.elapsed() < Duration::from_secs(10),
         "{:?}",
@@ -206,7 +207,7 @@ fn limits_are_the_configured_ones(cluster: &Cluster) {
         .find(|l| l.starts_with("Max open files"))
         .unwrap();
     assert!(files.contains(" 5432 "), "{files}");
-    // A container may lack the right to lower it; the agent says so then.
+    // In a container the right to lower the value may be missing; then the agent logs this.
     let is_set = of("oom_score_adj").trim() == "-998";
     assert!(is_set || cluster.log("agent").contains("oomScoreAdj cannot be set"));
 }
@@ -231,14 +232,14 @@ fn the_node_object_is_true_and_known() {
     a_deleted_node_is_registered_at_the_next_start(&cluster);
 }
 
-/// The processors that a pod's first container may run on.
+/// The CPUs that a pod's first container may use.
 fn allowed(cluster: &Cluster, pod: &str) -> String {
     let command = ["busybox", "grep", "Cpus_allowed_list", "/proc/self/status"];
     let line = support::inside(cluster, pod, &command);
     line.rsplit('\t').next().unwrap_or_default().to_owned()
 }
 
-/// Whether a Guaranteed pod's cgroup leaves it all the time of its processors.
+/// Whether a Guaranteed pod's cgroup has no CPU quota.
 fn is_without_quota(cluster: &Cluster, pod: &str) -> bool {
     let uid = cluster.pod(pod)["metadata"]["uid"].clone();
     let below = format!(
@@ -254,7 +255,7 @@ fn is_without_quota(cluster: &Cluster, pod: &str) -> bool {
 
 fn a_second_one_is_refused(cluster: &Cluster, image: &str, resources: &Value) {
     let container = json!({"name": "c", "image": image, "resources": resources});
-    // A node's name in the spec passes by the scheduler.
+    // With a node's name in the spec, the scheduler is not involved.
     let spec = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [container]});
     pod(cluster, "second", &spec);
     cluster.wait("the second one to be refused", || {
@@ -263,7 +264,7 @@ fn a_second_one_is_refused(cluster: &Cluster, image: &str, resources: &Value) {
     assert_eq!(cluster.pod("second")["status"]["reason"], "OutOfcpu");
 }
 
-/// The pods that have memory from chosen NUMA nodes, as the kubelet's checkpoint keeps it.
+/// The number of pods with memory from chosen NUMA nodes, in the checkpoint file that has the kubelet's format.
 fn checkpointed(cluster: &Cluster) -> usize {
     let file = cluster.data().join("agent/memory_manager_state");
     let state: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
@@ -294,7 +295,7 @@ fn processors_and_memory_are_a_guaranteed_pods_own() {
     let Some(last) = all.last().filter(|_| all.len() > 1) else {
         return support::skip::skipped("this machine has one processor");
     };
-    // All others are reserved, so that one can be given.
+    // All other CPUs are reserved, so that one can be assigned.
     let rest = cpuset::list(&(&all - &[*last].into()));
     let (all, last) = (cpuset::list(&all), last.to_string());
     let fields = format!(
@@ -337,7 +338,7 @@ fn processors_and_memory_are_a_guaranteed_pods_own() {
     cluster.wait("the processors to be as they were", || {
         allowed(&cluster, "own") == last && allowed(&cluster, "shares") == rest
     });
-    // The containers have their processors all the while: that says nothing of what the agent knows by now.
+    // The containers keep their CPUs all the time, which does not show whether the new agent knows the assignment.
     cluster.wait("the agent to know whose they are", || {
         (who_has_what(&cluster), checkpointed(&cluster)) == (told.clone(), 1)
     });
@@ -359,7 +360,7 @@ fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std
         support::inside(cluster, name, &["busybox", "cat", "/etc/resolv.conf"])
     };
     assert!(of("before").contains("nameserver 192.0.2.1"));
-    // Put in place at once: half of a file is another configuration, too.
+    // Replaced atomically: a partial file is also a valid configuration.
     let draft = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(draft.path(), "nameserver 192.0.2.2\n").unwrap();
     draft.persist(resolv_conf).unwrap();
@@ -399,7 +400,7 @@ fn tiers_weigh_what_their_pods_ask_for(cluster: &Cluster) {
     });
 }
 
-/// Another cluster does not take over a runtime that has pods already.
+/// Another cluster does not use a runtime that already has pods.
 fn a_runtime_in_use_is_refused(cluster: &Cluster) {
     pod(cluster, "in-use", &json!({}));
     cluster.wait("the pod to run", || {
@@ -428,7 +429,7 @@ fn a_runtime_in_use_is_refused(cluster: &Cluster) {
     );
 }
 
-/// What each unit file says, by its name.
+/// The name and content of each unit file.
 fn units() -> Vec<(String, String)> {
     let files = std::fs::read_dir("systemd").unwrap().flatten();
     let read = |path: std::path::PathBuf| {
@@ -438,7 +439,7 @@ fn units() -> Vec<(String, String)> {
     files.map(|f| read(f.path())).collect()
 }
 
-/// Mounts that the agent makes must be seen by the runtime: nothing may give the service a mount namespace.
+/// The runtime must see the mounts that the agent creates, so the service must not get its own mount namespace.
 #[test]
 fn units_leave_mounts_alone_and_are_never_given_up() {
     let namespaces = [
@@ -556,7 +557,7 @@ fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
         unit.contains("ExecStart=/usr/bin/holdfast agent "),
         "{unit}"
     );
-    // The kubelet's unit still runs it.
+    // The kubelet's unit still uses it.
     let drop_in = root
         .path()
         .join("etc/systemd/system/kubelet.service.d/20-holdfast.conf");
@@ -571,7 +572,7 @@ fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
     assert_eq!(files(), ["etc/holdfast/config.yaml"]);
 }
 
-/// The flags' help names every flag that the unit files use.
+/// The help of the flags lists every flag that the unit files use.
 #[test]
 fn flags_of_the_kubelet_are_known() {
     let output = Command::new(support::holdfast())
@@ -589,7 +590,7 @@ fn flags_of_the_kubelet_are_known() {
     }
 }
 
-/// The podresources API's answer, while the agent is there: pods with what is prepared of their claims.
+/// From the podresources API: pods with the prepared devices of their claims. `None` while the agent does not answer.
 fn who_has_which_claim(cluster: &Cluster) -> Option<Vec<String>> {
     pod_resources::ask(cluster, async |mut client| {
         let listed = client.list(ListPodResourcesRequest {}).await;
@@ -632,7 +633,7 @@ fn allocate(cluster: &Cluster, driver: &str, pods: &[&str]) {
     ]);
 }
 
-/// The program of a containerd that gives containers CDI devices without being told to: the installed one may not know them.
+/// A containerd that supports CDI devices by default; the installed one may not.
 fn containerd_with_cdi() -> Option<std::path::PathBuf> {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     let is_2 = |program: &std::path::PathBuf| {
@@ -648,7 +649,7 @@ fn containerd_with_cdi() -> Option<std::path::PathBuf> {
     found
 }
 
-/// Makes the pods `one` and `two` with the claim `shared`, which is not theirs yet.
+/// Creates the pods `one` and `two` with the claim `shared`, which is not reserved for them yet.
 fn share_a_claim(cluster: &Cluster, image: &str) {
     let request = json!({"name": "thing", "exactly": {"deviceClassName": "things"}});
     let claim = json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "shared"},
@@ -672,7 +673,8 @@ fn share_a_claim(cluster: &Cluster, image: &str) {
     }
 }
 
-/// Another agent takes over: it finds what is prepared, and slices of drivers that may have gone are deleted.
+/// Restarts the agent: the new one finds the prepared claims, and deletes ResourceSlices of drivers
+/// that may no longer run.
 fn exchange_the_agent(cluster: &Cluster, driver: &str) {
     let pool = json!({"name": "pool", "generation": 1, "resourceSliceCount": 1});
     let slice = json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": "things"},
@@ -686,7 +688,8 @@ fn exchange_the_agent(cluster: &Cluster, driver: &str) {
     });
 }
 
-/// What the driver says of a device's health stands in the status of each container that has it, whatever it said before.
+/// The driver's report of a device's health appears in the status of each container with this device,
+/// and replaces the previous report.
 fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
     let told = |name: &str| {
         let status = cluster.pod(name)["status"]["containerStatuses"][0].clone();
@@ -721,8 +724,8 @@ fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
     }
 }
 
-/// Two pods share a claim: it is prepared once, its device is in both, and it is given back when both have ended, before
-/// the end of the second is told.
+/// Two pods share a claim. The claim is prepared once, and its device is in both pods. The claim is
+/// unprepared when both have exited, before the terminal status of the second one is published.
 #[test]
 fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
     const DRIVER: &str = "dra.holdfast.test";

@@ -1,4 +1,4 @@
-//! Who uses up a node is evicted and others stay; and the cgroups that keep pods to what they may have.
+//! Evictions: pods that exhaust the node are evicted and others stay. Also the cgroups that limit pods.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -18,7 +18,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
-/// A small filesystem at a directory, so that it can be filled; taken away when dropped.
+/// A small filesystem at a directory, which a test can fill; unmounted when dropped.
 struct Small(std::path::PathBuf);
 
 impl Small {
@@ -32,7 +32,7 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // The test has failed already if it is not there.
+        // If it is missing, the test has failed already.
         let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
     }
 }
@@ -45,7 +45,7 @@ fn pressure(cluster: &Cluster, kind: &str) -> String {
     found["status"].as_str().unwrap().to_owned()
 }
 
-/// A file of the cgroup of all pods, in either version's spelling.
+/// A file of the cgroup of all pods, by its name in cgroup v1 or v2.
 fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
     let below = format!("holdfast-{}/kubepods", cluster.name());
     let text = std::fs::read_to_string(format!("/sys/fs/cgroup/memory/{below}/{v1}"))
@@ -53,10 +53,10 @@ fn of_all_pods(cluster: &Cluster, v1: &str, v2: &str) -> u64 {
     text.unwrap().trim().parse().unwrap()
 }
 
-/// The image that every hog has.
+/// The image of every hog.
 const IMAGE: &str = "test.local/busybox:1";
 
-/// A pod that does nothing yet, and `script` once it is [`let_go`].
+/// A pod that waits for [`let_go`] and then runs `script`.
 fn hog(cluster: &Cluster, name: &str, script: &str) {
     hog_with(cluster, name, script, &json!({}));
 }
@@ -65,7 +65,7 @@ fn hog_with(cluster: &Cluster, name: &str, script: &str, more: &Value) {
     hog_that_asks(cluster, name, script, &json!({}), more);
 }
 
-/// One with requests of its own.
+/// The same with requests.
 fn hog_that_asks(cluster: &Cluster, name: &str, script: &str, asked: &Value, more: &Value) {
     let mut requests = json!({"cpu": "10m", "memory": "10Mi"});
     json_patch::merge(&mut requests, asked);
@@ -86,7 +86,7 @@ fn let_go(cluster: &Cluster, name: &str) {
     signal(cluster, name, "go");
 }
 
-/// Makes a file in a hog's volume.
+/// Creates a file in a hog's volume.
 fn signal(cluster: &Cluster, name: &str, file: &str) {
     cluster.wait("the pod to run", || {
         cluster.pod(name)["status"]["phase"] == "Running"
@@ -104,7 +104,7 @@ fn volume_of(cluster: &Cluster, name: &str) -> std::path::PathBuf {
     cluster.data().join(dir)
 }
 
-/// Lets hogs go, and waits until each has all that it takes.
+/// Starts hogs, and waits until each uses its full amount.
 fn let_grow(cluster: &Cluster, names: &[&str]) {
     for name in names {
         let_go(cluster, name);
@@ -130,7 +130,7 @@ fn victims(cluster: &Cluster) -> Vec<String> {
     told.map(name).collect()
 }
 
-/// Pods that nothing may happen to, with their containers.
+/// Pods that must not be affected, with their containers.
 struct Bystanders(std::collections::BTreeMap<String, Value>);
 
 impl Bystanders {
@@ -158,7 +158,7 @@ impl Bystanders {
     }
 }
 
-/// Lets a hog go, and waits until the node has evicted it; the answer is its status. The node says what is short.
+/// Starts a hog and waits until the node has reported the pressure and evicted it. Returns the hog's status.
 fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Value {
     let_go(cluster, name);
     cluster.wait("the node to say what is short", || {
@@ -191,7 +191,7 @@ fn until_relieved(cluster: &Cluster, kind: &str) {
     });
 }
 
-/// The node's event about a pod that was evicted, and what it says beside the message.
+/// The node's event about an evicted pod.
 fn eviction_of(cluster: &Cluster, name: &str) -> Value {
     let about = format!("involvedObject.name={name},reason=Evicted");
     let events = cluster.kubectl(&["get", "events", "--field-selector", &about, "-o", "json"]);
@@ -200,7 +200,7 @@ fn eviction_of(cluster: &Cluster, name: &str) -> Value {
     events["items"][0].clone()
 }
 
-/// When the memory of all pods crossed the threshold, and how long it took from there until the victims' memory was free.
+/// When the memory of all pods crossed the threshold, and how long it took until the victims' memory was free.
 fn watch_memory(cluster: &Cluster, crossed: u64, freed: u64) -> (Timestamp, Duration) {
     let wait = |reached: &dyn Fn(u64) -> bool| {
         let begun = Instant::now();
@@ -218,7 +218,8 @@ fn used(cluster: &Cluster) -> u64 {
     of_all_pods(cluster, "memory.usage_in_bytes", "memory.current")
 }
 
-/// A pod was evicted no later than two seconds after the threshold was crossed. Events have whole seconds.
+/// Checks that a pod was evicted within two seconds after the threshold was crossed. Events have a
+/// resolution of one second.
 fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
     let event = eviction_of(cluster, name);
     let told: Timestamp = event["firstTimestamp"].as_str().unwrap().parse().unwrap();
@@ -227,8 +228,8 @@ fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
     assert!((-1.0..=2.0).contains(&late), "{late}: {event}");
 }
 
-/// Two hogs of memory, of which the smaller one has the lower priority: it goes first, the other one as that was not
-/// enough, and how long that takes. One that uses as much and asked for it stays, and so does one of a higher priority.
+/// Two memory hogs, of which the smaller one has the lower priority. It is evicted first, and the other one because
+/// that is not sufficient. A pod that uses as much but requested it stays, and so does a pod with a higher priority.
 fn memory_hogs_go(cluster: &Cluster) {
     for name in ["smaller", "modest", "memory-low"] {
         let_go(cluster, name);
@@ -239,7 +240,7 @@ fn memory_hogs_go(cluster: &Cluster) {
         let status = is_evicted(cluster, "memory-hog", "MemoryPressure", "memory");
         let (crossed, took) = measured.join().unwrap();
         eprintln!("from the crossing to the victims' end: {took:?}");
-        // The grace of a hard threshold is a second; the machine that tests may be busy.
+        // The grace period of a hard threshold is a second; the test machine may be busy.
         assert!(took < Duration::from_secs(15), "{took:?}");
         is_quick(cluster, "memory-low", crossed);
         status
@@ -252,7 +253,7 @@ fn memory_hogs_go(cluster: &Cluster) {
     memory_pressure_is_told(cluster, &status);
 }
 
-/// The pods of the ranking by which one went.
+/// Checks the order of pods in the ranking of an eviction.
 fn ranks(cluster: &Cluster, name: &str, expected: &[&str]) {
     let ranking = eviction_of(cluster, name)["metadata"]["annotations"]["ranking"].clone();
     let ranking = ranking.as_str().unwrap().to_owned();
@@ -264,7 +265,7 @@ fn ranks(cluster: &Cluster, name: &str, expected: &[&str]) {
     assert!(places[0] == Some(0) && in_order, "{ranking}");
 }
 
-/// What is said of the eviction of a hog, and what the node is like after it.
+/// Checks the messages about a hog's eviction, and the state of the node after it.
 fn memory_pressure_is_told(cluster: &Cluster, status: &Value) {
     let message = status["message"].as_str().unwrap();
     assert!(message.contains("Container c was using "), "{message}");
@@ -291,8 +292,8 @@ fn memory_pressure_is_told(cluster: &Cluster, status: &Value) {
     });
 }
 
-/// Dead containers go first. Then the larger hog of the disk, and the smaller one, since that is not yet as much as is to be
-/// reclaimed. Who has most of all asked for it, and stays.
+/// Dead containers are removed first. Then the larger disk hog is evicted, and the smaller one because
+/// the minimum reclaim is not reached. The largest consumer has requested its usage, and stays.
 fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
     let done = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [{"name": "c", "image": IMAGE, "command": ["busybox", "true"],
         "resources": {"requests": {"memory": "1Mi"}}}]});
@@ -320,7 +321,8 @@ fn make_disk_hogs(cluster: &Cluster) {
     hog(cluster, "disk-less", &files(42));
 }
 
-/// Nobody can ask for inodes: who has most goes first, then the next one, until as many as are to be reclaimed are free.
+/// Inodes cannot be requested: the largest consumer is evicted first, then the next one, until the
+/// minimum reclaim is reached.
 fn inode_hogs_go(cluster: &Cluster) {
     let_grow(cluster, &["inode-few", "inode-more"]);
     is_evicted(cluster, "inode-less", "DiskPressure", "inodes");
@@ -334,9 +336,9 @@ fn make_inode_hogs(cluster: &Cluster) {
     hog(cluster, "inode-less", &files(6500));
 }
 
-/// The configuration of a node that is soon short of something: of disk when 120 MiB of the root directory's 220 are used (and
-/// softly when 106 are) until no more than 85 are, of inodes from 14,000 of 20,000 to 7,000, of process ids from 1,350 more than
-/// there are now to 600 more.
+/// The configuration of a node with low thresholds. Disk pressure begins when 120 MiB of the root
+/// directory's 220 are used (softly at 106) and ends at 85. Inode pressure begins at 14,000 of 20,000
+/// and ends at 7,000. PID pressure begins at 1,350 processes more than now and ends at 600 more.
 fn small_node() -> String {
     let info = std::fs::read_to_string("/proc/meminfo").unwrap();
     let total = info.lines().next().unwrap().split_whitespace().nth(1);
@@ -372,7 +374,8 @@ fn limits_are_told(cluster: &Cluster) {
     }
 }
 
-/// The agent starts again with a threshold for the processes that this machine has by now: others have some too.
+/// Restarts the agent with a threshold for the current number of processes, because others on this
+/// machine have some too.
 fn count_processes_anew(cluster: &Cluster) {
     let config = cluster.config.as_ref().unwrap();
     std::fs::write(config.path(), small_node()).unwrap();
@@ -380,7 +383,7 @@ fn count_processes_anew(cluster: &Cluster) {
     cluster.up();
 }
 
-/// Fork bombs that stop by themselves: the one of a lower priority goes first, though it is the smaller one.
+/// Fork bombs of limited size: the one with the lower priority is evicted first, although it is smaller.
 fn fork_bombs_go(cluster: &Cluster) {
     let processes =
         |many: u32| format!("for i in $(busybox seq {many}); do busybox sleep 1000 & done");
@@ -402,8 +405,8 @@ fn fork_bombs_go(cluster: &Cluster) {
     );
 }
 
-/// A hog that only crosses a soft threshold has its grace period, and uses it; a hog of memory that comes meanwhile goes at
-/// once, and nobody else does.
+/// A hog that only crosses a soft threshold has its grace period and uses it. A memory hog that starts
+/// meanwhile is evicted immediately, and no other pod is.
 fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
     let script = "busybox dd if=/dev/zero of=/v/f bs=1M count=60; until test -e /v/end; do sleep 0.1; done; exit 0";
     let patient = json!({"terminationGracePeriodSeconds": 120});
@@ -427,7 +430,7 @@ fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
     assert!(message.contains("Threshold quantity: 114Mi, "), "{message}");
 }
 
-/// The status of a pod that was told to end.
+/// Waits until a pod whose eviction has begun has stopped, and returns its status.
 fn is_evicted_at_last(cluster: &Cluster, name: &str) -> Value {
     cluster.wait(&format!("{name} to end"), || {
         cluster.pod(name)["status"]["phase"] == "Failed"
@@ -437,13 +440,13 @@ fn is_evicted_at_last(cluster: &Cluster, name: &str) -> Value {
     status
 }
 
-/// A script that takes so much memory and keeps it.
+/// A script that allocates so much memory and keeps it.
 fn memory_of_size(size: &str) -> String {
     format!("busybox head -c {size} /dev/zero | busybox tail -c {size} | sleep 1000")
 }
 
-/// Hogs of memory: one of a priority below the others', one that asked for nearly all that it uses, and a small one of a
-/// higher priority.
+/// Memory hogs: one with a lower priority than the others, one that requested nearly all that it uses,
+/// and a small one with a higher priority.
 fn make_memory_hogs(cluster: &Cluster) {
     hog(cluster, "memory-hog", &memory_of_size("220m"));
     hog_with(
@@ -475,8 +478,8 @@ fn make_classes(cluster: &Cluster) {
     }
 }
 
-/// A node whose pods have 600 MiB of memory together and whose root directory lies on a small filesystem: what others do on
-/// this machine does not matter.
+/// A node whose pods have 600 MiB of memory together and whose root directory is on a small filesystem:
+/// other load on this machine has no influence.
 fn make_small_node() -> (Cluster, Small, Group) {
     let config = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(config.path(), small_node()).unwrap();
@@ -494,8 +497,8 @@ fn make_small_node() -> (Cluster, Small, Group) {
     (cluster, root, system)
 }
 
-/// Of each kind there are two hogs, and others that use as much as they may, or less: the hogs are evicted in their order, and
-/// nobody else is.
+/// For each resource there are two hogs, and other pods that use no more than they may: only the hogs
+/// are evicted, in order.
 #[test]
 fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
     let (cluster, root, _system) = make_small_node();
@@ -513,7 +516,7 @@ fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
     memory_hogs_go(&cluster);
     modest.are_untouched(&cluster);
     assert_eq!(victims(&cluster), ["memory-low", "memory-hog"]);
-    // What others write to the small filesystem is memory too.
+    // Files on this small filesystem are memory too, so the pod makes room.
     cluster.kubectl(&["delete", "pod", "modest", "--wait=false"]);
     disk_hogs_go_after_the_dead(&cluster);
     others.are_untouched(&cluster);
@@ -537,7 +540,7 @@ fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
     drop(root);
 }
 
-/// A file of a cgroup, in either version's spelling.
+/// A file of a cgroup, by its name in cgroup v1 or v2.
 fn file_of(cgroup: &str, (controller, v1): (&str, &str), v2: &str) -> std::path::PathBuf {
     let below = cgroup.trim_start_matches('/');
     if sys::cgroup::is_v2() {
@@ -574,7 +577,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // The test has failed already if it is not there.
+        // If it is missing, the test has failed already.
         let _ = sys::cgroup::remove(self.0);
     }
 }
@@ -586,7 +589,7 @@ fn amounts(pairs: &[(&str, &str)]) -> Amounts {
         .collect()
 }
 
-/// The tree of a node without pods that holds something in the cgroup `system`.
+/// The tree of a node without pods that reserves resources in the cgroup `system`.
 fn described(system: &str) -> Vec<(cgroup_tree::Group, Values)> {
     let supply = Supply {
         capacity: amounts(&[("cpu", "4"), ("memory", "2Gi"), ("pid", "3000")]),
@@ -605,7 +608,7 @@ fn described(system: &str) -> Vec<(cgroup_tree::Group, Values)> {
     cgroup_tree::tree(&supply, &rules, &[])
 }
 
-/// A pod with half a processor and 64 MiB.
+/// A pod with half a CPU and 64 MiB.
 fn guaranteed() -> Pod {
     let sizes = json!({"cpu": "500m", "memory": "64Mi"});
     serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"},
@@ -613,7 +616,7 @@ fn guaranteed() -> Pod {
     .unwrap()
 }
 
-/// The tree with its tiers and what is held for others; what others change in it, and in a pod's cgroup.
+/// The tree with its QoS tiers and reservations. The agent reverts changes of others in it and in a pod's cgroup.
 #[tokio::test]
 async fn cgroups_are_as_described_whoever_changes_them() {
     let (root, system) = ("/holdfast-t-tree", "/holdfast-t-tree-system");
@@ -648,7 +651,7 @@ async fn cgroups_are_as_described_whoever_changes_them() {
     let own = host.ensure_cgroup(&pod, true).await.unwrap();
     let quota = file_of(&own, ("cpu", "cpu.cfs_quota_us"), "cpu.max");
     assert!(text_of(&quota).starts_with("50000"), "{}", text_of(&quota));
-    // Its processors are its own from now on.
+    // The pod has exclusive CPUs from now on.
     host.ensure_cgroup(&pod, false).await.unwrap();
     assert!(["-1", "max 100000"].contains(&text_of(&quota).as_str()));
 
@@ -670,7 +673,7 @@ async fn cgroups_are_as_described_whoever_changes_them() {
     assert_eq!(text_of(&shares_of(&burstable)), expected("2", "1"));
     assert_eq!(text_of(&memory_of(&own)), "67108864");
     assert_eq!(text_of(&memory_of(system)), "536870912");
-    // What was removed by ourselves is not made again.
+    // A cgroup that the agent itself has removed is not created again.
     host.remove_cgroup(&pod).await.unwrap();
     assert!(!quota.exists());
 }

@@ -1,9 +1,9 @@
-//! What pods had when the agent was killed is undone by the next agent, for each type of volume: whether its pods were ready or
-//! still being set up, and whether their objects wait for their end or are gone when the agent comes back. No mount, no
-//! directory, no device, no note and no attachment is left, and what is the user's is as it was.
+//! A restarted agent undoes what pods had when the previous agent was killed, for each type of volume.
+//! The pods were ready or still being set up, and their objects are terminating or removed when the agent
+//! starts. No mount, directory, device, volume record or attachment is left, and user data is unchanged.
 //!
-//! An image volume is the runtime's own mount, and NFS needs a server: `tests/machines` does this for that and for iSCSI with
-//! real ones.
+//! An image volume is the runtime's own mount, and NFS needs a server: `tests/machines` does this for
+//! NFS and iSCSI with real servers.
 #![allow(clippy::unwrap_used)]
 
 use crate::driver;
@@ -21,21 +21,21 @@ const DRIVER: &str = "again.test";
 const ATTACHED: &str = "attached.again.test";
 const IQN: &str = "iqn.2026-11.test.holdfast:again";
 
-/// How a container has a volume: with a part of it, or as a device.
+/// How a container uses a volume: with a subpath, or as a raw device.
 #[derive(Clone, Copy)]
 enum As {
     Part(&'static str),
     Device,
 }
 
-/// A type of volume: what it is called in names of pods, and its source.
+/// A type of volume: its name in pod names, its source, and how it is used.
 type Row = (&'static str, String, As);
 
 fn claim(name: &str) -> String {
     format!("persistentVolumeClaim: {{claimName: {name}}}")
 }
 
-/// The types, for which there are the objects of [`objects`].
+/// The types, for which [`objects`] creates the objects.
 fn rows(host: &Path) -> Vec<Row> {
     let template = "{spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Mi}}}}";
     let name = "{path: name, fieldRef: {fieldPath: metadata.name}}";
@@ -83,7 +83,7 @@ fn rows(host: &Path) -> Vec<Row> {
     ]
 }
 
-/// A volume and the claim that it is for.
+/// A PersistentVolume and its claim.
 fn volume(name: &str, node: &str, mode: &str, source: &str) -> String {
     let class = format!("storageClassName: '', volumeMode: {mode}, accessModes: [ReadWriteOnce]");
     let affinity = format!(
@@ -94,7 +94,7 @@ fn volume(name: &str, node: &str, mode: &str, source: &str) -> String {
     )
 }
 
-/// What the volumes refer to: a directory, a disk and two devices.
+/// The objects that the volumes refer to: a directory, a disk and two devices.
 fn objects(node: &str, local: &Path, [disk, raw, served]: [&Loop; 3]) -> String {
     let csi = |driver: &str, more: &str| format!("csi: {{driver: {driver}, {more}}}");
     let device = format!(
@@ -127,7 +127,7 @@ fn pod(name: &str, image: &str, (_, source, has): &Row) -> String {
     )
 }
 
-/// A disk that is there as long as one is logged in, by a program that stands in for `iscsiadm`.
+/// A disk that exists during a session of a program that stands in for `iscsiadm`.
 struct Iscsi {
     tools: tempfile::TempDir,
     link: PathBuf,
@@ -157,7 +157,7 @@ impl Drop for Iscsi {
     }
 }
 
-/// The files below a directory, whatever they are.
+/// All files below a directory, of any type.
 fn files(dir: &Path, found: &mut Vec<String>) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         match entry.file_type().is_ok_and(|kind| kind.is_dir()) {
@@ -167,7 +167,7 @@ fn files(dir: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// Says that the volume is attached, once somebody asks for it.
+/// Marks the volume as attached, once a VolumeAttachment exists.
 fn attach(cluster: &Cluster) {
     let names = || {
         let names = "jsonpath={.items[*].metadata.name}";
@@ -180,7 +180,7 @@ fn attach(cluster: &Cluster) {
     cluster.kubectl(&[&["patch", "volumeattachment", &name], &how[..]].concat());
 }
 
-/// A node with all that the volumes need.
+/// A node with everything that the volumes need.
 struct Node {
     // Dropped first: a socket below the agent's directory keeps its mount busy.
     drivers: [(Running, tempfile::TempDir); 2],
@@ -189,7 +189,7 @@ struct Node {
     iscsi: Iscsi,
     /// A disk and two devices.
     disks: [Loop; 3],
-    /// A directory of the host, and a local volume.
+    /// A host directory, and a local volume.
     dirs: [tempfile::TempDir; 2],
 }
 
@@ -223,12 +223,12 @@ impl Node {
         }
     }
 
-    /// What is left of pods and their volumes.
+    /// Leftovers of pods and their volumes.
     fn left(&self) -> Vec<String> {
         let name = |pod: &serde_json::Value| pod["metadata"]["name"].to_string();
         let mut left: Vec<String> = self.cluster.pods().iter().map(name).collect();
         left.extend(self.cluster.leftovers_known());
-        // Notes of volumes, and devices that were handed out.
+        // Volume records and published devices.
         files(&self.cluster.data().join("agent/plugins"), &mut left);
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         for disk in self.disks.iter().chain([&self.iscsi.disk]) {
@@ -250,10 +250,11 @@ impl Node {
         left
     }
 
-    /// Kills the agent, so soon after pods were made or when all are ready, and has their ends while there is none.
+    /// Kills the agent a time after the pods were created, or when all are ready. Deletes the pods while no
+    /// agent runs.
     fn round(&self, name: &str, early: Option<Duration>) {
         let (cluster, rows) = (&self.cluster, rows(self.dirs[0].path()));
-        // Of each type one whose object is gone when the agent is back, and one that waits for its end.
+        // Of each type one pod whose object is removed when the agent restarts, and one that is terminating.
         let kinds = ["forced", "waiting"];
         let names = |kind: &str| -> Vec<String> {
             let name = |row: &Row| format!("{}-{kind}-{name}", row.0);

@@ -1,11 +1,11 @@
-//! What a person waits for when something goes wrong beside a pod: one function for each row of the table of
-//! issue 14, against the installed containerd and each newer one, with bounds that are generous beside what
-//! the kubelet takes. `--nocapture` shows what each row took.
+//! How long recovery takes after faults outside a pod: one function for each row of the table in issue
+//! 14, with the installed containerd and each newer one. The bounds are generous compared to the
+//! kubelet's times. `--nocapture` shows the time of each row.
 //!
-//! Elsewhere, with the installed containerd only: an agent that is killed, a boot without an apiserver and a
-//! killed shim under a liveness probe (`faults.rs`), calls of the runtime that fail, hang or lose their answer
-//! (`cri_faults.rs`), drivers that lose answers or hang while they publish (`csi.rs`), a static pod that is
-//! added and removed (`e2e.rs`), the order in which sidecars start and end (`lifecycle.rs`).
+//! Other tests cover the following cases, with the installed containerd only: a killed agent, a boot without an
+//! apiserver and a killed shim under a liveness probe (`faults.rs`); runtime calls that fail, hang or lose
+//! their response (`cri_faults.rs`); drivers that lose responses or hang during publishing (`csi.rs`); a static
+//! pod that is added and removed (`e2e.rs`); the order in which sidecars start and stop (`lifecycle.rs`).
 #![allow(clippy::unwrap_used)]
 
 use crate::driver;
@@ -25,9 +25,10 @@ use parts::{at_most, is_within, manifest, processes, time, uid, with_sidecar};
 use serde_json::Value;
 use support::{Cluster, condition};
 
-/// Ends at once when it is told to.
+/// Exits immediately on SIGTERM.
 const UNTIL_TERM: &str = "trap \"exit 0\" TERM; while true; do sleep 0.1; done";
-/// How long the apiserver is frozen: with the last heartbeat, of up to 15 seconds ago, less than makes a node Unknown (50).
+/// How long the apiserver is frozen. Together with the age of the last heartbeat (up to 15 s) this is
+/// below the 50 s after which a node becomes Unknown.
 const FREEZE: Duration = Duration::from_secs(33);
 /// The CSI driver of the tests.
 const DRIVER: &str = "slow.test";
@@ -40,14 +41,14 @@ fn the_installed_runtime() {
 #[test]
 fn newer_runtimes() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
-    // One after the other: three bursts at once on two cores measure the machine.
+    // One after the other: three concurrent bursts on two cores would measure the machine.
     for (i, containerd) in (0..).zip(&containerds) {
         let bin = containerd.parent().unwrap().to_owned();
         Node::start(&format!("rows{i}"), 61 + i, Some(bin)).all_rows();
     }
 }
 
-/// A node of its own, with what the rows ask it.
+/// A node for the rows.
 struct Node {
     cluster: Cluster,
     /// The name of the node and its runtime's version.
@@ -77,7 +78,7 @@ impl Drop for Frozen {
     }
 }
 
-/// The CNI configuration, taken away until this is dropped.
+/// The CNI configuration, removed until this is dropped.
 struct NoNetwork {
     place: PathBuf,
     text: Vec<u8>,
@@ -148,7 +149,7 @@ impl Node {
         });
     }
 
-    /// Runs rows in threads; the first that fails fails the test, when all have ended.
+    /// Runs rows in threads. If a row fails, the test fails after all have finished.
     fn side_by_side(&self, rows: &[(&str, &(dyn Fn() + Sync))]) {
         std::thread::scope(|scope| {
             for (name, row) in rows {
@@ -162,7 +163,7 @@ impl Node {
         eprintln!("containerd {}: {what}: {time:.1?}", self.version);
     }
 
-    /// Waits until a condition holds, [`at_most`] so many seconds; the answer is how long it took.
+    /// Waits until a condition holds, [`at_most`] so many seconds, and returns how long it took.
     fn within(&self, seconds: u64, what: &str, condition: impl Fn() -> bool) -> Duration {
         let begun = Instant::now();
         while !condition() {
@@ -228,7 +229,7 @@ impl Node {
         self.pod(name).is_none()
     }
 
-    /// Deletes a pod; it is gone within so many seconds.
+    /// Deletes a pod, which must be removed within so many seconds.
     fn delete(&self, name: &str, seconds: u64) {
         self.cluster
             .kubectl(&["delete", "pod", name, "--wait=false"]);
@@ -275,7 +276,7 @@ impl Node {
         text.unwrap_or_default().trim().to_owned()
     }
 
-    /// Puts a version of a static pod in place at once, as a careful operator does.
+    /// Replaces a static pod's manifest atomically, as a careful operator does.
     fn write_manifest(&self, pod: &str, version: u32, script: &str) {
         let env = format!("env: [{{name: VERSION, value: '{version}'}}]");
         let container = self.container("c", script, &format!("{env}, {}", Self::NOTES));
@@ -283,13 +284,13 @@ impl Node {
         let spec = format!("restartPolicy: Never, containers: [{container}], {volumes}");
         let manifest = manifest(pod, "", &spec);
         let manifests = self.cluster.data().join("agent/manifests");
-        // Files whose name begins with a dot are not read.
+        // Files whose name begins with a dot are ignored.
         let draft = manifests.join(format!(".{pod}"));
         std::fs::write(&draft, manifest.trim_end_matches("---\n")).unwrap();
         std::fs::rename(&draft, manifests.join(format!("{pod}.yaml"))).unwrap();
     }
 
-    /// Whether the mirror of a static pod shows a version, running.
+    /// Whether the mirror pod of a static pod shows a version as running.
     fn mirrors(&self, pod: &str, version: u32) -> bool {
         let Some(mirror) = self.pod(&format!("{pod}-{}", self.name)) else {
             return false;
@@ -300,7 +301,7 @@ impl Node {
             && condition(&mirror, "Ready") == "True"
     }
 
-    /// What the agent has asked of the API with a method.
+    /// The number of the agent's API requests with a method.
     fn requests(&self, method: &str) -> u64 {
         let path = format!("/api/v1/nodes/{}/proxy/metrics", self.name);
         let text = self.cluster.kubectl(&["get", "--raw", &path]);
@@ -320,8 +321,8 @@ impl Node {
 
 /// The rows.
 impl Node {
-    /// A pod with a sidecar and a container: the container starts at once, and until it does, nobody is told
-    /// that all is well.
+    /// A pod with a sidecar and a container. The container starts promptly. Until then no explanation
+    /// reports the pod as healthy.
     fn sidecar(&self) {
         let script = format!("sleep 1; touch /up; {UNTIL_TERM}");
         let probe = "restartPolicy: Always, startupProbe: {periodSeconds: 1, failureThreshold: 60, exec: {command: [cat, /up]}}";
@@ -331,7 +332,7 @@ impl Node {
         let uid = uid(&self.pod("sidecar").unwrap());
         self.within(10, "the container starts", || {
             let said = self.explain("sidecar");
-            // What the runtime has is looked at afterwards: it can only be further.
+            // The runtime is queried after the explanation, so its state can only be newer.
             let main = self.observe(&uid).newest("main").cloned();
             let waits = main.is_none_or(|c| c.state == ContainerState::Created);
             assert!(!waits || !said.contains("It is as its spec says"), "{said}");
@@ -350,7 +351,7 @@ impl Node {
         self.delete("sidecar", 10);
     }
 
-    /// Short pods, plain and with sidecars that are to end after them.
+    /// Short pods, plain and with sidecars that must stop after them.
     fn burst(&self) {
         let plain: Vec<String> = (0..12).map(|n| format!("short-{n}")).collect();
         let paired: Vec<String> = (0..4).map(|n| format!("paired-{n}")).collect();
@@ -389,7 +390,8 @@ impl Node {
         self.cluster.kubectl(&["delete", "pod", "-l", "row=burst"]);
     }
 
-    /// Containers that end while the runtime still starts them: their pods end with them, not with the next audit.
+    /// Containers that exit while the runtime is still starting them: their pods terminate immediately, not
+    /// at the next audit.
     fn ends_at_once(&self) {
         let main = self.container("main", "true", "");
         let spec = format!("restartPolicy: Never, containers: [{main}]");
@@ -415,7 +417,7 @@ impl Node {
             .kubectl(&["delete", "pod", "-l", "row=instant"]);
     }
 
-    /// Pods that are deleted while the runtime makes their sandboxes: it loses none of their shims.
+    /// Pods that are deleted while the runtime creates their sandboxes: no shim is leaked.
     fn deleted_at_once(&self) {
         let container = self.container("c", UNTIL_TERM, "");
         let label = "labels: {row: hasty}";
@@ -430,7 +432,7 @@ impl Node {
             let delete = ["delete", "pod", "-l", "row=hasty"];
             self.cluster.kubectl(&[&delete[..], &force].concat());
         }
-        // Of the pod of the driver that hangs something stays until later.
+        // The pod whose driver hangs keeps some resources until later.
         let shims = || {
             let left = self.cluster.leftovers().into_iter();
             left.filter(|left| left.starts_with("shim ")).count()
@@ -442,7 +444,7 @@ impl Node {
         );
     }
 
-    /// A container that ends while another one's postStart hook runs is started again long before the hook ends.
+    /// A container that exits during another one's postStart hook restarts long before the hook returns.
     fn exit_beside_a_hook(&self) {
         let first = self.container("a", "sleep 3; exit 1", "");
         let hook = "lifecycle: {postStart: {exec: {command: [sleep, '150']}}}";
@@ -471,7 +473,7 @@ impl Node {
         self.delete("hook", 15);
     }
 
-    /// A pod that was deleted and has ended costs nothing for as long as a finalizer keeps it.
+    /// A deleted and stopped pod causes no requests while a finalizer keeps it.
     fn finalizer(&self) {
         let container = self.container("c", UNTIL_TERM, "");
         let metadata = "finalizers: [test.local/hold]";
@@ -487,7 +489,7 @@ impl Node {
             let pod = self.pod("held").unwrap();
             pod["status"]["containerStatuses"][0]["state"]["terminated"].is_object()
         });
-        // Its final status is told first; what the node gives back after that takes a moment.
+        // Its final status is published first; the node releases its resources a moment later.
         self.within(20, "the node gives it back", || {
             self.pod("held").unwrap()["metadata"]["deletionGracePeriodSeconds"] == 0
         });
@@ -502,7 +504,7 @@ impl Node {
         let deletes = self.requests("DELETE") - before.0;
         let patches = self.requests("PATCH") - before.1;
         assert_eq!(version(), before.2, "nothing is written to it");
-        // The two rows beside this one delete a pod each, and report how their pods start and end.
+        // Two other rows run at the same time. Each deletes a pod and reports the start and the end of its pods.
         assert!(
             deletes <= 3 && patches <= 40,
             "{deletes} DELETE, {patches} PATCH requests in 10 s"
@@ -517,11 +519,11 @@ impl Node {
         self.within(5, "it is gone with its finalizer", || self.is_gone("held"));
     }
 
-    /// What each version of a static pod does: it says which it is, and every other one ends by itself, so that
-    /// its mirror has a final status when the next one comes.
+    /// The script of each version of a static pod: it writes its version. Every other version exits, so
+    /// that its mirror pod has a terminal status when the next version comes.
     const VERSIONED: &str = "echo $VERSION > /notes/$POD; test $((VERSION % 2)) = 1 && exit 0; trap \"exit 0\" TERM; while true; do sleep 0.1; done";
 
-    /// A static pod whose manifest changes every second or two: the last version runs, and its mirror shows it.
+    /// A static pod whose manifest changes every second or two: the last version runs, and its mirror pod shows it.
     fn manifest_changed_ten_times(&self) {
         let script = Self::VERSIONED.replace("$POD", "changed");
         for version in 1..=10 {
@@ -538,8 +540,8 @@ impl Node {
         );
     }
 
-    /// A shim that dies: its pod is ready again and can be deleted, and the old process is not left beside the
-    /// new one.
+    /// A shim dies. Its pod becomes ready again and can be deleted, and the old process does not keep
+    /// running next to the new one.
     fn killed_shim(&self) {
         let marker = format!("{}", 50_000 + self.cluster.number);
         let container = self.container("c", &format!("sleep {marker}"), "");
@@ -549,7 +551,7 @@ impl Node {
         let before = self.pod("shim").unwrap();
         let id = |pod: &Value| pod["status"]["containerStatuses"][0]["containerID"].to_string();
         let sandbox = self.observe(&uid(&before)).sandboxes[0].id.clone();
-        // The runtime says "running" when runc has let the process go, before that has become the shell.
+        // The runtime reports `running` when runc releases the process, before the exec of the shell.
         self.within(10, "its process is the container's own", || {
             !processes(&format!("sleep {marker}")).is_empty()
         });
@@ -572,8 +574,7 @@ impl Node {
         self.delete("shim", 20);
     }
 
-    /// A driver that does not answer while what a pod has left is cleaned up: the pod's object is gone, and so
-    /// is the agent's memory of it.
+    /// A driver hangs while the agent cleans up a pod whose object was removed while no agent ran.
     fn hanging_driver(&self) -> (driver::Running, tempfile::TempDir) {
         let directory = tempfile::tempdir().unwrap();
         let registry = self.cluster.data().join("agent/plugins_registry");
@@ -598,7 +599,7 @@ impl Node {
         (running, directory)
     }
 
-    /// The rows before this one have run while the driver hung. Now it answers.
+    /// The previous rows have run while the driver hung. Now it answers.
     fn driver_answers_again(&self, hanging: &driver::Running, directory: &std::path::Path) {
         let mounted = || {
             let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
@@ -622,7 +623,7 @@ impl Node {
         self.cluster.kubectl(&node) == "True"
     }
 
-    /// Pods that end and pods that come while there is no CNI configuration.
+    /// Pods that stop and pods that start without a CNI configuration.
     fn missing_network(&self) {
         let container = self.container("c", UNTIL_TERM, "");
         let spec = format!("containers: [{container}]");
@@ -642,7 +643,8 @@ impl Node {
         let bound = format!("nodeName: {}, {spec}", self.name);
         let apply = |name: &str| self.cluster.apply(&manifest(name, "", &bound));
         apply(waiting[0]);
-        // The runtime is asked every five seconds. A sandbox that is tried before fails, and cannot be removed either.
+        // The agent queries the runtime's status every five seconds. A sandbox that is created before fails,
+        // and cannot be removed either.
         self.within(20, "the node is not ready", || !self.is_node_ready());
         apply(waiting[1]);
         self.within(20, "it says what it waits for", || {
@@ -681,15 +683,15 @@ impl Node {
         });
     }
 
-    /// Whether an address is that of the static pod that stays.
+    /// Whether an address belongs to the remaining static pod.
     fn is_leased_to_static(&self, left: &str) -> bool {
         let address = left.trim_start_matches("address ");
         self.pod(&format!("changed-{}", self.name))
             .is_some_and(|pod| pod["status"]["podIP"] == address)
     }
 
-    /// The apiserver freezes: nobody's readiness changes, static pods come and change without it, and what was
-    /// created meanwhile starts as soon as it answers again.
+    /// The apiserver freezes. No pod's readiness changes, static pods start and change without the API, and
+    /// pods that are created meanwhile start as soon as it answers.
     fn frozen_apiserver(&self) {
         let probe =
             "readinessProbe: {periodSeconds: 1, timeoutSeconds: 20, exec: {command: ['true']}}";
@@ -756,7 +758,7 @@ impl Node {
         }
     }
 
-    /// How ready a pod is, since when, and how often its container was restarted.
+    /// A pod's readiness, since when, and its container's restart count.
     fn readiness(&self, name: &str) -> String {
         let pod = self.pod(name).unwrap();
         let conditions = pod["status"]["conditions"].as_array().unwrap();

@@ -1,4 +1,4 @@
-//! Pods that run get other sizes: containers, init containers, the pod as a whole.
+//! Resizes of running pods: containers, init containers, the pod as a whole.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use support::{Cluster, pod};
 
-/// Writes to a pod's `resize`, as a strategic merge.
+/// Writes to a pod's `resize` subresource, as a strategic merge patch.
 fn resized(cluster: &Cluster, name: &str, spec: &Value) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = { runtime }.enable_all().build().unwrap();
@@ -25,7 +25,7 @@ fn resized(cluster: &Cluster, name: &str, spec: &Value) -> Result<(), String> {
     })
 }
 
-/// The directory of that name below another.
+/// The directory with a name below another one.
 fn find(dir: &Path, name: &str) -> Option<PathBuf> {
     let entries = std::fs::read_dir(dir).ok()?.flatten();
     let mut dirs = entries.map(|e| e.path()).filter(|p| p.is_dir());
@@ -38,7 +38,7 @@ fn find(dir: &Path, name: &str) -> Option<PathBuf> {
     })
 }
 
-/// A pod on the node that is to get other sizes.
+/// A pod on the node that the test resizes.
 struct Sized<'a> {
     cluster: &'a Cluster,
     name: &'a str,
@@ -64,14 +64,15 @@ impl Sized<'_> {
         self.container(name)["state"]["running"].is_object()
     }
 
-    /// The condition that a resize is under way, or waits.
+    /// The condition of a resize that is in progress or pending.
     fn condition(&self) -> Option<Value> {
         let conditions = self.status()["conditions"].as_array()?.clone();
         let resizes = |c: &Value| c["type"].as_str().unwrap().starts_with("PodResize");
         conditions.into_iter().find(resizes)
     }
 
-    /// The kernel's limits of the pod or one of its containers: bytes of memory, microseconds of CPU in 100 ms, -1 without one.
+    /// The kernel's limits of the pod or one of its containers: bytes of memory, and microseconds of CPU in
+    /// 100 ms (-1 for no limit).
     fn limits(&self, container: Option<&str>) -> (u64, i64) {
         let pod = self.cluster.pod(self.name);
         let uid = format!("pod{}", pod["metadata"]["uid"].as_str().unwrap());
@@ -93,7 +94,7 @@ impl Sized<'_> {
             let text = std::fs::read_to_string(dir.join(v1))
                 .or_else(|_| std::fs::read_to_string(dir.join(v2)));
             let text = text.unwrap();
-            // "max" is that there is none.
+            // "max" means that there is no limit.
             text.split_whitespace()
                 .next()
                 .unwrap()
@@ -153,7 +154,7 @@ fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
     whole_pod(&whole);
     below_what_is_used(&alone);
 
-    // An agent that starts goes on from there.
+    // A restarted agent continues from this state.
     let before = (whole.container("shares"), whole.container("anew"));
     cluster.kill("agent");
     cluster.up();
@@ -176,7 +177,7 @@ fn sizes(cpu: &str, memory: &str) -> Value {
     json!({"requests": {"cpu": cpu, "memory": "16Mi"}, "limits": {"cpu": cpu, "memory": memory}})
 }
 
-/// All at once: the pod, a container that has its limits from it, one that is to start anew.
+/// One resize of the pod, of a container without its own limits, and of one that must restart.
 fn whole_pod(pod: &Sized<'_>) {
     assert_eq!(pod.limits(None), (mebi(64), 50_000));
     assert_eq!(pod.limits(Some("shares")), (mebi(64), 50_000));
@@ -201,7 +202,7 @@ fn whole_pod(pod: &Sized<'_>) {
     );
 }
 
-/// Nothing is changed then, and it says why.
+/// A memory limit below the usage: nothing changes, and the condition has the reason.
 fn below_what_is_used(pod: &Sized<'_>) {
     let sized = |memory: &str| json!({"resources": {"requests": {"memory": memory}, "limits": {"memory": memory}}});
     pod.resize(&sized("8Ki"));
@@ -227,7 +228,7 @@ fn below_what_is_used(pod: &Sized<'_>) {
     assert_eq!(pod.container("c")["restartCount"], 0);
 }
 
-/// A resize of the one container.
+/// A resize of the only container.
 fn one(resources: &Value) -> Value {
     json!({"containers": [{"name": "c", "resources": resources}]})
 }
@@ -284,7 +285,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
             && said.contains("ResizeCompleted Pod resize completed: {")
     });
 
-    // What does not fit waits, says so, and is granted when there is room.
+    // A resize that does not fit is deferred, reports this, and is applied when capacity becomes free.
     live.resize(&one(&json!({"requests": {"cpu": "700m"}})));
     cluster.wait("it waits", || {
         let Some(condition) = live.condition() else {

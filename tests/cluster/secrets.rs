@@ -1,4 +1,4 @@
-//! What is secret stays so: in no log, event, status or core file, however much is logged.
+//! Secret values never appear in a log, event, status or core file, even with the most verbose log.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -38,7 +38,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         "--type=kubernetes.io/dockerconfigjson",
         &format!("--from-literal=.dockerconfigjson={login}"),
     ]);
-    // It is used in every way, and some of them fail.
+    // The secret is used in every way, and some uses fail.
     let pod = |name: &str, container: &str| {
         format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, imagePullSecrets: [{{name: pull}}], volumes: [{{name: k, secret: {{secretName: keys}}}}, {{name: p, projected: {{sources: [{{secret: {{name: keys}}}}]}}}}], containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000'], env: [{{name: PIN, valueFrom: {{secretKeyRef: {{name: keys, key: pin}}}}}}], volumeMounts: [{{name: k, mountPath: /k}}, {{name: p, mountPath: /p}}]{container}}}]}}\n---\n"
@@ -73,7 +73,8 @@ fn a_secret_is_in_no_log_event_or_core_file() {
     let recorded = cluster.holdfast(&["agent", "record", "pod", "well"]);
     assert!(explained.contains("well") && recorded.contains("entries"));
 
-    // Within a longer text its encoding depends on where it begins; the first and last digits on what is beside it.
+    // The base64 encoding within a longer text depends on its offset, and the first and last characters on
+    // the adjacent text.
     let encoded = |shift: usize| {
         let text = base64::engine::general_purpose::STANDARD
             .encode(format!("{}{CANARY}xxx", "x".repeat(shift)));
@@ -91,7 +92,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         let path = entry.unwrap().path();
         assert!(!stands_in(&path, &needles), "{}", path.display());
     }
-    // Where it must stand, it is found: what looks for it works.
+    // The store must contain the secret, which shows that the search works.
     let store = std::fs::read_dir(cluster.data().join("control"))
         .unwrap()
         .any(|e| stands_in(&e.unwrap().path(), &needles));
@@ -104,7 +105,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
     ] {
         assert!(!needles.iter().any(|n| said.contains(n)), "{said}");
     }
-    // A core file would have it all: none is written.
+    // A core file would contain everything, so core files are disabled.
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", cluster.pid("agent"))).unwrap();
     let core = limits
         .lines()

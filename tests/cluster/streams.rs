@@ -28,7 +28,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
             .count()
     };
 
-    // Output, errors and the exit code come back; input goes in and ends.
+    // Stdout, stderr and the exit code are returned; stdin is transferred, with its end.
     let output = kubectl(
         &cluster,
         &[
@@ -78,7 +78,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
         "{output:?}"
     );
 
-    // Files there and back.
+    // Copies files in both directions.
     cluster.kubectl(&[
         "exec",
         "shell",
@@ -97,14 +97,14 @@ fn commands_run_in_containers_and_ports_are_reached() {
     assert_eq!(std::fs::read(&back).unwrap(), payload);
     input_arrives(&cluster);
 
-    // A port.
+    // Port forwarding.
     let mut forward = Running(
         kubectl(&cluster, &["port-forward", "web", ":80"])
             .spawn()
             .unwrap(),
     );
     let mut line = String::new();
-    // Held open: it says something of every connection.
+    // Kept open, because kubectl prints a line for every connection.
     let mut said = BufReader::new(forward.0.stdout.take().unwrap());
     said.read_line(&mut line).unwrap();
     let port = line
@@ -121,7 +121,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
     assert!(forward.0.try_wait().unwrap().is_none(), "the session ended");
     drop((forward, said));
 
-    // A container's own streams.
+    // Attaching to a container's own streams.
     let mut attached = Running(
         kubectl(&cluster, &["attach", "-i", "shell"])
             .spawn()
@@ -143,7 +143,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
 
     a_container_looks_around(&cluster, &image);
 
-    // Streams leave nothing behind.
+    // Streams leave no descriptors open.
     cluster.wait("all streams to end", || descriptors() < 200);
     let before = descriptors();
     for _ in 0..20 {
@@ -158,7 +158,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
     cluster.wait("their descriptors to be closed", || {
         descriptors() <= before + 5
     });
-    // It came over WebSockets of the newest kind: kubectl goes back to SPDY only where they are refused.
+    // kubectl used WebSockets with the newest protocol. It falls back to SPDY only if the server rejects them.
     let metrics = cluster.ask_node("/metrics");
     for what in ["exec", "attach", "portforward"] {
         assert!(
@@ -172,7 +172,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
     ends_without_a_trace(&cluster);
 }
 
-/// An ephemeral container of `kubectl debug` runs beside the others, and its log can be read.
+/// An ephemeral container of `kubectl debug` runs next to the others, and its log can be read.
 fn a_container_looks_around(cluster: &Cluster, image: &str) {
     let looked = kubectl(
         cluster,
@@ -203,14 +203,14 @@ fn a_container_looks_around(cluster: &Cluster, image: &str) {
     });
 }
 
-/// How many short inputs are sent: `HOLDFAST_SHORT_INPUTS`, or as many as show a loss of 2 % with some certainty.
+/// The number of short inputs: `HOLDFAST_SHORT_INPUTS`, or enough to show a loss of 2 % with some certainty.
 fn short_inputs() -> usize {
     let text = std::env::var("HOLDFAST_SHORT_INPUTS").ok();
     text.map_or(100, |text| text.parse().unwrap())
 }
 
-/// Input reaches commands whose output ends at once. Such commands lose short input on the runtime's own streaming server
-/// (containerd 1.6: 2 to 25 %).
+/// Input reaches commands whose output ends immediately. The runtime's own streaming server loses short
+/// input to such commands (containerd 1.6: 2 to 25 %).
 fn input_arrives(cluster: &Cluster) {
     let begun = Instant::now();
     let write = |file: &str, payload: &[u8], spdy: bool| {
@@ -248,7 +248,7 @@ fn input_arrives(cluster: &Cluster) {
     write("/large", &large, false);
     assert!(exec(&["cat", "/large"]).stdout == large, "a large input");
 
-    // The ends of sessions with input are those of sessions without.
+    // Sessions with input end in the same way as sessions without.
     let ids = |text: &[u8]| {
         let text = String::from_utf8_lossy(text).into_owned();
         let words = text
@@ -287,7 +287,7 @@ fn input_arrives(cluster: &Cluster) {
         String::from_utf8_lossy(&output.stdout).contains("33 77"),
         "{output:?}"
     );
-    // A client that leaves ends the input, and nothing is left.
+    // A client that disconnects ends the input, and nothing is left.
     let script = "busybox cat; echo ended > /ended";
     let arguments = ["exec", "-i", "shell", "--", "busybox", "sh", "-c", script];
     let mut left = Running(kubectl(cluster, &arguments).spawn().unwrap());
@@ -309,18 +309,18 @@ fn input_arrives(cluster: &Cluster) {
     });
 }
 
-/// Output that is read slowly, and beside that connections to a forwarded port that the server resets: it closes them before it has
-/// read everything. The session goes on.
+/// Output is read slowly, and at the same time the server resets connections to a forwarded port,
+/// because it closes them with unread input. The port-forward session continues.
 fn slow_readers_and_resets(cluster: &Cluster, port: &str) {
     std::thread::scope(|scope| {
         scope.spawn(|| output_arrives_at_a_slow_reader(cluster, true, 600_000, 600_000));
         scope.spawn(|| output_arrives_at_a_slow_reader(cluster, false, 2_000_000, 1_200_000));
         for _ in 0..5 {
             let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-            // The server reads 8 KiB at once. In one piece: of two the runtime may keep the second one, and kubectl ends the
-            // session.
+            // The server reads 8 KiB at once. In one piece: the runtime may hold back the second of two, and
+            // kubectl ends the session.
             let request = [b"GET / HTTP/1.0\r\n\r\n".as_slice(), &[b'x'; 10_000]].concat();
-            // The end may come while it is still written.
+            // The connection may be reset during the write.
             let _ = stream.write_all(&request);
             let _ = stream.read_to_end(&mut vec![]);
         }
@@ -329,8 +329,8 @@ fn slow_readers_and_resets(cluster: &Cluster, port: &str) {
     });
 }
 
-/// A client that reads slowly gets all output of a command that ended long before. Slower than kubectl's period of pings,
-/// which used to meet a closed connection.
+/// A client that reads slowly gets all output of a command that exited long before. The reads take
+/// longer than kubectl's ping period. Regression: the pings met a closed connection.
 fn output_arrives_at_a_slow_reader(
     cluster: &Cluster,
     websockets: bool,
@@ -380,7 +380,7 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         assert_eq!(line, "begun\n");
         (child, output)
     };
-    // The short one second: it is under way still when the agent is told to stop.
+    // The short one second, so that it still runs when the agent is stopped.
     let (mut long, _) = begin("echo begun; sleep 1000");
     let (mut short, mut output) = begin("echo begun; sleep 4; echo done");
     let pid = cluster.pid("agent");
@@ -396,7 +396,7 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         output.unwrap().status.success()
     };
     cluster.wait_quietly("no other to begin", || !another());
-    // On a busy machine all that may have taken as long as sessions have.
+    // On a busy machine this may have taken as long as the grace period of sessions.
     let goes_on = long.0.try_wait().unwrap().is_none();
     assert!(
         goes_on || begun.elapsed() > Duration::from_secs(9),
@@ -410,7 +410,7 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
     assert!(begun.elapsed() > Duration::from_secs(9), "after some time");
     cluster.wait_for_end(pid);
     cluster.up();
-    // The node's object may be from before.
+    // The status of the Node may be old.
     cluster.wait("others to begin again", another);
 }
 
@@ -421,7 +421,7 @@ fn listens(cluster: &Cluster, name: &str) -> bool {
         .is_some_and(|ip| support::http_get(&format!("{ip}:80")).is_some())
 }
 
-/// What is answered behind a forwarded port, however busy the machine is.
+/// The response behind a forwarded port, with a long timeout for busy machines.
 fn forwarded(port: &str) -> String {
     let mut stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
     stream
@@ -466,7 +466,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     };
     answered();
     let before = resident(&cluster);
-    // Some never begin to speak, some have shaken hands and say nothing more, some say half of something.
+    // Some connections send nothing, some stop after the TLS handshake, some send half a request.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -505,7 +505,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     answered();
     let held = resident(&cluster);
     drop((silent, shaken));
-    // Commands that say more than anybody reads.
+    // Commands whose output is not read.
     let mut unread: Vec<Running> = (0..20)
         .map(|_| {
             let mut child = kubectl(&cluster, &["exec", "shell", "--", "busybox", "yes"])
@@ -525,8 +525,8 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     answered();
     let streaming = resident(&cluster);
     unread.clear();
-    // An unoptimised build is larger from the start: what counts is what is added to the 25 of a release build. It may be
-    // less than before: the agent gives memory back when it has been quiet, and the kernel takes pages that are files'.
+    // A debug build is larger from the start, so the growth counts, added to the 25 MiB of a release
+    // build. Memory may also shrink: an idle agent releases memory, and the kernel reclaims file pages.
     assert!(
         held.max(streaming).saturating_sub(before) <= 50,
         "MiB before, with idle connections, with streams nobody reads: {before}, {held}, {streaming}"
@@ -534,7 +534,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     cluster.end_clean();
 }
 
-/// The open descriptors of the agent.
+/// The number of open descriptors of the agent.
 fn descriptors(cluster: &Cluster) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", cluster.pid("agent")))
         .unwrap()
@@ -542,7 +542,7 @@ fn descriptors(cluster: &Cluster) -> usize {
 }
 
 const STREAMS: usize = 10_000;
-/// Waits for an answer, which comes in time.
+/// Waits for an expected response.
 async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, expected: &str) {
     use tokio::io::AsyncReadExt as _;
     let mut said = String::new();
@@ -624,10 +624,10 @@ fn thousands_of_streams_leave_nothing_behind() {
             let request =
                 format!("{line} HTTP/1.1\r\nHost: node\r\nContent-Length: 0\r\n{headers}\r\n");
             stream.write_all(request.as_bytes()).await.unwrap();
-            // What TLS has taken and the socket has not goes out no sooner than with this.
+            // Flush sends the data that TLS has accepted and the socket has not.
             stream.flush().await.unwrap();
             answered(&mut stream, &line, expected).await;
-            // Gone without a word, as clients go.
+            // Closed without a goodbye, as clients do.
         }
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -785,7 +785,7 @@ fn newer_kubectls_do_the_same() {
         assert_eq!(code, Some(0), "{version}: {errors}");
         let (code, _, errors) = run(&["rollout", "status", "deployment/twice", "--timeout=180s"]);
         assert_eq!(code, Some(0), "{version}: {errors}");
-        // Events are written a while after what they tell.
+        // Events are written a while later.
         cluster.wait(&format!("the events by kubectl {version}"), || {
             run(&["describe", "pod", "web"]).1.contains("Started")
         });

@@ -1,4 +1,4 @@
-//! Control plane and agent are started again when they end, and `up status` says so.
+//! Control plane and agent are restarted when they exit, and `up status` reports this.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::Value;
 use support::Cluster;
 
-/// A supervisor that a test has started; it and its part end with the test.
+/// A supervisor that a test has started. Dropping this kills it and its component.
 struct Supervisor(Child, std::path::PathBuf);
 
 impl Supervisor {
@@ -59,14 +59,14 @@ fn a_part_that_ends_is_started_again() {
     let first = supervisor.part().unwrap();
     kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
     wait("another", || supervisor.part().is_some_and(|p| p != first));
-    // The pid is noted before the state is.
+    // The PID is recorded before the state is.
     let restarted = || supervisor.state().is_some_and(|s| s["restarts"] == 1);
     wait("its count", restarted);
     let state = supervisor.state().unwrap();
     assert_eq!(state["last_end"][0], "SIGKILL ended it");
 }
 
-/// A supervisor that is killed at any moment leaves no part behind that nobody knows.
+/// A supervisor that is killed at any moment leaves no component running whose PID is not recorded.
 #[test]
 fn no_part_runs_that_is_noted_nowhere() {
     for round in 0..30_u64 {
@@ -80,7 +80,7 @@ fn no_part_runs_that_is_noted_nowhere() {
             .args(["--", "sleep", &mark])
             .spawn()
             .unwrap();
-        // From before the supervisor has written its own state to after the part has started.
+        // From before the supervisor has written its own state to after the component has started.
         std::thread::sleep(Duration::from_millis(round * 4));
         supervisor.kill().unwrap();
         supervisor.wait().unwrap();
@@ -88,7 +88,7 @@ fn no_part_runs_that_is_noted_nowhere() {
             let text = std::fs::read_to_string(dir.path().join("agent.pid")).ok()?;
             text.split(' ').next()?.parse().ok()
         };
-        // What has the mark as its argument is the part, or is about to become it.
+        // A process with the mark as its argument is the component, or the process that will exec it.
         let marked = || -> Vec<i32> {
             let pids = std::fs::read_dir("/proc").unwrap().flatten();
             let pids = pids.filter_map(|e| e.file_name().to_str()?.parse().ok());
@@ -98,13 +98,14 @@ fn no_part_runs_that_is_noted_nowhere() {
             })
             .collect()
         };
-        // This is what `down` would find, which waits for one that is just noting its pid; whatever runs later was found.
+        // The PID that `down` would find: it waits for a process that is just recording its PID. All processes
+        // that still run later must have been found.
         let noting = std::fs::File::open(dir.path()).unwrap();
         noting.lock().unwrap();
         let known = noted();
         drop(noting);
         std::thread::sleep(Duration::from_millis(100));
-        // What was about to become it ends by itself, as soon as it sees that its parent has gone.
+        // A process before its exec exits as soon as it notices that its parent has exited.
         let begun = Instant::now();
         let mut left = marked();
         while left.iter().any(|pid| Some(*pid) != known) && begun.elapsed() < support::patience() {
@@ -112,7 +113,7 @@ fn no_part_runs_that_is_noted_nowhere() {
             left = marked();
         }
         for pid in &left {
-            // It may have ended since.
+            // The process may have exited since.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         assert!(
@@ -122,14 +123,14 @@ fn no_part_runs_that_is_noted_nowhere() {
     }
 }
 
-/// A process that a supervisor has started may come to note its pid only when the supervisor is gone and another has started
-/// the part: then it leaves the other's alone.
+/// A process may record its PID only after its supervisor has died and another one has started the
+/// component. Then it leaves the other record alone.
 #[test]
 fn a_late_process_does_not_take_the_place_of_the_part() {
     let dir = tempfile::tempdir().unwrap();
     let noted = dir.path().join("agent.pid");
     std::fs::write(&noted, "7 7\n").unwrap();
-    // Process 1 has not started it.
+    // Process 1 is not its parent.
     let late = Command::new(env!("CARGO_BIN_EXE_holdfast"))
         .args(["supervise", "--part", "agent", "--for", "1", "--run"])
         .arg(dir.path())
@@ -175,7 +176,7 @@ fn a_control_plane_that_dies_comes_back() {
     assert!(runs && text.contains("SIGKILL ended it"), "{text}");
     the_control_plane_keeps_its_secrets(&cluster);
 
-    // `up` leaves what runs alone, and gives a part that has lost its supervisor another one.
+    // `up` does not restart running components, and starts a new supervisor for a component that has lost its own.
     let agent = cluster.pid("agent");
     cluster.up();
     assert_eq!(cluster.pid("agent"), agent);
@@ -191,14 +192,15 @@ fn a_control_plane_that_dies_comes_back() {
     the_networks_file_is_written_anew(&cluster);
 }
 
-/// The process with the key of the cluster's authority writes no core file, and its API is on the addresses that it names.
+/// The process with the key of the cluster's CA writes no core file, and serves its API only on the
+/// configured addresses.
 fn the_control_plane_keeps_its_secrets(cluster: &Cluster) {
     let pid = cluster.pid("control-plane");
     let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
     let core = limits.lines().find(|l| l.starts_with("Max core file size"));
     let core: Vec<&str> = core.unwrap().split_whitespace().collect();
     assert_eq!(core[4..6], ["0", "0"], "{limits}");
-    // Its number gives the cluster its port (`Cluster::up`).
+    // The cluster's number determines its port (`Cluster::up`).
     let port = 16_471;
     let connects = |ip: [u8; 4]| std::net::TcpStream::connect((std::net::Ipv4Addr::from(ip), port));
     assert!(connects([127, 0, 0, 1]).is_ok());
@@ -206,16 +208,16 @@ fn the_control_plane_keeps_its_secrets(cluster: &Cluster) {
         connects([127, 0, 0, 2]).is_err(),
         "no address that nobody named"
     );
-    // What the agent needs is what a node may.
+    // The agent needs only the rights of a node.
     let refused = cluster.log("agent");
     let refused = refused.lines().find(|l| l.contains("is forbidden"));
     assert_eq!(refused, None);
 }
 
-/// `up` waits for the agent that it has started: what one before it reported stands in the node's status until then.
+/// `up` waits for the agent that it has started: until then the Node's status is the previous agent's.
 fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
     cluster.kill("agent");
-    // Heartbeats are whole seconds.
+    // Heartbeats have a resolution of one second.
     std::thread::sleep(Duration::from_millis(1100));
     cluster.up();
     let path = "jsonpath={.items[0].status.conditions[?(@.type=='Ready')].lastHeartbeatTime}";
@@ -231,14 +233,14 @@ fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
     );
 }
 
-/// Somebody else has the agent's port when it starts.
+/// The agent's port is in use when it starts.
 fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
     let endpoint = cluster.node()["status"]["daemonEndpoints"]["kubeletEndpoint"].clone();
     let port = u16::try_from(endpoint["Port"].as_u64().unwrap()).unwrap();
     cluster.kill("agent");
     let taken = std::net::TcpListener::bind(("0.0.0.0", port)).unwrap();
     std::thread::scope(|scope| {
-        // It waits until the node is ready.
+        // `up` waits until the node is ready.
         let up = scope.spawn(|| cluster.up());
         cluster.wait("the node not to be ready", || cluster.ready().0 == "False");
         let message = cluster.ready().1;
@@ -254,7 +256,7 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
     cluster.wait("the node to be ready", || cluster.ready().0 == "True");
 }
 
-/// By `up`, and by `down`, which needs it too: without it no pod ends.
+/// By `up`, and by `down`, because no pod can stop without this file.
 fn the_networks_file_is_written_anew(cluster: &Cluster) {
     let image = support::busybox(cluster);
     cluster.kubectl(&[
@@ -283,14 +285,14 @@ fn the_networks_file_is_written_anew(cluster: &Cluster) {
     assert!(!cluster.data().exists());
 }
 
-/// A node whose agent is gone becomes Unknown and is tainted, its pods are deleted when they tolerate that no longer, and
-/// all is well again when the agent comes back.
+/// A node without an agent becomes Unknown and is tainted. Its pods are deleted when their toleration
+/// expires. The node recovers when the agent returns.
 #[test]
 fn a_node_that_falls_silent_loses_its_pods() {
     let cluster = Cluster::start("silent", 73);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
-    // Pods are deleted only while some node is ready: this one is, and nothing runs on it.
+    // Pods are deleted only while some node is ready: this one is, and no pod runs on it.
     let other = serde_json::json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other"}, "spec": {"unschedulable": true},
         "status": {"conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": "2026-01-01T00:00:00Z",
             "lastTransitionTime": "2026-01-01T00:00:00Z"}]}});

@@ -1,4 +1,4 @@
-//! Pods with users of their own (`hostUsers: false`, KEP-127), run by a containerd and a runc that can do that.
+//! Pods with user namespaces (`hostUsers: false`, KEP-127), run by a containerd and a runc that support them.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -7,17 +7,17 @@ use std::path::PathBuf;
 
 use support::{Cluster, condition};
 
-/// How many users a pod has, and the multiple at which they begin on the host.
+/// The number of IDs of a pod; the first ID on the host is a multiple of it.
 const USERS: u32 = 131_072;
 
-/// A container that does nothing, with an emptyDir, a Secret and a ConfigMap.
+/// An idle container with an emptyDir, a Secret and a ConfigMap.
 fn manifest(name: &str, image: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{hostUsers: false, terminationGracePeriodSeconds: 1, securityContext: {{fsGroup: 1234}}, volumes: [{{name: e, emptyDir: {{}}}}, {{name: s, secret: {{secretName: keys, defaultMode: 256}}}}, {{name: m, configMap: {{name: words}}}}], containers: [{{name: c, image: '{image}', command: [busybox, sleep, '100000'], volumeMounts: [{{name: e, mountPath: /e}}, {{name: s, mountPath: /s}}, {{name: m, mountPath: /m}}]}}]}}\n---\n"
     )
 }
 
-/// A pod that is up, as the test looks at it.
+/// A running pod, by its name.
 struct Users<'a>(&'a Cluster, &'a str);
 
 impl Users<'_> {
@@ -27,7 +27,7 @@ impl Users<'_> {
         cluster.kubectl(&shell).trim().to_owned()
     }
 
-    /// The first of its users on the host.
+    /// The first of its IDs on the host.
     fn first(&self) -> u32 {
         let map = self.says("cat /proc/self/uid_map; cat /proc/self/gid_map");
         let lines: Vec<Vec<u32>> = map
@@ -39,7 +39,7 @@ impl Users<'_> {
         lines[0][1]
     }
 
-    /// Who its container's process is on the host.
+    /// The UID of its container's process on the host.
     fn on_host(&self) -> u32 {
         let Users(cluster, name) = self;
         let pod = cluster.pod(name);
@@ -67,7 +67,7 @@ fn runtime() -> Option<PathBuf> {
         .iter()
         .find(|c| c.ends_with("sid/usr/bin/containerd"))?;
     let [containerd, runc] = [newest, runcs.first()?].map(|p| p.parent().unwrap());
-    // The shim finds runc by its name.
+    // The shim finds runc by its name in this path.
     Some(format!("{}:{}", runc.display(), containerd.display()).into())
 }
 
@@ -93,7 +93,7 @@ fn pods_have_users_of_their_own() {
     ready("one");
     ready("two");
 
-    // Root inside is nobody outside, and not the same nobody in two pods.
+    // Root in a pod is an unprivileged user on the host, and a different one for each pod.
     let firsts = [one.first(), two.first()];
     for (pod, first) in [(&one, firsts[0]), (&two, firsts[1])] {
         assert!(first >= USERS && first.is_multiple_of(USERS), "{first}");
@@ -101,7 +101,7 @@ fn pods_have_users_of_their_own() {
     }
     assert_ne!(firsts[0], firsts[1]);
 
-    // Volumes are as in any other pod, seen from inside.
+    // Inside the pod, volumes look as in any other pod.
     let owners = "busybox stat -L -c '%u:%g %a' /e /s/pin /m/a; touch /e/f; busybox stat -c '%u:%g' /e/f; cat /s/pin";
     assert_eq!(
         one.says(owners),
@@ -109,7 +109,8 @@ fn pods_have_users_of_their_own() {
     );
     let last = "busybox chown 131071 /e/f; busybox stat -c %u /e/f; busybox chown 0 /e/f";
     assert_eq!(one.says(last), "131071", "the last of its users");
-    // Files that the kubelet's own paths have are root's on the host: an agent without user namespaces can read them.
+    // On the host, files below the kubelet's paths belong to root, so that an agent without user
+    // namespaces can read them.
     let file = std::fs::metadata(
         cluster
             .data()
@@ -119,7 +120,7 @@ fn pods_have_users_of_their_own() {
     );
     assert_eq!(std::os::unix::fs::MetadataExt::uid(&file.unwrap()), 0);
 
-    // Another agent knows who has which users.
+    // A restarted agent knows the IDs of each pod.
     cluster.kill("agent");
     cluster.up();
     cluster.apply(&manifest("three", &image));

@@ -1,4 +1,4 @@
-//! Volumes against a real containerd: what is in them, when it changes, and what stays of them.
+//! Volumes with a real containerd: their content, when it changes, and what remains of them.
 #![allow(clippy::unwrap_used)]
 
 use crate::support;
@@ -22,7 +22,7 @@ fn ready(cluster: &Cluster, pod: &str) -> bool {
 
 #[test]
 fn what_changes_in_the_api_changes_in_the_container() {
-    // Nothing but the news of a change makes volumes be looked at again.
+    // With this period, only a change notification causes a volume refresh.
     let cluster = Cluster::start_configured("refresh", 34, "{syncFrequency: 1h}");
     let image = support::busybox(&cluster);
     cluster.kubectl(&[
@@ -96,7 +96,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         cat("/p/late") == "here"
     });
 
-    // What has gone leaves what was there, and says so; a restart of the container is not held up by it.
+    // The content of a deleted object remains, an event reports the loss, and the container can restart.
     cluster.kubectl(&["delete", "configmap", "settings"]);
     cluster.wait("the loss to be told", || {
         cluster
@@ -126,7 +126,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
             && condition(&pod, "Ready") == "True"
     });
 
-    // A pod that waits for an object starts when it comes, and says meanwhile what it waits for.
+    // A pod that waits for an object names it in its status, and starts when the object is created.
     cluster.apply(&pod(
         "two",
         &image,
@@ -149,7 +149,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         "it was told, it did not try by chance"
     );
 
-    // A restarted agent catches up with what changed meanwhile.
+    // A restarted agent applies the changes that it has missed.
     cluster.kill("agent");
     cluster.kubectl(&[
         "patch",
@@ -183,8 +183,8 @@ fn volume(name: &str, node: &str, source: &str) -> String {
     )
 }
 
-/// A pod that asks for another group takes the files from the first, and one that asks for another filesystem than a disk
-/// has gets nothing: both are told.
+/// A pod with another fsGroup changes the group of shared files, and a pod that requests another
+/// filesystem than the disk has fails. Events report both.
 fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2], disk: &Loop) {
     let sharer = directory.replace("{name: directory,", "{name: sharer,");
     cluster.apply(&sharer.replace("4242", "4343"));
@@ -209,7 +209,7 @@ fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2],
     cluster.kubectl(&["delete", "pod", "sharer", "other"]);
 }
 
-/// A claim for one pod at a time is refused to the next, and had by it after the first.
+/// A ReadWriteOncePod claim is denied to a second pod until the first pod is deleted.
 fn a_claim_for_one_pod_passes_on(cluster: &Cluster, image: &str, volumes: &str, at: &str) {
     cluster.apply(&claim("single", "").replace("ReadWriteOnce]", "ReadWriteOncePod]"));
     cluster.apply(&pod("holder", image, volumes, at));
@@ -242,7 +242,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         ])
     };
 
-    // Without a class a claim gets a directory of this machine, once somebody wants it.
+    // A claim without a class gets a directory of this machine, once it has a consumer.
     cluster.apply(&claim("data", ""));
     cluster.wait("the claim to wait", || {
         cluster.events("data").contains("WaitForFirstConsumer")
@@ -265,7 +265,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         listed.contains("Bound") && listed.contains("RWO") && listed.contains("standard"),
         "{listed}"
     );
-    // A claim in use stays until its last pod has gone.
+    // A claim in use stays until its last pod is deleted.
     cluster.apply(&pod("second", &image, &of("data"), at));
     cluster.wait("its second consumer", || ready(&cluster, "second"));
     cluster.kubectl(&["delete", "pvc", "data", "--wait=false"]);
@@ -285,7 +285,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     });
     assert!(!std::path::Path::new(&directory).exists());
 
-    // Volumes that were made by hand: a directory with a group, a device with and without a filesystem.
+    // Manually created volumes: a directory with a group, a device with and without a filesystem.
     let (dir, disk, raw) = (tempfile::tempdir().unwrap(), Loop::new(), Loop::new());
     std::fs::write(dir.path().join("old"), "x").unwrap();
     cluster.apply(&format!(
@@ -385,7 +385,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         "block"
     );
     others_are_told(&cluster, &node, [&user("directory"), &user("other")], &disk);
-    // The device stays mounted while a pod has it, whatever becomes of the other.
+    // The device stays mounted while a pod uses it, even if another pod is deleted.
     cluster.kubectl(&["delete", "pod", "reader"]);
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
     cluster.kubectl(&["delete", "pod", "disk", "directory", "raw"]);
@@ -396,13 +396,13 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         .collect();
     let whole_name = format!(" {} ", disk.device);
     assert!(!table.contains(&whole_name) && ours.is_empty(), "{ours:?}");
-    // What a device holds is never formatted away.
+    // A device with data is never formatted.
     cluster.apply(&user("disk"));
     cluster.wait("the disk once more", || ready(&cluster, "disk"));
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
 
     a_claim_for_one_pod_passes_on(&cluster, &image, &of("single"), at);
-    // A claim that lives and dies with its pod; memory of a size; pages; and what is missing is named.
+    // An ephemeral claim, memory with a size limit, huge pages, and a missing claim, which an event names.
     let template = "[{name: v, ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Mi}}}}}}]";
     cluster.apply(&pod("short", &image, template, at));
     cluster.apply(&pod(
@@ -443,7 +443,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     assert!(cluster.kubectl(&["get", "pv", "disk"]).contains("Released"));
 }
 
-/// A filesystem that never answers, as one whose server is gone.
+/// A filesystem that never answers, like one whose server is down.
 struct Dead {
     dir: tempfile::TempDir,
     _answers: std::fs::File,
@@ -480,7 +480,7 @@ impl Dead {
 
 impl Drop for Dead {
     fn drop(&mut self) {
-        // Whoever waits for it gets an error then.
+        // Pending calls then fail.
         let _ = nix::mount::umount2(
             self.dir.path(),
             nix::mount::MntFlags::MNT_FORCE | nix::mount::MntFlags::MNT_DETACH,
@@ -562,7 +562,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
     let image = support::busybox(&cluster);
     let dead = Dead::mount();
     let path = dead.dir.path().display().to_string();
-    // More of them than there are threads to lend.
+    // More of them than the agent has blocking threads.
     let volumes: Vec<String> = ["v", "v1", "v2", "v3"]
         .map(|name| format!("{{name: {name}, hostPath: {{path: '{path}', type: Directory}}}}"))
         .to_vec();
@@ -598,7 +598,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
         "it was not held up: {:?}",
         begun.elapsed()
     );
-    // The pods can go, and what hung is over once the filesystem has gone.
+    // The pods can be deleted, and hanging operations finish once the filesystem is unmounted.
     cluster.kubectl(&["delete", "pod", "stuck-0", "stuck-1"]);
     drop(dead);
     std::fs::create_dir_all(&path).unwrap();
@@ -641,7 +641,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         .unwrap();
         cluster.up();
     };
-    // From before the first mount to after the last: a start takes about 300 ms here, an end less.
+    // From before the first mount to after the last: a start takes about 300 ms here, a stop less.
     for round in 0..14 {
         let name = format!("pod-{round}");
         cluster.apply(&pod(&name, &image, volumes, mounts));
@@ -669,7 +669,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
             .filter(|l| l.contains("/holdfast-t-mount-kill/agent/"))
             .collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
-        // What the runtime had begun to end may end a moment later.
+        // The runtime may finish its own cleanup a moment later.
         cluster.wait_quietly(&format!("nothing to be left in round {round}"), || {
             cluster.leftovers_known().is_empty()
         });
@@ -680,7 +680,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
     });
 }
 
-/// The type of what is mounted at a path.
+/// The filesystem type at a mount point.
 fn mounted(path: &std::path::Path) -> Option<String> {
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
     let mut lines = table.lines();
@@ -693,7 +693,7 @@ fn unmounts_are_counted(cluster: &Cluster) {
     for (plugin, count) in [
         ("configmap", 1.0),
         ("secret", 1.0),
-        // With the token of the service account.
+        // Including the token of the service account.
         ("projected", 2.0),
         ("downward-api", 1.0),
         ("empty-dir", 2.0),
@@ -706,7 +706,7 @@ fn unmounts_are_counted(cluster: &Cluster) {
     }
 }
 
-/// A pod called `one` with a volume of every kind that the agent makes, and a local one. It ends when it finds `/e/end`.
+/// A pod `one` with a volume of every kind that the agent sets up, and a local one. It exits when `/e/end` exists.
 fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::path::Path) {
     cluster.kubectl(&["create", "configmap", "map", "--from-literal=key=value"]);
     let secret = "create secret generic keys --from-literal=key=value";
@@ -732,8 +732,8 @@ fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::pa
     ));
 }
 
-/// What a pod has lies where the kubelet has it, for whoever looks there (backup agents, `kubectl debug node`, a kubelet
-/// that takes over), and is given back when the pod has ended, though its object stays.
+/// A pod's volumes have the kubelet's paths, for backup agents, `kubectl debug node`, or a kubelet that
+/// takes over. They are removed when the pod has terminated, even if its object remains.
 #[test]
 fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
     let cluster = Cluster::start("layout", 92);
@@ -787,7 +787,7 @@ fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
     let file = std::fs::read_to_string(local.path().join("file"));
     assert_eq!(file.unwrap(), "x\n");
     unmounts_are_counted(&cluster);
-    // An agent that is started anew finds nothing to do for it.
+    // A restarted agent has nothing to do for the pod.
     cluster.kill("agent");
     cluster.up();
     cluster.wait("its log once more", || log().stdout == b"said\n");

@@ -1,4 +1,4 @@
-//! Who may do what.
+//! Authentication and authorisation.
 
 use holdfast::control::api::auth::User;
 use holdfast::https::Certificate;
@@ -106,7 +106,7 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
             &binding("ClusterRole", "view", group.clone()),
         )
         .await;
-    // What `view` gathers, in this namespace alone.
+    // The aggregated role `view`, bound in this namespace only.
     for (method, url, code) in [
         ("GET", "/api/v1/namespaces/default/pods", 200),
         ("GET", "/apis/apps/v1/namespaces/default/deployments", 200),
@@ -122,7 +122,7 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
             "{method} {url}"
         );
     }
-    // She may write roles, but not give what she has not.
+    // She may write roles, but may not grant rights that she does not have.
     let writer = role(
         "writer",
         json!([{"apiGroups": ["rbac.authorization.k8s.io"], "resources": ["roles", "rolebindings"], "verbs": ["create", "update", "patch"]}]),
@@ -185,7 +185,7 @@ async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
             .code,
         201
     );
-    // What was given is taken back at once; what a binding binds does not change.
+    // A grant is revoked immediately. The roleRef of a binding is immutable.
     let mut other = binding("ClusterRole", "edit", json!({"kind": "User", "name": "x"}));
     other["metadata"]["name"] = json!("view");
     let changed = server
@@ -314,7 +314,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         .await;
         assert_eq!(token.code, if code == 200 { 201 } else { code }, "{name}");
     }
-    // What it writes is its own (NodeRestriction).
+    // A node may write only its own objects (NodeRestriction).
     let unbound = node(
         "POST",
         "/api/v1/namespaces/default/serviceaccounts/mine/token",
@@ -399,7 +399,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         };
         assert_eq!(node(method, url, body).await.code, code, "{method} {url}");
     }
-    // With its last pod the node loses sight of what the pod referred to.
+    // After its last pod is deleted, the node may not read the objects that the pod referred to.
     server
         .ok(
             "DELETE",
@@ -419,7 +419,8 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
     );
 }
 
-/// A name without a namespace would be that name in all namespaces, also where one of the node's pods refers to it in one.
+/// A request for a name without a namespace covers all namespaces. The node may not send it, even if
+/// one of its pods refers to this name in one namespace.
 #[tokio::test]
 async fn a_node_reads_no_name_in_all_namespaces() {
     let server = Server::new().await;
@@ -448,7 +449,7 @@ async fn a_node_reads_no_name_in_all_namespaces() {
     }
 }
 
-/// What a token stands for, by a review; none if it stands for nobody.
+/// The user that a TokenReview returns for a token; `None` if the token is invalid.
 async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
     let api: kube::Api<TokenReview> = kube::Api::all(plane.client.clone());
     let review = json!({"metadata": {}, "spec": {"token": token}});
@@ -457,7 +458,7 @@ async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
     answer.status?.user?.username
 }
 
-/// Waits for the token of a Secret, and checks what else the controller fills in.
+/// Waits for the token of a Secret, and checks the other fields that the controller sets.
 async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> String {
     let found = plane
         .wait("a token", || async move {
@@ -475,7 +476,8 @@ async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> Str
     text("token")
 }
 
-/// A Secret for tokens is filled, its token counts as long as it holds it, and it goes with its account.
+/// A Secret for tokens is filled. Its token is valid while the Secret contains it. The Secret is
+/// deleted with its ServiceAccount.
 #[tokio::test]
 async fn a_secret_of_an_account_gets_its_token() {
     let plane = Plane::start().await;
@@ -512,7 +514,7 @@ async fn a_secret_of_an_account_gets_its_token() {
         (reviewed(&plane, &one).await, reviewed(&plane, &two).await),
         (None, robot)
     );
-    // Another token in the Secret is another Secret.
+    // After the token is removed, the Secret gets a new one.
     let emptied = json!({"data": {"token": null}});
     secrets
         .patch("two", &PatchParams::default(), &Patch::Merge(emptied))
@@ -535,7 +537,7 @@ async fn a_secret_of_an_account_gets_its_token() {
     }
 }
 
-/// Tokens name the pod and its node, and end a minute after what they are bound to is deleted.
+/// Tokens name the pod and its node, and become invalid a minute after their bound object is deleted.
 #[tokio::test]
 async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     let server = Server::new().await;
@@ -574,7 +576,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
     assert!(who(&of_secret).is_none() && who(&of_node).is_none());
     assert!(who(&of_pod).is_some(), "its node is only noted");
-    // Its deletion is due at once and held by a finalizer: the token counts for the leeway, and no longer.
+    // The pod's deletion time is now, and a finalizer keeps the object: the token is valid for the leeway only.
     let deleted = server
         .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)
         .await;
@@ -597,7 +599,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     assert!(who(&of_pod).is_none());
 }
 
-/// A bad token next to nothing is refused, and another scheme is no credential.
+/// An invalid bearer token is rejected if no other credential is valid. Another scheme is not a credential.
 #[tokio::test]
 async fn only_credentials_that_are_shown_can_be_bad() {
     let server = Server::new().await;
@@ -610,7 +612,7 @@ async fn only_credentials_that_are_shown_can_be_bad() {
     for none in ["", "Bearer", "Bearer ", "Basic YTpi"] {
         assert_eq!(who(none), Ok("system:anonymous".into()), "{none:?}");
     }
-    // The certificate is tried first, and the token where the certificate is bad.
+    // The certificate is checked first. If it is not trusted, the token is checked.
     let mut params = rcgen::CertificateParams::default();
     let name = &mut params.distinguished_name;
     name.push(rcgen::DnType::CommonName, "jane");

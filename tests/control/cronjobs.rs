@@ -1,4 +1,4 @@
-//! CronJobs: the API's manners, and their controller with a control plane alone.
+//! CronJobs: their API, and their controller with only a control plane.
 
 use k8s_openapi::api::batch::v1::{CronJob, Job};
 use k8s_openapi::api::core::v1::Pod;
@@ -60,7 +60,7 @@ async fn a_cron_job_gets_defaults_and_is_shown() {
     assert_eq!((&cells[7], &cells[8]), (&json!("c"), &json!("i:1")));
 }
 
-/// The field that is refused, and what is written to the spec. TEMPLATE stands for the beginning of a job's spec.
+/// The field that is rejected, and the content of the spec. TEMPLATE stands for the beginning of a job's spec.
 const REFUSED: &str = r#"
 schedule "schedule": ""
 schedule "schedule": "* * * *"
@@ -122,7 +122,7 @@ async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
     let made: CronJob = plane
         .create(cron("c", json!({"concurrencyPolicy": "Forbid"})))
         .await;
-    // As if it had been waiting for two minutes.
+    // As if the last run was two minutes ago.
     let before = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(120);
     let patch = Patch::Merge(json!({"status": {"lastScheduleTime": before.to_string()}}));
     let parameters = PatchParams::default();

@@ -1,4 +1,4 @@
-//! Deletions: grace, finalizers and propagation.
+//! Deletions: grace periods, finalizers and propagation.
 
 use serde_json::{Value, json};
 
@@ -149,8 +149,8 @@ async fn deletion_waits_for_grace_and_finalizers() {
     );
 }
 
-/// As a kube-apiserver does it: the last grace period of a pod is written before the pod is removed, so that a node learns
-/// how long its containers have. What is marked already is removed with one revision.
+/// As a kube-apiserver does: the last grace period of a pod is written before the pod is removed, so that the
+/// node knows the grace period of its containers. A pod that is already marked is removed in one revision.
 #[tokio::test]
 async fn a_forced_deletion_is_written_as_a_change_and_a_removal() {
     let server = Server::new().await;
@@ -225,7 +225,7 @@ async fn an_object_without_grace_is_deleted_with_one_revision() {
     }
 }
 
-/// No time that a request names ends the process or makes an object that nobody can read.
+/// No time in a request crashes the process or creates an undecodable object.
 #[tokio::test]
 async fn times_from_outside_have_bounds() {
     let server = Server::new().await;
@@ -276,7 +276,8 @@ async fn times_from_outside_have_bounds() {
     crate::server::next(&mut watch).await;
 }
 
-/// The collector's finalizers are given only to what it looks after: everything else goes at once, whatever the policy.
+/// The garbage collector's finalizers are set only on kinds that it handles. All other objects are
+/// removed immediately, whatever the policy.
 #[tokio::test]
 async fn foreground_deletion_ends() {
     let server = Server::new().await;

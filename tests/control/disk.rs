@@ -1,4 +1,4 @@
-//! The store on a disk that fills up.
+//! The store on a disk that becomes full.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::server::{MAPS, MERGE, Server, next};
 
-/// A small disk of its own, gone with the test.
+/// A small filesystem, removed when dropped.
 struct Disk(tempfile::TempDir);
 
 impl Disk {
@@ -48,7 +48,7 @@ async fn put(store: &Store, key: &str) -> Result<Record, WriteError> {
         .await
 }
 
-/// What `/livez` and its check of the store answer.
+/// The status codes of `/livez` and of its check of the store.
 async fn health(store: &Store) -> (u16, u16) {
     let server = Server::over(store.clone());
     let null = serde_json::Value::Null;
@@ -98,7 +98,7 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
     assert_eq!(health(&store).await, (200, 200));
     let revision = store.revision();
     drop(store);
-    // The committing thread lets the file go a moment later.
+    // The committing thread closes the file a moment later.
     let reopened = loop {
         match Store::open(&file, |_, _| Attrs::default()) {
             Ok(store) => break store,
@@ -116,7 +116,7 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
     assert_eq!(reopened.revision(), revision);
 }
 
-/// A client whose watch was cut off by a restart goes on where it was, with what its selector made of the changes.
+/// A client whose watch was closed by a restart resumes where it was, with the events that match its selector.
 #[tokio::test]
 async fn a_watch_goes_on_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();
@@ -130,7 +130,7 @@ async fn a_watch_goes_on_after_a_restart() {
     let away = json!({"metadata": {"labels": {"l": "2"}}});
     server.patch(&format!("{MAPS}/a"), MERGE, away).await;
     server.ok("DELETE", &format!("{MAPS}/b"), &json!({})).await;
-    // What kill -9 leaves of it.
+    // The file as kill -9 leaves it.
     std::fs::copy(&file, &copy).unwrap();
     let server = Server::over(Store::open(&copy, object::index).unwrap());
     let since = first["metadata"]["resourceVersion"].as_str().unwrap();

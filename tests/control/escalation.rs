@@ -1,4 +1,4 @@
-//! Nobody comes to more than they were given: tables of who tries what.
+//! Privilege escalation: tables of users and attempts, all of which must fail.
 
 use holdfast::core::node::signing::CLIENT;
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ fn binding(name: &str, kind: &str, role: &str, user: &str) -> Value {
     json!({"metadata": {"name": name}, "roleRef": {"kind": kind, "name": role}, "subjects": [{"kind": "User", "name": user}]})
 }
 
-/// With a namespace administrator, an editor and a viewer of `default`, and one who writes cluster roles.
+/// With a namespace administrator, an editor and a viewer of `default`, and a user who may write cluster roles.
 async fn server() -> Server {
     let server = Server::with_roles().await;
     let bindings = format!("{RBAC}/namespaces/default/rolebindings");
@@ -88,7 +88,7 @@ fn body(words: &str) -> Value {
     }
 }
 
-/// Every way of RBAC by which a namespace's administrator or a writer of cluster roles could come to more.
+/// Every path of RBAC by which a namespace's administrator or a writer of cluster roles could gain rights.
 #[tokio::test]
 async fn nobody_climbs_by_roles() {
     let server = server().await;
@@ -184,7 +184,7 @@ async fn nobody_climbs_by_roles() {
     }
 }
 
-/// What a selector confines counts only where it confines what is done.
+/// A field selector counts for authorisation only where it restricts the request.
 #[tokio::test]
 async fn a_selector_in_the_query_gives_no_rights() {
     let server = Server::with_roles().await;
@@ -232,7 +232,7 @@ fn request(usages: &[&str]) -> Value {
         "request": base64::engine::general_purpose::STANDARD.encode(pem)}})
 }
 
-/// Deciding about a request takes `approve` on its signer, issuing takes `sign`, and a status decides nothing.
+/// Approving a request requires `approve` on its signer, issuing requires `sign`. A status write cannot approve.
 #[tokio::test]
 async fn requests_are_decided_by_whom_the_signer_allows() {
     let server = Server::with_roles().await;
@@ -284,7 +284,7 @@ async fn requests_are_decided_by_whom_the_signer_allows() {
         ("weak", "status", &issue, 403),
         ("approver", "status", &issue, 403),
         ("signer", "approval", &decision, 403),
-        // A status leaves the decision as it is.
+        // A status write preserves the approval.
         ("signer", "status", &decision, 200),
     ] {
         let reply = server
@@ -370,7 +370,8 @@ async fn reviews_are_of_their_group_and_tokens_for_their_audience() {
     assert_eq!(stranger.code, 403);
 }
 
-/// Every verb on every kind, with the credentials of a node and of a bootstrap token: what is not listed is refused.
+/// Every verb on every kind, with the credentials of a node and of a bootstrap token: everything that
+/// is not listed is forbidden.
 #[tokio::test]
 async fn nodes_and_bootstrap_tokens_may_little() {
     let server = Server::with_roles().await;
@@ -475,7 +476,8 @@ async fn nodes_and_bootstrap_tokens_may_little() {
 
 const NODE: (&str, &[&str]) = ("system:node:n1", &["system:nodes"]);
 
-/// A mirror gives its node nothing: neither can it be created with a reference, nor does one count that is there.
+/// A mirror pod grants its node nothing: the node cannot create one with a reference, and references of
+/// an existing one do not count.
 #[tokio::test]
 async fn a_mirror_opens_no_secret() {
     let server = Server::with_roles().await;
@@ -519,7 +521,7 @@ async fn a_mirror_opens_no_secret() {
     }
 }
 
-/// What nodes write below what is theirs gives them nothing either (CVE-2025-4563).
+/// Status writes of a node, below its own objects, grant it nothing either (CVE-2025-4563).
 #[tokio::test]
 async fn a_nodes_status_writes_are_of_the_status() {
     let server = Server::with_roles().await;
@@ -581,7 +583,7 @@ async fn a_nodes_status_writes_are_of_the_status() {
     assert_eq!(own.code, 201, "{}", own.body);
 }
 
-/// An update that creates needs the right to create.
+/// An update that creates an object requires the right to create.
 #[tokio::test]
 async fn an_update_alone_creates_nothing() {
     let server = Server::with_roles().await;
@@ -632,7 +634,8 @@ async fn an_update_alone_creates_nothing() {
     }
 }
 
-/// The proxy to nodes shows its certificate to whatever a node's status names: it calls agents and opens nothing here.
+/// The node proxy presents its certificate to any address in a Node's status. The certificate may call
+/// agents and grants nothing on this API.
 #[tokio::test]
 async fn the_proxys_certificate_opens_nothing_here() {
     let server = Server::with_roles().await;

@@ -1,5 +1,5 @@
-//! Random changes to what clients send: every request is answered, and what is stored can be read by typed clients.
-//! `HOLDFAST_FUZZ_SECONDS` says for how long each target is tried (5), `HOLDFAST_SEED` where it begins.
+//! Random changes to requests: every request is answered, and typed clients can decode all stored
+//! objects. `HOLDFAST_FUZZ_SECONDS` is the time for each target (5), `HOLDFAST_SEED` the first seed.
 
 use std::time::{Duration, Instant};
 
@@ -28,19 +28,19 @@ fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |text| text.parse().unwrap())
 }
 
-/// Calls `attempt` with fresh randomness until the time is up.
+/// Calls `attempt` with new seeds until the time is over.
 async fn fuzz(mut attempt: impl AsyncFnMut(&mut Random)) {
     let end = Instant::now() + Duration::from_secs(number("HOLDFAST_FUZZ_SECONDS", 5));
     let mut seed = number("HOLDFAST_SEED", 1);
     while Instant::now() < end {
-        // Shown only if the test fails: with it the failure comes again.
+        // Shown only if the test fails: this seed reproduces the failure.
         println!("HOLDFAST_SEED={seed}");
         attempt(&mut Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)).await;
         seed += 1;
     }
 }
 
-/// A few bytes changed, cut out or doubled.
+/// Changes, removes or duplicates a few bytes.
 fn mutate_bytes(random: &mut Random, bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     for _ in 0..=random.below(4) {
@@ -80,7 +80,7 @@ fn odd(random: &mut Random) -> Value {
     random.of(&odd).clone()
 }
 
-/// One value somewhere in an object exchanged for an odd one, or a field added.
+/// Replaces one value somewhere in an object with an unusual one, or adds a field.
 fn mutate(random: &mut Random, value: &mut Value) {
     match value {
         Value::Object(map) if !map.is_empty() => {
@@ -104,7 +104,7 @@ fn mutate(random: &mut Random, value: &mut Value) {
     }
 }
 
-/// Everything stored reads as its type.
+/// Checks that every stored object can be decoded as its type.
 async fn readable(server: &Server) {
     let list = |url: &'static str| async move { server.ok("GET", url, &Value::Null).await };
     serde_json::from_value::<k8s_openapi::List<k8s_openapi::api::core::v1::Pod>>(
@@ -121,7 +121,7 @@ async fn readable(server: &Server) {
     .expect("config maps");
 }
 
-/// Whether an answer is a refusal, or a 500 that kube-apiserver has for the same mistake.
+/// Whether a request is answered properly: no 5xx, or a 500 that kube-apiserver also returns for the same mistake.
 fn refused(reply: &Reply) -> bool {
     let message = reply.body["message"].to_string();
     let as_upstream = [
@@ -279,11 +279,11 @@ async fn mutated_credentials_are_refused() {
             let user = server
                 .0
                 .authenticate(None, Some(&format!("Bearer {other}")));
-            // Without a token nobody is known, which is no error.
+            // A request without a token is anonymous, which is no error.
             let known = user.is_ok_and(|u| !u.is_in("system:unauthenticated"));
             assert!(!known, "{other}");
         }
-        // Reading never panics; what is read is what a certificate would say.
+        // Parsing must never panic.
         let _ = signing::asked(&mutate_bytes(random, &request));
         let _ = signing::subject(&mutate_bytes(random, &certificate));
     })

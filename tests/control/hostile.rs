@@ -1,4 +1,4 @@
-//! What nobody in his senses would send.
+//! Requests that no reasonable client sends.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server};
 
-/// Random bytes and paths are refused, never a 5xx that nobody meant and never a panic.
+/// Random bytes and paths are rejected, never with an unintended 5xx and never with a panic.
 #[tokio::test]
 async fn hostile_requests_get_an_answer() {
     let server = Server::new().await;
@@ -65,8 +65,8 @@ async fn hostile_requests_get_an_answer() {
 const RBAC: &str = "/apis/rbac.authorization.k8s.io/v1";
 const SERVICES: &str = "/api/v1/namespaces/default/services";
 
-/// An object that is there before a request, and the request: who sends it, how, where to and what. In a URL `NAME` is the
-/// object's name.
+/// An object that exists before a request, and the request: user, method, URL and body. In a URL `NAME`
+/// is the object's name.
 struct Case {
     there: Option<(&'static str, Value)>,
     who: &'static str,
@@ -120,7 +120,7 @@ fn pod_of(spec: Value) -> Value {
     pod
 }
 
-/// Writes to lists: what is merged, compared or checked element by element.
+/// Writes of lists that are merged, compared or checked element by element.
 fn writes(n: usize) -> Vec<(&'static str, Case)> {
     let role = |rules: Value| Case {
         who: "admin",
@@ -170,7 +170,7 @@ fn writes(n: usize) -> Vec<(&'static str, Case)> {
     ]
 }
 
-/// Questions with long lists.
+/// Reads with long lists in their options.
 fn reads(n: usize) -> Vec<(&'static str, Case)> {
     let sidecars = list(
         n,
@@ -212,7 +212,7 @@ fn reads(n: usize) -> Vec<(&'static str, Case)> {
 }
 
 impl Server {
-    /// The processor time that a request takes on this thread, the smaller of two tries, and the answer's code.
+    /// The CPU time that a request takes on this thread (the smaller of two attempts), and the status code.
     async fn cost(&self, case: Case, name: &str) -> (Duration, u16) {
         if let Some((url, object)) = &case.there {
             let object = object.to_string().replace("NAME", name);
@@ -251,8 +251,8 @@ impl Server {
     }
 }
 
-/// Eight times as long a list takes about eight times as long, not 64 times, and the product of four lists no more: 38⁴
-/// repeated words were four seconds, and 20,000 finalizers as many.
+/// A list that is eight times as long takes about eight times as long, not 64 times. Regression: four
+/// lists of 38 repeated words (38⁴ combinations) took four seconds, and so did 20,000 finalizers.
 #[tokio::test]
 async fn the_cost_of_a_list_grows_with_its_length() {
     const LONG: usize = 8;
@@ -271,7 +271,7 @@ async fn the_cost_of_a_list_grows_with_its_length() {
         let (short, first) = server.cost(few, &format!("few-{i}")).await;
         let (long, second) = server.cost(many, &format!("many-{i}")).await;
         assert!(first < 500 && second < 500, "{what}: {first} {second}");
-        // What is constant makes it less than eight times, and noise more.
+        // Constant costs make the ratio smaller than eight, noise makes it larger.
         let bound = short * 24 + Duration::from_millis(50);
         assert!(
             long < bound,
@@ -280,7 +280,8 @@ async fn the_cost_of_a_list_grows_with_its_length() {
     }
 }
 
-/// The requests that stopped everything, whole: they are answered, and name the limit where there is one.
+/// Complete requests that once blocked the whole server: each is answered, and the message names the
+/// limit if there is one.
 #[tokio::test]
 async fn requests_that_cost_too_much_name_the_limit() {
     let server = Server::new().await;
@@ -306,7 +307,7 @@ async fn requests_that_cost_too_much_name_the_limit() {
     );
 }
 
-/// A request that takes long runs on a thread of its own: the only worker goes on meanwhile.
+/// A slow request runs on its own thread, so that the only worker stays responsive.
 #[tokio::test]
 async fn a_large_request_does_not_hold_a_worker() {
     let server = Server::new().await;
@@ -323,7 +324,7 @@ async fn a_large_request_does_not_hold_a_worker() {
             body.as_bytes().to_vec(),
         )
     };
-    // How many times the worker does something else while a request is answered.
+    // How often the worker can do other work until a request is answered.
     let turns = async |answer: &mut (dyn Future<Output = Answer> + Unpin)| {
         let mut count = 0_u64;
         let code = loop {
@@ -347,7 +348,7 @@ async fn a_large_request_does_not_hold_a_worker() {
     );
     let (code, count) = turns(&mut apart(request(&map))).await;
     assert!(code == 201 && count > 10, "{code}, {count} turns");
-    // A small one is answered at once.
+    // A small one is answered immediately.
     let small = json!({"metadata": {"name": "small"}}).to_string();
     assert_eq!(turns(&mut apart(request(&small))).await, (201, 0));
 }

@@ -1,4 +1,4 @@
-//! Jobs: the API's manners, and the controllers with a control plane alone. No agent runs: the test says how pods end.
+//! Jobs: their API, and the controllers with only a control plane. No agent runs: the test writes how pods end.
 
 use std::path::Path;
 use std::time::Duration;
@@ -73,8 +73,8 @@ async fn a_job_gets_defaults_a_selector_and_labels_for_it() {
     assert_eq!(found["items"].as_array().unwrap().len(), 4);
 }
 
-/// The field that is refused, and fields of the spec of which it is one. INDEXED stands for an indexed job of three, CODES for
-/// the beginning of a rule about exit codes.
+/// The field that is rejected, and the fields of the spec with it. INDEXED stands for an indexed job of
+/// three, CODES for the beginning of a rule about exit codes.
 const REFUSED: &str = r#"
 completions "completions": -1
 parallelism "parallelism": -1
@@ -241,8 +241,8 @@ async fn a_table_shows_how_far_jobs_are() {
     }
 }
 
-/// The job, the field that is refused, and what is written to the status. START and END are times, DONE the conditions of a
-/// job that is complete, IS one condition.
+/// The job, the field that is rejected, and the content of the status. START and END are times, DONE
+/// the conditions of a complete job, IS one condition.
 const WRITTEN: &str = r#"
 j active "active": -1
 j ready "active": 1, "ready": 2
@@ -303,7 +303,7 @@ async fn the_status_of_a_job_makes_sense_and_does_not_go_back() {
     }
 }
 
-/// A control plane without nodes. It ends with the test.
+/// A control plane without nodes, which stops when dropped.
 pub struct Plane {
     pub client: Client,
     runs: tokio::task::JoinHandle<anyhow::Result<()>>,
@@ -370,7 +370,7 @@ impl Plane {
         api.create(&PostParams::default(), &object).await.unwrap()
     }
 
-    /// Waits until something is found.
+    /// Waits until `look` finds something.
     pub async fn wait<T, F: Future<Output = Option<T>>>(
         &self,
         what: &str,
@@ -396,7 +396,7 @@ impl Plane {
         pods
     }
 
-    /// Waits until so many pods are there that have not ended.
+    /// Waits until so many pods without a terminal phase exist.
     pub async fn active(&self, count: usize) -> Vec<Pod> {
         let what = format!("{count} active pods");
         self.wait(&what, || async {
@@ -434,7 +434,7 @@ impl Plane {
         .await
     }
 
-    /// Waits until an event tells these reasons about an object.
+    /// Waits until events with these reasons about an object exist.
     pub async fn told(&self, name: &str, reasons: &[&str]) {
         self.wait(&format!("events {reasons:?} of {name}"), || async {
             let events = self
@@ -593,7 +593,7 @@ async fn the_pods_of_a_job_outlive_it_where_nobody_says_otherwise() {
             job.is_none().then_some(())
         })
         .await;
-    // One that selects it takes it over.
+    // A job whose selector matches the pod adopts it.
     let uid = before[0].labels()["controller-uid"].clone();
     let labels = json!({"controller-uid": uid});
     let adopting = json!({"manualSelector": true, "selector": {"matchLabels": labels},

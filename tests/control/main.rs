@@ -1,5 +1,4 @@
-//! The API's manners: what is asked in which way, and what the answer is. In process, without TLS; the
-//! end-to-end tests have kubectl in front.
+//! The behaviour of the API: requests and their responses. In process, without TLS; the end-to-end tests use kubectl.
 #![allow(clippy::unwrap_used)]
 
 mod access;

@@ -94,7 +94,7 @@ async fn lists_page_from_one_snapshot() {
     );
 }
 
-/// The store keeps no change for its age, so that many push out the oldest.
+/// The store retains changes by number only, not by age, so that many changes evict the oldest.
 #[tokio::test]
 async fn watches_see_every_change_as_their_selector_does() {
     let server = Server::new_over(Store::in_memory_for(Duration::ZERO)).await;
@@ -325,7 +325,7 @@ async fn tables_show_what_is_outside_who_is_bound_and_scales() {
     );
 }
 
-/// kubectl asks for it before it sends a `List`, and gives up when there is none.
+/// kubectl requests this document before it sends a `List`, and fails without it.
 #[tokio::test]
 async fn the_older_openapi_document_is_there() {
     let server = Server::new().await;
@@ -344,7 +344,7 @@ async fn the_older_openapi_document_is_there() {
     assert_eq!(document["swagger"], "2.0");
 }
 
-/// Whoever leaves a selector is shown as it was when it was in it; a timeout of nothing is none.
+/// An object that leaves a selector is sent as it was before. A timeout of 0 is no timeout.
 #[tokio::test]
 async fn what_leaves_a_selector_is_told_as_it_was() {
     let server = Server::new().await;
@@ -393,7 +393,7 @@ async fn options_that_make_no_sense_are_refused() {
     }
 }
 
-/// A watch that begins now shows what comes, and one from a revision that is still to come ends.
+/// A watch from now shows later changes, and a watch from a future revision fails.
 #[tokio::test]
 async fn a_watch_begins_where_it_says() {
     let server = Server::new().await;

@@ -1,4 +1,4 @@
-//! Refusals: code, reason and words.
+//! Rejections: code, reason and message.
 
 use serde_json::{Value, json};
 
@@ -356,7 +356,7 @@ async fn refusals_have_the_right_code_reason_and_words() {
     assert_eq!(apply.code, 415);
 }
 
-/// What a pod has as a whole and what its containers have fit each other, from the start and after a resize.
+/// The resources of a whole pod and of its containers must match, at creation and after a resize.
 #[tokio::test]
 async fn a_pod_as_a_whole_is_no_less_than_its_containers() {
     let server = Server::new().await;

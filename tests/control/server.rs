@@ -1,4 +1,4 @@
-//! An API in this process, with an administrator who asks it.
+//! An API in this process, called by an administrator.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub struct Reply {
 }
 
 impl Server {
-    /// The API over a store as it is.
+    /// The API over a store, without preparation.
     pub fn over(store: Store) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let (private, public) = Pki::open(dir.path()).unwrap().token_keys().unwrap();
@@ -38,7 +38,7 @@ impl Server {
         Self::new_over(Store::in_memory()).await
     }
 
-    /// Over an empty store, which gets two namespaces.
+    /// Over an empty store, in which it creates two namespaces.
     pub async fn new_over(store: Store) -> Server {
         let server = Self::over(store);
         for namespace in ["default", "other"] {
@@ -109,7 +109,7 @@ impl Server {
         reply.body
     }
 
-    /// The same as another user, in these groups and among the authenticated; a PATCH is a merge.
+    /// The same as another user, in these groups and in `system:authenticated`; a PATCH is a merge patch.
     pub async fn call_as(
         &self,
         name: &str,
@@ -141,7 +141,7 @@ impl Server {
         self.send(request).await
     }
 
-    /// With the roles and bindings that every cluster has.
+    /// With the bootstrap roles and bindings of every cluster.
     pub async fn with_roles() -> Server {
         let server = Self::new().await;
         for (plural, object) in holdfast::control::api::rbac::bootstrap() {

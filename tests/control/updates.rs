@@ -1,4 +1,4 @@
-//! What updates and writes to `/status` may change, and what services are given.
+//! Which fields updates and `/status` writes may change, and what the API allocates to services.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, next, pod};
 
 const SERVICES: &str = "/api/v1/namespaces/default/services";
 
-/// A table of merge patches to an object: where, what, and the answer's code.
+/// A table of merge patches to an object: URL, patch, and the status code.
 async fn patches(server: &Server, rows: Vec<(String, Value, u16)>) {
     for (url, patch, code) in rows {
         let reply = server.patch(&url, MERGE, patch.clone()).await;
@@ -96,7 +96,7 @@ async fn a_pods_addresses_are_one_of_each_family() {
         ],
     )
     .await;
-    // Lists of addresses are merged: one that changes needs the old one to be taken out.
+    // Lists of addresses are merged: changing an address requires a patch that deletes the old one.
     let merged = json!({"status": {"hostIP": "10.0.0.8", "hostIPs": [{"ip": "10.0.0.8"}, {"ip": "fd00::9"}]}});
     let mut taken_out = merged.clone();
     let list = taken_out["status"]["hostIPs"].as_array_mut().unwrap();
@@ -123,7 +123,7 @@ async fn counts_phases_and_labels_are_validated_and_deleting_objects_get_no_fina
         of_set(json!({"status": {"replicas": -1}}), 422),
         of_set(json!({"status": {"replicas": 1, "readyReplicas": 2}}), 422),
         of_set(json!({"status": {"replicas": 1, "readyReplicas": 1}}), 200),
-        // Labels of other kinds may go along, and are labels all the same.
+        // Labels of other kinds may be part of the patch, and are validated as labels.
         of_set(json!({"metadata": {"labels": {"-": "x"}}}), 422),
         (namespace.to_owned(), phase("Terminating"), 422),
         (namespace.to_owned(), phase("Active"), 200),
@@ -221,7 +221,7 @@ fn node_ports(service: &Value) -> Vec<i64> {
 async fn services_have_what_their_type_needs() {
     let server = Server::new().await;
     let mut taken = vec![];
-    // At once, as two could choose the same.
+    // Concurrently, because two could choose the same.
     let names: Vec<String> = (0..10).map(|i| format!("s{i}")).collect();
     let made = names.iter().map(|name| {
         let server = &server;
@@ -338,7 +338,7 @@ async fn a_bound_claim_does_not_shrink() {
             (format!("{url}/status"), bound, 200),
             (url.clone(), size("1Gi"), 422),
             (url.clone(), size("5Gi"), 200),
-            // Growing did not work: less is asked for, but more than there is.
+            // The expansion failed: the request may shrink, but not to or below the current capacity.
             (url.clone(), size("3Gi"), 200),
             (url.clone(), size("2Gi"), 422),
             (
@@ -362,7 +362,8 @@ async fn a_bound_claim_does_not_shrink() {
     .await;
 }
 
-/// What was created has a version from before its namespace's end: nothing comes into one that is being emptied.
+/// Every created object has a resource version from before the namespace's deletion: nothing is created
+/// in a terminating namespace.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn nothing_is_created_in_a_namespace_that_ends() {
     let server = std::sync::Arc::new(Server::new().await);
@@ -401,7 +402,7 @@ async fn nothing_is_created_in_a_namespace_that_ends() {
     }
 }
 
-/// A client that does not read its watch is cut off, and keeps little in memory until then.
+/// A client that does not read its watch is disconnected, and uses little memory until then.
 #[tokio::test]
 async fn a_watch_that_is_not_read_ends() {
     let server = Server::new().await;

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, pod};
 
-/// `kubectl patch` names no validation, and is told what was dropped.
+/// `kubectl patch` names no fieldValidation; the response warns of dropped fields.
 #[tokio::test]
 async fn a_patch_with_an_unknown_field_is_warned_of() {
     let server = Server::new().await;
@@ -172,7 +172,7 @@ async fn writes_keep_what_is_the_servers() {
     assert_ne!(a["spec"]["clusterIP"], b["spec"]["clusterIP"]);
 }
 
-/// A dry run answers as the write would, and stores nothing, whatever it goes through.
+/// A dry run returns the same response as the write and stores nothing, through every path.
 #[tokio::test]
 async fn a_dry_run_stores_nothing() {
     let server = Server::new().await;
@@ -265,7 +265,7 @@ async fn a_dry_run_stores_nothing() {
     }
 }
 
-/// The dry run of an eviction may stand in its body, and a body names the pod of the path.
+/// An eviction's dry run may be in its body, and the name in a body must match the path.
 #[tokio::test]
 async fn an_eviction_says_which_pod_and_whether_it_counts() {
     let server = Server::new().await;
@@ -314,7 +314,7 @@ async fn patches_neither_rename_nor_overtake() {
     assert_eq!((fine.code, &fine.body["data"]["k"]), (200, &json!("3")));
 }
 
-/// What no typed client could read is never stored.
+/// Values that typed clients cannot decode are never stored.
 #[tokio::test]
 async fn nulls_and_numbers_out_of_range_are_not_stored() {
     let server = Server::new().await;

@@ -1,4 +1,4 @@
-//! AppArmor, which the kernel at hand lacks (issue 18): the processes of a pod have the profiles that it asks for.
+//! AppArmor, which the running kernel lacks (issue 18): the processes of a pod have the profiles that it requests.
 
 use std::collections::BTreeMap;
 
@@ -8,13 +8,13 @@ use crate::resources::wait_for;
 use crate::run;
 use crate::support::Cluster;
 
-/// A profile of the node's own: everything may be done but to write one file. Without the rule for signals nobody could end
-/// a container that has it.
+/// A profile of the node's own: it denies writing one file and allows everything else. Without the rule
+/// for signals no process could stop a container with this profile.
 const PROFILE: &str = "profile holdfast-test flags=(attach_disconnected, mediate_deleted) {\n  file,\n  capability,\n  signal,\n  deny /v/denied w,\n}\n";
 const OWN: &str = "holdfast-test (enforce): denied";
-/// What containerd gives to whoever does not ask for another.
+/// containerd's default profile.
 const DEFAULT: &str = "cri-containerd.apparmor.d (enforce): written";
-/// What the runtime says of a profile that is not loaded.
+/// The runtime's message for a profile that is not loaded.
 const MISSED: &str = "apparmor profile not found not-loaded";
 const ANNOTATION: &str = "container.apparmor.security.beta.kubernetes.io/annotated";
 
@@ -26,7 +26,7 @@ fn local(name: &str) -> Value {
     json!({"appArmorProfile": {"type": "Localhost", "localhostProfile": name}})
 }
 
-/// A pod whose containers tell, as they end, their profile and whether they can write the file.
+/// A pod whose containers write, as termination message, their profile and whether they can write the file.
 fn pod(name: &str, image: &str, context: &Value, containers: &[(&str, Value)]) -> Value {
     let script = "read -r profile </proc/self/attr/apparmor/current; if (echo x >/v/denied) 2>/v/errors; then done=written; else done=denied; fi; echo \"$profile: $done\" >/dev/termination-log";
     let containers = containers.iter().map(|(name, context)| {
@@ -37,7 +37,8 @@ fn pod(name: &str, image: &str, context: &Value, containers: &[(&str, Value)]) -
         "securityContext": context, "containers": containers.collect::<Vec<_>>(), "volumes": [{"name": "v", "emptyDir": {}}]}})
 }
 
-/// Containers with each kind of profile, from the pod's field, their own and the old annotation. The finished pods are left.
+/// Containers with each kind of profile, from the pod's field, their own and the old annotation. The
+/// finished pods remain.
 pub fn profiles_are_enforced(cluster: &Cluster, image: &str) {
     let file = "/run/holdfast-test.apparmor";
     std::fs::write(file, PROFILE).unwrap();

@@ -1,4 +1,4 @@
-//! What the kernel at hand may lack, in virtual machines.
+//! Tests in virtual machines, for features that the running kernel may lack.
 #![allow(clippy::unwrap_used)]
 
 mod apparmor;
@@ -24,7 +24,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use support::{Cluster, condition, skip};
 
-/// A target.
+/// The iSCSI target.
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 
 #[test]
@@ -95,7 +95,7 @@ fn quotas_inside() {
             .unwrap()
     };
 
-    // Each volume is counted by itself, as walking it would, and again after it was set up once more.
+    // Each volume is counted separately with the same result as walking its tree, also after it is set up again.
     let (counted, walked) = (pod("counted", false), pod("walked", true));
     set_up(&counted);
     set_up(&walked);
@@ -121,7 +121,7 @@ fn quotas_inside() {
             "who is in that pod could tell the filesystem otherwise"
         );
     }
-    // What is removed is not counted any more, and its number is free for others.
+    // A removed volume no longer counts, and its project ID is free for others.
     std::fs::remove_dir_all(dir("counted", "v")).unwrap();
     assert_eq!(used(&counted, "v"), usage::Usage::default());
     set_up(&counted);
@@ -129,7 +129,7 @@ fn quotas_inside() {
         quota::used(&dir("counted", "v")).unwrap().map(|u| u.inodes),
         Some(1)
     );
-    // Many volumes have many numbers.
+    // Many volumes get different project IDs.
     for n in 0..200 {
         set_up(&pod(&format!("many-{n}"), false));
     }
@@ -141,7 +141,7 @@ fn quotas_inside() {
     }));
 }
 
-/// What a node needs besides what its disk has.
+/// The programs that a node needs in addition to those on its disk.
 fn programs() -> Vec<PathBuf> {
     let own = support::holdfast();
     let plugins = own.with_file_name("holdfast-cni");
@@ -149,7 +149,7 @@ fn programs() -> Vec<PathBuf> {
     [own, plugins].into_iter().chain(others).collect()
 }
 
-/// A whole node, as most clusters have them: systemd makes the cgroups, and they are unified.
+/// A whole node, as in most clusters: systemd creates the cgroups, and they are version 2.
 #[test]
 fn systemd_makes_the_cgroups() {
     vm::run_on_node("systemd_inside", &programs());
@@ -168,7 +168,7 @@ fn an_uplink() {
     run("ip", &["route", "add", "default", "dev", "uplink"]);
 }
 
-/// A directory by NFS, and a disk by iSCSI, of a network that this machine has for itself.
+/// Serves a directory by NFS and a disk by iSCSI, on this machine's own network.
 fn serve_a_directory_and_a_disk() {
     an_uplink();
     std::fs::create_dir_all("/srv/shared").unwrap();
@@ -181,7 +181,7 @@ fn serve_a_directory_and_a_disk() {
     share_disk();
 }
 
-/// A disk behind iSCSI, by the kernel's own target.
+/// Serves a disk by iSCSI with the kernel's own target.
 fn share_disk() {
     for module in [
         "target_core_mod",
@@ -231,11 +231,11 @@ fn line(path: &Path) -> String {
     std::fs::read_to_string(path).map_or_else(|e| e.to_string(), |text| text.trim().to_owned())
 }
 
-/// All pods together have limits, and what others change in them or in a pod's is set back.
+/// The cgroup of all pods has limits. The agent reverts changes that others make to them or to a pod's limits.
 fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
     let all = ["memory.max", "pids.max"].map(|f| line(&tier.join(f)));
     assert!(all.iter().all(|v| v.parse::<u64>().is_ok()), "{all:?}");
-    // The memory that a guaranteed pod asks for is protected in its slice, in its container's scope and above them.
+    // The memory request of a Guaranteed pod is protected in its slice, in its container's scope and above them.
     let protected = |dir: &Path| line(&dir.join("memory.min")).parse::<u64>().unwrap();
     assert_eq!(protected(pod), 64 << 20);
     let inner = std::fs::read_dir(pod).unwrap().flatten().map(|e| e.path());
@@ -256,7 +256,7 @@ fn iscsi() -> String {
     format!("iscsi: {{targetPortal: 192.0.2.10, iqn: '{IQN}', lun: 0, fsType: ext4}}")
 }
 
-/// The agent's root directory leads to another disk, as users have it; where it is then.
+/// Replaces the agent's root directory with a link to another directory, as users have it, and returns the target.
 fn the_root_is_a_link(cluster: &Cluster) -> PathBuf {
     cluster.down();
     let root = cluster.data().join("agent");
@@ -267,8 +267,8 @@ fn the_root_is_a_link(cluster: &Cluster) -> PathBuf {
     elsewhere
 }
 
-/// What a server and a disk hold outlives every pod that has it, whole and in part: with the server mounted behind the agent's
-/// back where the pod's own files are, and with the agent killed while the pod goes.
+/// Data on a server and a disk survives every pod that mounts it, as a whole and as a subpath. The test also mounts
+/// the server inside the pod's emptyDir without the agent's knowledge, and kills the agent during the deletion.
 fn what_is_on_servers_outlives_every_pod(cluster: &Cluster, image: &str, root: &Path) {
     let shared = Path::new("/srv/shared");
     std::fs::create_dir_all(shared.join("deep/er")).unwrap();
@@ -317,12 +317,12 @@ fn what_is_on_servers_outlives_every_pod(cluster: &Cluster, image: &str, root: &
     }
 }
 
-/// The configuration of the node in it. A shutdown has much time: the machine waits for this test no longer either, whose
-/// every command takes seconds there.
+/// The configuration of the node. The shutdown grace period is long, because every command of this test
+/// takes seconds in the machine.
 const NODE: &str = "cgroupDriver: systemd\npodPidsLimit: 100\nfeatureGates: {MemoryQoS: true}\nmemoryReservationPolicy: TieredReservation\nshutdownGracePeriod: 900s\nshutdownGracePeriodCriticalPods: 10s\n";
 
-/// The machine is powered off by its own systemd: it waits for pods as long as the agent asked for, which is longer than
-/// logind would by itself. Nothing may be asked of the machine after that.
+/// systemd powers the machine off. It waits for pods as long as the agent requested, which is longer
+/// than logind's default. No command can run in the machine afterwards.
 fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     let run = |program: &str, arguments: &[&str]| {
         let output = support::limited(program).args(arguments).output().unwrap();
@@ -347,7 +347,7 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     cluster.wait("the pod", || {
         condition(&cluster.pod("last"), "Ready") == "True"
     });
-    // While this test is there, the machine is: it ends with the script that runs it.
+    // The machine stops when the script of this test ends, so this inhibitor keeps it up until this process exits.
     let mut still = std::process::Command::new("systemd-inhibit")
         .args(["--what=shutdown", "--mode=delay", "sleep", "100000"])
         .spawn()
@@ -446,14 +446,14 @@ fn systemd_inside() {
         assert_eq!(scopes.count(), 2, "the sandbox's and the container's");
     }
     limits_outlast_others(&cluster, tier, &one);
-    // Who uses too much is ended by the kernel. (That it was for its memory is told in time by the runtime, or not.)
+    // The kernel kills a container that uses too much memory. (The runtime may not report the OOM kill in time.)
     let code = || {
         cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
             .as_i64()
     };
     cluster.wait("the greedy pod to end", || code().is_some());
     assert_eq!(code(), Some(137));
-    // Figures come from the same places.
+    // Stats come from the same cgroups.
     let node = cluster
         .kubectl(&["get", "nodes", "-o", "name"])
         .replace("node/", "");
@@ -469,7 +469,7 @@ fn systemd_inside() {
             })
     });
 
-    // The disk's session ends with its last pod, and what was written is on the disk.
+    // The disk's session ends with its last pod, and the written data remains on the disk.
     let sessions = || std::fs::read_dir("/sys/class/iscsi_session").map_or(0, Iterator::count);
     assert_eq!(sessions(), 1);
     cluster.kubectl(&["delete", "pod", "disk"]);
@@ -482,7 +482,7 @@ fn systemd_inside() {
         cluster.kubectl(&["logs", "again"]).trim() == "kept"
     });
 
-    // A pod that is resized keeps running, with its slice's limits changed.
+    // A resized pod keeps running, with new limits of its slice.
     let patch = r#"{"spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "300m", "memory": "96Mi"}, "requests": {"cpu": "300m", "memory": "96Mi"}}}]}}"#;
     cluster.kubectl(&[
         "patch",
@@ -497,7 +497,7 @@ fn systemd_inside() {
             == ["100663296", "100663296", "30000 100000"]
     });
 
-    // An agent that was killed finds its pods, and takes away all of them.
+    // A restarted agent finds its pods and removes all of them.
     let agent = cluster.pid("agent");
     nix::sys::signal::kill(
         nix::unistd::Pid::from_raw(agent),
@@ -528,7 +528,7 @@ fn systemd_inside() {
     );
     cluster.assert_clean();
     a_real_shutdown_waits_for_pods(cluster, &image);
-    // The cgroup goes a moment after its slice has stopped.
+    // The cgroup is removed a moment after its slice has stopped.
     let deadline = Instant::now() + support::patience();
     while tier.exists() {
         assert!(Instant::now() < deadline, "the slice stays");

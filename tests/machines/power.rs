@@ -1,5 +1,5 @@
-//! A node that is powered off, or loses its power in the middle of its work, again and again (issue 18, the node's shutdown).
-//! Each boot starts the cluster on what the last one has left on the disk.
+//! A node that is powered off, or loses its power during its work, repeatedly (issue 18, the node's
+//! shutdown). Each boot starts the cluster from the disk that the previous one left.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,16 +10,16 @@ use serde_json::Value;
 use crate::support::{self, Cluster, condition, find_pods};
 use crate::{an_uplink, programs, run, vm};
 
-/// Said when all is as it should be after a boot.
+/// Printed when everything is correct after a boot.
 const CHECKED: &str = "VM-CHECKED";
-/// Said when the power may go at any time.
+/// Printed when the power may be cut at any time.
 const AT_WORK: &str = "VM-AT-WORK";
-/// How many boots there are after the first one: an even number ends in order, an odd one by a cut.
+/// The number of boots after the first one: an even boot ends with a power-off, an odd one with a power cut.
 const CYCLES: u32 = 2;
-/// On the machine's disk: how many boots there have been, and the uid of the pod that must not run any more.
+/// On the machine's disk: the number of boots so far, and the UID of the pod that must not run again.
 const COUNT: &str = "/var/lib/power-cycles";
 const DELETED: &str = "/var/lib/power-deleted";
-/// Pods end long before; what is asked of the machine takes seconds there.
+/// Pods stop long before that; commands take seconds in the machine.
 const NODE: &str =
     "cgroupDriver: systemd\nshutdownGracePeriod: 300s\nshutdownGracePeriodCriticalPods: 100s\n";
 
@@ -50,7 +50,7 @@ fn inside() {
     let cycle: u32 = std::fs::read_to_string(COUNT).map_or(0, |text| text.parse().unwrap());
     write_through(COUNT, &(cycle + 1).to_string());
     an_uplink();
-    // The disk goes with the test, and the cluster with it.
+    // The disk is deleted after the test, and the cluster with it.
     let cluster = std::mem::ManuallyDrop::new(Cluster::new("power", 48).configured(NODE));
     cluster.up();
     match cycle {
@@ -80,7 +80,7 @@ fn keeper(image: &str) -> String {
 
 const IMAGE: &str = "test.local/busybox:1";
 
-/// A Deployment with a ConfigMap, a pod with files of its own, a static pod.
+/// Creates a Deployment with a ConfigMap, a pod with its own files, and a static pod.
 fn make_pods(cluster: &Cluster) {
     assert_eq!(support::busybox(cluster), IMAGE);
     let idle = format!(
@@ -97,7 +97,7 @@ fn make_pods(cluster: &Cluster) {
     );
     std::fs::write(manifest, text).unwrap();
     cluster.wait("the pods", || all_run(cluster));
-    // What the runtime has unpacked must be on the disk: that is the runtime's business.
+    // The images that the runtime has unpacked must be on the disk; syncing them is not the agent's task.
     nix::unistd::sync();
 }
 
@@ -115,7 +115,7 @@ fn named<'a>(pods: &'a [Value], prefix: &str) -> Vec<&'a Value> {
     pods.iter().filter(is).collect()
 }
 
-/// Two pods of the Deployment, the one with files and the static one run, and no other.
+/// Whether exactly two pods of the Deployment, the pod with files and the static pod run.
 fn all_run(cluster: &Cluster) -> bool {
     let pods = cluster.pods();
     let are = |prefix: &str, many: usize| {
@@ -125,9 +125,10 @@ fn all_run(cluster: &Cluster) -> bool {
     are("web-", 2) && are("keeper", 1) && are("fixed-", 1) && pods.len() == 4
 }
 
-/// After a boot: every pod is back, and nothing is there of pods that are not.
+/// Checks after a boot that every pod runs again, and that nothing is left of other pods.
 fn check(cluster: &Cluster) {
-    // What a shutdown has ended stays ended, as with the kubelet: a controller replaces its pods, and one without is ours to.
+    // Pods that a shutdown has terminated stay terminated, as with the kubelet. Their controller replaces
+    // them; a pod without a controller is replaced by this test.
     let is_failed = |p: &Value| p["status"]["phase"] == "Failed";
     cluster.wait("the agent to have looked at every pod", || {
         let running = |p: &Value| condition(p, "Ready") == "True";
@@ -156,7 +157,7 @@ fn check(cluster: &Cluster) {
     nothing_else_is_there(cluster, &pods);
 }
 
-/// Directories, cgroups and addresses are those of these pods alone.
+/// Checks that directories, cgroups and addresses exist for these pods only.
 fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
     if let Ok(deleted) = std::fs::read_to_string(DELETED) {
         cluster.wait("nothing to be left of the pod that was deleted", || {
@@ -166,7 +167,7 @@ fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
                 .any(|left| left.contains(&deleted))
         });
     }
-    // The uid of a static pod is the runtime's and the directory's, not its mirror's.
+    // Directories and cgroups of a static pod have its own UID, not that of its mirror pod.
     let config = |p: &Value| {
         let hash = &p["metadata"]["annotations"]["kubernetes.io/config.hash"];
         hash.as_str().map(str::to_owned)
@@ -208,14 +209,14 @@ fn directories(dir: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// As a person does it. The agent's inhibitor makes logind wait for the pods.
+/// As an administrator does. The agent's inhibitor lock makes logind wait for the pods.
 fn power_off() {
     run("systemctl", &["poweroff"]);
     // This process ends with the machine.
     std::thread::sleep(Duration::from_secs(900));
 }
 
-/// Deletes a pod while the agent is away, and has the agent start and end others until the machine is gone.
+/// Deletes a pod while the agent is down, and lets the agent start and stop other pods until the power is cut.
 fn work_until_the_power_goes(cluster: &Cluster) {
     let pods = cluster.pods();
     let victim = named(&pods, "web-")[0];

@@ -1,5 +1,5 @@
-//! A node with two NUMA nodes, swap and cgroup v2 (issue 18): whose processors and memory are whose, who may swap how much,
-//! and who goes when memory is short. The machine at hand has one NUMA node, no swap, and cgroup v1.
+//! A node with two NUMA nodes, swap and cgroup v2 (issue 18): the assignment of CPUs and memory, swap
+//! limits, and evictions for memory. The test machine has one NUMA node, no swap, and cgroup v1.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use crate::support::{self, Cluster, condition};
 use crate::{an_uplink, line, programs, run, vm};
 
-/// Two sockets of two processors, each with its own memory.
+/// Two sockets with two CPUs each, and separate memory.
 const TWO_NODES: &str = "-smp 4,sockets=2,cores=2 -object memory-backend-ram,id=near,size=1G -object memory-backend-ram,id=far,size=1G -numa node,nodeid=0,cpus=0-1,memdev=near -numa node,nodeid=1,cpus=2-3,memdev=far";
 const SLICE: &str = "/sys/fs/cgroup/holdfast_t_resources.slice";
 const IMAGE: &str = "test.local/busybox:1";
 const RUNNING: [&str; 4] = ["aligned", "burstable", "modest", "hog"];
 const MIB: u64 = 1 << 20;
-/// What all pods together may have of memory, and what is to be left of that.
+/// The memory limit of all pods together, and the part of it that must stay available.
 const LIMIT: u64 = 400 * MIB;
 const LEFT: u64 = 150 * MIB;
 
@@ -32,7 +32,7 @@ fn inside() {
     assert!(vm::is_inside(), "this makes the machine swap");
     an_uplink();
     make_swap();
-    // The machine goes with the test, and the cluster with it.
+    // The machine is deleted after the test, and the cluster with it.
     let cluster = Cluster::new("resources", 47).configured(&configuration());
     let cluster = std::mem::ManuallyDrop::new(cluster);
     cluster.up();
@@ -51,7 +51,7 @@ fn make_swap() {
     run("swapon", &[file]);
 }
 
-/// A line of a file of the kernel's with kilobytes, in bytes.
+/// A line in kilobytes of a kernel file, in bytes.
 fn bytes(file: &str, name: &str) -> u64 {
     let text = std::fs::read_to_string(file).unwrap();
     let found = text.lines().find(|line| line.contains(name)).unwrap();
@@ -60,7 +60,7 @@ fn bytes(file: &str, name: &str) -> u64 {
     kilobytes * 1024
 }
 
-/// Half of what pods may ask for comes from each NUMA node; of the processors the first one is the system's.
+/// Half of the memory for pods comes from each NUMA node; the first CPU is reserved for the system.
 fn configuration() -> String {
     let totals = [0, 1].map(|node| {
         let file = format!("/sys/devices/system/node/node{node}/meminfo");
@@ -88,7 +88,8 @@ fn configuration() -> String {
     fields.map(|field| field + "\n").concat()
 }
 
-/// A pod with containers of these names and resources. The bundled scheduler would not have those that do not fit.
+/// A pod with containers of these names and resources. It is bound directly, as the bundled scheduler
+/// would reject pods that do not fit.
 fn pod(node: &str, name: &str, script: &str, containers: &[(&str, Value)]) -> Value {
     let container = |(name, resources): &(&str, Value)| {
         json!({"name": name, "image": IMAGE, "resources": resources, "command": ["busybox", "sh", "-c", script],
@@ -105,7 +106,7 @@ fn apply(cluster: &Cluster, pods: &[Value]) {
     cluster.apply(&documents.join("\n"));
 }
 
-/// Waits in one process, which does nothing meanwhile: starting kubectl takes seconds of an emulated processor.
+/// Waits in one process: starting kubectl takes seconds on an emulated CPU.
 pub fn wait_for(cluster: &Cluster, condition: &str, names: &[&str]) {
     let condition = format!("--for={condition}");
     let timeout = format!("--timeout={}s", support::patience().as_secs());
@@ -124,10 +125,10 @@ fn named<'a>(pods: &'a [Value], name: &str) -> &'a Value {
 }
 
 const IDLE: &str = "exec busybox sleep 100000";
-/// Has 280 MiB of memory once it is let go: what it has read nobody takes from it.
+/// Uses 280 MiB of memory after the file `go` is created, and keeps it.
 const GROWS: &str = "until test -e /v/go; do sleep 1; done; busybox dd if=/dev/zero bs=280M count=1 | busybox sleep 100000";
 
-/// Those of which there is as much as they ask for, though not on one NUMA node: three processors, or more memory than half.
+/// Pods whose request fits on the node, but not on one NUMA node: three CPUs, or more than half of the memory.
 fn too_wide(node: &str) -> [Value; 2] {
     let half_and_more = (LIMIT - LEFT) * 3 / 5;
     [("many", 3, 16 * MIB), ("much", 1, half_and_more)].map(|(name, cpu, memory)| {
@@ -143,11 +144,11 @@ fn is_refused(pod: &Value) {
     assert_eq!(told, ["TopologyAffinityError", message], "{status}");
 }
 
-/// What runs.
+/// The running containers.
 struct Containers {
-    /// Containers that nothing may happen to: their pods and names, scopes and ids.
+    /// Containers that must not be affected: their pods and names, scopes and IDs.
     steady: Vec<(String, PathBuf, Value)>,
-    /// The hog's uid.
+    /// The hog's UID.
     hog: String,
 }
 
@@ -172,7 +173,7 @@ fn scope(dir: &Path, id: &str) -> Option<PathBuf> {
     })
 }
 
-/// Those that nowhere fit as a whole are refused. One pod of each class runs, and the hog.
+/// Pods that fit on no NUMA node are rejected. One pod of each QoS class runs, and the hog.
 fn start(cluster: &Cluster) -> Containers {
     let node = cluster.node_name();
     let asks = json!({"requests": {"memory": "48Mi"}});
@@ -189,7 +190,7 @@ fn start(cluster: &Cluster) -> Containers {
     pods.push(pod(&node, "hog", GROWS, &[("c", little)]));
     apply(cluster, &pods);
     wait_for(cluster, FAILED, &["many", "much"]);
-    // Only now: with it there would be too little for them at all.
+    // The aligned pod is created last: with it, the rejected pods would not even fit on the whole node.
     let whole = json!({"limits": {"cpu": 2, "memory": "64Mi"}});
     apply(cluster, &[pod(&node, "aligned", IDLE, &[("c", whole)])]);
     wait_for(cluster, "condition=Ready", &RUNNING);
@@ -215,8 +216,8 @@ fn start(cluster: &Cluster) -> Containers {
     }
 }
 
-/// The aligned container has the processors and the memory of the second node, which alone has two to give; all others have
-/// the processors that are left.
+/// The aligned container has the CPUs and the memory of the second NUMA node, the only one with two
+/// free CPUs. All others have the remaining CPUs.
 fn what_is_aligned_has_one_nodes_processors_and_memory(containers: &Containers) {
     let own = ["cpuset.cpus", "cpuset.mems"].map(|file| containers.file("aligned/c", file));
     assert_eq!(own, ["2-3", "1"]);
@@ -232,8 +233,8 @@ fn what_is_aligned_has_one_nodes_processors_and_memory(containers: &Containers) 
     }
 }
 
-/// A container of a Burstable pod may swap by what its request is of the machine's memory, in whole pages (KEP-2400). Who is
-/// Guaranteed, or asks for nothing or for as much as its limit, may not.
+/// A container of a Burstable pod may use swap in proportion to its memory request, in whole pages (KEP-2400).
+/// Guaranteed pods, and containers without a request or with a request equal to the limit, may not.
 fn swap_is_shared_by_request(containers: &Containers) {
     let [swap, memory] = ["SwapTotal:", "MemTotal:"].map(|name| bytes("/proc/meminfo", name));
     let share = u128::from(48 * MIB) * u128::from(swap) / u128::from(memory);
@@ -250,7 +251,7 @@ fn swap_is_shared_by_request(containers: &Containers) {
     }
 }
 
-/// The memory of all pods runs short: the hog goes, and what others have stays as it is.
+/// The memory of all pods runs short: the hog is evicted, and other pods are not affected.
 fn a_hog_goes_and_others_stay(cluster: &Cluster, containers: &Containers) {
     let pods = Path::new(SLICE).join("holdfast_t_resources-kubepods.slice");
     assert_eq!(line(&pods.join("memory.max")), LIMIT.to_string());

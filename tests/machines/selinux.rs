@@ -1,5 +1,5 @@
-//! SELinux, which the kernel at hand lacks (issue 18): the processes of a pod have the label that it asks for, and may use
-//! what has theirs.
+//! SELinux, which the running kernel lacks (issue 18): the processes of a pod have the label that it
+//! requests, and may use files with this label.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use crate::resources::wait_for;
 use crate::support::{self, Cluster, condition};
 use crate::{IQN, an_uplink, line, programs, run, share_disk, vm};
 
-/// Compiled here, as the node has no compiler; it lies at the same place there.
+/// Compiled here, as the node has no compiler; it has the same path there.
 const POLICY: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/selinux/policy");
 /// The version that Debian 12's kernel reads.
 const VERSION: &str = "33";
-/// The labels that the kernel gives by itself, in its order (`security/selinux/include/initial_sid_to_string.h`).
+/// The initial SIDs of the kernel, in its order (`security/selinux/include/initial_sid_to_string.h`).
 const INITIAL: &str = "kernel security unlabeled fs file file_labels init any_socket port netif netmsg node igmp_packet icmp_socket tcp_socket sysctl_modprobe sysctl sysctl_fs sysctl_kernel sysctl_net sysctl_net_unix sysctl_vm sysctl_dev kmod policy scmp_packet devnull";
 const IMAGE: &str = "test.local/busybox:1";
-/// What the shared directory is labelled with, and the pods that may use it.
+/// The level of the shared directory and of the pods that may use it.
 const LEVEL: &str = "s0:c10,c20";
 
 #[test]
@@ -66,7 +66,7 @@ fn inside() {
     an_uplink();
     share_disk();
     let cluster = Cluster::new("selinux", 46).configured("cgroupDriver: systemd\n");
-    // The machine goes with the test, and the cluster with it.
+    // The machine is deleted after the test, and the cluster with it.
     let cluster = std::mem::ManuallyDrop::new(cluster);
     cluster.up();
     support::busybox_alone(&cluster, IMAGE);
@@ -76,7 +76,7 @@ fn inside() {
     a_volume_of_one_pod_is_mounted_with_its_label(&cluster);
 }
 
-/// Drivers run in containers that are not privileged, too.
+/// Drivers also run in unprivileged containers.
 fn plugins_may_use_their_directories(cluster: &Cluster) {
     for name in ["plugins", "plugins_registry", "device-plugins"] {
         let dir = cluster.data().join("agent").join(name);
@@ -93,7 +93,7 @@ fn plugins_may_use_their_directories(cluster: &Cluster) {
     }
 }
 
-/// Tells the runtime's libraries of the policy, loads and enforces it.
+/// Writes the configuration of SELinux for the runtime's libraries, then loads and enforces the policy.
 fn enforce() {
     let dir = Path::new("/etc/selinux");
     std::fs::create_dir_all(dir.join("test/contexts")).unwrap();
@@ -112,7 +112,7 @@ fn enforce() {
     assert_eq!(line(&kernel.join("enforce")), "1");
 }
 
-/// A directory for pods of one level, and one that is no container's.
+/// Creates a directory for pods of one level, and one that is not for containers.
 fn make_files(cluster: &Cluster) {
     for dir in ["/srv/shared", "/srv/system"] {
         std::fs::create_dir_all(dir).unwrap();
@@ -127,7 +127,7 @@ fn make_files(cluster: &Cluster) {
     cluster.kubectl(&["create", "configmap", "settings", "--from-literal=file=x"]);
 }
 
-/// A pod whose container tells, as it ends, its label and which files it can use.
+/// A pod whose container writes, as termination message, its label and which files it can use.
 fn pod(name: &str, of_pod: &Value, of_container: &Value) -> Value {
     let script = "read -r label </proc/self/attr/current; (echo x >/empty/file) 2>/dev/null; for at in empty settings shared system; do if busybox cat /$at/file >/dev/null 2>&1; then label=\"$label $at\"; fi; done; echo \"$label\" >/dev/termination-log";
     let mounts = ["empty", "settings", "shared", "system"]
@@ -148,7 +148,7 @@ fn options(key: &str, value: &str) -> Value {
     json!({"seLinuxOptions": {key: value}})
 }
 
-/// What the kernel has denied.
+/// The kernel's denials.
 fn denied() -> String {
     let said = Command::new("dmesg").output().unwrap().stdout;
     let said = String::from_utf8_lossy(&said).into_owned();
@@ -156,19 +156,19 @@ fn denied() -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Waits until every pod has ended, well or not.
+/// Waits until every pod has a terminal phase.
 fn until_all_have_ended(cluster: &Cluster) {
     let has_ended = |pod: &Value| {
         ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
     };
     cluster.wait_quietly("the pods to end", || {
-        // Asking costs as much as what is waited for.
+        // A query costs as much CPU time as the pods need.
         std::thread::sleep(Duration::from_secs(3));
         cluster.pods().iter().all(has_ended)
     });
 }
 
-/// What a pod has for itself is labelled for it; what is the machine's is not.
+/// A pod's own volumes get its label; the machine's directories do not.
 fn labels_decide_what_pods_can_use(cluster: &Cluster) {
     let none = json!({});
     let pods = [
@@ -182,7 +182,7 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
         pod("free", &none, &options("type", "spc_t")),
     ];
     cluster.apply(&pods.map(|p| p.to_string()).join("\n"));
-    // A label that the policy does not have is no label.
+    // A label with a type that is not in the policy is invalid.
     let unknown = pod("unknown", &none, &options("type", "unknown_t"));
     cluster.apply(&unknown.to_string());
     let names = ["chosen", "same", "other", "free"];
@@ -226,7 +226,7 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
     cluster.kubectl(&[&["delete", "pod"], &names[..]].concat());
 }
 
-/// A claim of which one pod alone has the volume: nobody labels its files one by one (KEP-1710).
+/// A volume of a ReadWriteOncePod claim is mounted with its label; its files are not labelled one by one (KEP-1710).
 fn a_volume_of_one_pod_is_mounted_with_its_label(cluster: &Cluster) {
     let capacity = json!({"storage": "32Mi"});
     let disk = json!({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "disk"}, "spec": {

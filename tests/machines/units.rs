@@ -1,5 +1,6 @@
-//! The units of `systemd/` on a systemd that runs (issue 15): a node's kubelet.service is turned over to Holdfast and back, as
-//! docs/JOINING.md says, and the agent runs as a service of its own. The kubelet is this binary, called `kubelet`.
+//! The units in `systemd/` on a running systemd (issue 15): a node's kubelet.service is switched to
+//! Holdfast and back, as docs/JOINING.md describes, and the agent runs as its own service. The kubelet
+//! is this binary, with the name `kubelet`.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +16,7 @@ const IMAGE: &str = "test.local/busybox:1";
 const DROP_IN: &str = "/etc/systemd/system/kubelet.service.d/20-holdfast.conf";
 const INSTALLED: &str = "/usr/local/bin/holdfast";
 const KUBELET: &str = "/usr/bin/kubelet";
-/// As the kubelet's Debian package has it.
+/// As in the kubelet's Debian package.
 const SERVICE: &str = "[Unit]\nDescription=kubelet: The Kubernetes Node Agent\nWants=network-online.target\nAfter=network-online.target\n[Service]\nExecStart=/usr/bin/kubelet\nRestart=always\nStartLimitInterval=0\nRestartSec=10\n[Install]\nWantedBy=multi-user.target\n";
 
 #[test]
@@ -30,7 +31,7 @@ fn a_kubelets_unit_is_turned_over_and_back() {
         .arg(format!("RELEASE={}", support::holdfast().display()))
         .status();
     assert!(made.unwrap().success());
-    // The programs are there already.
+    // The programs are in the image already.
     for file in [
         "/usr/local/lib/systemd/system/holdfast-agent.service",
         "/usr/local/share/holdfast/20-holdfast.conf",
@@ -52,7 +53,7 @@ fn inside() {
             .or_else(|_| std::fs::copy(support::holdfast(), program).map(drop))
             .unwrap();
     }
-    // The machine goes with the test, and the cluster with it.
+    // The machine is deleted after the test, and the cluster with it.
     let cluster = Cluster::new("units", 45).configured("cgroupDriver: systemd\n");
     let cluster = std::mem::ManuallyDrop::new(cluster);
     cluster.up();
@@ -115,7 +116,7 @@ fn signal(pid: i32, signal: nix::sys::signal::Signal) {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
 }
 
-/// The flags of the agent that runs, but those that name its two files.
+/// The flags of the running agent.
 fn the_agents_flags(cluster: &Cluster) -> Vec<String> {
     let text = std::fs::read(format!("/proc/{}/cmdline", cluster.pid("agent"))).unwrap();
     let text = String::from_utf8(text).unwrap();
@@ -123,7 +124,7 @@ fn the_agents_flags(cluster: &Cluster) -> Vec<String> {
     words.map(str::to_owned).collect()
 }
 
-/// Its value in `flags`.
+/// The value of a flag.
 fn flag<'a>(flags: &'a [String], name: &str) -> &'a str {
     let found = flags
         .iter()
@@ -158,7 +159,7 @@ fn make_the_kubelets_unit(flags: &[String]) {
     systemctl(&["daemon-reload"]);
 }
 
-/// As `systemctl edit holdfast-agent` has it.
+/// As `systemctl edit holdfast-agent` creates it.
 fn make_a_service_of_its_own(flags: &[String]) {
     let dir = Path::new("/etc/holdfast");
     std::fs::create_dir_all(dir).unwrap();
@@ -175,7 +176,7 @@ fn make_a_service_of_its_own(flags: &[String]) {
     systemctl(&["daemon-reload"]);
 }
 
-/// What may not change: a pod's containers, how often they were restarted, and since when it is ready.
+/// The part of a pod's status that must not change: its containers, their restart counts, and since when it is ready.
 #[derive(Debug, PartialEq)]
 struct Life {
     containers: Vec<(Value, Value)>,
@@ -195,10 +196,10 @@ fn life(pod: &Value) -> Life {
     }
 }
 
-/// Pods as they were at first.
+/// The initial state of the pods.
 struct Pods(Vec<(String, Life)>);
 
-/// One with a probe and a sidecar, and a static one.
+/// Starts a pod with a probe and a sidecar, and a static pod.
 fn start_pods(cluster: &Cluster) -> Pods {
     let idle = json!([
         "busybox",
@@ -232,7 +233,8 @@ fn start_pods(cluster: &Cluster) -> Pods {
 }
 
 impl Pods {
-    /// The unit runs this program, the node is ready by its word, and nothing has happened to the pods.
+    /// Checks that the unit runs this program, that its agent reports the node as ready, and that the pods
+    /// are not affected.
     fn go_on(&self, cluster: &Cluster, unit: &str, program: &str) {
         cluster.wait("the unit to run", || {
             property(unit, "ActiveState") == "active"
@@ -253,9 +255,9 @@ impl Pods {
     }
 }
 
-/// The node is ready by the word of the agent that runs now. What makes an agent end waits for this: without a heartbeat for
-/// the control plane's grace period (50 s, which a slow machine may need for some starts) pods would rightly lose their
-/// readiness.
+/// Waits until the running agent reports the node as ready. Every step that stops an agent calls this
+/// first: without a heartbeat within the control plane's grace period (50 s, which some starts take on
+/// a slow machine) pods would correctly become unready.
 fn is_heard(cluster: &Cluster, unit: &str) {
     let begun = property(unit, "ExecMainStartTimestamp");
     let begun: i64 = begun.trim_start_matches('@').parse().unwrap();
@@ -269,7 +271,7 @@ fn is_heard(cluster: &Cluster, unit: &str) {
     });
 }
 
-/// There is no limit after which systemd starts it no more.
+/// The unit has no start limit after which systemd gives up.
 fn one_that_is_killed_again_and_again_comes_back(cluster: &Cluster) {
     for _ in 0..6 {
         let pid = main_pid("kubelet");
@@ -285,7 +287,7 @@ fn one_that_is_killed_again_and_again_comes_back(cluster: &Cluster) {
     is_heard(cluster, "kubelet");
 }
 
-/// The watchdog of the drop-in, which a test does not have the time for: it is told a shorter one.
+/// The watchdog of the drop-in, with a shorter timeout for this test.
 fn one_that_hangs_is_replaced(cluster: &Cluster) {
     let shorter = Path::new("/etc/systemd/system/kubelet.service.d/30-test.conf");
     std::fs::write(shorter, "[Service]\nWatchdogSec=20\nTimeoutAbortSec=1\n").unwrap();
@@ -298,7 +300,7 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
     cluster.wait_quietly("another process", || {
         ![0, pid].contains(&main_pid("kubelet"))
     });
-    // Earlier than the watchdog it was for another cause.
+    // A restart before the watchdog's timeout has another cause.
     assert!(
         stopped.elapsed() > Duration::from_secs(5),
         "{:?}",
@@ -311,7 +313,8 @@ fn one_that_hangs_is_replaced(cluster: &Cluster) {
     systemctl(&["restart", "kubelet"]);
 }
 
-/// What the unit forbids is nothing that pods need: mounts that the runtime sees, owners and modes, processes of containers.
+/// The restrictions of the unit allow everything that pods need: mounts that the runtime sees, owners
+/// and modes, processes of containers.
 fn a_confined_agent_can_do_its_work(cluster: &Cluster) {
     let status =
         std::fs::read_to_string(format!("/proc/{}/status", main_pid("holdfast-agent"))).unwrap();

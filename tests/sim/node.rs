@@ -1,4 +1,4 @@
-//! The Node object: it is not known at the start, and it may be deleted.
+//! The Node object: the agent does not know it at its start, and it may be deleted.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ async fn seconds(number: u64) {
     tokio::time::sleep(Duration::from_secs(number)).await;
 }
 
-/// Pods were admitted without labels, taints and extended resources of the Node when the agent started again.
+/// Regression: a restarted agent admitted pods without the Node's labels, taints and extended resources.
 #[test]
 fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
     simulate(1, async {
@@ -31,8 +31,9 @@ fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
     });
 }
 
-/// A status in which only heartbeats differ is written every 5 minutes (`nodeStatusReportFrequency`), up to half of it
-/// earlier. The simulated API kept the directive `$patch: replace` as an address, so that every status differed.
+/// A status in which only heartbeats differ is written every 5 minutes (`nodeStatusReportFrequency`),
+/// up to half of it earlier. Regression: the simulated API stored the directive `$patch: replace` as an
+/// address, so that every status differed.
 #[test]
 fn the_status_of_an_idle_node_is_written_every_five_minutes() {
     simulate(1, async {
@@ -49,7 +50,8 @@ fn the_status_of_an_idle_node_is_written_every_five_minutes() {
     });
 }
 
-/// The Node is deleted, and the control plane with it removes a pod that does not stop: another copy of it may run elsewhere.
+/// The Node is deleted, and the control plane removes a pod that does not stop; its controller may start
+/// a replacement elsewhere. The agent must not register the node again while the removed pod runs.
 #[test]
 fn a_deleted_node_is_registered_again_when_its_removed_pods_have_stopped() {
     for hangs in [false, true] {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::simulate;
 use super::world::World;
 
-/// Retries of a fault that lasts write no status: the requests of many broken pods would delay those of healthy ones.
+/// Retries of a lasting fault write no status: the requests of many broken pods would delay those of healthy pods.
 #[test]
 fn a_fault_that_lasts_leads_to_few_status_writes() {
     simulate(1, async {
@@ -57,7 +57,7 @@ fn events_of_an_outage_arrive_after_it() {
     });
 }
 
-/// A runtime that answers no listing may still send events.
+/// A runtime whose list calls hang may still send events.
 #[test]
 fn a_listing_that_hangs_delays_no_event() {
     simulate(1, async {
@@ -66,7 +66,7 @@ fn a_listing_that_hangs_delays_no_event() {
         world.create_steady_pod("p");
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.hang_lists(true);
-        // The next listing has begun.
+        // By now the next list call hangs.
         tokio::time::sleep(Duration::from_secs(35)).await;
         world.exit_some_container();
         tokio::time::sleep(Duration::from_secs(3)).await;

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::simulate;
 use super::world::World;
 
-/// `kubectl delete --force`, also after `kubectl delete`: whichever of the revisions the watch brings, the pod has no grace
-/// period any more, and hooks that never end are cut.
+/// `kubectl delete --force`, also after `kubectl delete`: whichever revisions the watch delivers, the
+/// pod has no grace period left, and its hanging hooks are cancelled.
 #[test]
 fn a_forced_deletion_ends_a_pod_soon() {
     for seed in 1..20 {
@@ -26,8 +26,8 @@ fn a_forced_deletion_ends_a_pod_soon() {
     }
 }
 
-/// A pod that was removed while no agent ran is known from the runtime alone: its containers have one second (upstream's
-/// `HandlePodCleanups`), and at least the two that every container has.
+/// A pod that was removed while no agent ran is known only from the runtime. Its containers have a
+/// grace period of one second (upstream's `HandlePodCleanups`), raised to the minimum of two.
 #[test]
 fn a_pod_that_only_the_runtime_knows_ends_soon() {
     for seed in 1..7 {

@@ -1,11 +1,12 @@
-//! Containers that start again or must not, and what must not hold them up.
+//! Containers that restart or must not, and faults that must not block them.
 
 use std::time::Duration;
 
 use super::simulate;
 use super::world::World;
 
-/// A Job's container has done its work when the sandbox of its pod is stopped by hand, and is replaced: it does not do it twice.
+/// A Job's container has succeeded when the sandbox of its pod is stopped by hand and replaced. The
+/// container must not run again.
 #[test]
 fn what_has_succeeded_does_not_run_again_when_its_sandbox_is_replaced() {
     for seed in 1..=6 {
@@ -33,8 +34,8 @@ fn what_has_succeeded_does_not_run_again_when_its_sandbox_is_replaced() {
     }
 }
 
-/// The RuntimeClass of a running pod was deleted, and its directories cannot be kept in order, also for the next agent: it goes
-/// on in everything, and only another sandbox waits.
+/// The RuntimeClass of a running pod was deleted, and its directories cannot be repaired, not even by a
+/// restarted agent. The pod keeps working; only the creation of a new sandbox waits.
 #[test]
 fn failing_upkeep_blocks_nothing_of_a_running_pod() {
     for restarts in [false, true] {
@@ -77,8 +78,8 @@ fn failing_upkeep_blocks_nothing_of_a_running_pod() {
     }
 }
 
-/// A network plugin sleeps while the sandbox of a pod is made. Its deletion waits for as long as a sandbox usually takes, and
-/// what the runtime makes afterwards is removed, also where a finalizer keeps the object.
+/// A network plugin hangs during RunPodSandbox. The pod's deletion waits as long as a sandbox usually
+/// takes. A sandbox that the runtime creates later is removed, even if a finalizer keeps the object.
 #[test]
 fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
     for seed in 1..=12 {
@@ -100,7 +101,7 @@ fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
                 0 => assert_eq!(world.in_phase("Failed"), ["slow"], "seed {seed}"),
                 _ => assert_eq!(world.not_in_phase(""), Vec::<String>::new(), "seed {seed}"),
             }
-            // An audit lists what the runtime has every 30 s.
+            // Every 30 s the agent lists everything that the runtime has.
             tokio::time::sleep(Duration::from_secs(60)).await;
             assert_eq!(world.check_released(), Ok(()), "seed {seed}");
             assert_eq!(world.broken(), Ok(()), "seed {seed}");
@@ -109,8 +110,8 @@ fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
     }
 }
 
-/// A preStop hook that never ends runs until its container is killed, 2 s past the grace period. Meanwhile readiness is probed, and
-/// liveness is not, as nothing starts again: not even of sidecars.
+/// A preStop hook that never returns runs until its container is killed, 2 s after the grace period. Meanwhile
+/// readiness probes continue. Liveness probes stop, even those of sidecars, because no container of the pod restarts.
 #[test]
 fn while_a_hook_goes_on_only_readiness_is_probed() {
     simulate(1, async {

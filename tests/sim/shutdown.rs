@@ -12,8 +12,8 @@ fn seconds(since: tokio::time::Instant) -> u64 {
     since.elapsed().as_secs()
 }
 
-/// A shutdown from its announcement to the boot after it. Low priorities end first, each within its time; what is deleted
-/// anyway gets no more time than there is; nothing is taken any more.
+/// A shutdown from its announcement to the next boot. Pods with low priority stop first, each group within
+/// its period. A pod that is being deleted gets no more time than its group. New pods are rejected.
 async fn shut_down(seed: u64) {
     let world = World::new(seed);
     let logind = world.wait_for_pods(&[(2_000_000_000, 5), (0, 10), (1000, 20)]);
@@ -31,7 +31,7 @@ async fn shut_down(seed: u64) {
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
     assert_eq!(logind.inhibitors(), (1, 1));
-    // Whoever listened does so again, and is waited for all the while.
+    // After a restart of logind the agent subscribes again and takes a new inhibitor lock.
     logind.restart();
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(logind.inhibitors(), (1, 2));
@@ -66,7 +66,7 @@ async fn shut_down(seed: u64) {
     world.end();
 }
 
-/// After a shutdown: it was called off, or the machine boots.
+/// After a shutdown: it was cancelled, or the machine boots.
 async fn goes_on(seed: u64, world: &World, logind: &Logind, mut agent: JoinHandle<()>) {
     let runs = |name: &str| {
         world
@@ -74,7 +74,7 @@ async fn goes_on(seed: u64, world: &World, logind: &Logind, mut agent: JoinHandl
             .is_some_and(|(phase, _)| phase == "Running")
     };
     if seed.is_multiple_of(2) {
-        // It was called off: the node is as before, but for what has ended.
+        // After a cancelled shutdown the node works as before; only the stopped pods remain terminated.
         logind.announce(false);
         world.create_steady_pod("after");
     } else {
@@ -107,7 +107,7 @@ fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on(
     }
 }
 
-/// What cannot end is waited for no longer than it was agreed.
+/// A shutdown waits for a pod that hangs only as long as its configured period.
 #[test]
 fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
     simulate(1, async {
@@ -132,7 +132,8 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
     });
 }
 
-/// One that is announced between the question whether there is one and the wish to delay it: pods end at once all the same.
+/// A shutdown is announced after the agent has queried for one, but before the agent takes its
+/// inhibitor lock. The agent stops the pods immediately.
 #[test]
 fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
     simulate(1, async {
@@ -143,7 +144,7 @@ fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
         tokio::time::sleep(Duration::from_secs(10)).await;
         logind.announce_late();
         logind.restart();
-        // Whoever listened does so again after a second.
+        // The agent subscribes again after a second.
         tokio::time::sleep(Duration::from_secs(2)).await;
         world.create_steady_pod("late");
         tokio::time::sleep(Duration::from_secs(20)).await;

@@ -1,11 +1,12 @@
-//! Static pods and their mirrors.
+//! Static pods and their mirror pods.
 
 use std::time::Duration;
 
 use super::simulate;
 use super::world::World;
 
-/// Each pod that came or went caused another DELETE of every mirror that waits for a finalizer.
+/// Regression: each pod that was created or removed caused another DELETE of every mirror pod that
+/// waits for a finalizer.
 #[test]
 fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
     simulate(1, async {
@@ -32,7 +33,7 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
     });
 }
 
-/// The manifest of a static pod that has come to its end changes, while the agent runs or while it does not.
+/// The manifest of a static pod with a terminal phase changes, while the agent runs or is down.
 #[test]
 fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
     for (seed, policy) in [
@@ -70,8 +71,8 @@ fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
     }
 }
 
-/// What a static pod has left is being removed when its manifest comes back under the same uid: it starts when nothing is
-/// left, however long that takes.
+/// The agent is still cleaning up a static pod when its manifest returns with the same UID. The pod
+/// starts when the cleanup is complete, however long that takes.
 #[test]
 fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
     simulate(1, async {
@@ -98,7 +99,8 @@ fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
     });
 }
 
-/// A static pod runs before its apiserver does: its mirror is there as soon as the apiserver answers, and waits for no back-off.
+/// A static pod runs before its apiserver does. Its mirror pod is created as soon as the apiserver
+/// answers, without waiting for a back-off.
 #[test]
 fn a_mirror_is_there_as_soon_as_the_api_answers() {
     for seed in 1..6 {
@@ -122,8 +124,8 @@ fn a_mirror_is_there_as_soon_as_the_api_answers() {
     }
 }
 
-/// The manifest is removed and written again before it is read: the pod stops and starts again (upstream's specs for mirror
-/// pods, "should successfully recreate when file is removed and recreated").
+/// The manifest is removed and written again before the agent reads the directory: the pod stops and starts again
+/// (upstream's e2e test for mirror pods, "should successfully recreate when file is removed and recreated").
 #[test]
 fn a_static_pod_whose_manifest_is_written_again_starts_again() {
     for seed in [1, 2, 3] {

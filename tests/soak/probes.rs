@@ -1,4 +1,4 @@
-//! How long `/readyz` takes while everything else goes on.
+//! The response time of `/readyz` under load.
 
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -8,23 +8,23 @@ use tokio::net::TcpStream;
 
 use crate::Target;
 
-/// How long probes took.
+/// The times of the probes.
 #[derive(Default)]
 pub struct Probes {
     readyz: Vec<Duration>,
-    /// One byte to a thread that echoes it, right before each of the others.
+    /// The echo of one byte by a thread, right before each probe.
     control: Vec<Duration>,
     failed: u64,
 }
 
-/// The time within which 99 of 100 were done, and the longest.
+/// The 99th percentile, and the maximum.
 fn worst(times: &mut [Duration]) -> [Duration; 2] {
     times.sort_unstable();
     let at = |part: f64| times[((times.len() - 1) as f64 * part) as usize];
     [at(0.99), at(1.0)]
 }
 
-/// Probes `/readyz` twenty times a second, in a thread of its own.
+/// Probes `/readyz` twenty times a second, in a separate thread.
 pub fn probes(target: &Target, until: Instant) -> JoinHandle<Probes> {
     let target = Target {
         from: [127, 0, 0, 3],
@@ -78,7 +78,7 @@ pub fn probes(target: &Target, until: Instant) -> JoinHandle<Probes> {
 }
 
 impl Probes {
-    /// Checks the limits, which grow with what the machine took for nothing where it is not ours alone.
+    /// Checks the limits. If other load runs on the machine, they grow with the time of the echo.
     pub fn check(mut self, alone: bool) {
         let [readyz, control] = [worst(&mut self.readyz), worst(&mut self.control)];
         println!(
@@ -94,7 +94,7 @@ impl Probes {
             "/readyz is answered"
         );
         for (i, limit) in [50, 500].into_iter().enumerate() {
-            // An answer takes several turns of threads at a processor, the echo two.
+            // A response needs several context switches, the echo two.
             let more = if alone {
                 Duration::ZERO
             } else {

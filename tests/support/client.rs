@@ -1,15 +1,15 @@
-//! kubectl as a process whose streams a test reads and writes, and the pods that such tests look at.
+//! kubectl as a process whose streams a test reads and writes, and pods for such tests.
 
 use std::process::{Child, Command, Stdio};
 
 use super::Cluster;
 
-/// kubectl with its streams piped, not yet started.
+/// A command for kubectl with piped streams, not started.
 pub fn kubectl(cluster: &Cluster, arguments: &[&str]) -> Command {
     with(std::path::Path::new("kubectl"), cluster, arguments)
 }
 
-/// The same, by one of several programs.
+/// The same for another program with kubectl's flags.
 pub fn with(program: &std::path::Path, cluster: &Cluster, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     command
@@ -23,7 +23,7 @@ pub fn with(program: &std::path::Path, cluster: &Cluster, arguments: &[&str]) ->
     command
 }
 
-/// Ends a child, whatever the test comes to.
+/// Kills a child process on drop, even if the test fails.
 pub struct Running(pub Child);
 
 impl Drop for Running {
@@ -33,7 +33,8 @@ impl Drop for Running {
     }
 }
 
-/// What an administrator shows to the agent itself, and by what its certificate is known; PEM.
+/// An administrator's credentials for the agent's own server, and the certificates with which to verify
+/// that server; PEM.
 pub struct Administrator {
     pub certificate: String,
     pub key: String,
@@ -53,7 +54,7 @@ impl Administrator {
             String::from_utf8(pem.unwrap()).unwrap()
         };
         let pki = cluster.data().join("agent/pki");
-        // One that is signed by itself, or by the cluster's authority.
+        // The serving certificate is self-signed, or signed by the cluster's CA.
         let roots = std::fs::read_to_string(pki.join("kubelet.crt"));
         Administrator {
             certificate: user("client-certificate-data"),
@@ -62,7 +63,7 @@ impl Administrator {
         }
     }
 
-    /// The flags of curl for that, and the files, which last as long as this.
+    /// The flags of curl for these credentials, and their files, which are deleted when dropped.
     pub fn for_curl(&self) -> (Vec<String>, [tempfile::NamedTempFile; 2]) {
         let file = |text: &str| {
             let file = tempfile::NamedTempFile::new().unwrap();
@@ -78,7 +79,8 @@ impl Administrator {
     }
 }
 
-/// A pod of one container that runs a shell script of busybox; what follows it may be another document.
+/// The manifest of a pod with one container that runs a shell script of busybox. It ends with `---`, so
+/// that another document may follow.
 pub fn pod(name: &str, image: &str, script: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: {name}}}\nspec: {{terminationGracePeriodSeconds: 1, restartPolicy: OnFailure, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{script}']}}]}}\n---\n"

@@ -4,11 +4,11 @@ use std::process::Command;
 
 use super::succeeded;
 
-/// A file as a block device; taken away when dropped.
+/// A file as a block device, detached when dropped.
 pub struct Loop {
     pub device: String,
     file: tempfile::NamedTempFile,
-    /// It was not taken away: the name is still this one's.
+    /// Whether the device is attached, so that its name is valid.
     is_there: bool,
 }
 
@@ -30,7 +30,7 @@ impl Loop {
         succeeded("losetup", output.unwrap()).trim().to_owned()
     }
 
-    /// Takes the device away: at once, or when nobody has it open any more, as the kernel does it. What it holds stays.
+    /// Detaches the device. The kernel does this when the last user has closed it. The file keeps its content.
     pub fn vanish(&mut self) {
         if std::mem::take(&mut self.is_there) {
             let told = Command::new("losetup")
@@ -40,12 +40,12 @@ impl Loop {
         }
     }
 
-    /// It was not taken away.
+    /// Whether the device is attached.
     pub fn is_there(&self) -> bool {
         self.is_there
     }
 
-    /// Somebody still has a device that was taken away.
+    /// Whether a detached device is still in use.
     pub fn is_held(&self) -> bool {
         let output = Command::new("losetup")
             .args(["--associated", self.file.path().to_str().unwrap()])
@@ -54,8 +54,8 @@ impl Loop {
         !self.is_there && !listed.trim().is_empty()
     }
 
-    /// Has a device that was taken away, and that nobody has any more, back under another name perhaps. Were it held, there
-    /// would be two filesystems over the same blocks.
+    /// Attaches a detached device again, perhaps under another name. It must not be in use: there would be
+    /// two filesystems over the same blocks.
     pub fn come_back(&mut self) {
         if !self.is_there {
             assert!(!self.is_held(), "{} is in use", self.device);
@@ -76,11 +76,11 @@ impl Loop {
 
 impl Drop for Loop {
     fn drop(&mut self) {
-        // The name of one that has vanished may be another's by now.
+        // The name of a detached device may belong to another one by now.
         if !self.is_there {
             return;
         }
-        // The test has failed already if it is still in use.
+        // If the device is still in use, the test has failed already.
         let _ = Command::new("losetup")
             .args(["--detach", &self.device])
             .status();

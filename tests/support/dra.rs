@@ -1,5 +1,5 @@
-//! A driver of dynamic resources whose devices are CDI devices that set a variable. It registers through a socket in the
-//! directory of registrations, and serves at the same one.
+//! A DRA driver whose devices are CDI devices that set an environment variable. It registers through a
+//! socket in the plugin registry directory and serves its API on the same socket.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -21,9 +21,9 @@ const KIND: &str = "holdfast.test/thing";
 #[derive(Default)]
 struct Inner {
     calls: Mutex<Vec<String>>,
-    /// What it says to every call to give back, if that is not to succeed.
+    /// The error message for every NodeUnprepareResources call, if these calls are to fail.
     refusal: Mutex<Option<String>>,
-    /// How the device is, and why; nothing is said before the first time.
+    /// The health of the device, and a message; `None` until the first call of `say`.
     health: watch::Sender<Option<(health::HealthStatus, &'static str)>>,
 }
 
@@ -41,26 +41,26 @@ impl Driver {
         }
     }
 
-    /// What was asked, in order.
+    /// The calls, in order.
     pub fn calls(&self) -> Vec<String> {
         self.inner.calls.lock().unwrap().clone()
     }
 
-    /// Claims cannot be given back from now on, or can again.
+    /// Makes NodeUnprepareResources fail, or succeed again.
     pub fn refuse(&self, why: Option<&str>) {
         *self.inner.refusal.lock().unwrap() = why.map(ToOwned::to_owned);
     }
 
-    /// Says how the device is, and why.
+    /// Reports the health of the device, and a message.
     pub fn say(&self, status: health::HealthStatus, why: &'static str) {
         self.inner.health.send_replace(Some((status, why)));
     }
 
-    /// Runs it, with its CDI devices described where runtimes look for as long as it runs.
+    /// Runs the driver. Its CDI spec is in the runtime's CDI directory while the driver runs.
     pub fn run(&self, registry: &Path) -> Servers {
         let cdi = PathBuf::from("/var/run/cdi");
         std::fs::create_dir_all(&cdi).unwrap();
-        // Always the same file: two files with the same device contradict each other, and a run that was cut off leaves one.
+        // Always the same file: an interrupted run leaves it, and two files with the same device would conflict.
         let spec = cdi.join("holdfast-test.json");
         let device =
             serde_json::json!({"name": "a", "containerEdits": {"env": ["THING=of the driver"]}});

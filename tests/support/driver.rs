@@ -19,19 +19,19 @@ use crate::support::served::{Servers, registration};
 
 #[derive(Default)]
 struct State {
-    /// What was asked, in order.
+    /// The calls, in order.
     calls: Vec<String>,
-    /// Calls that are carried out and then answered as if they had not come through.
+    /// Calls that take effect and then fail as if the response was lost.
     lost: BTreeSet<String>,
-    /// Calls that are never answered.
+    /// Calls that never return.
     hung: BTreeSet<String>,
-    /// Calls that are refused for good: nothing is done.
+    /// Calls that fail with InvalidArgument and have no effect.
     refused: BTreeSet<String>,
-    /// What the driver was told when it published last.
+    /// The volume context and the secrets of the last NodePublishVolume, and the outcome of the registration.
     context: HashMap<String, String>,
     secrets: HashMap<String, String>,
     outcome: Option<String>,
-    /// How many volumes it serves here, where that is not the first number any more.
+    /// The maximum number of volumes on this node, if it is not the initial 7.
     most: Option<i64>,
 }
 
@@ -42,7 +42,7 @@ pub struct Driver {
     state: Arc<Mutex<State>>,
 }
 
-/// The driver while it runs; dropping it ends it and takes its sockets away.
+/// The driver while it runs; dropping this stops it and removes its sockets.
 pub struct Running {
     pub driver: Driver,
     _servers: Servers,
@@ -53,7 +53,7 @@ fn failed(error: impl std::fmt::Display) -> Status {
 }
 
 fn is_mounted(path: &Path) -> bool {
-    // The agent's directory may be named through a link.
+    // The path of the agent's directory may contain a link.
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
     std::fs::read_to_string("/proc/self/mountinfo")
         .unwrap()
@@ -70,7 +70,7 @@ impl Driver {
         }
     }
 
-    /// Runs it: its own socket beside its volumes, and one in the node's directory of registrations.
+    /// Runs the driver: its own socket next to its volumes, and one in the plugin registry directory.
     pub fn run(self, registry: &Path) -> Running {
         let own = self.dir.join("csi.sock");
         let plugin = PluginInfo {
@@ -94,7 +94,7 @@ impl Driver {
         }
     }
 
-    /// How often a call was made.
+    /// The number of calls that begin with `call`.
     pub fn count(&self, call: &str) -> usize {
         self.state
             .lock()
@@ -109,7 +109,7 @@ impl Driver {
         self.state.lock().unwrap().calls.clone()
     }
 
-    /// What it was told of a volume and its pod, and the secrets that came with it.
+    /// The volume context and the secrets of the last NodePublishVolume.
     pub fn told(&self) -> (HashMap<String, String>, HashMap<String, String>) {
         let state = self.state.lock().unwrap();
         (state.context.clone(), state.secrets.clone())
@@ -120,12 +120,12 @@ impl Driver {
         self.state.lock().unwrap().outcome.clone()
     }
 
-    /// From now on it serves so many volumes here.
+    /// Sets the maximum number of volumes on this node.
     pub fn serve(&self, most: i64) {
         self.state.lock().unwrap().most = Some(most);
     }
 
-    /// From the next such call on, until it is called again with `false`, answers are lost.
+    /// Makes responses of this call get lost, until it is called again with `false`.
     pub fn lose(&self, call: &str, lose: bool) {
         let mut state = self.state.lock().unwrap();
         if lose {
@@ -135,7 +135,7 @@ impl Driver {
         }
     }
 
-    /// From the next such call on, until it is called again with `false`, they are refused for good.
+    /// Makes this call fail with InvalidArgument, until it is called again with `false`.
     pub fn refuse(&self, call: &str, refuse: bool) {
         let mut state = self.state.lock().unwrap();
         if refuse {
@@ -145,7 +145,7 @@ impl Driver {
         }
     }
 
-    /// Notes a call. It is refused, or held up for as long as such calls hang.
+    /// Records a call. Then the call fails, or waits while such calls hang.
     async fn asked(&self, call: &str, volume: &str) -> Result<(), Status> {
         self.note(call, volume);
         if self.state.lock().unwrap().refused.contains(call) {
@@ -162,7 +162,7 @@ impl Driver {
         Ok(())
     }
 
-    /// As a driver of block devices: what somebody has mounted in part is busy.
+    /// A volume with a subpath mount is busy, as with a driver of block devices.
     fn not_busy(&self, volume: &str) -> Result<(), Status> {
         let part = format!("{}/", self.dir.join(volume).display());
         let table = std::fs::read_to_string("/proc/self/mountinfo").map_err(failed)?;
@@ -176,8 +176,8 @@ impl Driver {
         Ok(())
     }
 
-    /// From the next such call on, until it is called again with `false`, there are no answers. The call may be of one
-    /// volume: `publish v-1`.
+    /// Makes this call hang, until it is called again with `false`. The call may be limited to one volume:
+    /// `publish v-1`.
     pub fn hang(&self, call: &str, hang: bool) {
         let mut state = self.state.lock().unwrap();
         if hang {

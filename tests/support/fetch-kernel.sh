@@ -8,7 +8,7 @@ package=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(lin
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package")
-# Aside, and its kernel moved last: what was interrupted must not pass for what was asked for.
+# Unpack elsewhere and move the kernel last, so that an interrupted run does not count as complete.
 dpkg-deb -x "$work"/*.deb "$work/unpacked"
 mkdir -p "$target"
 for part in lib usr boot; do

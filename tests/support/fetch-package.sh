@@ -1,6 +1,7 @@
 #!/bin/sh
-# Unpacks packages of a newer Debian suite below a directory, without installing anything: the suite is taken from where
-# this machine's own apt takes its packages. Arguments: suite, packages, directory, a file in it that tells that they are there.
+# Unpacks packages of a newer Debian suite below a directory, without installing anything. The archive
+# is the one in this machine's own apt sources. Arguments: suite, packages, directory, a file in it
+# whose presence means that it is complete.
 set -eu
 suite=$1
 packages=$2
@@ -13,12 +14,12 @@ uri=$(cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/nu
 [ -n "$uri" ] || { echo "no Debian archive in apt's sources" >&2; exit 1; }
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 echo "deb [signed-by=$key] $uri $suite main" >"$work/etc/sources.list"
-# What is installed here does not matter there.
+# Ignore the packages that are installed on this machine.
 apt="apt-get -qq -o Dir::Etc::sourcelist=$work/etc/sources.list -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists=$work/lists -o Dir::State::status=/dev/null -o Dir::Cache=$work/cache -o APT::Sandbox::User=root"
 $apt update
 # shellcheck disable=SC2086 # They are words.
 (cd "$work/debs" && $apt download $packages)
-# Aside, and moved when it is complete: what was interrupted must not pass for what was asked for.
+# Unpack elsewhere and move the complete directory, so that an interrupted run does not count as complete.
 rm -rf "$target.new" "$target"
 mkdir -p "$target.new"
 for deb in "$work"/debs/*.deb; do dpkg-deb -x "$deb" "$target.new"; done

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Unpacks a newer runc below a directory, with the libraries that it was built for: from 1.2 on it can give pods users of
-# their own. Nothing is installed. Argument: the directory.
+# Unpacks a newer runc below a directory, with the libraries that it was built for: pods with user
+# namespaces need 1.2 or later. Nothing is installed. Argument: the directory.
 set -eu
 target=$1
 "$target/usr/sbin/runc" --version >/dev/null 2>&1 && exit 0

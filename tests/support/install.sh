@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the named things from the distribution unless they are there. Arguments: package names;
-# kubectl is satisfied by any kubectl on the PATH.
+# Installs the named packages from the distribution unless they are installed. Arguments: package
+# names. Any kubectl on the PATH counts as kubectl.
 set -eu
 
 missing=
@@ -24,7 +24,7 @@ fi
 echo "installing:$missing"
 [ "$(id -u)" = 0 ] || { echo "root is needed to install packages: run make with sudo" >&2; exit 1; }
 export DEBIAN_FRONTEND=noninteractive
-# The package must not start a containerd of its own: `holdfast up` brings a private one.
+# The package must not start its own containerd: `holdfast up` starts a private one.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' >$policy
@@ -34,7 +34,7 @@ fi
 apt-get update -qq
 # shellcheck disable=SC2086
 apt-get install -y -qq --no-install-recommends $missing >/dev/null
-# A firewall or a registry that came for the tests must not start with the machine. Without systemd nothing does.
+# A firewall or a registry that was installed for the tests must not start at boot. Without systemd nothing does.
 if command -v systemctl >/dev/null; then
     for service in firewalld docker-registry; do
         case " $missing " in *" $service "*) systemctl disable --quiet "$service" ;; esac

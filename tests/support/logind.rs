@@ -1,5 +1,5 @@
-//! A logind of the test's own, on a message bus of the test's own: it announces what the test says, and knows who holds
-//! an inhibitor.
+//! A logind of the test's own, on its own message bus. It announces shutdowns when the test requests
+//! it, and lists the inhibitor locks.
 
 use std::io::{PipeReader, Read as _};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -18,11 +18,12 @@ struct State {
     shutting_down: bool,
     /// In microseconds.
     longest_delay: u64,
-    /// Where the configuration lies that SIGHUP makes it read.
+    /// The configuration file, which SIGHUP makes it read again.
     configuration: PathBuf,
-    /// What was asked for, and the end that tells whether it is held.
+    /// A description of each inhibitor lock, and the reader of its pipe, which reaches end of file when the
+    /// lock is released.
     inhibitors: Vec<(String, PipeReader)>,
-    /// Units that were sent a signal.
+    /// Units that received a signal.
     signals: Vec<(String, i32)>,
 }
 
@@ -30,7 +31,7 @@ type Shared = Arc<Mutex<State>>;
 
 struct Manager(Shared);
 
-/// What logind answers.
+/// Errors of logind.
 #[derive(Debug, zbus::DBusError)]
 #[zbus(prefix = "org.freedesktop.login1")]
 enum LoginError {
@@ -92,7 +93,7 @@ impl Units {
     }
 }
 
-/// The bus and the service; gone when dropped.
+/// The bus and the service; dropping this stops both.
 pub struct Logind {
     state: Shared,
     bus: Child,
@@ -102,7 +103,7 @@ pub struct Logind {
 }
 
 impl Logind {
-    /// A logind that waits for at most `delay` by its configuration.
+    /// A logind whose configured maximum delay is `delay`.
     pub fn start(delay: Duration) -> Logind {
         let dir = tempfile::tempdir().unwrap();
         let address = format!("unix:path={}", dir.path().join("bus").display());
@@ -132,7 +133,7 @@ impl Logind {
             connection: None,
         };
         let begun = Instant::now();
-        // The socket is there a moment before somebody listens to it.
+        // The socket exists a moment before the bus listens on it.
         while std::os::unix::net::UnixStream::connect(logind.dir.path().join("bus")).is_err() {
             assert!(begun.elapsed() < Duration::from_secs(60), "no bus");
             std::thread::sleep(Duration::from_millis(20));
@@ -141,17 +142,17 @@ impl Logind {
         logind
     }
 
-    /// The bus' address.
+    /// The address of the bus.
     pub fn address(&self) -> String {
         format!("unix:path={}", self.dir.path().join("bus").display())
     }
 
-    /// Where it reads its configuration.
+    /// The path of its configuration.
     pub fn configuration(&self) -> PathBuf {
         self.state.lock().unwrap().configuration.clone()
     }
 
-    /// Ends the service, if it runs, and starts it anew.
+    /// Stops the service if it runs, and starts it again.
     pub fn restart(&mut self) {
         let (address, state) = (self.address(), Arc::clone(&self.state));
         let before = self.connection.take();
@@ -176,7 +177,7 @@ impl Logind {
         self.connection = Some(connection);
     }
 
-    /// Announces a shutdown, or calls it off.
+    /// Announces a shutdown, or cancels it.
     pub fn announce(&self, shutting_down: bool) {
         self.state.lock().unwrap().shutting_down = shutting_down;
         let connection = self.connection.as_ref().unwrap();
@@ -188,10 +189,11 @@ impl Logind {
         });
     }
 
-    /// What the inhibitors are that somebody holds.
+    /// Descriptions of the inhibitor locks that are held.
     pub fn inhibitors(&self) -> Vec<String> {
         let mut state = self.state.lock().unwrap();
-        // At its end a pipe whose writers have all gone says so; before, that there is nothing to read.
+        // When all writers have closed the pipe, a read succeeds with end of file. Before that, it fails with
+        // WouldBlock.
         state
             .inhibitors
             .retain_mut(|(_, reader)| reader.read(&mut [0]).is_err());
@@ -202,7 +204,7 @@ impl Logind {
             .collect()
     }
 
-    /// Units that were sent a signal.
+    /// Units that received a signal.
     pub fn signals(&self) -> Vec<(String, i32)> {
         self.state.lock().unwrap().signals.clone()
     }
@@ -210,10 +212,10 @@ impl Logind {
 
 impl Drop for Logind {
     fn drop(&mut self) {
-        // Connections end in tasks of the runtime.
+        // Connections are closed in tasks of the runtime.
         let _entered = self.runtime.enter();
         self.connection.take();
-        // It may have ended by itself.
+        // The bus may have exited already.
         let _ = self.bus.kill();
         let _ = self.bus.wait();
     }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes a disk with a small Debian for virtual machines: systemd, containerd, an NFS server and AppArmor, of this machine's
-# own suite and archive. One that an older script has made is made anew. Arguments: the directory of its kernel, the disk's
-# file.
+# Creates a disk with a small Debian for virtual machines: systemd, containerd, an NFS server and
+# AppArmor, from this machine's own suite and archive. A disk that another version of this script
+# created is replaced. Arguments: the directory of its kernel, the disk's file.
 set -eu
 PATH="$PATH:/usr/sbin:/sbin"
 kernel=$1
@@ -17,7 +17,7 @@ mmdebstrap --quiet --variant=essential --mode=root --include="$packages" "$VERSI
     "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $uri $VERSION_CODENAME main" >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 for modules in "$kernel"/lib/modules/*; do depmod -b "$kernel" "$(basename "$modules")"; done
 cp -a "$kernel"/lib/modules "$work/root/lib/"
-# Its own services would only be in the way; an emulated processor takes long for the profiles of programs.
+# Disable services that would interfere. Loading AppArmor profiles takes long on an emulated processor.
 for unit in apparmor containerd nfs-server apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer fstrim.timer; do
     rm -f "$work"/root/etc/systemd/system/*.wants/$unit "$work"/root/etc/systemd/system/*.wants/$unit.service
 done

@@ -1,5 +1,5 @@
-//! A private cluster for a test: own name, directories, ports, bridge and subnet; gone when dropped,
-//! also when the test fails. With `HOLDFAST_REAL_APISERVER` it is a node and a namespace of a real control plane.
+//! A private cluster for a test, with its own name, directories, ports, bridge and subnet. It is removed when dropped,
+//! even if the test fails. With `HOLDFAST_REAL_APISERVER` it is a node and a namespace of a real control plane.
 
 #![allow(dead_code, clippy::unwrap_used)]
 
@@ -18,15 +18,15 @@ use std::time::{Duration, Instant};
 use real::ControlPlane;
 use serde_json::{Value, json};
 
-/// How long a condition may take to come true: longer in a machine that is emulated.
+/// The timeout for a condition to become true: longer in an emulated machine.
 pub fn patience() -> Duration {
     Duration::from_secs(
         std::env::var("HOLDFAST_TEST_TIMEOUT").map_or(60, |seconds| seconds.parse().unwrap()),
     )
 }
 
-/// A program whose run is ended when it takes twice as long as a condition may: what hangs is found by the test that waits
-/// for it, which shows the logs, not by whoever ends the test.
+/// A command that is stopped after twice this timeout. A command that hangs thus fails in the test that
+/// runs it, which shows the logs.
 pub fn limited(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("timeout");
     let seconds = (2 * patience()).as_secs().to_string();
@@ -41,15 +41,15 @@ static TAKEN: Mutex<BTreeMap<u16, String>> = Mutex::new(BTreeMap::new());
 pub struct Cluster {
     pub name: String,
     pub number: u16,
-    /// Where its objects are.
+    /// The control plane that stores its objects.
     pub control: ControlPlane,
     /// A directory with a containerd to use instead of the installed one.
     pub runtime: Option<PathBuf>,
     /// A KubeletConfiguration for the agent.
     pub config: Option<tempfile::NamedTempFile>,
-    /// Everything is logged.
+    /// Log everything.
     pub verbose: bool,
-    /// The system's message bus, where it is another than this machine's.
+    /// The address of the system message bus, if it is not this machine's.
     pub bus: Option<String>,
 }
 
@@ -72,14 +72,14 @@ fn text(output: &Output) -> String {
     )
 }
 
-/// What a command printed, which must have succeeded.
+/// The output of a command, which must have succeeded.
 fn succeeded(what: &str, output: Output) -> String {
     assert!(output.status.success(), "{what} failed: {}", text(&output));
     String::from_utf8(output.stdout).unwrap()
 }
 
 impl Cluster {
-    /// Starts a cluster; `number` (1 to 99) makes its ports and addresses its own.
+    /// Starts a cluster; `number` (1 to 99) determines its ports and addresses.
     pub fn start(name: &str, number: u16) -> Cluster {
         Self::new(name, number).started()
     }
@@ -116,14 +116,14 @@ impl Cluster {
         self
     }
 
-    /// As [`Cluster::start_configured`], with another message bus in the place of the system's.
+    /// As [`Cluster::start_configured`], with another message bus in place of the system's.
     pub fn start_on_bus(name: &str, number: u16, fields: &str, bus: Option<String>) -> Cluster {
         let mut cluster = Self::new(name, number).configured(fields);
         cluster.bus = bus;
         cluster.started()
     }
 
-    /// As [`Cluster::start`], with everything logged that can be.
+    /// As [`Cluster::start`], with the most verbose log.
     pub fn start_verbose(name: &str, number: u16) -> Cluster {
         let mut cluster = Self::new(name, number);
         cluster.verbose = true;
@@ -153,7 +153,7 @@ impl Cluster {
         }
     }
 
-    /// The same, started.
+    /// Starts this cluster.
     pub fn started(self) -> Cluster {
         assert!(
             nix::unistd::geteuid().is_root(),
@@ -164,7 +164,7 @@ impl Cluster {
         self
     }
 
-    /// A run that was cut off leaves its cluster behind.
+    /// An interrupted run leaves its cluster behind.
     pub fn clear(&self) {
         if self.data().exists() {
             succeeded("down", self.purged());
@@ -228,7 +228,7 @@ impl Cluster {
         &self.name
     }
 
-    /// The namespace of what is applied without one.
+    /// The namespace of objects that name none.
     pub fn namespace(&self) -> &str {
         match self.control {
             ControlPlane::Bundled => "default",
@@ -249,7 +249,8 @@ impl Cluster {
         text.split(' ').next().unwrap().parse().unwrap()
     }
 
-    /// Ends a part's supervisor: a part that is killed then stays down until [`Cluster::up`].
+    /// Kills the supervisor of a component. If the component is killed afterwards, it stays down until
+    /// [`Cluster::up`].
     pub fn unsupervise(&self, part: &str) {
         let state = std::fs::read(self.run_dir().join(format!("{part}.state"))).unwrap();
         let state: Value = serde_json::from_slice(&state).unwrap();
@@ -257,7 +258,7 @@ impl Cluster {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
     }
 
-    /// Kills a part and its supervisor: it stays down until [`Cluster::up`].
+    /// Kills a component and its supervisor: it stays down until [`Cluster::up`].
     pub fn kill(&self, part: &str) {
         self.unsupervise(part);
         let pid = self.pid(part);
@@ -265,7 +266,7 @@ impl Cluster {
         self.wait_for_end(pid);
     }
 
-    /// Waits until a process that was sent a signal has ended: what seems to run still is left alone by [`Cluster::up`].
+    /// Waits until a signalled process has exited: [`Cluster::up`] does not start a component that still seems to run.
     pub fn wait_for_end(&self, pid: i32) {
         self.wait_quietly(&format!("process {pid} to end"), || has_ended(pid));
     }
@@ -303,7 +304,7 @@ impl Cluster {
         values.find_map(|value| value.strip_prefix(' ')?.trim().parse().ok())
     }
 
-    /// Runs a command of `holdfast` that asks this cluster's agent, which must succeed.
+    /// Runs a command of `holdfast` against this cluster's agent; it must succeed.
     pub fn holdfast(&self, arguments: &[&str]) -> String {
         let output = limited(holdfast())
             .args(arguments)
@@ -325,8 +326,8 @@ impl Cluster {
         list["items"].as_array().unwrap().clone()
     }
 
-    /// Deletes the pods that have finished, and waits until nothing is left of them: the API forgets such a pod at once, and
-    /// what the node keeps of it goes after that.
+    /// Deletes the pods with a terminal phase and waits until their leftovers are removed: the API removes
+    /// such a pod at once, the node cleans up afterwards.
     pub fn delete_finished(&self) {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let mut pods = self.pods();
@@ -339,7 +340,7 @@ impl Cluster {
         let delete = ["delete", "pod"].into_iter();
         let delete: Vec<&str> = delete.chain(names.iter().map(String::as_str)).collect();
         self.kubectl(&delete);
-        // Links of logs have the name, all else has the uid.
+        // Links of logs contain the name, everything else the UID.
         let mut marks: Vec<String> = names.iter().map(|n| format!("log link {n}_")).collect();
         marks.extend(pods.iter().map(|p| text(&p["metadata"]["uid"])));
         self.wait("nothing to be left of what has finished", || {
@@ -350,7 +351,7 @@ impl Cluster {
         });
     }
 
-    /// Deletes all pods, and nothing is left of them.
+    /// Deletes all pods, and checks that nothing is left of them.
     #[track_caller]
     pub fn end_clean(&self) {
         self.delete_finished();
@@ -380,7 +381,7 @@ impl Cluster {
     /// The name of the cluster's Node.
     pub fn node_name(&self) -> String {
         match self.control {
-            // The only one.
+            // The cluster has only one.
             ControlPlane::Bundled => {
                 self.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"])
             }
@@ -399,7 +400,7 @@ impl Cluster {
         16_400 + self.number + 1000
     }
 
-    /// What the agent answers to a GET of a path, through the apiserver.
+    /// The agent's response to a GET of a path, through the apiserver.
     pub fn ask_node(&self, path: &str) -> String {
         let path = format!("/api/v1/nodes/{}/proxy{path}", self.node_name());
         self.kubectl(&["get", "--raw", &path])
@@ -418,7 +419,7 @@ impl Cluster {
         ])
     }
 
-    /// Waits until a condition holds; on time-out shows what there is.
+    /// Waits until a condition holds; on timeout fails with the state of the cluster.
     pub fn wait(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let deadline = Instant::now() + patience();
         while !condition() {
@@ -433,7 +434,7 @@ impl Cluster {
         }
     }
 
-    /// What the agent and the events say of the pods that are not as they should be.
+    /// The agent's explanations, and the events, of pods that are not ready or are being deleted.
     fn explained(&self) -> String {
         let mut pods = self.pods();
         pods.retain(|pod| {
@@ -450,7 +451,7 @@ impl Cluster {
         explained.collect()
     }
 
-    /// As [`Cluster::wait`], while there is no API to show things of.
+    /// As [`Cluster::wait`], for times without a working API.
     pub fn wait_quietly(&self, what: &str, condition: impl Fn() -> bool) {
         let deadline = Instant::now() + patience();
         while !condition() {
@@ -459,7 +460,7 @@ impl Cluster {
         }
     }
 
-    /// What pods have left on this machine; empty when all is clean.
+    /// Leftovers of pods on this machine; empty when all is clean.
     pub fn leftovers(&self) -> Vec<String> {
         let mut found = Vec::new();
         let mut list = |what: &str, dir: PathBuf, ours: &dyn Fn(&str) -> bool| {
@@ -490,11 +491,11 @@ impl Cluster {
             .lines()
         {
             let point = std::path::Path::new(line.split(' ').nth(4).unwrap_or_default());
-            // The agent's root directory itself is made shared, where the machine's mounts are not.
+            // The agent makes its own root directory a shared mount if the machine's mounts are not shared.
             if point == self.data().join("agent") {
                 continue;
             }
-            // By whole names: a cluster beside this one can be called as this one and more.
+            // Compare whole path components: the name of another cluster may begin with this one's.
             if point.starts_with(self.data()) || point.starts_with(self.run_dir()) {
                 found.push(format!("mount {}", point.display()));
             }
@@ -528,9 +529,9 @@ impl Cluster {
         found
     }
 
-    /// Nothing is left of pods whose objects have gone. What the agent gives back it has given back before the object goes; what
-    /// containerd and the kernel end by themselves (shims, links, mounts of sandboxes) may take a moment longer. Pods that had
-    /// finished are for [`Cluster::delete_finished`].
+    /// Checks that nothing is left of pods whose objects were removed. The agent cleans up before it removes
+    /// the object. Leftovers that containerd and the kernel remove on their own (shims, links, mounts of
+    /// sandboxes) may exist a moment longer. For pods with a terminal phase, see [`Cluster::delete_finished`].
     #[track_caller]
     pub fn assert_clean(&self) {
         let run = format!("mount {}", self.run_dir().display());
@@ -552,8 +553,8 @@ impl Cluster {
         }
     }
 
-    /// As [`Cluster::leftovers`], less what is containerd's own and containerd knows nothing of: a call that the agent's death
-    /// cuts off, or a shim that is killed, can cost version 1.6 a shim, its directory and its mount.
+    /// As [`Cluster::leftovers`], without leftovers of containerd that containerd no longer knows. If the agent's
+    /// death cancels a call, or a shim is killed, version 1.6 can leak a shim, its directory and its mount.
     pub fn leftovers_known(&self) -> Vec<String> {
         let known = ctr(self, "k8s.io", &["containers", "ls", "-q"]);
         let state = format!("mount {}", self.run_dir().join("containerd").display());
@@ -577,7 +578,7 @@ impl Cluster {
     }
 }
 
-/// Whether a process has ended. Its first thread becomes a zombie before the last one closes the process's sockets.
+/// Whether a process has exited. Its first thread becomes a zombie before the last one closes the process's sockets.
 pub fn has_ended(pid: i32) -> bool {
     let zombie =
         std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |s| s.contains(") Z "));
@@ -619,7 +620,7 @@ impl Drop for Cluster {
     }
 }
 
-/// The status of a pod's condition; empty without one.
+/// The status of a pod's condition; empty if there is none.
 pub fn condition(pod: &Value, kind: &str) -> String {
     let found = pod["status"]["conditions"]
         .as_array()
@@ -629,7 +630,7 @@ pub fn condition(pod: &Value, kind: &str) -> String {
     found.map_or(String::new(), |c| c["status"].as_str().unwrap().to_owned())
 }
 
-/// GETs a page over plain HTTP; the answer is the body.
+/// GETs a page over plain HTTP and returns the body.
 pub fn http_get(address: &str) -> Option<String> {
     use std::io::{Read as _, Write as _};
     let target: std::net::SocketAddr = address.parse().ok()?;
@@ -653,12 +654,12 @@ pub fn ctr(cluster: &Cluster, namespace: &str, arguments: &[&str]) -> String {
     succeeded(&format!("ctr {arguments:?}"), output.unwrap())
 }
 
-/// Imports a busybox image made from Debian's static busybox; the answer is its name.
+/// Imports a busybox image made from Debian's static busybox, and returns its name.
 pub fn busybox(cluster: &Cluster) -> String {
     busybox_in(cluster, "k8s.io", "test.local/busybox:1", b"")
 }
 
-/// As [`busybox`], into a namespace of containerd's and under a name; other marks make other layers.
+/// As [`busybox`], into a namespace of containerd and under a name; different marks produce different layers.
 pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: &[u8]) -> String {
     let commands = [
         "sh", "cat", "echo", "busybox", "test", "grep", "wget", "sleep", "false", "true", "ls",
@@ -666,7 +667,8 @@ pub fn busybox_in(cluster: &Cluster, namespace: &str, name: &'static str, mark: 
     import_busybox(cluster, namespace, name, mark, &commands)
 }
 
-/// As [`busybox`], without its commands as programs of their own: a tenth of the size, where unpacking takes time.
+/// As [`busybox`], without the commands as separate programs: a tenth of the size, for tests where
+/// unpacking takes long.
 pub fn busybox_alone(cluster: &Cluster, name: &'static str) -> String {
     import_busybox(cluster, "k8s.io", name, b"", &["busybox"])
 }
@@ -688,7 +690,7 @@ fn import_busybox(
         content: mark,
         mode: 0o644,
     }];
-    // The archive has files only: every command is a copy. Seldom worth more than a few megabytes.
+    // The archive contains regular files only, so every command is a copy: a few megabytes each.
     files.extend(programs.iter().map(|path| ImageFile {
         path,
         content: &program,
@@ -710,7 +712,7 @@ fn import_busybox(
     name.to_owned()
 }
 
-/// Runs a command in the first container of a pod; the answer is what it printed.
+/// Runs a command in the first container of a pod and returns its output.
 pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
     use holdfast::cri::{CriClient, Runtime as _};
     let id = cluster.pod(pod)["status"]["containerStatuses"][0]["containerID"]
@@ -742,7 +744,8 @@ pub fn inside(cluster: &Cluster, pod: &str, command: &[&str]) -> String {
     })
 }
 
-/// Creates a pod, of one container of the bundled image where `spec` has no other, that ends at once when it is deleted.
+/// Creates a pod that stops immediately when it is deleted. Unless `spec` has containers, it has one of
+/// the bundled image.
 pub fn pod(cluster: &Cluster, name: &str, spec: &Value) {
     let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
         "spec": {"terminationGracePeriodSeconds": 0, "containers": [{"name": "c", "image": "holdfast.local/demo:1"}]}});

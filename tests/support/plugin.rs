@@ -1,5 +1,5 @@
-//! A device plugin whose devices are ordinary files. It registers as plugins do: at the agent's socket, again whenever
-//! that is made anew, or through a socket of its own in the directory of registrations.
+//! A device plugin whose devices are ordinary files. It registers as plugins do: at the agent's socket,
+//! again whenever this socket is recreated, or through its own socket in the plugin registry directory.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -17,11 +17,11 @@ use tonic::{Request, Response, Status};
 
 use crate::support::served::{Servers, registration, serve};
 
-/// What a plugin does with calls to Allocate, and with GetDevicePluginOptions.
+/// How a plugin handles Allocate and GetDevicePluginOptions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Mood {
     Answers,
-    /// It fails GetDevicePluginOptions.
+    /// GetDevicePluginOptions fails.
     HidesOptions,
     Hangs,
     Refuses(&'static str),
@@ -39,7 +39,7 @@ struct Inner {
 #[derive(Clone)]
 pub struct Plugin(Arc<Inner>);
 
-/// What tells a file from the next one under its name.
+/// Distinguishes a file from its successor with the same name.
 fn identity(path: &Path) -> Option<(u64, i64)> {
     let found = std::fs::metadata(path).ok();
     found.map(|m| (m.ino(), m.ctime_nsec()))
@@ -65,12 +65,12 @@ impl Plugin {
         self.0.mood.send_replace(mood);
     }
 
-    /// What was asked, in order.
+    /// The calls, in order.
     pub fn calls(&self) -> Vec<String> {
         self.0.calls.lock().unwrap().clone()
     }
 
-    /// Runs it with its socket beside the agent's.
+    /// Runs the plugin with its socket next to the agent's.
     pub fn run(&self, dir: &Path) -> Servers {
         let (agents, socket) = (dir.join("kubelet.sock"), dir.join("thing.sock"));
         let mut servers = Servers::new();
@@ -109,7 +109,7 @@ impl Plugin {
         outcome.map(|_| ()).map_err(|e| e.to_string())
     }
 
-    /// Runs it with one socket for everything, in the directory of registrations.
+    /// Runs the plugin with one socket for everything, in the plugin registry directory.
     pub fn run_in_registry(&self, registry: &Path) -> Servers {
         let info = PluginInfo {
             r#type: "DevicePlugin".into(),
@@ -177,7 +177,7 @@ impl DevicePlugin for Plugin {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
-    /// It prefers the last ones.
+    /// Prefers the last devices.
     async fn get_preferred_allocation(
         &self,
         request: Request<pb::PreferredAllocationRequest>,

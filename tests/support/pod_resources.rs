@@ -1,4 +1,4 @@
-//! The podresources API as a monitoring agent asks it.
+//! The podresources API as a monitoring agent uses it.
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tonic::transport::Channel;
 
 use crate::support::Cluster;
 
-/// Asks the agent of a cluster.
+/// Queries the agent of a cluster.
 pub fn ask<T>(
     cluster: &Cluster,
     work: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> T,
@@ -21,7 +21,7 @@ pub fn ask<T>(
     })
 }
 
-/// Which pod has which device of which resource, as the version `v1alpha1` has it. None while the agent does not answer.
+/// The devices of all pods by resource, from API version `v1alpha1`. `None` while the agent does not answer.
 pub fn v1alpha1(cluster: &Cluster) -> Option<Vec<String>> {
     connect(cluster, async |channel| {
         let mut client = alpha::pod_resources_lister_client::PodResourcesListerClient::new(channel);
@@ -50,8 +50,8 @@ fn connect<T>(cluster: &Cluster, work: impl AsyncFnOnce(Channel) -> T) -> T {
     })
 }
 
-/// Containers that have processors for themselves: pod, processors, bytes of memory and of how many NUMA nodes; and which
-/// processors can be given at all. None while the agent does not answer.
+/// The containers with exclusive CPUs (pod, CPUs, bytes of memory and the number of NUMA nodes), and
+/// the allocatable CPUs. `None` while the agent does not answer.
 pub fn who_has_what(cluster: &Cluster) -> Option<(Vec<String>, Vec<i64>)> {
     ask(cluster, async |mut client| {
         let listed = client.list(ListPodResourcesRequest {}).await.ok()?;

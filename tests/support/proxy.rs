@@ -1,5 +1,5 @@
-//! A proxy in front of the real containerd that makes chosen calls fail, hang, come late or lose their answer, or cuts off
-//! everybody.
+//! A proxy in front of the real containerd. It makes chosen calls fail, hang, arrive late or lose their
+//! response, or closes all connections.
 #![allow(dead_code, reason = "each suite needs a part of it")]
 
 use std::convert::Infallible;
@@ -17,29 +17,29 @@ use tokio::sync::watch;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The call is refused and not passed on.
+    /// The proxy rejects the call and does not forward it.
     Fail,
-    /// The call is not passed on and not answered.
+    /// The proxy neither forwards nor answers the call.
     Hang,
-    /// The call is passed on after a while.
+    /// The proxy forwards the call after a delay.
     Delay,
-    /// The call is passed on, and its answer lost.
+    /// The proxy forwards the call and drops its response.
     Lose,
-    /// The caller is killed before the call is passed on.
+    /// The proxy kills the caller before it would forward the call.
     KillBefore,
-    /// The call is passed on, and the caller killed before it has the answer.
+    /// The proxy forwards the call, and kills the caller before it has the response.
     KillAfter,
 }
 
 pub const FAULTS: [Fault; 4] = [Fault::Fail, Fault::Hang, Fault::Delay, Fault::Lose];
 
-/// The fault that is on, if one is: a method's name and what happens to it.
+/// The active fault, if any: a method's name and the fault of its calls.
 type Now = Option<(&'static str, Fault)>;
 
 /// Kills the caller.
 type Killer = Arc<Mutex<Box<dyn Fn() + Send>>>;
 
-/// What all connections share.
+/// State shared by all connections.
 #[derive(Clone)]
 struct Shared {
     fault: watch::Receiver<Now>,
@@ -111,12 +111,12 @@ async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> 
     match now {
         Some(Fault::Fail) => return refusal(2),
         Some(Fault::Hang) => {
-            // Until the fault is lifted; most callers give up before.
+            // Until the fault is lifted; most callers time out before.
             let _ = fault.changed().await;
             return refusal(14);
         }
         Some(Fault::Delay) => tokio::time::sleep(Duration::from_millis(700)).await,
-        // Once: whoever comes after the killed one is left alone.
+        // Only the first call: the caller's successor must not be killed.
         Some(Fault::KillBefore) if first => {
             killer.lock().unwrap()();
             return refusal(14);
@@ -125,7 +125,7 @@ async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> 
     }
     match pass_on(&target, request).await {
         Ok(answer) if now == Some(Fault::Lose) => {
-            // All of it, so that the call has truly been carried out.
+            // Read the whole response, so that the call has completed.
             let _ = answer.into_body().collect().await;
             refusal(4)
         }
@@ -140,7 +140,7 @@ async fn handle(target: PathBuf, shared: Shared, request: Request<Incoming>) -> 
 }
 
 impl Proxy {
-    /// Listens on `socket` and passes on to `target`, which may come later.
+    /// Listens on `socket` and forwards to `target`, which may be created later.
     pub fn start(socket: PathBuf, target: PathBuf) -> Proxy {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -189,7 +189,7 @@ impl Proxy {
         }
     }
 
-    /// Says how the caller is killed.
+    /// Sets how the caller is killed.
     pub fn kill_with(&self, killer: impl Fn() + Send + 'static) {
         let killed = Arc::clone(&self.killed);
         *self.killer.lock().unwrap() = Box::new(move || {
@@ -198,29 +198,29 @@ impl Proxy {
         });
     }
 
-    /// Turns a fault on.
+    /// Activates a fault.
     pub fn set(&self, method: &'static str, fault: Fault) {
         *self.hits.lock().unwrap() = 0;
         *self.killed.lock().unwrap() = false;
         self.fault.send_replace(Some((method, fault)));
     }
 
-    /// How many calls it has hit.
+    /// The number of calls that the active fault has affected.
     pub fn hits(&self) -> u64 {
         *self.hits.lock().unwrap()
     }
 
-    /// Whether the fault that is on has killed the caller.
+    /// Whether the active fault has killed the caller.
     pub fn has_killed(&self) -> bool {
         *self.killed.lock().unwrap()
     }
 
-    /// Cuts everybody off, and lets nobody in until the next call of this.
+    /// With `true`, closes all connections and accepts no new ones until a call with `false`.
     pub fn set_away(&self, away: bool) {
         self.away.send_replace(away);
     }
 
-    /// Lifts it.
+    /// Lifts the fault.
     pub fn lift(&self) {
         self.fault.send_replace(None);
     }

@@ -1,6 +1,6 @@
-//! A real control plane in the place of the bundled one. `HOLDFAST_REAL_APISERVER` names the kubeconfig of somebody who may
-//! do everything there. A test's cluster is then a node of its own and a namespace of its own, and its pods go to no other
-//! node: other tests, and other nodes, may be there as well.
+//! A real control plane in place of the bundled one. `HOLDFAST_REAL_APISERVER` names the kubeconfig of
+//! a cluster administrator. A test's cluster is then a node and a namespace, and its pods run only on
+//! this node: other tests and other nodes may use the control plane at the same time.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -9,17 +9,17 @@ use serde_json::json;
 
 use super::{Cluster, succeeded, text};
 
-/// Where the objects of a cluster's pods are kept.
+/// The control plane that stores the objects of a cluster's pods.
 #[derive(Clone)]
 pub enum ControlPlane {
-    /// In ours, which belongs to this cluster alone.
+    /// The bundled one, which belongs to this cluster alone.
     Bundled,
-    /// In the one that this kubeconfig names.
+    /// The one that this kubeconfig names.
     Real(PathBuf),
 }
 
 impl ControlPlane {
-    /// The one that tests are to use.
+    /// The control plane that tests use.
     pub fn wanted() -> ControlPlane {
         match std::env::var_os(super::skip::REAL_APISERVER) {
             Some(kubeconfig) => ControlPlane::Real(kubeconfig.into()),
@@ -35,9 +35,9 @@ fn run(admin: &Path, arguments: &[&str], input: &str) -> Output {
     command.arg("--kubeconfig").arg(admin).args(arguments);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut kubectl = command.stderr(Stdio::piped()).spawn().unwrap();
-    // Dropped, so that kubectl sees its end.
+    // Dropped at once, so that kubectl sees the end of its input.
     let sent = kubectl.stdin.take().unwrap().write_all(input.as_bytes());
-    // Only what reads has an input.
+    // A command without input may exit before the write.
     sent.or_else(|e| if input.is_empty() { Ok(()) } else { Err(e) })
         .unwrap();
     kubectl.wait_with_output().unwrap()
@@ -52,7 +52,8 @@ fn apply(admin: &Path, object: &serde_json::Value) {
     succeeded("kubectl apply", output);
 }
 
-/// Makes what a cluster needs there, unless it is there: its namespace, and the kubeconfigs of whoever tests and of the node.
+/// Creates the objects of a cluster unless they exist: its namespace, and the kubeconfigs of the tests
+/// and of the node.
 pub fn prepare(cluster: &Cluster, admin: &Path) {
     let node = cluster.data().join(NODE);
     if node.exists() {
@@ -81,14 +82,14 @@ pub fn prepare(cluster: &Cluster, admin: &Path) {
 /// The node's kubeconfig, in the data directory.
 pub const NODE: &str = "node.conf";
 
-/// Whether the apiserver can be told where pods go. The bundled one cannot, nor can one before 1.36: there the scheduler has
-/// its way.
+/// Whether the apiserver has MutatingAdmissionPolicies. The bundled one and versions before 1.36 do
+/// not; there the scheduler may choose any node.
 fn has_policies(admin: &Path) -> bool {
     let group = "--api-group=admissionregistration.k8s.io";
     kubectl(admin, &["api-resources", "-o", "name", group]).contains("mutatingadmissionpolicies")
 }
 
-/// Every pod of the namespace that has no node yet goes to the cluster's own.
+/// Makes every pod of the namespace without a node run on the cluster's own node.
 fn keep_pods_together(cluster: &Cluster, admin: &Path, own: &Path) {
     let group = "admissionregistration.k8s.io/v1";
     let (name, label) = (cluster.name(), "kubernetes.io/hostname");
@@ -117,7 +118,8 @@ fn keep_pods_together(cluster: &Cluster, admin: &Path, own: &Path) {
     });
 }
 
-/// As a node gets it: it asks for a certificate, somebody approves it, and the cluster's signer signs it.
+/// Obtains the node's kubeconfig as real nodes do: with a CSR, its approval, and a certificate from the
+/// cluster's signer.
 fn node_kubeconfig(cluster: &Cluster, admin: &Path, own: &Path) -> String {
     use base64::Engine as _;
     let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
@@ -151,12 +153,12 @@ fn node_kubeconfig(cluster: &Cluster, admin: &Path, own: &Path) -> String {
     config.to_string()
 }
 
-/// Removes what a cluster has there, with whatever its pods still wait for.
+/// Removes a cluster's objects, with its pods.
 pub fn remove(cluster: &Cluster, admin: &Path) -> Result<(), String> {
     let name = cluster.name();
     let namespace = format!("namespace/{name}");
     let delete = ["delete", "--ignore-not-found", "--wait=false"];
-    // Who would have said that the pods have ended is gone.
+    // The agent that would confirm the pods' termination no longer runs.
     let force = ["--force", "--grace-period=0", "--all", "-n", name];
     let mut steps = vec![
         [&delete[..], &["namespace", name]].concat(),

@@ -1,5 +1,5 @@
-//! What plugins and drivers of the tests have in common: servers at sockets, with threads of their own, so that they
-//! answer while the test waits; and how they register.
+//! Common parts of the tests' plugins and drivers: servers on sockets, with their own threads so that
+//! they respond while the test waits, and their registration.
 
 use std::path::{Path, PathBuf};
 
@@ -11,14 +11,14 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::server::Router;
 use tonic::{Request, Response, Status};
 
-/// Servers while they run; dropping this ends them and takes their files away.
+/// Running servers; dropping this stops them and removes their files.
 pub struct Servers {
     files: Vec<PathBuf>,
     runtime: Runtime,
 }
 
 impl Servers {
-    /// None yet.
+    /// Without any server.
     pub fn new() -> Servers {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -31,17 +31,17 @@ impl Servers {
         }
     }
 
-    /// A file goes when they end.
+    /// Removes a file when the servers stop.
     pub fn owns(&mut self, file: &Path) {
         self.files.push(file.into());
     }
 
-    /// Does something for as long as they run.
+    /// Runs a task until the servers stop.
     pub fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(work);
     }
 
-    /// Serves at a socket, which is there when this returns.
+    /// Serves on a socket, which exists when this returns.
     pub fn serve(&mut self, socket: &Path, services: Router) {
         self.owns(socket);
         let _inside = self.runtime.enter();
@@ -57,7 +57,7 @@ impl Drop for Servers {
     }
 }
 
-/// Serves at a socket in place of an earlier one. It is there when this returns.
+/// Serves on a socket, replacing an earlier one. The socket exists when this returns.
 pub fn serve(socket: &Path, services: Router) -> impl Future<Output = ()> + Send + use<> {
     let _ = std::fs::remove_file(socket);
     let connections = UnixListenerStream::new(UnixListener::bind(socket).unwrap());
@@ -66,8 +66,8 @@ pub fn serve(socket: &Path, services: Router) -> impl Future<Output = ()> + Send
     }
 }
 
-/// Where a plugin registers with itself: what it says, and what it does when it is told the outcome, which is empty for a
-/// success.
+/// The registration service of a plugin: its info, and a callback that receives the outcome, which is
+/// empty for a success.
 pub fn registration<F: Fn(String) + Send + Sync + 'static>(
     plugin: pb::PluginInfo,
     outcome: F,

@@ -1,19 +1,20 @@
-//! Tests that cannot run on this machine: they say that they are skipped, and fail in CI.
+//! Tests that cannot run on this machine: they report that they are skipped, and fail in CI.
 #![allow(dead_code)]
 
 use std::io::Write as _;
 use std::path::PathBuf;
 
-/// The variable with the kubeconfig of a real control plane that tests are to use.
+/// The variable with the kubeconfig of a real control plane that tests use.
 pub const REAL_APISERVER: &str = "HOLDFAST_REAL_APISERVER";
 
 fn is_real() -> bool {
     std::env::var_os(REAL_APISERVER).is_some()
 }
 
-/// Says why a test is skipped. With `CI=true` the test fails: there everything must run, unless a real control plane is used.
+/// Reports why a test is skipped. With `CI=true` the test fails, because everything must run there,
+/// unless it uses a real control plane.
 pub fn skipped(why: &str) {
-    // Written past libtest's capture, which hides what a passing test prints.
+    // Written to stderr directly: libtest hides the captured output of a passing test.
     let _ = writeln!(std::io::stderr(), "skipped: {why}");
     assert!(
         is_real() || std::env::var("CI").as_deref() != Ok("true"),
@@ -21,7 +22,7 @@ pub fn skipped(why: &str) {
     );
 }
 
-/// Whether a test that needs the bundled control plane must be skipped, as a real one is used; says why it needs it.
+/// Whether a test that needs the bundled control plane must be skipped because a real one is used; reports why.
 pub fn needs_bundled(why: &str) -> bool {
     if is_real() {
         skipped(&format!("it needs the bundled control plane: {why}"));
@@ -29,8 +30,8 @@ pub fn needs_bundled(why: &str) -> bool {
     is_real()
 }
 
-/// The programs that `make test` has unpacked below the directory that `variable` names, one for each version. None
-/// where they could not be fetched: the test is skipped.
+/// The programs that `make test` has unpacked below the directory that `variable` names, one for each
+/// version. If there are none, the test reports that it is skipped.
 pub fn fetched(variable: &str, program: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = std::env::var_os(variable)
         .and_then(|dir| std::fs::read_dir(dir).ok())

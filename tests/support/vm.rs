@@ -1,23 +1,23 @@
-//! A virtual machine with the distribution's kernel, for what the kernel at hand lacks. It runs one test of the binary that
-//! starts it, from a memory disk: nothing is installed, and nothing outlives it.
+//! A virtual machine with the distribution's kernel, for features that the running kernel lacks. The machine runs
+//! one test of the binary that starts it, from an initramfs: nothing is installed, and nothing is left behind.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What the kernel's command line says of such a machine.
+/// The marker on such a machine's kernel command line.
 const MARK: &str = "holdfast.vm";
-/// How long it may take: its processor is emulated, on a machine that may be busy.
+/// The timeout of a run: its processor is emulated, on a machine that may be busy.
 const RUN_TIMEOUT: Duration = Duration::from_secs(2100);
-/// It says every ten seconds that it goes on. One that is silent for so long stands still. (One in CI said nothing for 45
-/// minutes; whether the emulator or the machine stood still is not known.)
+/// The machine sends a heartbeat every ten seconds. After this time without one the machine counts as hung.
+/// (In CI a machine was once silent for 45 minutes; whether the emulator or its host hung is unknown.)
 const STANDS_STILL: Duration = Duration::from_secs(300);
-/// After how many seconds a node whose test still runs shows its processes and its journal: what it has not shown by then is
-/// lost with it.
+/// After how many seconds a node whose test still runs prints its processes and its journal. After the
+/// timeout they would be lost.
 const SHOW_AFTER: u32 = 1900;
 
-/// A memory disk in the `newc` format.
+/// An initramfs in the `newc` format.
 #[derive(Clone, Default)]
 struct Archive {
     bytes: Vec<u8>,
@@ -81,7 +81,7 @@ impl Archive {
         );
     }
 
-    /// A program with the libraries that it is linked to.
+    /// A program with its shared libraries.
     fn program(&mut self, at: &Path, program: &Path) {
         self.file(at, &std::fs::read(program).unwrap());
         let linked = Command::new("ldd").arg(program).output().unwrap();
@@ -110,7 +110,7 @@ fn find(dir: &Path, matches: &dyn Fn(&str) -> bool) -> Option<PathBuf> {
     None
 }
 
-/// Whether this is such a machine.
+/// Whether this process runs in such a machine.
 pub fn is_inside() -> bool {
     std::fs::read_to_string("/proc/cmdline").is_ok_and(|line| line.contains(MARK))
 }
@@ -125,13 +125,13 @@ fn kernel(name: &str) -> Option<PathBuf> {
     found
 }
 
-/// The beginning of what a machine does first.
+/// The first lines of a machine's init script.
 const INIT: &str = "#!/bin/busybox sh
 export PATH=/sbin:/usr/sbin:/bin:/usr/bin
 for kind in proc sysfs devtmpfs; do at=$kind; case $kind in sysfs) at=sys;; devtmpfs) at=dev;; esac; busybox mount -t $kind $kind /$at; done
 ";
 
-/// A memory disk with busybox and these modules, and the beginning of its `init`, which loads them.
+/// An initramfs with busybox and these modules, and the beginning of its `init`, which loads them.
 fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
     let mut disk = Archive::default();
     for dir in ["/proc", "/sys", "/dev", "/tmp", "/run", "/node"] {
@@ -149,7 +149,7 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
         .unwrap();
     for module in modules {
         let (name, options) = module.split_once(' ').unwrap_or((module, ""));
-        // With those that it needs, in their order.
+        // With their dependencies, in order.
         let needed = Command::new("/sbin/modprobe")
             .arg("-d")
             .arg(kernel)
@@ -185,17 +185,17 @@ fn begin(kernel: &Path, modules: &[&str]) -> (Archive, String) {
     (disk, init)
 }
 
-/// A machine that runs.
+/// A running machine.
 struct Machine {
     process: std::process::Child,
     console: PathBuf,
-    /// Where it says that it goes on.
+    /// The file that receives its heartbeats.
     beats: PathBuf,
     _work: tempfile::TempDir,
 }
 
 impl Machine {
-    /// Its kernel is given the `arguments` besides its own; `more` are qemu's.
+    /// Boots the kernel with `arguments` in addition to its own; `more` are qemu's.
     fn boot(
         kernel: &Path,
         mut disk: Archive,
@@ -236,7 +236,7 @@ impl Machine {
         }
     }
 
-    /// What it has said so far.
+    /// Its console output so far.
     fn said(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(&self.console).unwrap_or_default()).into_owned()
     }
@@ -246,7 +246,7 @@ impl Machine {
         self.process.wait().unwrap();
     }
 
-    /// Waits for its end, or until it has said `until`, and no longer than it may take.
+    /// Waits until the machine stops, prints `until`, hangs, or reaches the timeout.
     fn wait(&mut self, until: Option<&str>) -> Waited {
         let begun = Instant::now();
         let (mut beats, mut beaten) = (0, begun);
@@ -278,10 +278,10 @@ enum Waited {
     StoodStill,
 }
 
-/// The processors of a machine, as qemu's arguments have it.
+/// The processors of a machine, as arguments of qemu.
 pub const PLAIN: &str = "-smp 2";
 
-/// Boots it, and waits for the test's end; once more if it stood still.
+/// Boots a machine and waits for the test's result; boots once more if the machine hangs.
 fn boot(kernel: &Path, disk: Archive, init: &str, arguments: &str, more: &[String]) {
     let mut machine = Machine::boot(kernel, disk.clone(), init, arguments, more);
     if machine.wait(None) == Waited::StoodStill {
@@ -303,8 +303,8 @@ fn words(arguments: &str) -> Vec<String> {
     arguments.split(' ').map(str::to_owned).collect()
 }
 
-/// How it ended is said twice, and with time to be written: the kernel may speak in between, and what is not written when
-/// the machine goes is lost.
+/// Prints the test's exit code twice, and waits for the output: kernel messages may interrupt a line,
+/// and unwritten output is lost at power-off.
 fn test(name: &str) -> String {
     let said = "echo VM-ENDED-WITH $code; busybox sleep 2";
     let beat = "(while echo beat; do busybox sleep 10; done) >/dev/ttyS1 &";
@@ -313,8 +313,8 @@ fn test(name: &str) -> String {
     )
 }
 
-/// Boots a machine that has only these modules, loaded in their order, and these programs of ours; there it runs the ignored
-/// test `name` of this binary. Without a kernel to boot (`make test` has one) nothing is tested.
+/// Boots a machine with only these modules, loaded in order, and these programs, and runs the ignored test
+/// `name` of this binary in it. Without a kernel to boot (`make test` fetches one) the test is skipped.
 pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
     let Some(kernel) = kernel(name) else { return };
     let (mut disk, mut init) = begin(&kernel, modules);
@@ -326,7 +326,7 @@ pub fn run(name: &str, modules: &[&str], programs: &[&str]) {
     boot(&kernel, disk, &init, "", &words(PLAIN));
 }
 
-/// A whole Debian with systemd, containerd and cgroup v2, in which the programs lie where they lie here.
+/// A whole Debian with systemd, containerd and cgroup v2. The programs have the same paths as here.
 pub struct Node {
     kernel: PathBuf,
     disk: Archive,
@@ -335,7 +335,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// One that runs the ignored test `name` of this binary. `None` without a kernel to boot (`make test` has one).
+    /// A node that runs the ignored test `name` of this binary. `None` without a kernel to boot (`make
+    /// test` fetches one).
     pub fn new(name: &str, programs: &[PathBuf]) -> Option<Node> {
         let kernel = kernel(name)?;
         let virtio = ["virtio_pci", "virtio_blk"];
@@ -346,7 +347,7 @@ impl Node {
         };
         carry(Path::new("/test"), &std::env::current_exe().unwrap());
         for program in programs {
-            // Directories may be links there too.
+            // The directories may be links in the machine too.
             let dir = std::fs::canonicalize(program.parent().unwrap()).unwrap();
             carry(
                 &dir.join(program.file_name().unwrap()),
@@ -357,18 +358,18 @@ impl Node {
             Path::new("/unit/etc/systemd/system/test.service"),
             b"[Unit]\nAfter=multi-user.target\n[Service]\nType=idle\nExecStart=/run-test\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n",
         );
-        // Only now: what lies in temporary directories is removed while the node comes up.
+        // The script copies the files late: files in temporary directories are deleted while the node boots.
         let script = format!(
             "#!/bin/sh\nexport HOME=/root HOLDFAST_TEST_TIMEOUT=300\n(sleep {SHOW_AFTER}; busybox ps -o pid,ppid,stat,args; journalctl --no-pager -b -n 100) &\ncp -a /carried/. /\n{}\nsystemctl poweroff --force --force\n",
             test(name)
         );
         disk.file(Path::new("/unit/run-test"), script.as_bytes());
-        // The disk may come a moment after its driver.
+        // The disk may appear a moment after its driver is loaded.
         init += "n=0; until busybox test -b /dev/vda || busybox test $n -ge 300; do n=$((n+1)); busybox sleep 0.2; done\n";
         init += "busybox mount -t ext4 /dev/vda /node && busybox cp -a /unit/. /node/ && busybox cp -a /carried /node/\n";
         init += "busybox mkdir -p /node/etc/systemd/system/multi-user.target.wants\n";
         init += "busybox ln -sf ../test.service /node/etc/systemd/system/multi-user.target.wants/test.service\n";
-        // A login on the console would hang up what the test writes there, if it comes after the test has begun.
+        // A login prompt on the console that starts after the test would hang up the test's terminal.
         init += "busybox ln -sf /dev/null /node/etc/systemd/system/serial-getty@ttyS0.service\n";
         init += "for at in proc sys dev; do busybox umount -l /$at; done\nexec busybox switch_root /node /sbin/init\n";
         Some(Node {
@@ -379,27 +380,27 @@ impl Node {
         })
     }
 
-    /// With a file at its place there.
+    /// Adds a file at its path in the machine.
     pub fn with_file(mut self, at: &Path, content: &[u8]) -> Node {
         let at = Path::new("/carried").join(at.strip_prefix("/").unwrap());
         self.disk.file(&at, content);
         self
     }
 
-    /// With more arguments for its kernel.
+    /// Adds arguments for its kernel.
     pub fn with_kernel_arguments(mut self, arguments: &'static str) -> Node {
         self.arguments = arguments;
         self
     }
 
-    /// Boots it with these processors and memory (qemu's arguments); what it writes is lost when the test has passed.
+    /// Boots the node with these processors and memory (qemu's arguments). Changes to its disk are discarded.
     pub fn run(self, machine: &str) {
         let mut more = words(machine);
         more.extend(drive(&self.kernel.join("node.img"), "snapshot=on"));
         boot(&self.kernel, self.disk, &self.init, self.arguments, &more);
     }
 
-    /// A disk that outlives the machine, as a file below `dir`.
+    /// A disk that survives the machine, as a file below `dir`.
     pub fn own_disk(&self, dir: &Path) -> PathBuf {
         let own = dir.join("disk.img");
         let copied = Command::new("cp")
@@ -410,8 +411,8 @@ impl Node {
         own
     }
 
-    /// Boots it with such a disk. It goes on until it ends by itself, or loses its power `after` it has said `mark`. What it
-    /// has said.
+    /// Boots the node with such a disk. It runs until it powers off, or until its power is cut `after` it
+    /// has printed `mark`. Returns its console output.
     pub fn run_until(&self, disk: &Path, mark: &str, after: Duration) -> String {
         let mut more = words(PLAIN);
         more.extend(drive(disk, "cache=unsafe"));
@@ -430,7 +431,7 @@ impl Node {
     }
 }
 
-/// What nobody debugs there need not be carried there.
+/// Removes debug symbols, which are not needed in the machine.
 fn stripped(program: &Path) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let small = dir.path().join("program");

@@ -1,4 +1,4 @@
-//! The simulated API.
+//! The simulated apiserver.
 
 use k8s_openapi::ByteString;
 
@@ -62,7 +62,7 @@ impl PodApi for World {
         if before.as_ref().is_some_and(|b| *b != phase) {
             state.deny(format!("{uid}: the final phase {before:?} became {phase}"));
         }
-        // A write that is about something else may come before its writer has seen the end that stands there.
+        // A patch of another field may be sent before its writer has seen the terminal phase in the stored status.
         let is_told = patch["status"]["phase"].is_string();
         if is_told && matches!(phase.as_str(), "Succeeded" | "Failed") {
             let reason = pod["status"]["reason"].as_str().unwrap_or_default();
@@ -259,7 +259,7 @@ impl PodApi for World {
 }
 
 impl World {
-    /// The version of a ConfigMap or Secret. What is watched is known; at times it is not known yet.
+    /// The version of a ConfigMap or Secret, from the agent's cache. With faults the cache sometimes times out.
     async fn version_of(&self, name: &str) -> Result<String, ApiFailure> {
         self.only_alive().await;
         let (late, version) = {

@@ -1,15 +1,16 @@
-//! Ends of pods that somebody else tells in the API (the garbage collector of pods, an agent that had the node before,
-//! `kubectl`), and deletions whose cause somebody has written into the status (taints, the eviction API).
+//! Terminal phases and deletions that other clients of the API cause. The pod garbage collector, an
+//! earlier agent of the node or `kubectl` write terminal phases. The taint manager and the eviction API
+//! delete pods and record the cause in the `DisruptionTarget` condition.
 
 use super::*;
 
-/// What an end says: nothing of it may change any more.
+/// The fields of a terminal status. The agent must not change any of them.
 const END: [&str; 3] = ["phase", "reason", "message"];
 
-/// An end that somebody else has told.
+/// A terminal status that another client has written.
 pub(super) struct Told {
     end: [Value; 3],
-    /// When the watch has shown it.
+    /// When the watch delivered it; `None` before that.
     known: Option<Instant>,
 }
 
@@ -26,7 +27,7 @@ fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a Value> {
     conditions.into_iter().flatten().find(|c| c["type"] == kind)
 }
 
-/// Somebody says why a pod is to go.
+/// Sets the `DisruptionTarget` condition, as a client does before it deletes a pod.
 fn disrupt(pod: &mut Value, reason: &str) -> Value {
     let target = json!({"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "told by others"});
     let status = &mut pod["status"];
@@ -39,7 +40,7 @@ fn disrupt(pod: &mut Value, reason: &str) -> Value {
     target
 }
 
-/// All containers that the status tells have ended.
+/// Sets every container in the status to terminated.
 fn end_containers(pod: &mut Value, now: Timestamp) {
     let statuses = pod["status"]["containerStatuses"].as_array_mut();
     for status in statuses.into_iter().flatten() {
@@ -51,7 +52,7 @@ fn end_containers(pod: &mut Value, now: Timestamp) {
 }
 
 impl State {
-    /// The watch has shown how a pod stands.
+    /// The watch has delivered the current object of a pod.
     pub(super) fn end_is_known(&mut self, uid: &str) {
         if let Some(told) = self.told.get_mut(uid) {
             told.known.get_or_insert_with(Instant::now);
@@ -63,13 +64,14 @@ impl State {
         uids.iter().for_each(|uid| self.end_is_known(uid));
     }
 
-    /// Whether the agent has known for a while that a pod has ended: nothing of it is begun any more.
+    /// Whether the agent has known a pod's terminal status for at least a second. From then on it must not
+    /// start anything for it.
     pub(super) fn has_ended_elsewhere(&self, uid: &str) -> bool {
         let known = self.told.get(uid).and_then(|told| told.known);
         known.is_some_and(|at| at.elapsed() >= Duration::from_secs(1))
     }
 
-    /// A status was written: what others have told stands there as before.
+    /// Checks after a status write that the agent preserved what other clients had written.
     pub(super) fn is_not_taken_back(&mut self, uid: &str, pod: &Value) {
         if let Some(told) = self.told.get(uid)
             && told.end != end_of(pod)
@@ -81,7 +83,7 @@ impl State {
             );
             self.deny(what);
         }
-        // The node's own eviction tells its own cause there, as a kubelet's does.
+        // The node's own eviction replaces the condition, as the kubelet's does.
         let cause = condition(pod, "DisruptionTarget");
         let is_own = cause.is_some_and(|c| c["reason"] == "TerminationByKubelet");
         if let Some(target) = self.disrupted.get(uid)
@@ -93,7 +95,8 @@ impl State {
         }
     }
 
-    /// A pod whose end others have told has ended, and holds nothing.
+    /// Checks a pod whose terminal status another client has written: its containers are stopped, its
+    /// resources released. `None` if there is no such status.
     pub(super) fn has_come_to_the_told_end(&self, uid: &str) -> Option<Result<(), String>> {
         let told = self.told.get(uid)?;
         let pod = &self.pods[uid];
@@ -117,7 +120,7 @@ impl State {
         Some(result)
     }
 
-    /// A pod of the API, or a mirror, that has not ended.
+    /// Picks a pod of the API, or a mirror pod, that has no terminal phase.
     fn some_that_lives(&mut self, mirrors: bool) -> Option<String> {
         let lives = |uid: &&String| {
             (self.runtime_uid(uid) != **uid) == mirrors && !is_final(&self.pods[*uid])
@@ -139,7 +142,7 @@ impl State {
 }
 
 impl World {
-    /// Somebody else tells the end of a pod.
+    /// Writes a terminal status into some pod, as another client would.
     pub(super) fn tell_some_end(&self) {
         let now = self.1.now();
         let mut state = self.state();
@@ -148,7 +151,7 @@ impl World {
         };
         match state.draw(4) {
             0 => {
-                // The garbage collector of pods: the node was gone for too long.
+                // The pod garbage collector, because the node was lost for too long.
                 let mut target = Value::Null;
                 state.tell(&uid, |pod| {
                     target = disrupt(pod, "DeletionByPodGC");
@@ -160,7 +163,7 @@ impl World {
                 }
             }
             1 => state.tell(&uid, |pod| {
-                // A kubelet that had the node before has evicted it.
+                // Evicted by a kubelet that ran on this node earlier.
                 pod["status"]["phase"] = "Failed".into();
                 pod["status"]["reason"] = "Evicted".into();
                 pod["status"]["message"] = "The node was low on resource: memory.".into();
@@ -175,7 +178,7 @@ impl World {
         }
     }
 
-    /// Somebody writes an end into a mirror, which binds nobody.
+    /// Writes a terminal status into some mirror pod. The agent must ignore it.
     pub(super) fn tell_some_mirrors_end(&self) {
         let mut state = self.state();
         if let Some(uid) = state.some_that_lives(true) {
@@ -184,7 +187,7 @@ impl World {
         }
     }
 
-    /// A pod is deleted by a taint or through the eviction API, which say so.
+    /// Deletes some pod as the taint manager or the eviction API does: with a `DisruptionTarget` condition.
     pub(super) fn disrupt_some_pod(&self) {
         let uid = {
             let mut state = self.state();
@@ -201,7 +204,7 @@ impl World {
         self.mark_deleted(&uid);
     }
 
-    /// Somebody else tells that a pod has failed.
+    /// Marks a pod as evicted, as another client would.
     pub fn tell_end(&self, name: &str) {
         let uid = self.uid(name);
         let mut state = self.state();

@@ -1,22 +1,22 @@
-//! A volume that another machine serves, and that hangs at times: neither its mount nor its unmount is answered then.
-//! What was begun goes on when the other machine is back, whether or not somebody still waits for it.
+//! A volume on a remote server that stops responding at times; then neither mount nor unmount returns.
+//! A mount that has begun completes when the server responds again, even if its caller has given up.
 
 use super::*;
 
 /// The name of the volume in pods.
 pub(super) const FAR: &str = "far";
-/// How long a host that does not wait for ever waits.
+/// The timeout of a host that limits its wait.
 const PATIENCE: Duration = Duration::from_secs(10);
 const STEP: Duration = Duration::from_millis(250);
 
-/// The other machine, and which pods have its volume.
+/// The remote server, and the pods that have mounted its volume.
 #[derive(Default)]
 pub(super) struct Far {
-    /// Until when it answers nothing.
+    /// The server does not respond before this time.
     silent_until: Option<Instant>,
-    /// Whether the host gives up waiting, and says so.
+    /// Whether the host stops waiting after `PATIENCE` and returns an error.
     is_given_up: bool,
-    /// Mounts under way, and whether somebody still wants them.
+    /// Mounts in progress, by pod UID. False: an unmount was requested meanwhile, so the result is discarded.
     mounting: BTreeMap<String, bool>,
     mounted: BTreeSet<String>,
 }
@@ -27,13 +27,13 @@ impl Far {
             .is_some_and(|until| Instant::now() < until)
     }
 
-    /// Whether a mount may still land in a pod's directories, or has.
+    /// Whether the volume is mounted in a pod's directory, or a mount in progress will be.
     pub(super) fn holds(&self, uid: &str) -> bool {
         self.mounted.contains(uid) || self.mounting.get(uid) == Some(&true)
     }
 }
 
-/// Gives a pod's first container the volume.
+/// Mounts the volume in a pod's first container.
 pub(super) fn show_far(pod: &mut Value) {
     let spec = &mut pod["spec"];
     let mounts = spec["containers"][0]["volumeMounts"].as_array_mut();
@@ -49,7 +49,7 @@ fn unanswered() -> HostError {
 }
 
 impl World {
-    /// The other machine is silent for a while. The host waits for it as long as it takes, or gives up after some time.
+    /// Makes the server unresponsive for a time. The host waits without limit, or, if `is_given_up`, up to `PATIENCE`.
     pub fn silence_far(&self, time: Duration, is_given_up: bool) {
         let mut state = self.state();
         let far = &mut state.far;
@@ -62,12 +62,12 @@ impl World {
         state.trace.push(format!("{at} {what}"));
     }
 
-    /// The other machine answers again.
+    /// Makes the server respond again.
     pub fn answer_far(&self) {
         self.state().far.silent_until = None;
     }
 
-    /// A pod that stays up by itself and has the volume.
+    /// A long-running pod with this volume.
     pub fn create_far_pod(&self, name: &str) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
@@ -82,7 +82,7 @@ impl World {
         }
     }
 
-    /// Mounts the volume for a pod, unless it is.
+    /// Mounts the volume for a pod unless it is mounted already.
     pub(super) async fn mount_far(&self, uid: &str) -> Result<(), HostError> {
         self.only_alive().await;
         let is_given_up = {
@@ -118,7 +118,7 @@ impl World {
         mounted.map_or_else(|_| Err(unanswered()), Result::unwrap)
     }
 
-    /// Unmounts the volume of a pod. What is being mounted is waited for, and not wanted any more.
+    /// Unmounts the volume of a pod. Cancels a mount in progress and waits until it has finished.
     pub(super) async fn unmount_far(&self, uid: &str) -> Result<(), HostError> {
         let begun = Instant::now();
         loop {
@@ -147,7 +147,7 @@ impl World {
         }
     }
 
-    /// The machine of an agent that was killed: whoever waited for a mount waits no more.
+    /// Removes the mounts in progress of an agent that was killed.
     pub(super) fn nobody_waits_for_mounts(state: &mut State) {
         state.far.mounting.clear();
     }

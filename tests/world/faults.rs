@@ -1,20 +1,21 @@
-//! What goes wrong in the simulated world, and what changes in it from outside: an API that freezes, refuses and loses
-//! watches, a runtime that restarts, hints that are lost, late or doubled, manifests, Nodes, ConfigMaps and finalizers.
+//! Faults of the simulated world, and its external changes. Faults: an API that freezes, rejects
+//! connections or loses watches, a runtime that restarts, events that are lost, late or duplicated.
+//! Changes: manifests, Nodes, ConfigMaps and finalizers.
 
 use super::*;
 
-/// How long a client waits for a frozen API.
+/// The client's timeout for a request to a frozen API.
 const DEADLINE: Duration = Duration::from_secs(30);
-/// Every kind of request or call may be made so often for one pod within a minute.
+/// The window of the limits of `budget`.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// How often one kind of request or call may be made for one pod within a minute, whatever happens to the pod. What the
-/// loops of the past did is a hundred times that.
+/// The maximum number of calls of one kind for one pod within a minute, whatever happens to the pod.
+/// Hot loops of earlier versions exceeded it a hundredfold.
 fn budget(what: &str) -> usize {
     match what {
         "observe" => 200,
         "patch_status" => 100,
-        // A pod with three containers, four probes and four volumes has thirty different things to say.
+        // A pod with three containers, four probes and four volumes has thirty different events.
         "post_event" => 120,
         "delete" => 12,
         _ => 60,
@@ -22,7 +23,7 @@ fn budget(what: &str) -> usize {
 }
 
 impl State {
-    /// Counts a request or a call about a pod, and holds it to its budget.
+    /// Counts a request or call for a pod and checks it against its budget.
     pub(super) fn spend(&mut self, what: &'static str, uid: &str) {
         let now = Instant::now();
         let spent = self.spent.entry((uid.to_owned(), what)).or_default();
@@ -38,7 +39,7 @@ impl State {
         }
     }
 
-    /// The uid under which the runtime has the pod of an object: that of the static pod for its mirror.
+    /// The UID under which the runtime knows the pod of an object. For a mirror pod this is the UID of the static pod.
     pub(super) fn runtime_uid(&self, uid: &str) -> String {
         let mirrored = self
             .pods
@@ -47,17 +48,18 @@ impl State {
         mirrored.unwrap_or(uid).to_owned()
     }
 
-    /// Whether some source wants this pod, or has wanted it: what was begun then may end a little later.
+    /// Whether a source has this pod, or had this static pod. An operation that began while the source had
+    /// it may finish a little later.
     pub(super) fn is_known(&self, uid: &str) -> bool {
         self.pods.contains_key(uid) || self.static_uids.contains(uid)
     }
 
-    /// Whether the watch brings changes now.
+    /// Whether the watch delivers changes now.
     pub(super) fn hears(&self) -> bool {
         !self.frozen && !self.deaf
     }
 
-    /// Hands a pod's object to the watch.
+    /// Sends a pod's object to the watch.
     pub(super) fn publish(&mut self, uid: &str) {
         self.revision += 1;
         let revision = self.revision.to_string();
@@ -75,13 +77,13 @@ impl State {
         }
     }
 
-    /// Whether a container of a pod may be started: the pod is wanted, or it is not known yet that it is not.
+    /// Whether a container of a pod may be started: the pod is wanted, or the watch has not yet delivered its removal.
     pub(super) fn may_start(&self, uid: &str) -> bool {
         let is_known = self.is_known(uid) && !self.has_ended_elsewhere(uid);
         is_known || self.is_just_removed(uid)
     }
 
-    /// The watch begins anew, after what it has missed was compacted away.
+    /// Restarts the watch with a list, as after its resource version was compacted.
     pub(super) fn list_anew(&mut self) {
         if self.hears() {
             self.all_is_seen();
@@ -92,8 +94,8 @@ impl State {
         }
     }
 
-    /// Says to whoever listens what has happened to a pod's sandbox or container. With faults it may be lost, late or said
-    /// twice.
+    /// Sends a runtime event about a pod's sandbox or container to the subscriber. With faults the event
+    /// may be lost, late or sent twice.
     pub(super) fn hint(&mut self, uid: &str, id: &str, kind: EventKind) {
         let fate = if self.faults { self.pick(8) } else { 7 };
         let Some(hinted) = self.hinted.clone() else {
@@ -122,14 +124,14 @@ impl State {
     }
 }
 
-/// A pod's object with its type.
+/// Deserialises a pod's object.
 pub(super) fn object(pod: &Value) -> Pod {
     serde_json::from_value(pod.clone()).unwrap()
 }
 
 impl World {
-    /// A request to the API: waits as long as it takes. Whether the answer is to be lost after the request was served;
-    /// an error is one that is not served.
+    /// Waits for the API to serve a request. True: the request is served but its response is lost. An
+    /// error: the request is not served.
     pub(super) async fn request(&self) -> Result<bool, ApiFailure> {
         if self.state().refuses {
             self.state().answers.note(None);
@@ -163,48 +165,48 @@ impl World {
         }
     }
 
-    /// How many requests to create a pod there were in a minute.
+    /// The number of requests to create a pod within the last minute.
     pub fn creations(&self, name: &str) -> usize {
         let state = self.state();
         let spent = state.spent.get(&(name.to_owned(), "create"));
         spent.map_or(0, VecDeque::len)
     }
 
-    /// Connections to the API are refused; or it is there again, and has answered another request of the agent.
+    /// Makes the API refuse connections; or ends that, and the agent has seen another successful response.
     pub fn refuse(&self, refuses: bool) {
         let mut state = self.state();
         state.refuses = refuses;
         state.answers.note((!refuses).then_some(200));
     }
 
-    /// The API answers nothing, or answers again.
+    /// Makes the API stop answering, or answer again.
     pub fn freeze(&self, frozen: bool) {
         let mut state = self.state();
         state.frozen = frozen;
         state.list_anew();
     }
 
-    /// The watch is silently dead, or begins anew.
+    /// Makes the watch stop delivering changes without an error, or restart.
     pub fn deafen(&self, deaf: bool) {
         let mut state = self.state();
         state.deaf = deaf;
         state.list_anew();
     }
 
-    /// The runtime goes down, or comes back with everything it had; its events end with it.
+    /// Stops the runtime, or starts it again with all its state. Its event stream ends in both cases.
     pub fn set_runtime_down(&self, down: bool) {
         let mut state = self.state();
         state.down = down;
         state.hinted = None;
     }
 
-    /// The machine's clock is set forward or back, by minutes or days.
+    /// Sets the machine's clock forward or back, by minutes or days.
     pub fn set_clock(&self) {
         let minutes = [-600, -30, -1, 1, 20, 5000][usize::try_from(self.pick(6)).unwrap()];
         self.1.set_by(SignedDuration::from_mins(minutes));
     }
 
-    /// Another version of a static pod's manifest, or a first one.
+    /// Writes a new version of some static pod's manifest, or a first one.
     pub fn change_some_manifest(&self) {
         let mut state = self.state();
         let name = format!("s{}", state.pick(2));
@@ -224,7 +226,7 @@ impl World {
         state.publish_statics();
     }
 
-    /// A manifest is removed and written again before the directory is listed.
+    /// Removes a manifest and writes it again before the agent lists the directory.
     pub fn rewrite_manifest(&self, name: &str) {
         let mut state = self.state();
         let uid = state.statics[name]["metadata"]["uid"].clone();
@@ -233,7 +235,7 @@ impl World {
         state.publish_statics();
     }
 
-    /// A manifest is removed, or one that was is put back as it was.
+    /// Removes some manifest, rewrites one, or restores a removed one unchanged.
     pub fn move_some_manifest(&self) {
         let rewritten = {
             let mut state = self.state();
@@ -253,7 +255,7 @@ impl World {
         state.publish_statics();
     }
 
-    /// Whoever has put a finalizer on a pod takes it away.
+    /// Removes the finalizers of some pod.
     pub fn drop_some_finalizer(&self) {
         let mut state = self.state();
         let held: Vec<String> = state
@@ -268,14 +270,14 @@ impl World {
         }
     }
 
-    /// The end: nothing holds a pod any more.
+    /// Removes the finalizers of all pods, at the end of a run.
     pub fn drop_all_finalizers(&self) {
         let mut state = self.state();
         let uids: Vec<String> = state.pods.keys().cloned().collect();
         uids.iter().for_each(|uid| state.drop_finalizer(uid));
     }
 
-    /// No static pods are wanted any more.
+    /// Removes all manifests of static pods.
     pub fn remove_all_manifests(&self) {
         let mut state = self.state();
         state.statics.clear();
@@ -284,7 +286,7 @@ impl World {
 }
 
 impl World {
-    /// Counts a call about a container or a sandbox for its pod.
+    /// Counts a call about a container or sandbox for its pod.
     pub(super) fn spend_on(&self, what: &'static str, id: &str) {
         let mut state = self.state();
         let of_box = state.boxes.get(id).map(|b| b.uid.clone());
@@ -295,7 +297,8 @@ impl World {
 }
 
 impl State {
-    /// The directories of a pod are removed, of a static pod that starts again all but its logs.
+    /// The directories of a pod are removed. If `keeps`, the pod is a static pod that starts again, and its
+    /// logs are kept.
     pub(super) fn keep_logs(&mut self, uid: &str, keeps: bool) {
         if !keeps {
             self.kept_logs.retain(|(of, _), _| of != uid);
@@ -308,7 +311,7 @@ impl State {
         }
     }
 
-    /// Nothing is left of a pod. A static one that comes back begins another life, which counts from nought.
+    /// The world drops all state of a pod. If a static pod with this UID returns, its restart counts begin at 0.
     pub(super) fn forget(&mut self, uid: &str) {
         self.started.retain(|(of, ..)| of != uid);
         self.over.retain(|(of, _), _| of != uid);
@@ -320,7 +323,7 @@ impl State {
         }
     }
 
-    /// A static pod's status binds no agent after the one that has written it.
+    /// Resets the terminal state of a static pod: a new agent is not bound by the status that an earlier agent wrote.
     fn begin_life(&mut self, uid: &str) {
         self.ended.remove(uid);
         let mirrors: Vec<String> = self.pods.keys().cloned().collect();
@@ -331,7 +334,7 @@ impl State {
         }
     }
 
-    /// Another agent starts.
+    /// A new agent starts.
     pub(super) fn begin_lives(&mut self) {
         for uid in self.static_uids.clone() {
             match self.containers.values().any(|c| c.uid == uid) {
@@ -341,7 +344,7 @@ impl State {
         }
     }
 
-    /// What an object told before, as far as its pod has to go on from there.
+    /// The status of an object that the pod must continue from. Empty for a static pod whose state was dropped.
     pub(super) fn of_this_life(&mut self, uid: &str, earlier: Value) -> Value {
         if !self.anew.contains(uid) {
             return earlier;

@@ -1,8 +1,8 @@
-//! preStop hooks of containers that are told to stop.
+//! preStop hooks of containers that the agent stops.
 
 use super::*;
 
-/// A hook that runs, until this is dropped.
+/// A running hook; dropping this ends it.
 pub(super) struct RunningHook(World, String);
 
 impl Drop for RunningHook {
@@ -13,7 +13,7 @@ impl Drop for RunningHook {
 }
 
 impl State {
-    /// The preStop hook of a container, if that is a command.
+    /// The preStop hook of a container, if it is a command.
     fn pre_stop(&self, id: &str) -> Option<String> {
         let container = self.containers.get(id)?;
         let pod = self.pods.get(&container.uid)?;
@@ -34,12 +34,12 @@ impl World {
         Some(RunningHook(self.clone(), id.to_owned()))
     }
 
-    /// A container that is told to stop has run its hook before, unless its grace period is over.
+    /// Rule: a container's preStop hook has run before StopContainer, unless the grace period is over.
     pub(super) fn check_hooks(&self, id: &str, grace: i64) {
         let mut state = self.state();
         let is_hooking = state.hooking.contains(&(self.2, id.to_owned()));
         state.hooked_stops += usize::from(is_hooking);
-        // Past the grace period a hook goes on until its container is killed.
+        // After the grace period the hook continues until its container is killed.
         if grace > 2 && is_hooking {
             state.deny(format!("{id}: told to stop while its preStop hook runs"));
         }
@@ -47,7 +47,7 @@ impl World {
             .containers
             .get(id)
             .is_some_and(|c| c.container.state == ContainerState::Running);
-        // Past the grace period the hook and the signal begin together.
+        // If no grace period is left, the agent starts the hook and stops the container at the same time.
         let hook = state.pre_stop(id).filter(|_| runs && grace > 2);
         let ran = |hook: &String| {
             let all = state.hooks.get(id);

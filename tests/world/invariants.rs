@@ -1,4 +1,4 @@
-//! What must hold whenever a pod's status is written.
+//! Rules that every write of a pod's status must satisfy.
 
 use super::*;
 
@@ -8,12 +8,12 @@ fn statuses(pod: &Value) -> impl Iterator<Item = &Value> {
         .flat_map(move |list| pod["status"][list].as_array().into_iter().flatten())
 }
 
-/// An id without the name of the runtime.
+/// A container ID without the prefix of the runtime.
 fn bare(id: &str) -> &str {
     id.split_once("://").map_or(id, |(_, id)| id)
 }
 
-/// The ids of containers that a status tells.
+/// The IDs of all containers in a status.
 pub fn ids(pod: &Value) -> Vec<String> {
     let told = statuses(pod).flat_map(|s| {
         let ended = &s["lastState"]["terminated"];
@@ -31,16 +31,16 @@ fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
         .as_str()
 }
 
-/// What a write has come to.
+/// The result of a status write.
 pub struct After<'a> {
     pub pod: &'a Value,
-    /// The containers of the pod that run.
+    /// The IDs of the pod's running containers.
     pub live: &'a [String],
-    /// Nobody else has told the pod's end: what it says is the agent's.
+    /// No other client has written the terminal status: all of it is the agent's.
     pub is_ours: bool,
 }
 
-/// Checks a write, and gives every rule that it breaks.
+/// Checks a status write and returns the rules that it violates.
 pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Vec<String> {
     let (is_ours, live, after) = (after.is_ours, after.live, after.pod);
     let mut broken = vec![];
@@ -56,7 +56,7 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
         ["Pending", "Running", "Succeeded", "Failed"].contains(&phase),
         format!("the phase {phase:?} does not exist"),
     );
-    // Init containers that run again in a new sandbox make a pod pending, as the kubelet has it.
+    // If init containers run again in a new sandbox, the pod is Pending again, as with the kubelet.
     let has_init = after["spec"]["initContainers"]
         .as_array()
         .is_some_and(|i| !i.is_empty());

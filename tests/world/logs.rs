@@ -1,14 +1,14 @@
-//! Logs of containers that grow by themselves.
+//! Container logs that grow over time.
 
 use super::*;
 
 pub struct GrowingLog {
     per_second: u64,
     since: Instant,
-    /// How often it was moved aside, and its size at most.
+    /// How often the log was rotated, and its maximum size in bytes.
     moves: usize,
     largest: u64,
-    /// What was moved aside of it is compressed for hours.
+    /// Compressing a rotated file takes hours.
     is_slow: bool,
 }
 
@@ -19,7 +19,8 @@ impl GrowingLog {
 }
 
 impl World {
-    /// A container whose log grows by so many bytes a second. What is moved aside of it may take hours to compress.
+    /// Makes a container's log grow by a number of bytes per second. If `is_slow`, compressing its rotated
+    /// files takes hours.
     pub fn grow_log(&self, container: &str, per_second: u64, is_slow: bool) {
         let log = GrowingLog {
             per_second,
@@ -31,7 +32,7 @@ impl World {
         self.state().logs.insert(container.into(), log);
     }
 
-    /// How often a log was moved aside, and its size at most.
+    /// How often a log was rotated, and its maximum size in bytes.
     pub fn rotations(&self, container: &str) -> (usize, u64) {
         let state = self.state();
         let log = &state.logs[container];

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Containers answer probes, now and then not in time or wrongly.
+/// Containers answer probes; with faults sometimes late or with an error.
 #[async_trait]
 impl Dialer for World {
     async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError> {
@@ -43,7 +43,8 @@ impl Dialer for World {
                 if !asked.iter().any(runs) {
                     return Err(HttpError::Failed("connection refused".into()));
                 }
-                // On the node's network a container answers for all of its name.
+                // With host networking, the path identifies only the container's name: each container of this name
+                // counts as probed.
                 let ids: Vec<String> = asked.iter().map(|c| c.container.id.clone()).collect();
                 state.probed.extend(ids);
                 Ok(Reply {
@@ -64,7 +65,7 @@ impl Dialer for World {
 }
 
 impl World {
-    /// A call to the machine: may fail before acting or after, or hang for minutes.
+    /// A call to the machine. With faults it fails before or after it takes effect, or hangs for minutes.
     async fn machine<T>(&self, act: impl FnOnce(&mut State) -> T) -> Result<T, HostError> {
         let fault = self.fault().await;
         if matches!(fault, Fault::Hang) {
@@ -83,7 +84,7 @@ impl World {
 }
 
 impl World {
-    /// Makes or refreshes a volume of this machine.
+    /// Sets up or refreshes a volume of this machine.
     async fn make_volume(
         &self,
         pod: &Pod,
@@ -307,7 +308,8 @@ impl PodHost for World {
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {
         self.hung(uid).await;
         self.machine(|s| {
-            // A static pod whose manifest comes back meanwhile has to wait with its start; its old volumes are gone by now.
+            // A static pod whose manifest returns meanwhile cannot start before this cleanup, so its old volumes
+            // may be removed.
             let has_begun = s.volumes.contains(uid) || s.boxes.values().any(|b| b.uid == uid);
             let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
             if s.pods.contains_key(uid) || is_static && has_begun {

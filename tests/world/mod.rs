@@ -1,4 +1,4 @@
-//! The simulated world: runtime, API and machine over one shared state, steered by a seed.
+//! The simulated world: runtime, API and machine over one shared state, driven by a seed.
 
 mod api;
 mod ends;
@@ -72,7 +72,7 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-/// A run makes fewer calls than this, unless something goes round in circles.
+/// The maximum number of trace lines of a run. A run that exceeds it contains a hot loop.
 const LONGEST_TRACE: usize = 300_000;
 
 struct Box_ {
@@ -83,12 +83,12 @@ struct Box_ {
 
 struct Ctr {
     uid: String,
-    /// What it has of the processors, in the kernel's unit.
+    /// CPU shares, in the kernel's unit.
     shares: i64,
     container: Container,
 }
 
-/// xorshift64*: the same seed gives the same run.
+/// xorshift64*: the same seed produces the same run.
 #[derive(Default)]
 struct Random(u64);
 
@@ -108,7 +108,7 @@ impl Random {
 #[derive(Default)]
 struct State {
     random: Random,
-    /// What the troubles are drawn from, so that a seed's other choices are the same with and without them.
+    /// A separate generator for troubles, so that a seed's other choices are the same with and without them.
     draws: Random,
     troubles: troubles::Troubles,
     outage: outage::Outage,
@@ -124,106 +124,107 @@ struct State {
     dirs: BTreeSet<String>,
     /// Containers that were started, by pod, name and attempt.
     started: BTreeSet<(String, String, u32)>,
-    /// Phases that a pod's status has shown.
+    /// Terminal phases that pods' statuses have shown.
     final_phase: BTreeMap<String, String>,
     broken: Vec<String>,
-    /// Every call as it ended: a seed gives the same list every time.
+    /// Every call with its result, in order. A seed always produces the same list.
     trace: Vec<String>,
     /// Containers whose readiness or startup probe has succeeded at least once.
     probed: BTreeSet<String>,
     /// Hooks that ran, by container.
     hooks: BTreeMap<String, Vec<String>>,
-    /// preStop hooks that run: whose agent has begun them, and in which container.
+    /// Running preStop hooks, by the number of the agent that started them and the container.
     hooking: BTreeSet<(u64, String)>,
-    /// Whose every container is or was.
+    /// The pod of every container, including removed ones.
     owners: BTreeMap<String, String>,
-    /// Pods that have a container that was started or has ended, until their directories go; those that came to their end since.
+    /// Pods with a container that was started or has exited, until their directories are removed; and those
+    /// of them that reached a terminal phase.
     ran: BTreeSet<String>,
     ended: BTreeSet<String>,
-    /// Pods whose removal the watch has shown, and objects of which it has not yet.
+    /// Pods whose removal the watch has delivered, and removed pods whose removal it has not delivered yet.
     gone_at: BTreeMap<String, removal::Removal>,
     unseen: BTreeSet<String>,
-    /// Of those objects, the ones whose last grace period is 0.
+    /// The part of `unseen` whose last revision has a grace period of 0.
     hurried: BTreeSet<String>,
-    /// Grace periods of pods whose object is gone.
+    /// Grace periods of pods whose object was removed.
     graces: BTreeMap<String, i64>,
-    /// Static pods of which nothing was left since their mirrors were written.
+    /// Static pods whose state was dropped after their mirror pods were written.
     anew: BTreeSet<String>,
-    /// Manifests that were taken away last, by name.
+    /// Manifests that were removed and may be restored, by name.
     parked: BTreeMap<String, Value>,
-    /// Calls about this pod never return.
+    /// Calls for this pod never return.
     hung: Option<String>,
-    /// Pulls under way, and the most at once.
+    /// Image pulls in progress, and the maximum number at once.
     pulls: (usize, usize),
     watcher: Option<removal::PodWatch>,
-    /// The present agent.
+    /// The running agent.
     context: Option<Arc<Context>>,
-    /// The API answers nothing.
+    /// The API does not answer.
     frozen: bool,
-    /// Connections to the API are refused.
+    /// The API refuses connections.
     refuses: bool,
-    /// What the agent's requests show of that.
+    /// What the agent learns from the responses: whether the API can be reached.
     answers: Answers,
-    /// The watch of pods brings nothing.
+    /// The pod watch delivers nothing.
     deaf: bool,
-    /// The runtime answers nothing but that it is not there.
+    /// The runtime cannot be reached.
     down: bool,
-    /// Whether the runtime has events.
+    /// Whether the runtime supports container events.
     has_events: bool,
-    /// Who listens to them.
+    /// The subscriber of these events.
     hinted: Option<mpsc::Sender<RuntimeEvent>>,
-    /// Manifests of static pods by name, and all uids that such pods had.
+    /// Manifests of static pods by name, and all UIDs that such pods had.
     statics: BTreeMap<String, Value>,
     static_uids: BTreeSet<String>,
     statics_sender: Option<watch::Sender<Statics>>,
-    /// How often each manifest was written again right after it was removed, by uid.
+    /// How often each manifest was written again right after its removal, by UID.
     appearances: BTreeMap<String, u64>,
-    /// The newest attempt that the logs show of a static pod that starts again, by uid and container.
+    /// The newest attempt in the logs of a static pod that starts again, by UID and container.
     kept_logs: BTreeMap<(String, String), u32>,
     node: nodes::OfNode,
-    /// Ends of pods that somebody else has told, and what others have said of pods that they delete, by uid.
+    /// Terminal statuses, and `DisruptionTarget` conditions, that other clients have written, by UID.
     told: BTreeMap<String, ends::Told>,
     disrupted: BTreeMap<String, Value>,
-    /// A volume that another machine serves.
+    /// A volume on a remote server.
     far: far::Far,
-    /// Versions of ConfigMaps that are not the first.
+    /// Versions of ConfigMaps and Secrets that have changed.
     maps: BTreeMap<String, u64>,
-    /// Who is told of changes of which ConfigMaps.
+    /// Subscriptions to changes of ConfigMaps and Secrets, by ID.
     followers: BTreeMap<u64, (BTreeSet<String>, OnChange)>,
-    /// What pods' volumes show, by pod and volume.
+    /// The version that a pod's volume shows, by pod and volume.
     shown: BTreeMap<(String, String), String>,
-    /// When requests and calls were made, by pod and kind, within the last minute.
+    /// Times of requests and calls within the last minute, by pod and kind.
     spent: BTreeMap<(String, &'static str), VecDeque<Instant>>,
-    /// The root directory of a node that gives containers processors of their own.
+    /// The agent's root directory if the CPU manager uses the static policy.
     processors: Option<PathBuf>,
-    /// Who announces shutdowns, and what they wait for.
+    /// The simulated logind, and the grace periods for shutdowns.
     logind: Option<(shutdown::Logind, Periods)>,
-    /// Regular containers in their final state, by pod and name, with the id of the instance.
+    /// Regular containers in their final state, by pod and name, with the ID of the instance.
     over: BTreeMap<(String, String), String>,
     /// The number of StopContainer calls during which the container's preStop hook ran.
     hooked_stops: usize,
     /// The number of HTTP requests by path.
     asked: BTreeMap<String, usize>,
-    /// Sandboxes that the runtime has made after the call for them was cut off: no agent can wait for them.
+    /// Sandboxes that the runtime created after the call for them was cancelled: no agent can wait for them.
     late_boxes: BTreeSet<String>,
     /// Containers for which an agent has called StopContainer.
     told_to_stop: BTreeSet<String>,
     /// Sandboxes that calls of an agent are stopping.
     stopping: BTreeSet<(u64, String)>,
-    /// Nothing can be looked up or kept in order for pods that run.
+    /// The upkeep of running pods fails: no directory can be created for them, and no RuntimeClass is found.
     fails_upkeep: bool,
-    /// No call that makes a sandbox is answered.
+    /// Calls that create a sandbox do not return.
     stalls_network: bool,
     /// Reasons of the events that were posted, by pod.
     reasons: BTreeSet<(String, String)>,
     /// Logs that grow, by container.
     logs: BTreeMap<String, logs::GrowingLog>,
-    /// The most of each kind within a minute.
+    /// The maximum number of calls of each kind within a minute.
     most: BTreeMap<&'static str, usize>,
 }
 
-/// The world; clones are the same one. An agent's clone carries the number of its life: calls of one
-/// that has been killed never return and never act, as its process would be gone.
+/// The world; all clones share one state. An agent's clone carries the number of this agent. After a
+/// kill, calls with its number neither return nor take effect, as if its process had exited.
 #[derive(Clone)]
 pub struct World(Arc<Mutex<State>>, Clock, u64);
 
@@ -249,7 +250,7 @@ impl State {
         self.broken.push(what);
     }
 
-    /// The longest time in seconds that a container of a pod may be given to stop.
+    /// The maximum grace period, in seconds, with which a container of a pod may be stopped.
     fn grace_limit(&self, uid: &str) -> i64 {
         if let Some(grace) = self.removed_grace(uid) {
             return grace;
@@ -260,7 +261,7 @@ impl State {
             .get(uid)
             .or_else(|| statics.find(|pod| pod["metadata"]["uid"] == *uid));
         let own = pod.and_then(|p| p["spec"]["terminationGracePeriodSeconds"].as_i64());
-        // That of a manifest that was replaced; orphans have less.
+        // A replaced manifest may have had up to 8 s; other orphans have less.
         let orphaned = if self.static_uids.contains(uid) { 8 } else { 1 };
         let gone = self.graces.get(uid).copied();
         own.or(gone).unwrap_or(orphaned).max(2)
@@ -301,7 +302,7 @@ impl World {
         self.state().faults = on;
     }
 
-    /// A fresh agent over this world, as after a start of the process.
+    /// Starts a new agent over this world, as after a start of the process.
     pub fn start_agent(&self) -> tokio::task::JoinHandle<()> {
         let world = World(Arc::clone(&self.0), self.1, self.state().life);
         world.start()
@@ -312,7 +313,7 @@ impl World {
         let (statics_sender, statics) = watch::channel(Statics::default());
         {
             let mut state = self.state();
-            // Whoever listened, listens no more.
+            // The previous agent's subscriptions end.
             (state.hinted, state.followers) = (None, BTreeMap::new());
             state.begin_lives();
             state.statics_sender = Some(statics_sender);
@@ -322,11 +323,11 @@ impl World {
         }
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
-        // Nothing of this machine is touched or looked at.
+        // The agent must not touch or read this machine.
         config.eviction.thresholds.clear();
         config.enforcement.limits_pods = false;
         config.root_dir = "/nonexistent/holdfast-sim".into();
-        // Directories are made there, but not below a file.
+        // The agent would create missing directories; below a file it cannot.
         config.device_plugin_dir = "/dev/null/device-plugins".into();
         let (logind, periods) = self.state().logind.clone().unzip();
         config.shutdown = periods.unwrap_or_default();
@@ -394,24 +395,24 @@ impl World {
         })
     }
 
-    /// Ends the world: it and its agent hold each other.
+    /// Drops the state: the world and its agent reference each other.
     pub fn end(&self) {
         let state = std::mem::take(&mut *self.state());
         drop(state);
     }
 
-    /// One that has two processors for itself.
+    /// A pod with two exclusive CPUs.
     pub fn create_pod_with_processors(&self, name: &str) {
         let sizes = json!({"cpu": "2", "memory": "1Mi"});
         self.create_pod_of(name, "Always", &json!({"limits": sizes, "requests": sizes}));
     }
 
-    /// A pod that stays up by itself.
+    /// A long-running pod.
     pub fn create_steady_pod(&self, name: &str) {
         self.create_pod_of(name, "Always", &json!({}));
     }
 
-    /// A pod with one container, which runs until it is told to end.
+    /// A pod with one container, which runs until it is stopped.
     pub fn create_plain_pod(&self, name: &str, policy: &str) {
         self.create_pod_of(name, policy, &json!({}));
     }
@@ -426,13 +427,13 @@ impl World {
         state.publish(&uid);
     }
 
-    /// A pod's object is removed at once, whatever still runs of it.
+    /// Removes a pod's object immediately, even if its containers still run.
     pub fn remove_by_force(&self, name: &str) {
         let uid = self.uid(name);
         self.state().remove(&uid);
     }
 
-    /// The containers of a pod end by themselves, well.
+    /// The containers of a pod exit with code 0.
     pub fn complete(&self, name: &str) {
         let (uid, now) = (self.uid(name), self.1.now());
         let mut state = self.state();
@@ -441,7 +442,7 @@ impl World {
         live.iter().for_each(|id| end(&mut state, id, 0, now));
     }
 
-    /// A pod of the host network with probes of every kind.
+    /// A pod with host networking and every kind of probe.
     pub fn create_host_pod(&self, name: &str) {
         self.create_plain_pod(name, "Always");
         let uid = self.uid(name);
@@ -455,13 +456,13 @@ impl World {
         state.publish(&uid);
     }
 
-    /// A pod's object as the API has it.
+    /// A pod's object as stored in the API.
     pub fn object(&self, name: &str) -> Value {
         let uid = self.uid(name);
         self.state().pods[&uid].clone()
     }
 
-    /// Somebody wants to see a pod's end.
+    /// Adds a finalizer to a pod.
     pub fn put_finalizer(&self, name: &str) {
         let uid = self.uid(name);
         let mut state = self.state();
@@ -469,14 +470,14 @@ impl World {
         state.publish(&uid);
     }
 
-    /// How many requests or calls of a kind there were for a pod within the last minute before the latest.
+    /// The number of requests or calls of a kind for a pod within the last minute.
     pub fn spent(&self, what: &'static str, name: &str) -> usize {
         let uid = self.uid(name);
         let state = self.state();
         state.spent.get(&(uid, what)).map_or(0, VecDeque::len)
     }
 
-    /// What the worker of a pod has taken in lately, and decided.
+    /// The recent inputs and decisions of a pod's worker.
     pub fn record(&self, name: &str) -> Option<Record> {
         let context = self.state().context.clone()?;
         context.journals.record("ns", name)
@@ -502,7 +503,7 @@ impl World {
         uids.get(usize::try_from(place).unwrap()).cloned()
     }
 
-    /// The uid of a pod.
+    /// The UID of a pod.
     pub fn uid(&self, name: &str) -> String {
         let state = self.state();
         state
@@ -513,7 +514,7 @@ impl World {
             .unwrap()
     }
 
-    /// The most requests and calls of each kind that one pod has caused within a minute.
+    /// The maximum number of requests and calls of each kind that one pod has caused within a minute.
     pub fn most(&self) -> BTreeMap<&'static str, usize> {
         self.state().most.clone()
     }
@@ -593,7 +594,7 @@ impl World {
         }
     }
 
-    /// The present agent is dead.
+    /// Kills the running agent.
     pub fn kill_agent(&self) {
         self.note("the agent is killed", true);
         let mut state = self.state();
@@ -612,7 +613,7 @@ impl World {
         self.only_alive().await;
     }
 
-    /// Waits as long as a call takes, and decides how it goes wrong.
+    /// Waits for the duration of a call and chooses its fault.
     async fn fault(&self) -> Fault {
         self.only_alive().await;
         let at = self.1.now();
@@ -636,7 +637,7 @@ impl World {
         }
     }
 
-    /// A call to the runtime: may fail before acting, after acting, or hang and then fail after acting.
+    /// A call to the runtime. With faults it fails before or after it takes effect, or hangs and takes effect late.
     async fn call<T>(
         &self,
         act: impl FnOnce(&mut State) -> Result<T, RuntimeError>,
@@ -652,7 +653,7 @@ impl World {
         result
     }
 
-    /// One more line of the trace.
+    /// Adds a line to the trace.
     fn note(&self, what: &str, good: bool) {
         let at = self.1.now();
         self.state().trace.push(format!("{at} {what} {good}"));
@@ -663,12 +664,12 @@ impl World {
         self.state().trace.clone()
     }
 
-    /// From now on calls about this pod hang.
+    /// Makes all calls about this pod hang.
     pub fn hang(&self, uid: &str) {
         self.state().hung = Some(uid.to_owned());
     }
 
-    /// Calls that hang are answered, and nothing hangs any more.
+    /// Makes hanging calls return; new calls do not hang.
     pub fn answer(&self) {
         self.state().hung = None;
     }
@@ -703,7 +704,7 @@ impl World {
                 message: "injected".into(),
             }),
             Fault::After => {
-                // Acted, but the answer is lost.
+                // The call took effect, but its response is lost.
                 let _ = act(&mut self.state());
                 Err(timeout())
             }
@@ -731,7 +732,7 @@ fn end(state: &mut State, id: &str, code: i32, now: Timestamp) {
         if has_run {
             state.note_end(id, &uid, &name, code);
         }
-        // One that was killed before it was started has ended as well: nobody has to start it again.
+        // A container that was killed before it was started counts as exited too: it need not be started again.
         state.ran.insert(uid.clone());
         state.hint(&uid, id, EventKind::Stopped);
     }

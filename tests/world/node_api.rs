@@ -1,4 +1,5 @@
-//! The simulated API as the node uses it: it does not answer at once after a start, and the Node may be deleted.
+//! The simulated API as the node uses it. After an agent's start its first answer is delayed, and the
+//! Node may be deleted.
 
 use futures::stream::{BoxStream, StreamExt as _};
 use holdfast::agent::{NodeApi, NodeChange};
@@ -8,7 +9,7 @@ use k8s_openapi::api::coordination::v1::Lease;
 use super::*;
 
 impl State {
-    /// An agent starts: its Node is not known before the API answers for it.
+    /// An agent starts. The Node is not known to it until the API answers.
     pub(super) fn forget_node(&mut self) {
         let delays = [0, 200, 2_000, 15_000];
         let delay = match self.faults {
@@ -19,7 +20,7 @@ impl State {
         self.node.answered = false;
     }
 
-    /// Rule: nothing of a pod of the API begins before the Node is known.
+    /// Rule: the agent starts no pod of the API before it knows the Node.
     pub(super) fn node_is_known(&mut self, uid: &str) {
         if !self.node.answered {
             self.deny(format!("{uid}: begun before the Node was known"));
@@ -28,7 +29,7 @@ impl State {
 }
 
 impl World {
-    /// Waits until the API answers for the Node.
+    /// Waits until the API answers requests about the Node.
     async fn answers(&self) {
         let at = self.state().node.answers_at;
         if let Some(at) = at.filter(|at| *at > Instant::now()) {
@@ -57,7 +58,7 @@ impl World {
         Ok(state.publish_node())
     }
 
-    /// The Node object is deleted. Its pods are another matter.
+    /// Deletes the Node object. Its pods remain.
     pub fn delete_node(&self) {
         self.state().node.feed.send_replace(None);
     }
@@ -72,7 +73,7 @@ impl World {
         self.state().node.registered
     }
 
-    /// Whether there is a Node object.
+    /// Whether the Node object exists.
     pub fn has_node(&self) -> bool {
         self.state().node.feed.borrow().is_some()
     }
@@ -147,7 +148,7 @@ impl NodeApi for World {
             let lanes = object["status"]["allocatable"][nodes::LANE].clone();
             let before = object["status"]["conditions"].take();
             json_patch::merge(object, patch);
-            // A directive of a strategic merge patch, not an address: the apiserver stores none of them.
+            // This is a directive of a strategic merge patch, not an address. The apiserver stores none of them.
             if let Some(addresses) = object["status"]["addresses"].as_array_mut() {
                 addresses.retain(|a| a.get("$patch").is_none());
             }
@@ -161,7 +162,7 @@ impl NodeApi for World {
                 conditions.push(new.clone());
             }
             object["status"]["conditions"] = conditions.into();
-            // The agent writes what it has read; the Node may have others by now.
+            // The agent writes back the value that it read; the Node may have another one by now.
             object["status"]["allocatable"][nodes::LANE] = lanes.clone();
             object["status"]["capacity"][nodes::LANE] = lanes;
         })

@@ -2,11 +2,11 @@
 
 use super::*;
 
-/// How many processors a node has, if nothing else is said.
+/// The node's default number of CPUs.
 const CPUS: u32 = 64;
-/// A resource that somebody has written into the Node's status; no device plugin has it.
+/// An extended resource in the Node's status that no device plugin provides.
 pub(super) const LANE: &str = "sim.example/lane";
-/// Why a node does not take a pod that it has no place for.
+/// Reasons with which the node rejects a pod at admission.
 pub(super) const REFUSALS: [&str; 4] = [
     "NodeAffinity",
     "TaintToleration",
@@ -14,7 +14,7 @@ pub(super) const REFUSALS: [&str; 4] = [
     "OutOfsim.example/lane",
 ];
 
-/// What the Node's object says from a time on.
+/// The content of the Node object from a time on.
 #[derive(Debug, Clone)]
 struct Said {
     since: Instant,
@@ -35,29 +35,29 @@ impl Said {
     }
 }
 
-/// The node as it is, and as it was.
+/// The node, its current state and its history.
 pub(super) struct OfNode {
     pub object: Node,
-    /// What the API has of it; none when it was deleted.
+    /// The Node in the API; `None` after its deletion.
     pub feed: watch::Sender<Option<Node>>,
-    /// From when on the API answers for it, and whether it has answered the present agent.
+    /// When the API begins to answer requests about the Node, and whether it has answered the running agent.
     pub answers_at: Option<Instant>,
     pub answered: bool,
-    /// How often the agent has registered it.
+    /// How often the agent has registered the node.
     pub registered: usize,
-    /// How often the agent has written its status.
+    /// How often the agent has written the Node's status.
     pub status_writes: usize,
     said: Vec<Said>,
-    /// Its addresses.
+    /// The node's addresses.
     pub ips: Vec<String>,
-    /// How many processors the machine has, and what the agent has found when it started.
+    /// The machine's number of CPUs, and the number that the agent found at its start.
     cpus: u32,
     found: u32,
-    /// When the present agent started.
+    /// When the running agent started.
     began: Option<Instant>,
-    /// Pods that it has begun to run since.
+    /// Pods that the running agent has started.
     taken: BTreeSet<String>,
-    /// When pods came into the API.
+    /// When pods were created in the API.
     born: BTreeMap<String, Instant>,
 }
 
@@ -82,24 +82,24 @@ impl Default for OfNode {
 }
 
 impl OfNode {
-    /// An agent starts, and finds the machine as it is.
+    /// An agent starts and reads the number of CPUs.
     pub(super) fn begin_life(&mut self) {
         self.taken.clear();
         self.began = Some(Instant::now());
         self.found = self.cpus;
     }
 
-    /// What pods may have of the processors, in thousandths, as the agent has found it.
+    /// The capacity for pods in millicores, as the agent found it.
     pub(super) fn milli(&self) -> i64 {
         i64::from(self.found) * 1000
     }
 
-    /// A pod is in the API.
+    /// A pod exists in the API.
     pub(super) fn has(&mut self, uid: &str) {
         self.born.entry(uid.to_owned()).or_insert_with(Instant::now);
     }
 
-    /// What the agent may have seen since it knows a pod, for all that it can know.
+    /// Every Node content that the agent may have seen since it knows a pod.
     fn seen(&self, uid: &str) -> impl Iterator<Item = &Said> {
         let since = self.born.get(uid).copied().max(self.began);
         let until = self.said.iter().skip(1).map(|said| Some(said.since));
@@ -110,14 +110,14 @@ impl OfNode {
     }
 }
 
-/// How many lanes a pod asks for.
+/// The number of lanes that a pod requests.
 fn lanes(pod: &Value) -> u64 {
     let asked = pod["spec"]["containers"][0]["resources"]["requests"][LANE].as_str();
     asked.map_or(0, |lanes| lanes.parse().unwrap())
 }
 
 impl State {
-    /// The agent begins to run a pod: at some time since it knows it the node was fit for it.
+    /// Rule: when the agent starts a pod, the pod has matched some Node content that the agent may have seen.
     pub(super) fn is_taken(&mut self, uid: &str, life: u64) {
         if life != self.life || !self.pods.contains_key(uid) {
             return;
@@ -128,7 +128,7 @@ impl State {
         self.node_is_known(uid);
         let pod = &self.pods[uid];
         let fits = |said: &Said| said.selected_by(pod) && said.tolerated_by(pod);
-        // Whatever is said of a pod, what still runs of it has what it asked for.
+        // Pods that still run keep the lanes that they requested, whatever their status says.
         let others = self.pods.iter().filter(|(other, _)| {
             *other != uid && self.node.taken.contains(*other) && !self.live(other).is_empty()
         });
@@ -144,7 +144,7 @@ impl State {
         wrong.into_iter().for_each(|what| self.deny(what));
     }
 
-    /// A status says that the node does not take a pod: it has not begun to run it before, and had a reason.
+    /// Rule: a status may reject a pod only if the agent has not started it and there was a reason.
     pub(super) fn is_refused(&mut self, uid: &str, reason: &str) {
         if self.node.taken.contains(uid) {
             self.deny(format!("{uid}: refused ({reason}) after it was taken"));
@@ -162,7 +162,7 @@ impl State {
         }
     }
 
-    /// A pod that runs tells the addresses of the node as they are now.
+    /// Rule: the status of a running pod has the node's current addresses.
     pub(super) fn has_the_nodes_addresses(&self, pod: &Value) -> Result<(), String> {
         let (status, ips) = (&pod["status"], &self.node.ips);
         let of = |list: &Value| -> Vec<String> {
@@ -181,7 +181,7 @@ impl State {
         }
     }
 
-    /// The Node's object says something else from now on.
+    /// Changes the Node object.
     fn say(&mut self, change: impl FnOnce(&mut Said)) {
         self.revision += 1;
         let mut said = self.node.said.last().cloned().unwrap_or(Said {
@@ -216,7 +216,7 @@ impl State {
         self.publish_node();
     }
 
-    /// The API has the Node as it is now.
+    /// Sends the current Node to the watch.
     pub(super) fn publish_node(&mut self) -> Node {
         let node = self.node.object.clone();
         self.node.feed.send_replace(Some(node.clone()));
@@ -234,12 +234,12 @@ impl World {
         }
     }
 
-    /// From its next start on the agent has so many processors for pods.
+    /// Sets the number of CPUs, which the agent reads at its next start.
     pub fn resize_node(&self, cpus: u32) {
         self.state().node.cpus = cpus;
     }
 
-    /// The Node gets another label or taint.
+    /// Changes the Node's label or taint.
     pub fn change_node(&self) {
         let mut state = self.state();
         let zone = ["a", "a", "b"][usize::try_from(state.pick(3)).unwrap()];
@@ -247,7 +247,7 @@ impl World {
         state.say(|said| (said.zone, said.no_schedule) = (zone, tainted));
     }
 
-    /// The node has other addresses, as after a DHCP lease that was not renewed.
+    /// Changes the node's addresses, as after a DHCP lease that was not renewed.
     pub fn move_node(&self, addresses: &[&str]) {
         let ips: Vec<String> = addresses.iter().map(|ip| (*ip).to_owned()).collect();
         let mut state = self.state();
@@ -257,7 +257,7 @@ impl World {
         }
     }
 
-    /// One of the node's addresses, or both.
+    /// Gives the node one of its addresses, or both.
     pub(super) fn move_node_somewhere(&self) {
         let places: [&[&str]; 4] = [
             &["192.0.2.1"],
@@ -269,8 +269,8 @@ impl World {
         self.move_node(places[usize::try_from(place).unwrap()]);
     }
 
-    /// Something else of the node changes: pods that do not tolerate it are to leave, lanes come or go, it moves, or has
-    /// another size when the agent starts next.
+    /// Makes one more change to the node: a NoExecute taint, the number of lanes, its addresses, or its
+    /// number of CPUs at the next start.
     pub(super) fn change_more_of_node(&self) {
         let kind = self.state().draw(4);
         match kind {
@@ -292,12 +292,12 @@ impl World {
         }
     }
 
-    /// Whatever pod comes, tolerates the node.
+    /// Removes the NoExecute taint, so that every pod may run.
     pub(super) fn tolerate_node(&self) {
         self.state().say(|said| said.no_execute = false);
     }
 
-    /// A pod that an earlier agent has started at `started`; it asks for a processor.
+    /// A pod that an earlier agent started at `started`; it requests one CPU.
     pub fn create_pod_of_before(&self, name: &str, created: Timestamp, started: Timestamp) {
         let one = json!({"requests": {"cpu": "1"}});
         self.create_pod_of(name, "Always", &one);
@@ -319,12 +319,12 @@ impl World {
             .collect()
     }
 
-    /// How many sandboxes there are.
+    /// The number of sandboxes.
     pub fn sandboxes(&self) -> usize {
         self.state().boxes.len()
     }
 
-    /// How often a sandbox was asked for, by the pods that the API has.
+    /// The number of RunPodSandbox calls by pod, for the pods in the API.
     pub fn asked_for_sandboxes(&self) -> BTreeMap<String, usize> {
         let state = self.state();
         let asked = |uid: &String| {
@@ -335,14 +335,14 @@ impl World {
         pods.map(|uid| (uid.clone(), asked(uid))).collect()
     }
 
-    /// How often a sandbox was asked for, for a pod that may be gone.
+    /// The number of RunPodSandbox calls for a pod, which may have been removed.
     pub fn asked_for_sandbox(&self, uid: &str) -> usize {
         let state = self.state();
         let spent = state.spent.get(&(uid.to_owned(), "run_sandbox"));
         spent.map_or(0, VecDeque::len)
     }
 
-    /// A pod is deleted in the API.
+    /// Deletes a pod in the API.
     pub fn delete_uid(&self, uid: &str) {
         self.mark_deleted(uid);
     }

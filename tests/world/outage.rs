@@ -1,16 +1,16 @@
-//! What lasts: a network plugin that always fails, an API that is not reached, a runtime that lists nothing.
+//! Lasting outages: a network plugin that always fails, an unreachable API, a runtime that does not answer list calls.
 
 use super::*;
 
 #[derive(Default)]
 pub(super) struct Outage {
-    /// The network plugin fails, each time with another sandbox id in its error.
+    /// The network plugin fails, each time with another sandbox ID in its error.
     is_plugin_broken: bool,
     pub(super) is_api_down: bool,
     pub(super) do_lists_hang: bool,
     /// How often a controller has annotated a pod just before the agent's status write; `None` without such a controller.
     annotations: Option<u64>,
-    /// The events that the API has stored: the uid of the pod, and the reason.
+    /// The events that the API has stored: the UID of the pod, and the reason.
     pub(super) posted: Vec<(String, String)>,
 }
 
@@ -33,17 +33,17 @@ impl Outage {
 }
 
 impl World {
-    /// From now on the network plugin fails, or works again.
+    /// Makes the network plugin fail, or work again.
     pub fn break_plugin(&self, is_broken: bool) {
         self.state().outage.is_plugin_broken = is_broken;
     }
 
-    /// From now on the API is not reached, or is reached again.
+    /// Makes the API unreachable, or reachable again.
     pub fn cut_off_api(&self, is_down: bool) {
         self.state().outage.is_api_down = is_down;
     }
 
-    /// From now on listings of the runtime have no answer, or have one again.
+    /// Makes the runtime's list calls hang, or return again.
     pub fn hang_lists(&self, hang: bool) {
         self.state().outage.do_lists_hang = hang;
     }
@@ -65,7 +65,7 @@ impl World {
         }
     }
 
-    /// Whether the API has stored an event of this reason about a pod.
+    /// Whether the API has stored an event with this reason about a pod.
     pub fn has_event(&self, name: &str, reason: &str) -> bool {
         let uid = self.uid(name);
         let state = self.state();
@@ -73,7 +73,7 @@ impl World {
         posted.any(|(of, why)| *of == uid && why == reason)
     }
 
-    /// The most requests of a kind for one pod since the last minute began.
+    /// The maximum number of requests of a kind for one pod within the last minute.
     pub fn most_for_a_pod(&self, what: &str) -> usize {
         let state = self.state();
         let now = Instant::now();

@@ -1,10 +1,10 @@
-//! What the API makes of a patch of a pod's status (a strategic merge patch, as far as agents use it).
+//! How the API applies a patch to a pod's status (a strategic merge patch, as far as agents use it).
 
 use serde_json::{Value, json};
 
 use super::ApiFailure;
 
-/// Lists of addresses are merged by address, and put into the order that the patch names.
+/// Merges lists of addresses by address, in the order that the patch names.
 fn merge_addresses(list: &mut Value, patch: &Value, order: &Value) {
     let items = |list: &Value| list.as_array().cloned().unwrap_or_default();
     let mut merged = items(list);
@@ -20,7 +20,7 @@ fn merge_addresses(list: &mut Value, patch: &Value, order: &Value) {
     *list = merged.into();
 }
 
-/// Conditions are merged by their type.
+/// Merges conditions by their type.
 fn merge_conditions(list: &mut Value, patch: &Value) {
     let mut merged = list.as_array().cloned().unwrap_or_default();
     for condition in patch.as_array().unwrap() {
@@ -38,7 +38,7 @@ fn merge_conditions(list: &mut Value, patch: &Value) {
     *list = merged.into();
 }
 
-/// At most one address of each family (`ValidatePodStatusUpdate`).
+/// Whether a list has two addresses of one family; `ValidatePodStatusUpdate` allows at most one.
 fn has_two_of_a_family(list: &Value) -> bool {
     let items = list.as_array().into_iter().flatten();
     let (v6, v4): (Vec<&str>, Vec<&str>) = items
@@ -47,7 +47,7 @@ fn has_two_of_a_family(list: &Value) -> bool {
     v6.len() > 1 || v4.len() > 1
 }
 
-/// The pod with the patch's status merged into its own.
+/// The pod with the patch merged into its status.
 pub(super) fn merged(pod: &Value, patch: &Value) -> Result<Value, ApiFailure> {
     let mut pod = pod.clone();
     let (status, changes) = (&mut pod["status"], &patch["status"]);

@@ -1,4 +1,4 @@
-//! A node that gives containers processors of their own.
+//! A node whose CPU manager assigns exclusive CPUs to containers.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,12 +12,12 @@ use k8s_openapi::api::core::v1::Pod;
 use super::World;
 
 impl World {
-    /// From its next start on the agent gives processors out, and notes that below `root`.
+    /// From its next start the agent assigns exclusive CPUs and keeps the checkpoint below `root`.
     pub fn give_processors(&self, root: &Path) {
         self.state().processors = Some(root.to_owned());
     }
 
-    /// The managers of the node's resources, and where they note what they have given.
+    /// The resource managers of the node; sets the root directory of their checkpoints.
     pub(super) fn managers(&self, root_dir: &mut PathBuf) -> Managers {
         let Some(root) = self.state().processors.clone() else {
             return Managers::default();
@@ -57,7 +57,7 @@ impl World {
         Managers::new(&rules, &machine, &checkpoints).unwrap()
     }
 
-    /// A pod with its own processors has them in the checkpoint before anything of it is made.
+    /// Rule: the CPUs of a pod are in the checkpoint before the agent creates anything of the pod.
     pub(super) fn check_processors(&self, pod: &Pod) {
         let Some(root) = self.state().processors.clone() else {
             return;

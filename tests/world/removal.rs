@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What the watch of pods brings.
+/// An event of the pod watch.
 enum PodEvent {
     Apply(Box<Pod>),
     Delete(Box<Pod>),
@@ -46,7 +46,7 @@ impl PodWatch {
         self.send(PodEvent::Delete(Box::new(pod)));
     }
 
-    /// A deletion that arrives later, and everything that is sent meanwhile after it.
+    /// Delivers a deletion after a delay. Events that are sent meanwhile arrive after it.
     fn delete_late(&self, pod: Pod, after: Duration) {
         let mut late = self.late.lock().unwrap();
         late.push_back(PodEvent::Delete(Box::new(pod)));
@@ -61,17 +61,17 @@ impl PodWatch {
         });
     }
 
-    /// The watch begins again with a list.
+    /// The watch restarts with a list.
     pub(super) fn replace(&self, pods: Vec<Pod>) {
         self.late.lock().unwrap().clear();
         self.writer.replace(pods);
     }
 }
 
-/// What a container gets at least once it is stopped, in seconds (upstream's `minimumGracePeriodInSeconds`).
+/// The minimum grace period of a container that is stopped, in seconds (upstream's `minimumGracePeriodInSeconds`).
 const FLOOR: i64 = 2;
-/// How long a container of a removed pod may run beyond its grace period if nothing goes wrong: a look and a stop take less
-/// than 100 ms.
+/// How long a container of a removed pod may run beyond its grace period if nothing fails: an
+/// observation and a stop take less than 100 ms.
 pub const SLACK: Duration = Duration::from_secs(1);
 /// The same while calls fail: two of them may hang for 120 s each, after pauses of up to 10 s.
 pub const SLACK_WITH_FAULTS: Duration = Duration::from_secs(300);
@@ -81,13 +81,13 @@ pub const SLACK_WITH_FAULTS: Duration = Duration::from_secs(300);
 pub(super) struct Removal {
     /// When the watch has shown the removal.
     at: Instant,
-    /// Seconds.
+    /// The grace period in seconds.
     grace: i64,
 }
 
 impl State {
-    /// Removes a pod's object, as a kube-apiserver does: the grace period of 0 and the removal are two revisions within a few
-    /// milliseconds, of which the watch may bring the second one alone.
+    /// Removes a pod's object, as a kube-apiserver does: the grace period of 0 and the removal are two
+    /// revisions within a few milliseconds. The watch may deliver only the second one.
     pub(super) fn remove(&mut self, uid: &str) {
         let Some(mut pod) = self.pods.remove(uid) else {
             return;
@@ -126,8 +126,8 @@ impl State {
         }
     }
 
-    /// The watch has shown all removals. A pod that was removed while the watch showed nothing is missing in a list and has the
-    /// grace period of its spec.
+    /// The watch has shown all removals. If a pod was removed while the watch showed nothing, it is missing
+    /// from the list and has the grace period of its spec.
     pub(super) fn all_is_seen(&mut self) {
         let at = Instant::now();
         for uid in std::mem::take(&mut self.unseen) {
@@ -151,7 +151,7 @@ impl State {
         self.unseen.contains(uid) || (is_known && !self.is_long_removed(uid))
     }
 
-    /// The grace period of a pod that was removed, once an agent has to know it.
+    /// The grace period of a removed pod, if the agent has had a second to process the removal.
     pub(super) fn removed_grace(&self, uid: &str) -> Option<i64> {
         let removal = self.gone_at.get(uid);
         let removal = removal.filter(|_| self.is_long_removed(uid))?;
@@ -160,7 +160,7 @@ impl State {
 }
 
 impl World {
-    /// No container of a removed pod runs longer than its grace period and `slack`.
+    /// Rule: no container of a removed pod runs longer than its grace period and `slack`.
     pub fn check_removed(&self, slack: Duration) {
         let mut state = self.state();
         let is_late = |removal: &Removal| {
@@ -182,7 +182,7 @@ impl World {
         }
     }
 
-    /// A pod with a long grace period whose hooks never end.
+    /// A pod with a long grace period whose hooks never return.
     pub fn create_stubborn_pod(&self, name: &str) {
         self.create_plain_pod(name, "Always");
         let uid = self.uid(name);
@@ -196,7 +196,8 @@ impl World {
         state.publish(&uid);
     }
 
-    /// Removes a pod by force, before which it may have been deleted with its whole grace period. Nothing of it runs soon.
+    /// Force-deletes a pod, in some runs after a deletion with its whole grace period. Checks that its
+    /// containers stop soon.
     pub async fn remove_stubborn_pod(&self, name: &str) {
         let (uid, is_deleted_first) = (self.uid(name), self.state().draw(2) == 0);
         if is_deleted_first {

@@ -1,8 +1,8 @@
-//! What must hold when nothing has gone wrong for a while.
+//! Rules that must hold when no fault has occurred for a while.
 
 use super::*;
 
-/// A pod's name, and what is wrong with it.
+/// A pod's name, and the rule that it violates.
 type Wrong = (String, String);
 
 impl World {
@@ -20,7 +20,7 @@ impl World {
         format!("{lines}\n  {:?}", record.latest().observed)
     }
 
-    /// With no faults for a while every pod is what its spec says.
+    /// Rule: after a while without faults, every pod matches its spec.
     pub fn check_at_rest(&self) -> Result<(), String> {
         let state = self.state();
         let mut wrong = state.pods.keys().map(|uid| state.is_at_rest(uid));
@@ -33,7 +33,7 @@ impl World {
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
     }
 
-    /// The explanation of a pod, which says this.
+    /// Checks that the explanation of a pod contains a text.
     pub fn check_says(&self, name: &str, what: &str) -> Result<(), String> {
         let context = self.state().context.clone().unwrap();
         let known = context.journals.find("ns", name);
@@ -47,12 +47,12 @@ impl World {
         }
     }
 
-    /// From now on until the next check little is to be asked of the API.
+    /// Starts the period that `check_quiet` checks.
     pub fn begin_quiet(&self) {
         self.state().spent.clear();
     }
 
-    /// Nothing happens, so nothing is written.
+    /// Rule: while nothing changes, the agent writes nothing.
     pub fn check_quiet(&self) -> Result<(), String> {
         let state = self.state();
         for ((uid, what), times) in &state.spent {
@@ -73,7 +73,7 @@ impl World {
         Ok(())
     }
 
-    /// Nothing runs any more.
+    /// Rule: no container runs any more.
     pub fn check_stopped(&self) -> Result<(), String> {
         let state = self.state();
         let mut all = state.containers.values();
@@ -86,7 +86,7 @@ impl World {
         }
     }
 
-    /// No explanation says that all is well while a container neither runs nor is finished for good.
+    /// Rule: no explanation reports a pod as healthy while a container neither runs nor is in its final state.
     pub fn check_explained(&self) -> Result<(), String> {
         let state = self.state();
         let Some(context) = state.context.clone() else {
@@ -128,7 +128,7 @@ impl World {
         }
     }
 
-    /// Pods that only finalizers keep have nothing left here.
+    /// Rule: pods that only their finalizers keep in the API have no resources on this node.
     pub fn check_released(&self) -> Result<(), String> {
         let state = self.state();
         let left = (
@@ -147,7 +147,7 @@ impl World {
 }
 
 impl State {
-    /// Whether a container runs or has ended for good.
+    /// Whether a container runs or is in its final state.
     fn is_as_its_spec_says(&self, uid: &str, pod: &Value, name: &Value) -> bool {
         let own = self.containers.values().map(|c| (&c.uid, &c.container));
         let own = own.filter(|(of, c)| *of == uid && *name == *c.name);
@@ -232,7 +232,7 @@ impl State {
         Ok(())
     }
 
-    /// Exactly the newest manifests run, and have a mirror each.
+    /// Rule: exactly the newest manifests run, and each has a mirror pod.
     fn statics_are_at_rest(&self) -> Result<(), Wrong> {
         let newest: BTreeSet<&str> = self
             .statics
@@ -259,7 +259,7 @@ impl State {
     }
 }
 
-/// Each container that runs is told as it is.
+/// Rule: the status shows each running container correctly.
 fn are_told(pod: &Value, live: &[&Container]) -> Result<(), String> {
     for container in live {
         let statuses = ["containerStatuses", "initContainerStatuses"];

@@ -1,8 +1,8 @@
-//! What must not run again or not there, and calls that are cut off or blocked.
+//! Containers that must not run again or not in this sandbox, and calls that are cancelled or blocked.
 
 use super::*;
 
-/// The sandbox that a call stops, until this is dropped.
+/// The sandbox that a call is stopping, until this is dropped.
 pub(super) struct Stopping(World, String);
 
 impl Drop for Stopping {
@@ -21,7 +21,7 @@ pub(super) struct WantedBox {
     pub host_network: bool,
 }
 
-/// A call that makes a sandbox. If it is cut off, the runtime may carry it out seconds later.
+/// A call that creates a sandbox. If the call is cancelled, the runtime may complete it seconds later.
 pub(super) struct Making {
     pub world: World,
     pub wanted: WantedBox,
@@ -50,7 +50,7 @@ impl Drop for Making {
 }
 
 impl State {
-    /// Makes a sandbox, unless its name is taken.
+    /// Creates a sandbox, unless its name is taken.
     pub(super) fn make_box(
         &mut self,
         wanted: WantedBox,
@@ -96,8 +96,8 @@ impl State {
         Ok(id)
     }
 
-    /// Notes the final exit of a regular container: with `Never` any exit, with `OnFailure` a success that the agent did not
-    /// cause. Containers that the agent may stop in order to start them again are left out there.
+    /// Records the final exit of a regular container: with `Never` any exit, with `OnFailure` a success that the agent
+    /// did not cause. With `OnFailure`, containers that the agent may stop in order to restart them are left out.
     pub(super) fn note_end(&mut self, id: &str, uid: &str, name: &str, code: i32) {
         let mut statics = self.statics.values();
         let pod = self.pods.get(uid);
@@ -117,7 +117,7 @@ impl State {
             || container["resizePolicy"].is_array()
             || self.told_to_stop.contains(id);
         let is_final = match spec["restartPolicy"].as_str() {
-            // Another size may ask for another instance, whatever the policy.
+            // Whatever the policy, a resize may require another instance.
             Some("Never") => !container["resizePolicy"].is_array(),
             Some("OnFailure") => code == 0 && !may_be_stopped,
             _ => false,
@@ -128,7 +128,7 @@ impl State {
         }
     }
 
-    /// A container in its final state never runs again, whatever happens to sandboxes.
+    /// Rule: a container in its final state never runs again, even in a new sandbox.
     pub(super) fn check_not_over(&mut self, uid: &str, name: &str) {
         let key = (uid.to_owned(), name.to_owned());
         if let Some(before) = self.over.get(&key).cloned() {
@@ -138,7 +138,7 @@ impl State {
         }
     }
 
-    /// Whether the upkeep of a pod fails: it has a sandbox, and the machine refuses.
+    /// Whether the upkeep of a pod fails: the pod has a ready sandbox, and the world fails upkeep.
     pub(super) fn upkeep_fails(&self, uid: &str) -> bool {
         self.fails_upkeep && self.boxes.values().any(|b| b.uid == uid && b.sandbox.ready)
     }
@@ -151,7 +151,7 @@ impl World {
         Stopping(self.clone(), sandbox.to_owned())
     }
 
-    /// The agent makes or starts nothing in a sandbox that it is stopping.
+    /// Rule: the agent creates or starts nothing in a sandbox that it is stopping.
     pub(super) fn check_not_stopping(&self, what: &str, sandbox: &str) {
         let mut state = self.state();
         if state.stopping.contains(&(self.2, sandbox.to_owned())) {
@@ -165,12 +165,12 @@ impl World {
         container.map_or_else(String::new, |c| c.container.sandbox.clone())
     }
 
-    /// From now on no directory of a pod that has a sandbox can be made, and no RuntimeClass is there.
+    /// Makes the upkeep of pods with a sandbox fail: no directory can be created, and no RuntimeClass is found.
     pub fn fail_upkeep(&self, fails: bool) {
         self.state().fails_upkeep = fails;
     }
 
-    /// From now on network plugins sleep: no call that makes a sandbox is answered.
+    /// Makes network plugins hang: no call that creates a sandbox returns.
     pub fn stall_network(&self, stalls: bool) {
         self.state().stalls_network = stalls;
     }
@@ -181,7 +181,7 @@ impl World {
         }
     }
 
-    /// `crictl stopp`: all containers of a pod end, and a moment later its sandbox.
+    /// `crictl stopp`: all containers of a pod exit, and its sandbox stops a moment later.
     pub async fn stop_sandbox_by_hand(&self, name: &str) {
         let (uid, now) = (self.uid(name), self.1.now());
         {
@@ -199,12 +199,12 @@ impl World {
             .collect();
         boxes.sort_by_key(|(_, sandbox)| sandbox.attempt);
         let (id, _) = boxes.pop().unwrap();
-        // What was started there meanwhile goes on, and has no network.
+        // Containers that were started there meanwhile continue to run, without a network.
         state.boxes.get_mut(&id).unwrap().sandbox.ready = false;
         state.hint(&uid, &id, EventKind::Stopped);
     }
 
-    /// How often a container of a pod was started, and in how many sandboxes.
+    /// How often a container of a pod was started.
     pub fn starts_of(&self, name: &str, container: &str) -> usize {
         let of = format!(" started {}/{container} ", self.uid(name));
         self.state()
@@ -222,8 +222,8 @@ impl World {
         of.map(|(_, reason)| reason.clone()).collect()
     }
 
-    /// A pod that takes long to end: its container, which is probed for readiness, has a preStop hook that never ends, and its
-    /// sidecar is probed for liveness.
+    /// A pod that takes long to stop. Its container has a readiness probe and a preStop hook that never
+    /// returns. Its sidecar has a liveness probe.
     pub fn create_pod_that_ends_slowly(&self, name: &str, grace: i64) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
@@ -262,7 +262,7 @@ impl World {
         state.publish(&uid);
     }
 
-    /// What the volumes of a pod show of an object.
+    /// The version of an object that a pod's volume shows.
     pub fn shows(&self, name: &str, volume: &str) -> Option<String> {
         let key = (self.uid(name), volume.to_owned());
         self.state().shown.get(&key).cloned()

@@ -344,11 +344,11 @@ impl Runtime for World {
         self.spend_on("stop_container", id);
         self.check_hooks(id, grace);
         self.state().told_to_stop.insert(id.to_owned());
-        // Some processes need their time.
+        // Some processes take long to stop.
         let slow = {
             let mut state = self.state();
             let slow = state.pick(4) == 0;
-            // Only a running container has a limit.
+            // The limit applies to running containers only.
             let runs = |c: &&Ctr| c.container.state == ContainerState::Running;
             let container = state.containers.get(id).filter(runs);
             let uid = container.map(|c| c.uid.clone());
@@ -444,7 +444,7 @@ impl Runtime for World {
             let mut state = self.state();
             let (life, what) = (self.2, command.join(" "));
             let hooks = state.hooks.entry(id.to_owned()).or_default();
-            // An agent that was killed cannot know that a hook had run.
+            // An agent cannot know which hooks ran before an earlier agent was killed.
             let entry = format!("{life} {what}");
             let twice = hooks.contains(&entry);
             hooks.push(entry);
@@ -461,7 +461,7 @@ impl Runtime for World {
                 self.state().deny(last);
             }
         }
-        // Some hooks need their time.
+        // Some hooks take long.
         let slow = {
             let mut state = self.state();
             state.pick(4) == 0
@@ -472,7 +472,7 @@ impl Runtime for World {
         }
         match command.last().map(String::as_str) {
             Some("hangs") => {
-                // It is killed with its container.
+                // The hook runs until its container is killed.
                 while self.is_running(id) {
                     self.sleep(Duration::from_millis(100)).await;
                 }

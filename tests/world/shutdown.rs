@@ -1,4 +1,4 @@
-//! A logind that announces what the test says, and pods whose order is looked at when it does.
+//! A logind that announces shutdowns when the test requests it, and pods with priorities.
 
 use holdfast::core::node::shutdown::{Period, Statements};
 use holdfast::sys::logind::{Announcements, Announcer, Inhibitor, LogindError};
@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
-/// Shared by all agents of a world, as one machine is.
+/// Shared by all agents of a world: there is one logind per machine.
 #[derive(Clone, Default)]
 pub struct Logind(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
     shutting_down: watch::Sender<bool>,
-    /// It is announced only after somebody has asked whether it is.
+    /// The shutdown is announced right after the next query of `is_shutting_down` has returned false.
     announced_late: AtomicBool,
-    /// How often it was started anew.
+    /// How often logind was restarted.
     starts: watch::Sender<u32>,
-    /// How many inhibitors are held, and how many have been.
+    /// The number of inhibitor locks held now, and the number taken in total.
     inhibitors: Mutex<(usize, usize)>,
 }
 
@@ -37,22 +37,22 @@ impl Drop for Held {
 }
 
 impl Logind {
-    /// A shutdown is announced, or called off.
+    /// Announces a shutdown, or cancels it.
     pub fn announce(&self, shutting_down: bool) {
         self.0.shutting_down.send_replace(shutting_down);
     }
 
-    /// A shutdown is announced as soon as the next one has been told that there is none.
+    /// Announces a shutdown right after the next query has returned that there is none.
     pub fn announce_late(&self) {
         self.0.announced_late.store(true, Ordering::Relaxed);
     }
 
-    /// Whoever listens has to do so anew.
+    /// Restarts logind: subscribers have to subscribe again.
     pub fn restart(&self) {
         self.0.starts.send_modify(|starts| *starts += 1);
     }
 
-    /// How many inhibitors are held, and how many have been.
+    /// The number of inhibitor locks held now, and the number taken in total.
     pub fn inhibitors(&self) -> (usize, usize) {
         *self.0.inhibitors.lock().unwrap()
     }
@@ -101,7 +101,7 @@ impl Announcements for Listening {
 }
 
 impl World {
-    /// Shutdowns wait for pods so many seconds, by priority. To be said before an agent starts.
+    /// Sets the seconds that a shutdown waits for pods, by priority. Call it before an agent starts.
     pub fn wait_for_pods(&self, periods: &[(i32, i64)]) -> Logind {
         let period = |(priority, seconds): &(i32, i64)| Period {
             priority: *priority,
@@ -117,7 +117,7 @@ impl World {
         logind
     }
 
-    /// A pod that stays up by itself, with a priority and a grace period.
+    /// A long-running pod with a priority and a grace period.
     pub fn create_ranked_pod(&self, name: &str, priority: i32, grace: i64) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
@@ -128,17 +128,17 @@ impl World {
         state.publish(&uid);
     }
 
-    /// A pod is deleted in the API, with its own grace period.
+    /// Deletes a pod in the API, with its own grace period.
     pub fn delete_pod(&self, name: &str) {
         self.mark_deleted(&self.uid(name));
     }
 
-    /// A static pod; its mirror is `steady-node`.
+    /// Adds a static pod; its mirror pod is `steady-node`.
     pub fn add_manifest(&self) {
         self.set_manifest(1, "Always");
     }
 
-    /// A version of that static pod's manifest.
+    /// Writes a version of that static pod's manifest.
     pub fn set_manifest(&self, version: u32, policy: &str) {
         let mut state = self.state();
         let uid = format!("steady-v{version}");
@@ -151,7 +151,7 @@ impl World {
         state.publish_statics();
     }
 
-    /// Phase and reason that the API has of a pod; nothing where it has no such pod.
+    /// Phase and reason of a pod in the API; `None` if there is no such pod.
     pub fn phase(&self, name: &str) -> Option<(String, String)> {
         let state = self.state();
         let pod = state
@@ -162,7 +162,7 @@ impl World {
         Some((text("phase"), text("reason")))
     }
 
-    /// When the containers of pods with this uid began first, and ended last if all have.
+    /// When the first container of this pod was created, and when the last one exited if all have.
     pub fn lived(&self, uid: &str) -> (Option<Timestamp>, Option<Timestamp>) {
         let state = self.state();
         let own = || {
@@ -174,7 +174,7 @@ impl World {
         (own().map(|c| c.created_at).min(), last.filter(|_| ended))
     }
 
-    /// The machine goes down: nothing of it runs any more.
+    /// Powers the machine off: all containers exit.
     pub fn power_off(&self) {
         self.kill_agent();
         let now = self.1.now();
@@ -188,7 +188,7 @@ impl World {
         }
     }
 
-    /// The power fails, and the runtime has lost what it knew. The pods' directories are still there.
+    /// Powers the machine off, and the runtime loses its state. The pods' directories remain.
     pub fn power_off_and_lose_runtime(&self) {
         self.power_off();
         let mut state = self.state();

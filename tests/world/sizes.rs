@@ -1,8 +1,8 @@
-//! Sizes of pods, what the node has room for, and what resizes come to (KEP-1287).
+//! Sizes of pods, the capacity of the node, and the results of resizes (KEP-1287).
 
 use super::*;
 
-/// What a resource list has of the processors, in thousandths.
+/// The CPU quantity of a resource list, in millicores.
 fn milli(list: &Value) -> Option<i64> {
     let text = list["cpu"].as_str()?;
     match text.strip_suffix('m') {
@@ -11,7 +11,7 @@ fn milli(list: &Value) -> Option<i64> {
     }
 }
 
-/// The kernel's unit.
+/// CPU shares, the kernel's unit.
 fn shares(milli: i64) -> i64 {
     (milli * 1024 / 1000).max(2)
 }
@@ -21,19 +21,19 @@ fn is_over(pod: &Value) -> bool {
     phase == "Failed" || phase == "Succeeded" || !pod["metadata"]["deletionTimestamp"].is_null()
 }
 
-/// What the first container asks for.
+/// The CPU request of the first container, in millicores.
 fn asked(pod: &Value) -> Option<i64> {
     milli(&pod["spec"]["containers"][0]["resources"]["requests"])
 }
 
-/// What the first container has, as the status tells it.
+/// The CPU request of the first container in the status, in millicores.
 fn told(pod: &Value) -> Option<i64> {
     let mut all = pod["status"]["containerStatuses"].as_array()?.iter();
     milli(&all.find(|status| status["name"] == "c0")?["resources"]["requests"])
 }
 
-/// What a pod has of the node. That is what it was granted, also for a container that has ended and never gets it: a kubelet
-/// counts what is allocated (`canAdmitPod` in `allocation_manager.go`).
+/// The CPU that counts against the node, in millicores: what was allocated, even for an exited container
+/// that never gets it. The kubelet counts the allocation too (`canAdmitPod` in `allocation_manager.go`).
 fn granted_to(pod: &Value) -> Option<i64> {
     milli(&pod["status"]["allocatedResources"]).or_else(|| asked(pod))
 }
@@ -47,7 +47,7 @@ impl State {
         self.publish(uid);
     }
 
-    /// Some pods ask for processors, few of them for many.
+    /// Makes some pods request CPUs, few of them many.
     pub(super) fn size(&mut self, container: &mut Value) {
         let cpu = match self.pick(8) {
             0 => "16",
@@ -62,8 +62,8 @@ impl State {
         }
     }
 
-    /// Nobody has more of the node than there is; what leaves it is not counted. While sizes change, one pod may have begun
-    /// with what another is about to give back, as with a kubelet.
+    /// Rule: the running pods do not exceed the node's capacity. Pods that are being deleted do not count.
+    /// While sizes change, a pod may start with CPU that another pod is about to release, as with the kubelet.
     pub(super) fn has_room(&self) -> Result<(), String> {
         let counts = |c: &&Ctr| {
             c.container.state == ContainerState::Running
@@ -81,8 +81,8 @@ impl State {
         }
     }
 
-    /// Every pod has the size that it was granted, and is told to have it. That is what its spec says, or the node has no room
-    /// for it.
+    /// Rule: every pod has the size that was allocated to it, and its status shows this size. It is the
+    /// size in the spec, unless the node has no capacity for that.
     pub(super) fn has_its_size(&self, uid: &str) -> Result<(), String> {
         let pod = &self.pods[uid];
         let (Some(asked), Some(granted)) = (asked(pod), granted_to(pod)) else {
@@ -126,8 +126,7 @@ impl State {
 }
 
 impl World {
-    /// A pod is to have another size: one that there is room for, one that it may have to wait for, or one that the node
-    /// does not have.
+    /// Resizes some pod: to a size that fits, that may have to wait, or that exceeds the node.
     pub fn resize_some_pod(&self) {
         let mut state = self.state();
         let sized: Vec<String> = state
@@ -143,7 +142,7 @@ impl World {
         }
     }
 
-    /// A pod of two containers, of which the first asks for processors and does not come back when it is done.
+    /// A pod with two containers. The first one requests CPU and is not restarted after it succeeds.
     pub fn create_pod_that_does_a_part(&self, name: &str, cpu: &str) {
         let sizes = json!({"requests": {"cpu": cpu}});
         self.create_pod_of(name, "OnFailure", &sizes);
@@ -155,7 +154,7 @@ impl World {
         state.publish(&uid);
     }
 
-    /// One container of a pod ends by itself, well.
+    /// One container of a pod exits with code 0.
     pub fn complete_container(&self, name: &str, container: &str) {
         let (uid, now) = (self.uid(name), self.1.now());
         let mut state = self.state();
@@ -164,7 +163,7 @@ impl World {
         end(&mut state, &id, 0, now);
     }
 
-    /// The first container of a pod is to have another size.
+    /// Resizes the first container of a pod.
     pub fn resize_pod(&self, name: &str, cpu: &str) {
         let uid = self.uid(name);
         self.state().resize(&uid, cpu);

@@ -1,11 +1,12 @@
-//! What else may go wrong in a seed, beside what goes wrong in all of them: ends that others tell, a volume that hangs, a
-//! node that changes under its pods, a pod with very many objects. Drawn apart, so that a seed's other choices stay.
+//! Additional faults that only some seeds have: terminal statuses of other clients, a volume that
+//! hangs, a node that changes under its pods, a pod with very many objects. A separate generator
+//! chooses them, so that a seed's other choices stay the same.
 
 use super::far::show_far;
 use super::nodes::LANE;
 use super::*;
 
-/// Which of them a seed has.
+/// The troubles of a seed.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Troubles {
     ends: bool,
@@ -16,12 +17,12 @@ pub(super) struct Troubles {
 }
 
 impl State {
-    /// A choice that is about a trouble.
+    /// A random number for a choice about troubles.
     pub(super) fn draw(&mut self, below: u64) -> u64 {
         self.draws.pick(below)
     }
 
-    /// A pod that may have to do with the seed's troubles.
+    /// Gives a new pod features that the seed's troubles affect.
     pub(super) fn trouble_pod(&mut self, pod: &mut Value) {
         let troubles = self.troubles;
         if troubles.far && self.draw(3) == 0 {
@@ -48,7 +49,7 @@ impl State {
 }
 
 impl World {
-    /// Chooses what troubles the seed has.
+    /// Chooses the troubles of the seed.
     pub fn choose_troubles(&self) {
         let mut state = self.state();
         let chosen = state.draw(8);
@@ -73,12 +74,12 @@ impl World {
         self.state().troubles.wide
     }
 
-    /// Whether nothing can be kept in order for pods that run, until the seed has come to rest.
+    /// Whether the upkeep of running pods fails until the end of the run.
     pub fn has_failing_upkeep(&self) -> bool {
         self.state().troubles.upkeep
     }
 
-    /// One trouble, or none.
+    /// Causes one trouble, or none.
     pub fn trouble(&self) {
         let (troubles, kind) = {
             let mut state = self.state();
@@ -107,7 +108,7 @@ impl World {
         }
     }
 
-    /// The troubles are over. What the node has become, it stays.
+    /// Ends the troubles. The node keeps its changes, except for the NoExecute taint.
     pub fn end_troubles(&self) {
         self.answer_far();
         if self.state().troubles.node {

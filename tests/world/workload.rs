@@ -1,12 +1,12 @@
-//! What the pods of a scenario are like: containers, hooks, sizes, objects that they use.
+//! The pods of a scenario: their containers, hooks, sizes and the objects that they use.
 
 use super::*;
 
-/// How many ConfigMaps and Secrets there are, and how many of them one pod uses that uses many.
+/// The number of ConfigMaps and Secrets, and the number that a wide pod uses.
 const OBJECTS: u64 = 300;
 const OF_ONE_POD: u64 = 30;
 
-/// One of the objects: every other is a Secret.
+/// The name of an object: even numbers are ConfigMaps, odd ones Secrets.
 pub(super) fn object_name(n: u64) -> String {
     match n.is_multiple_of(2) {
         true => format!("m{n}"),
@@ -23,7 +23,7 @@ fn object_volume(n: u64) -> Value {
     }
 }
 
-/// Gives a pod's first container volumes that show these objects.
+/// Mounts volumes with these objects in a pod's first container.
 fn show_objects(pod: &mut Value, objects: std::ops::Range<u64>) {
     let spec = &mut pod["spec"];
     let mounts = &mut spec["containers"][0]["volumeMounts"];
@@ -42,7 +42,7 @@ impl State {
         ["Always", "Always", "OnFailure", "Never"][usize::try_from(self.pick(4)).unwrap()]
     }
 
-    /// A hook that ends soon, fails, takes longer than any grace period, or never ends.
+    /// A hook that returns soon, fails, takes longer than any grace period, or never returns.
     fn some_pre_stop(&mut self) -> Value {
         match self.pick(6) {
             0 => json!({"exec": {"command": ["pre"]}}),
@@ -69,7 +69,7 @@ impl State {
         container
     }
 
-    /// A scenario's pod, of any kind.
+    /// A random pod of a scenario.
     fn some_pod(&mut self, name: &str, uid: &str, now: Timestamp) -> Value {
         let policy = self.some_policy();
         let count = 1 + self.pick(2);
@@ -108,7 +108,7 @@ impl State {
         pod
     }
 
-    /// Who is told of a change of an object.
+    /// Changes an object and returns the callbacks of its subscribers.
     fn change_object(&mut self, name: String) -> Vec<OnChange> {
         *self.maps.entry(name.clone()).or_insert(1) += 1;
         let users = self.followers.values();
@@ -130,7 +130,7 @@ impl World {
         state.publish(&uid);
     }
 
-    /// A pod that stays up by itself and shows so many objects.
+    /// A long-running pod that shows so many objects.
     pub fn create_pod_with_objects(&self, name: &str, count: u64) {
         self.create_steady_pod(name);
         let uid = self.uid(name);
@@ -139,7 +139,8 @@ impl World {
         state.publish(&uid);
     }
 
-    /// `kubectl delete --force`: the object is gone at once. Mostly whoever had made the pod makes another of its name.
+    /// `kubectl delete --force`: removes some pod's object immediately. In two of three cases a controller
+    /// creates another pod with its name.
     pub fn replace_some_pod(&self) {
         let mut state = self.state();
         let uids: Vec<String> = state.pods.keys().cloned().collect();
@@ -160,7 +161,7 @@ impl World {
         }
     }
 
-    /// A pod that is being deleted is to end at once.
+    /// Shortens the grace period of some pod's deletion to 1 s.
     pub fn hurry_some_deletion(&self) {
         let Some(uid) = self.some_uid() else {
             return;
@@ -174,7 +175,7 @@ impl World {
         }
     }
 
-    /// Content of an object that pods may use: one of a few that many use, or any.
+    /// Changes an object that pods may use: one of the first few, which many pods use, or any.
     pub fn change_some_object(&self) {
         let told = {
             let mut state = self.state();
@@ -191,7 +192,7 @@ impl World {
         self.state().spent.get(&key).map_or(0, VecDeque::len)
     }
 
-    /// All objects change, one after the other.
+    /// Changes all objects, one after the other.
     pub fn change_all_objects(&self) {
         for n in 0..OBJECTS {
             let told = self.state().change_object(object_name(n));

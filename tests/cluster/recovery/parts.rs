@@ -5,8 +5,8 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde_json::Value;
 
-/// How long what should take so many seconds may take: twice as long on any machine, longer on one that has more to do than
-/// it has processors.
+/// The bound for an action that should take so many seconds: twice as long on any machine, and more if
+/// the load exceeds the number of CPUs.
 pub fn at_most(seconds: u64) -> Duration {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap();
     let load: f64 = text.split(' ').next().unwrap().parse().unwrap();
