@@ -206,8 +206,8 @@ pub(super) fn is_default(name: &str, value: &Value) -> bool {
     is_empty || shown.get(name) == Some(value) || (*value == false && shown.get(name).is_none())
 }
 
-/// Whether a field changes the agent's behaviour. Determined by a trial: a value of a shape that no field has is
-/// refused if the field is read, and is left over if it is not.
+/// Whether a field changes the agent's behaviour. A trial decides: the value has a shape that no field has. Decoding
+/// fails if the field is read; otherwise the field is left over.
 fn is_honoured(name: &str) -> bool {
     match serde_json::from_value::<Document>(json!({name: {"": [0]}})) {
         Ok(document) => !document.rest.contains_key(name),

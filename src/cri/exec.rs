@@ -96,8 +96,8 @@ impl Tasks {
         Tasks { channel }
     }
 
-    /// Prepares a command in a running container. The error is the reason why CRI must serve the command: the runtime
-    /// is not containerd, the container does not run, or its streams are not FIFOs.
+    /// Prepares a command in a running container. The error is the reason why CRI must serve the command. Either the
+    /// runtime is not containerd, or the container does not run, or its streams are not FIFOs.
     pub async fn prepare(
         &self,
         container: &str,

@@ -81,9 +81,9 @@ pub(super) struct Detail {
 }
 
 impl Detail {
-    /// Returns the details to cache; `before` are the last ones seen. After an exit, the runtime may learn later that
-    /// the container ran out of memory, because the exit and the OOM event come in any order. So details that were seen
-    /// twice are final.
+    /// Returns the details to cache; `before` are the last ones seen. The runtime may learn only after an exit that the
+    /// container ran out of memory: the exit and the OOM event come in any order. So details that were seen twice are
+    /// final.
     fn of(container: &Container, before: Option<&Detail>) -> Option<Detail> {
         let is_final = match container.state {
             ContainerState::Running => true,

@@ -1,7 +1,7 @@
 //! Deletes tasks that containerd has and that its CRI plugin does not know.
 //!
-//! If a caller dies between the creation of a task and the plugin's record of it, the task is orphaned (containerd 1.6
-//! and 1.7). The plugin then refuses to remove the container until containerd restarts.
+//! containerd 1.6 and 1.7 orphan a task if the caller dies after its creation and before the plugin has recorded it.
+//! The plugin then refuses to remove the container until containerd restarts.
 
 use std::time::Duration;
 

@@ -39,7 +39,7 @@ pub struct CsiError {
     pub certain: bool,
     /// Whether the same call would always fail, because the request cannot be satisfied.
     pub infeasible: bool,
-    /// Whether the call would fail while the volume is in its present state. For an expansion: in use.
+    /// Whether the call would fail while the volume is in its present state, for example in use during an expansion.
     pub unready: bool,
 }
 

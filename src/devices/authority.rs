@@ -6,8 +6,8 @@
 //! use the authority, so its invalid characters are replaced before h2 reads them.
 //!
 //! The replacement happens in place. `%`, `-` and `/` have codes of one length in HPACK's Huffman code (RFC 7541,
-//! appendix B). So no frame, no string and no entry of the dynamic table changes its size, and both sides agree on the
-//! table without a copy of it here.
+//! appendix B). So no frame, string or entry of the dynamic table changes its size. Both sides agree on the table
+//! without a copy of it here.
 
 use std::io;
 use std::pin::Pin;

@@ -1,8 +1,8 @@
-//! Device plugins on this node (device plugin API v1beta1): the calls to them, and the sockets that the agent serves
-//! for them and for clients of the podresources API v1.
+//! Device plugins on this node (device plugin API v1beta1): the calls to them, and the socket for their registration.
+//! Also serves the podresources API v1 on a socket.
 //!
-//! The kubelet sets a deadline only for PreStartContainer. Here every call but the stream has one, so that a plugin
-//! that hangs causes an error with its name and not a pod that never starts.
+//! The kubelet sets a deadline only for PreStartContainer. Here every call but the stream has one. So a plugin that
+//! hangs causes an error with its name and not a pod that never starts.
 
 mod authority;
 pub mod dra;

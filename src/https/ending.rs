@@ -94,7 +94,7 @@ impl AsyncWrite for Client {
 }
 
 /// Returns the client's connection after the response that leaves HTTP, and its progress; `None` if the connection has
-/// closed. hyper hands the connection over while TLS may still buffer a part of that response, which is flushed here.
+/// closed. TLS may still buffer a part of that response when hyper hands the connection over, so it is flushed here.
 pub(super) async fn taken_over(inner: OnUpgrade) -> Option<(Client, Progress)> {
     let (mut client, queue) = Client::of(inner.await.ok()?);
     client.flush().await.ok()?;

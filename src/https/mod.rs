@@ -523,8 +523,8 @@ mod tests {
         assert!(ask(&mut modest, "/").await.contains("END"));
     }
 
-    /// A server that waits for bodies on `/body`, authenticates the client of `/known` and blocks it at a gate, sends
-    /// an endless response on `/endless`, and panics on `/panic`.
+    /// A server for tests. Waits for bodies on `/body`, sends an endless response on `/endless`, and panics on
+    /// `/panic`. Authenticates the client of `/known` and blocks it at a gate.
     async fn server(connections: usize, body: Duration) -> (SocketAddr, Arc<Gate>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");

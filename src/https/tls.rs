@@ -69,9 +69,9 @@ impl Protocol {
     }
 }
 
-/// Accepts any certificate for which the client has the key. Trust is checked after the handshake, so that a client
-/// with an untrusted certificate gets an HTTP response and not a TLS alert (Go's `RequestClientCert`, which kubelet and
-/// apiserver use).
+/// Accepts any certificate for which the client has the key, as kubelet and apiserver do (Go's `RequestClientCert`).
+/// Trust is checked after the handshake, so that a client with an untrusted certificate gets an HTTP response and not a
+/// TLS alert.
 #[derive(Debug)]
 struct AnyClient(Arc<dyn ClientCertVerifier>);
 

@@ -1,6 +1,6 @@
-//! Typed API calls with little generated code per kind. kube sends requests, lists and watches for [`Untyped`] objects;
-//! only the decoding of one object from parsed JSON is specific to a kind. `kube::Api<K>` would add a client, a watcher
-//! and deserialisers for each kind: megabytes of code that stay resident in an idle agent (BENCHMARKS.md).
+//! Typed API calls with little generated code per kind. kube sends requests, lists and watches for [`Untyped`] objects.
+//! Only the decoding of one object from parsed JSON is specific to a kind. With `kube::Api<K>`, each kind would have
+//! its own client, watcher and deserialisers: megabytes of code that stay resident in an idle agent (BENCHMARKS.md).
 
 use std::borrow::Cow;
 use std::fmt::Debug;

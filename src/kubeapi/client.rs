@@ -44,9 +44,9 @@ pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     connect_as(path, None, None, Pace::default()).await
 }
 
-/// Creates a client for the node. While the certificate in the file `own` is valid, this certificate and its key
-/// replace the kubeconfig's credentials, which are only needed to obtain the first one. `report` receives every answer,
-/// and `pace` limits the rate of requests.
+/// Creates a client for the node. The kubeconfig's credentials are only needed to obtain the first certificate. While
+/// the certificate in the file `own` is valid, it and its key replace them. `report` receives every answer, and `pace`
+/// limits the rate of requests.
 pub async fn connect_as(
     path: &Path,
     own: Option<PathBuf>,

@@ -6,8 +6,8 @@
 //! request has a deadline. A request that misses it discards its connection, because a peer that was cut off sends
 //! nothing.
 //!
-//! When the key material on disk changes (a renewed certificate, a rewritten kubeconfig), all connections are replaced:
-//! an apiserver checks, at every request, the certificate with which the connection was opened. Watches then end
+//! When the key material on disk changes (a renewed certificate, a rewritten kubeconfig), all connections are replaced.
+//! An apiserver checks, at every request, the certificate with which the connection was opened. Watches then end
 //! between two events, and their owners resume them from the last version that they have seen.
 
 use std::path::{Path, PathBuf};
@@ -39,8 +39,8 @@ const AT_ONCE: usize = 32;
 const WATCHES: usize = 80;
 /// Maximum time until an answer begins, and between two parts of it. A watch may be silent for longer.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// If a caller drops a request after this time, and its connection has answered no other request meanwhile, the
-/// connection is discarded as after a missed deadline. A heartbeat, for example, waits for ten seconds only.
+/// If a caller drops a request after this time, the connection is discarded as after a missed deadline, unless it has
+/// answered another request meanwhile. A heartbeat, for example, waits for ten seconds only.
 const UNANSWERED: Duration = Duration::from_secs(5);
 /// Extra time that a watch may last beyond its `timeoutSeconds`. A load balancer keeps a connection open after it has
 /// lost the server behind it.

@@ -18,8 +18,8 @@ pub enum ApiFailure {
     /// The name is in use (409, AlreadyExists).
     #[error("{0}")]
     AlreadyExists(String),
-    /// The name belongs to an object with another uid than the request demands: the intended object was deleted (409
-    /// for preconditions, 422 on `metadata.uid` for patches).
+    /// The name belongs to an object with another uid than the request demands, so the intended object was deleted. The
+    /// status is 409 for preconditions, and 422 on `metadata.uid` for patches.
     #[error("{0}")]
     Replaced(String),
     /// The object has changed since it was read (409): read it again, then retry.

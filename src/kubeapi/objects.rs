@@ -33,8 +33,8 @@ const LINGER: Duration = Duration::from_secs(5);
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Initial and maximum delay after a failed watch.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// Maximum delay after a refusal. Refusals are expected for a moment: an apiserver authorises a node for a pod's
-/// objects a little after it has bound the pod, and for those of all pods a little after its own start.
+/// Maximum delay after a refusal. Refusals are expected for a moment. An apiserver authorises a node for a pod's
+/// objects a little after it has bound the pod. After its own start, it does so for all pods a little later.
 const FORBIDDEN: Duration = Duration::from_secs(30);
 /// A reader that requests an object ends the delay, but not before this time: with a new pod, the authorisation may
 /// have arrived.

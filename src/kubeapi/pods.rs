@@ -55,9 +55,9 @@ pub struct Issued {
 }
 
 impl Issued {
-    /// Whether the token need not be requested again yet: for four fifths of the lifetime that the server granted,
-    /// which may differ from the requested one, and at most for a day (`requiresRefresh` in
-    /// `pkg/kubelet/token/token_manager.go`).
+    /// Whether the token need not be requested again yet (`requiresRefresh` in `pkg/kubelet/token/token_manager.go`). A
+    /// token is fresh for four fifths of the granted lifetime, which may differ from the requested one, and at most for
+    /// a day.
     #[must_use]
     pub fn is_fresh(&self, now: Timestamp) -> bool {
         let granted = self.token.expires.duration_since(self.at);

@@ -122,7 +122,7 @@ impl PodApi for SealedApi {
     }
 
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
-        // A token is sealed even if it expires: the pod's containers wait for its file.
+        // A sealed token is returned even if it has expired: the pod's containers wait for its file.
         let name = format!(
             "{}/{}",
             request.pod.uid().unwrap_or_default(),

@@ -24,8 +24,8 @@ use crate::core::{
 use crate::kubeapi::Cache;
 use crate::sys::clock::Clock;
 
-/// How long no value must arrive before all are written, and how often this wait is extended at most: pods that start
-/// come first at the disk.
+/// How long no new value must arrive before all are written, and how often this wait is repeated at most. Pods that
+/// start have priority at the disk.
 const QUIET: Duration = Duration::from_secs(3);
 const AT_MOST: u32 = 20;
 
@@ -33,8 +33,8 @@ const AT_MOST: u32 = 20;
 const INDEX: &str = "index";
 /// The name of our own Node.
 const OWN: &str = "own";
-/// The name of the time when an apiserver answered last, the interval at which it is written, and how long sealed
-/// values are valid after it.
+/// The name of the time when an apiserver answered last. The interval at which that time is written. The age at which
+/// sealed values become invalid.
 const APISERVER: &str = "apiserver";
 const NOTED: SignedDuration = SignedDuration::from_hours(1);
 const COUNTS: SignedDuration = SignedDuration::from_hours(7 * 24);
@@ -75,7 +75,7 @@ impl Keeper {
     /// Creates a keeper for a vault, and begins to write.
     #[must_use]
     pub(super) fn start(vault: Vault, offline: OfflineStart, clock: Clock) -> Keeper {
-        // A vault without this time was written by an older version, and is valid from now.
+        // A vault without this time is valid from now.
         let now = clock.now().as_second();
         let confirmed = vault.get(Kind::Confirmed, APISERVER).unwrap_or(now);
         let is_old = now - confirmed > COUNTS.as_secs();

@@ -370,8 +370,8 @@ async fn wait_node(
 }
 
 /// Whether the running process reported the condition: an agent reports it at its start, even if the status is
-/// unchanged. Heartbeats have whole seconds. A start in the future was before the clock was set back, and proves
-/// nothing.
+/// unchanged. Heartbeats have whole seconds. If the start is in the future, the clock was set back since, and every
+/// report counts.
 fn is_of(condition: &NodeCondition, part: &Part) -> bool {
     let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, part.started()) else {
         return false;
