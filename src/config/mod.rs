@@ -1,7 +1,8 @@
 //! KubeletConfiguration v1beta1: the configuration of an agent from files and flags, as one immutable value.
 //!
-//! Every field of the format is known by name. A field that is not honoured yet is reported at start; a field that does
-//! not exist is refused, with its name.
+//! Every field of the format is known by name. A field that is not honoured yet, or that does not exist, is reported at
+//! start and has no effect. The kubelet also reports and ignores unknown fields (`DecodeKubeletConfiguration` in
+//! `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
 
 mod allocatable;
 mod containers;

@@ -254,7 +254,7 @@ pub fn key<K: Resource>(object: &K) -> Key {
     )
 }
 
-/// Returns the resource version of an object as a number; 0 if it is none.
+/// Returns the resource version of an object as a number; 0 if it has none.
 #[must_use]
 pub fn revision<K: Resource>(object: &K) -> u64 {
     object
