@@ -1,10 +1,11 @@
-//! Compiles the two programs of the bundled images (pause and demo) into static binaries, which the
-//! library embeds: a first try needs no registry. Names the reflog, from which `holdfast --version` takes the commit.
+//! Compiles the two programs of the bundled images (pause and demo) into static binaries. The library embeds them, so
+//! that a first try needs no registry. Also names the reflog, from which `holdfast --version` takes the commit.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where git records every commit and checkout of this working tree; `None` outside of one, as in a package.
+/// Returns the file in which git records every commit and checkout of this working tree; `None` outside of a working
+/// tree, as in a package.
 fn reflog(manifest_dir: &Path) -> Option<PathBuf> {
     let git = manifest_dir.join(".git");
     // In a linked worktree `.git` is a file that names the directory.
@@ -66,7 +67,7 @@ fn main() {
             "relocation-model=static",
         ]);
         if program == "pause" {
-            // Without the standard library nothing else asks for libc.
+            // Without the standard library, libc must be linked explicitly.
             let libraries = [
                 "-Wl,-Bstatic",
                 "-Wl,--start-group",

@@ -1,7 +1,7 @@
-//! `make bench`: what the agent adds to the runtime. In one run, on one containerd, with the same CNI
-//! plugins: pods through the bundled control plane (or a real one:
-//! `HOLDFAST_REAL_APISERVER`, see CONTRIBUTING.md) and the agent, and the floor — the same sandboxes
-//! and containers made by bare CRI calls. Ratios are what counts; seconds are this machine's.
+//! `make bench`: the overhead of the agent over the runtime. One run measures pods through the control plane and the
+//! agent, and the floor: the same sandboxes and containers by bare CRI calls. Both use the same containerd and the same
+//! CNI plugins. The control plane is the bundled one, or a real one (`HOLDFAST_REAL_APISERVER`, see CONTRIBUTING.md).
+//! Only ratios are meaningful; seconds depend on the machine.
 #![allow(clippy::unwrap_used)]
 
 #[path = "pods/bursts.rs"]
@@ -46,12 +46,12 @@ fn p50(mut times: Vec<f64>) -> f64 {
 
 fn pod(name: &str) -> Pod {
     serde_json::from_value(json!({"metadata": {"name": name, "labels": {"bench": "1"}},
-        // With the cluster's DNS, which this cluster lacks, each pod would have one more event.
+        // With `ClusterFirst`, each pod would have one more event, because this cluster has no DNS service.
         "spec": {"terminationGracePeriodSeconds": 1, "dnsPolicy": "Default", "containers": [{"name": "demo", "image": IMAGE}]}}))
     .unwrap()
 }
 
-/// A pod with so many volumes, ConfigMaps and Secrets in turn.
+/// A pod with this number of volumes, alternately ConfigMaps and Secrets.
 fn with_volumes(name: &str, count: usize) -> Pod {
     let mut pod = pod(name);
     let spec = pod.spec.as_mut().unwrap();
@@ -73,8 +73,8 @@ fn with_volumes(name: &str, count: usize) -> Pod {
     pod
 }
 
-/// Start times with 0, 3 and 10 volumes, taking turns. Every round has objects of its own, so that all of them
-/// are read.
+/// Start times with 0, 3 and 10 volumes, measured alternately. Every round has new objects, so that all of them are
+/// read.
 async fn volume_starts(client: &kube::Client, api: &Api<Pod>) -> [Vec<f64>; 3] {
     let (maps, secrets): (Api<ConfigMap>, Api<Secret>) = (
         Api::default_namespaced(client.clone()),
@@ -124,13 +124,13 @@ fn is_ready(pod: &Pod) -> bool {
         .any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
-/// Follows the pods from now on until `done` has been true for `count` of them.
+/// Watches the pods from now on until `done` has named `count` of them.
 async fn follow(api: &Api<Pod>, count: usize, done: impl Fn(&WatchEvent<Pod>) -> Option<String>) {
     follow_since(api, "0", count, done).await;
 }
 
-/// As [`follow`], with everything that happened after a revision. An apiserver ends the watch of a client that reads too
-/// slowly for it, as this one may in a burst: it goes on from what was seen last.
+/// Watches like [`follow`], for all events after a revision. An apiserver ends the watch of a client that reads too
+/// slowly, as this one may in a burst. The watch then resumes from the last revision that was seen.
 async fn follow_since(
     api: &Api<Pod>,
     revision: &str,
@@ -177,7 +177,7 @@ async fn create(api: &Api<Pod>, names: &[String]) -> Duration {
     create_all(api, &pods).await
 }
 
-/// As [`create`], of any pods labelled `bench=1`.
+/// Does the same as [`create`], for any pods with the label `bench=1`.
 async fn create_all(api: &Api<Pod>, pods: &[Pod]) -> Duration {
     let start = Instant::now();
     let requests = futures::future::join_all(
@@ -194,7 +194,7 @@ async fn create_all(api: &Api<Pod>, pods: &[Pod]) -> Duration {
 }
 
 async fn delete(api: &Api<Pod>, names: &[String]) -> Duration {
-    // Pods that have ended are gone at once, perhaps before the watch has begun.
+    // Terminated pods are deleted at once, perhaps before the watch begins.
     let list = api.list(&ListParams::default().limit(1)).await.unwrap();
     let revision = list.metadata.resource_version.unwrap();
     let start = Instant::now();
@@ -207,7 +207,7 @@ async fn delete(api: &Api<Pod>, names: &[String]) -> Duration {
     start.elapsed()
 }
 
-/// From the end of a container's process to the start of the next, by the runtime's own clock.
+/// The time from the exit of a container's process to the start of the next, by the runtime's clock.
 async fn restart_gap(api: &Api<Pod>, runtime: &CriClient, name: &str, image: &str) -> f64 {
     let pod: Pod = serde_json::from_value(json!({"metadata": {"name": name}, "spec": {"terminationGracePeriodSeconds": 1,
         "containers": [{"name": "c", "image": image, "command": ["busybox", "sh", "-c", "test -f /v/x && exec sleep 1000; touch /v/x; sleep 0.5"],
@@ -231,7 +231,7 @@ async fn restart_gap(api: &Api<Pod>, runtime: &CriClient, name: &str, image: &st
     }
 }
 
-/// From the first successful answer to a readiness probe to `Ready` at a watcher.
+/// The time from the first successful readiness probe until a watcher sees `Ready`.
 async fn readiness_gap(api: &Api<Pod>, name: &str) -> f64 {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -273,7 +273,8 @@ struct Made {
     container: String,
 }
 
-/// What the floor is given ready-made: directories, files and a tmpfs, as the agent would make them.
+/// Prepares the parts of a pod that the floor does not measure: directories, files and a tmpfs, as the agent creates
+/// them.
 fn prepare(name: &str) -> (Pod, PathBuf) {
     let mut made = pod(name);
     made.metadata.uid = Some(name.into());
@@ -305,7 +306,7 @@ fn floor_node(pod: &Pod, dir: &Path) -> cri_config::Node {
     }
 }
 
-/// The sandbox without the labels by which the agent would take it for a pod that nobody wants.
+/// The sandbox without labels. With them, the agent would take it for an orphaned pod.
 fn floor_sandbox(pod: &Pod, node: &cri_config::Node) -> pb::PodSandboxConfig {
     let mut message = cri_config::sandbox(pod, 0, node).unwrap();
     message.labels.clear();
@@ -380,7 +381,7 @@ async fn floor_delete(runtime: &CriClient, made: &Made) {
     runtime.remove_sandbox(&made.sandbox).await.unwrap();
 }
 
-/// Pods a second when `count` are made at once by bare calls.
+/// Pods per second when `count` of them are created at once by bare calls.
 async fn floor_burst(runtime: &CriClient, count: usize, kind: &str) -> f64 {
     let pods: Vec<(Pod, PathBuf)> = (0..count)
         .map(|i| prepare(&format!("{kind}-{i}")))
@@ -396,7 +397,7 @@ async fn floor_burst(runtime: &CriClient, count: usize, kind: &str) -> f64 {
     rate
 }
 
-/// The floor of a restart: one more container in a sandbox that is there.
+/// The floor of a restart: one more container in an existing sandbox.
 async fn floor_restart(runtime: &CriClient, name: &str) -> f64 {
     let (pod, dir) = prepare(name);
     let made = floor_create(runtime, &pod, &dir).await;
@@ -410,20 +411,20 @@ async fn floor_restart(runtime: &CriClient, name: &str) -> f64 {
     time
 }
 
-/// Starts and deletions in seconds, and those of the floor.
+/// The times of starts and deletions in seconds, and those of the floor.
 #[derive(Default)]
 struct OneByOne {
     starts: Vec<f64>,
     floor_starts: Vec<f64>,
-    /// What the control plane needs for a start by itself.
+    /// The control plane's part of a start.
     control: Vec<f64>,
     ends: Vec<f64>,
     floor_ends: Vec<f64>,
-    /// The same for an end.
+    /// The control plane's part of a deletion.
     control_ends: Vec<f64>,
 }
 
-/// One pod after the other, taking turns with the floor so that both see the same machine.
+/// Measures one pod after the other, alternately with the floor, so that both see the machine in the same state.
 async fn one_by_one(api: &Api<Pod>, runtime: &CriClient, paper: &paper::Paper) -> OneByOne {
     let mut all = OneByOne::default();
     paper.life("paper-warm").await;
@@ -483,7 +484,7 @@ fn row(what: &str, ours: f64, floor: f64, mark: &str) {
     );
 }
 
-/// How long a restart takes over the floor, and a probe that succeeds until its pod is Ready, in seconds.
+/// Prints how much longer a restart takes than the floor, and the time from a successful probe to Ready, in seconds.
 fn print_gaps(restart: f64, ready: f64) {
     println!(
         "\nThe restart is {:.0} ms over the floor (mark: ≤ 50 ms).",
@@ -495,7 +496,7 @@ fn print_gaps(restart: f64, ready: f64) {
     );
 }
 
-/// What the agent itself needs: memory in MiB, CPU in percent of a core and in seconds.
+/// The agent's own usage: memory in MiB, CPU in percent of a core and in seconds.
 struct Footprint {
     rss_fresh: f64,
     rss_after: f64,
@@ -537,7 +538,7 @@ fn print_agent(agent: &Footprint) {
     println!("| CPU time of the whole run (s) | {cpu:.1} | |");
 }
 
-/// Pods up to the most: their names, and the agent's memory and idle CPU with all of them.
+/// Creates pods up to the maximum; returns their names, and the agent's memory and idle CPU with all of them.
 async fn fill_up(api: &Api<Pod>, agent: i32) -> (Vec<String>, f64, f64) {
     let more: Vec<String> = (MANY..MOST).map(|i| format!("many-{i}")).collect();
     create(api, &more).await;
@@ -545,7 +546,7 @@ async fn fill_up(api: &Api<Pod>, agent: i32) -> (Vec<String>, f64, f64) {
     (more, rss_mib(agent), idle_percent(agent).await)
 }
 
-/// What kind of control plane the figures were taken with.
+/// Describes the control plane of the measurements.
 async fn control_plane(cluster: &Cluster, client: &kube::Client) -> String {
     let version = client.apiserver_version().await.unwrap().git_version;
     match &cluster.control {
@@ -556,7 +557,7 @@ async fn control_plane(cluster: &Cluster, client: &kube::Client) -> String {
     }
 }
 
-/// The cluster's runtime, as bare calls reach it.
+/// A client of the cluster's runtime, for bare calls.
 fn floor_runtime(cluster: &Cluster) -> CriClient {
     CriClient::new(
         cluster.run_dir().join("containerd.sock").to_str().unwrap(),
@@ -566,7 +567,7 @@ fn floor_runtime(cluster: &Cluster) -> CriClient {
     .unwrap()
 }
 
-/// Caches, the snapshotter and the bridge are used once before anything is measured.
+/// Uses caches, the snapshotter and the bridge once before the measurements.
 async fn warm_up(api: &Api<Pod>, runtime: &CriClient) {
     create(api, &["warm-0".to_owned()]).await;
     delete(api, &["warm-0".to_owned()]).await;

@@ -13,26 +13,26 @@ use crate::core::node::collection;
 use crate::core::pod::explain::Explanation;
 use crate::core::pod::record::Report;
 
-/// The largest answer, in bytes: a record holds the pod and some dozens of observations.
+/// Maximum size of an answer, in bytes: a record has the pod and some dozens of observations.
 const LIMIT: usize = 16 << 20;
-/// How long an answer may take.
+/// Timeout of an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long the removal of images may take.
+/// Timeout of the removal of images.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Asks the agent whose socket this is why a pod is not running.
+/// Queries the agent at this socket why a pod is not running.
 pub async fn explain(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Explanation> {
     let body = ask(socket, &format!("/explain/{namespace}/{name}")).await?;
     serde_json::from_slice(&body).context(OTHER_VERSION)
 }
 
-/// Asks it what the pod's worker was told and what it decided.
+/// Queries the inputs and the decisions of a pod's worker.
 pub async fn record(socket: &Path, namespace: &str, name: &str) -> anyhow::Result<Report> {
     let body = ask(socket, &format!("/record/{namespace}/{name}")).await?;
     json::read(&body).context(OTHER_VERSION)
 }
 
-/// Asks it what collection would remove; without `dry_run` it removes that.
+/// Queries which images and containers a collection would remove; without `dry_run`, the agent removes them.
 pub async fn gc(socket: &Path, dry_run: bool) -> anyhow::Result<collection::Report> {
     let body = match dry_run {
         true => ask(socket, "/gc").await?,

@@ -1,4 +1,4 @@
-//! Holdfast: a node agent for Kubernetes. ARCHITECTURE.md says what lives where and who may import whom.
+//! Holdfast: a node agent for Kubernetes. ARCHITECTURE.md describes the modules and their permitted imports.
 
 pub mod agent;
 pub mod ask;

@@ -1,4 +1,4 @@
-//! The process's log: its format, and its verbosity, which may change while it runs. And its traces, over OpenTelemetry:
+//! The process's log: its format, and its verbosity, which may change at run time. Also its traces, over OpenTelemetry:
 //! spans whose target begins with `trace` are traced and not logged.
 
 use std::sync::OnceLock;
@@ -20,12 +20,12 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
-/// How long a collector may take.
+/// Timeout of the trace collector.
 const COLLECTOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
-/// The level of a kubelet's verbosity (`--v`).
+/// Returns the log level for a kubelet's verbosity (`--v`).
 #[must_use]
 pub fn level(verbosity: u8) -> &'static str {
     match verbosity {
@@ -36,18 +36,18 @@ pub fn level(verbosity: u8) -> &'static str {
 }
 
 fn filter(level: &str) -> EnvFilter {
-    // A server that is not there is reported by us, once, and not by the client library at every try.
+    // This program reports an unavailable server once; the client library would report it at every attempt.
     EnvFilter::new(format!(
         "warn,kube_client=off,kube_runtime=off,holdfast={level}"
     ))
 }
 
-/// Where traces go.
+/// The destination of traces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traces {
-    /// A collector that speaks OTLP over gRPC, `host:port`.
+    /// A collector for OTLP over gRPC, `host:port`.
     pub endpoint: String,
-    /// How many of a million traces are kept.
+    /// Number of traces of a million that are sampled.
     pub per_million: u32,
     /// The node's name.
     pub node: String,
@@ -55,7 +55,7 @@ pub struct Traces {
 
 static PROVIDER: OnceLock<SdkTracerProvider> = OnceLock::new();
 
-/// What sends traces. Nothing is sent yet, and a collector that does not answer holds up nobody.
+/// Creates the exporter of traces. Nothing is sent yet, and a collector that does not answer blocks no caller.
 fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
     let endpoint = if traces.endpoint.contains("://") {
         traces.endpoint.clone()
@@ -83,8 +83,8 @@ fn provider(traces: &Traces) -> Result<SdkTracerProvider, String> {
         .build())
 }
 
-/// Starts logging to standard error at `level`, or as `HOLDFAST_LOG` says, as text or JSON. With `traces` also starts
-/// exporting traces; this needs a tokio runtime.
+/// Starts logging to standard error at `level`, or as `HOLDFAST_LOG` specifies, as text or JSON. With `traces` also
+/// starts exporting traces; this needs a tokio runtime.
 pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), String> {
     let (filter, handle) = reload::Layer::new(
         EnvFilter::try_from_env("HOLDFAST_LOG").unwrap_or_else(|_| filter(level)),
@@ -104,7 +104,7 @@ pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), Str
         None => None,
         Some(traces) => {
             let provider = provider(traces)?;
-            // Kept, so that what is left can be sent at the end.
+            // Kept so that the remaining traces can be sent at exit.
             let _ = PROVIDER.set(provider.clone());
             let layer = tracing_opentelemetry::layer()
                 .with_tracer(provider.tracer("holdfast"))
@@ -117,19 +117,19 @@ pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), Str
         .with(lines.with_filter(filter))
         .with(traced)
         .init();
-    // It is begun once.
+    // Logging starts only once.
     let _ = FILTER.set(handle);
     Ok(())
 }
 
-/// Sends what is left of the traces.
+/// Sends the remaining traces.
 pub fn finish() {
     if let Some(Err(error)) = PROVIDER.get().map(SdkTracerProvider::shutdown) {
         tracing::debug!(%error, "the last traces were not sent");
     }
 }
 
-/// Changes the verbosity; the error says why it cannot be changed.
+/// Changes the verbosity. The error is the reason why it cannot be changed.
 pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
     let handle = FILTER
         .get()
@@ -139,8 +139,8 @@ pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
         .map_err(|e| e.to_string())
 }
 
-/// Lines as the kubelet's JSON format has them: `ts` in milliseconds, `msg`, `v` or `level`, and the fields of the event
-/// and of what it happened in.
+/// Formats lines as the kubelet's JSON format does: `ts` in milliseconds, `msg`, `v` or `level`, and the fields of the
+/// event and of its spans.
 struct Json;
 
 /// The fields of an event.
@@ -177,7 +177,7 @@ impl Visit for Fields<'_> {
     }
 }
 
-/// One line.
+/// Formats one line; `around` are the fields of the event's spans.
 fn line(
     at: jiff::Timestamp,
     level: Level,

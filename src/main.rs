@@ -1,4 +1,4 @@
-//! The binary: which command, which logs, which exit code.
+//! The binary: selects the command, the log and the exit code.
 
 use std::process::ExitCode;
 
@@ -25,11 +25,11 @@ use holdfast::up;
 use holdfast_cni::ipam::audit as ipam;
 use tokio_util::sync::CancellationToken;
 
-/// The commit that this program was built from. Only this file refers to the reflog, so that a commit compiles no more than
+/// The commit from which this program was built. Only this file refers to the reflog, so that a commit recompiles only
 /// this file.
 const COMMIT: [u8; 12] = newest_commit(include_bytes!(env!("HOLDFAST_REFLOG")));
 
-/// The command of an invocation as `holdfast`.
+/// Parses the command of an invocation as `holdfast`.
 fn of_holdfast(arguments: &[std::ffi::OsString]) -> Command {
     let version = format!(
         "{} ({}), Kubernetes {KUBERNETES}",
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     let as_kubelet = std::path::Path::new(&called_as)
         .file_name()
         .is_some_and(|n| n == "kubelet");
-    // Flags that stand for fields of the configuration are the agent's alone.
+    // Only the agent has flags for fields of its configuration.
     let command = std::env::args_os().nth(1).unwrap_or_default();
     let is_agent = as_kubelet || command == "agent" || command == "doctor";
     let given = match if is_agent {
@@ -87,7 +87,7 @@ fn main() -> ExitCode {
     }
     sys::memory::limit_arenas();
     https::end_process_on_panic();
-    // The agent's log is as its configuration has it.
+    // The agent starts its log later, as its configuration requires.
     if !matches!(command, Command::Agent { running: None, .. }) {
         let level = if matches!(command, Command::ControlPlane(_)) {
             "info"
@@ -106,7 +106,7 @@ fn main() -> ExitCode {
         eprintln!("holdfast: the TLS library is already set up; this is a bug");
         return ExitCode::FAILURE;
     }
-    // The agent waits most of the time; the API serves as many requests at a time as there are processors.
+    // The agent is idle most of the time; the API serves as many concurrent requests as there are processors.
     let workers = match command {
         Command::ControlPlane(_) => std::thread::available_parallelism().map_or(2, usize::from),
         _ => 2,
@@ -153,8 +153,8 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             )
         }),
         Command::Up(flags) => {
-            // The key of the cluster's authority is in this process's memory too. Its limits are those of the runtime that it
-            // starts, and of all containers: they stay as they are.
+            // This process has the key of the cluster's authority in memory, too. Its limits stay unchanged, because
+            // the runtime that it starts and all containers inherit them.
             sys::process::hide_memory()?;
             let mut settings = up::Settings::new(
                 &flags.name,
@@ -210,7 +210,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             let stop = CancellationToken::new();
             let work = run_agent(*flags, given, stop.clone());
             let result = until_drained(Box::pin(work), stop).await;
-            // What is left of the traces is sent from a thread of its own.
+            // Blocks until a separate thread has sent the remaining traces.
             tokio::task::block_in_place(logging::finish);
             result
         }
@@ -229,7 +229,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
     }
 }
 
-/// The agent's configuration by its files and flags.
+/// Loads the agent's configuration from its files and flags.
 fn configuration(
     flags: &AgentFlags,
     given: &fields::Given,
@@ -249,7 +249,7 @@ const KUBEADM: [&str; 2] = [
     "/etc/kubernetes/kubelet.conf",
 ];
 
-/// Says what keeps a node or its pods from running.
+/// Reports problems that prevent the node or its pods from running.
 async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> {
     let DoctorFlags {
         name,
@@ -362,13 +362,13 @@ fn audit(flags: AuditFlags) -> anyhow::Result<()> {
     }
 }
 
-/// The socket of the agent that is asked about a pod.
+/// Returns the socket of the agent to query.
 fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
     asked.check().map_err(anyhow::Error::msg)?;
     let root = match (&asked.root_dir, &asked.name) {
         (Some(dir), _) => dir.clone(),
         (None, Some(name)) => up::Settings::dirs(name).agent(),
-        // The cluster of `holdfast up` where one runs, else the kubelet's directory.
+        // The cluster of `holdfast up` if its agent has a socket, otherwise the kubelet's directory.
         (None, None) => {
             let bundled = up::Settings::dirs("holdfast").agent();
             if bundled.join(agent::SOCKET).exists() {
@@ -381,7 +381,7 @@ fn socket_of(asked: &AskedAgent) -> anyhow::Result<std::path::PathBuf> {
     Ok(root.join(agent::SOCKET))
 }
 
-/// Writes what a pod's worker was told and what it decided.
+/// Writes the inputs and the decisions of a pod's worker.
 async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
     let RecordFlags { pod, output } = flags;
     let report = ask::record(&socket_of(asked)?, &pod.namespace, &pod.pod).await?;
@@ -395,10 +395,10 @@ async fn record(asked: &AskedAgent, flags: &RecordFlags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The largest record that is read, in bytes.
+/// Maximum size of a record that is read, in bytes.
 const LARGEST_RECORD: u64 = 64 << 20;
 
-/// Decides again what an agent recorded, and prints it.
+/// Replays a recorded pod worker, and prints its decisions.
 fn replay(file: &std::path::Path) -> anyhow::Result<()> {
     use std::io::Read as _;
     let source: Box<dyn std::io::Read> = if file.as_os_str() == "-" {
@@ -437,7 +437,7 @@ async fn explain(asked: &AskedAgent, flags: &ExplainFlags) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Says what collection would remove, or has it removed.
+/// Prints the images and containers that a collection would remove, or removes them.
 async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
     let report = ask::gc(&socket_of(&flags.agent)?, flags.dry_run).await?;
     match flags.output {
@@ -450,7 +450,7 @@ async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
     }
 }
 
-/// Tells when the process is told to stop; each time, if asked again.
+/// Waits for the signals that stop the process, one after the other.
 struct Signals(tokio::signal::unix::Signal, tokio::signal::unix::Signal);
 
 impl Signals {
@@ -470,7 +470,7 @@ impl Signals {
     }
 }
 
-/// Runs `work` until it ends or the process is told to stop.
+/// Runs `work` until it completes or the process receives a signal to stop.
 async fn until_stopped(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let mut signals = Signals::listen()?;
     tokio::select! {
@@ -479,7 +479,8 @@ async fn until_stopped(work: impl Future<Output = anyhow::Result<()>>) -> anyhow
     }
 }
 
-/// The same, where `work` ends by itself after `stop`; who tells it twice does not wait for that.
+/// Runs `work`, which completes after `stop` is cancelled. The first signal cancels `stop`; the second one ends the
+/// wait.
 async fn until_drained(
     mut work: impl Future<Output = anyhow::Result<()>> + Unpin,
     stop: CancellationToken,

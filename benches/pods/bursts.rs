@@ -1,4 +1,4 @@
-//! Bursts of pods: with a sidecar beside pods with two containers, and short pods as Jobs make them.
+//! Bursts of pods: pods with a sidecar compared with pods with two containers, and short pods as in Jobs.
 
 use std::time::{Duration, Instant};
 
@@ -13,29 +13,29 @@ use holdfast::cri::{CriClient, Runtime as _};
 use crate::paper::Paper;
 use crate::{create, create_all, delete, floor_burst, floor_create, floor_delete, p50, prepare};
 
-/// How many pods start at once.
+/// Number of pods that start at once.
 const AT_ONCE: usize = 20;
-/// How often, taking turns.
+/// Number of rounds, which alternate.
 const ROUNDS: usize = 3;
-/// How many short pods a Job has.
+/// Number of short pods of a Job.
 const SHORT: usize = 60;
 
-/// What was measured, in seconds.
+/// The results, in seconds.
 pub struct Bursts {
     /// 20 pods with a sidecar and a container, created at once, until all are ready; the median.
     pub with_sidecar: f64,
-    /// The same of pods with two containers.
+    /// The same for pods with two containers.
     pub with_two: f64,
     /// 60 short pods, 20 at a time, until all have succeeded; the median.
     pub short: f64,
-    /// The same sandboxes and containers by bare calls, each until its container has ended; the median.
+    /// The same sandboxes and containers by bare calls, each until its container has exited; the median.
     pub floor_short: f64,
     /// 6 short pods with a sidecar, 3 at a time.
     pub short_with_sidecar: f64,
 }
 
 impl Bursts {
-    /// Prints what was measured.
+    /// Prints the results.
     pub fn print(&self) {
         println!(
             "{AT_ONCE} pods at once, until all are ready, p50: {:.2} s with a sidecar and a container, {:.2} s with two containers, ratio {:.2} (mark: ≤ 1.1).",
@@ -53,7 +53,7 @@ impl Bursts {
     }
 }
 
-/// A pod with these commands as containers, the first one as a sidecar or not.
+/// A pod with these commands as containers; with `sidecar`, the first one is a sidecar.
 fn pod(name: &str, image: &str, commands: &[&str], sidecar: bool) -> Pod {
     let container = |(i, command): (usize, &&str)| json!({"name": format!("c{i}"), "image": image, "command": ["busybox", "sh", "-c", command]});
     let mut containers: Vec<Value> = commands.iter().enumerate().map(container).collect();
@@ -68,10 +68,10 @@ fn pod(name: &str, image: &str, commands: &[&str], sidecar: bool) -> Pod {
     serde_json::from_value(pod).unwrap()
 }
 
-/// Runs until it is told to end, and ends then at once.
+/// Runs until SIGTERM, and then exits at once.
 const SERVE: &str = "trap 'exit 0' TERM; while :; do sleep 1000 & wait $!; done";
 
-/// How long so many pods take until all are ready.
+/// Returns the time until [`AT_ONCE`] pods are ready.
 async fn until_ready(api: &Api<Pod>, image: &str, kind: &str, sidecar: bool) -> f64 {
     let made = |i: usize| {
         let name = format!("{kind}-{i}");
@@ -105,7 +105,7 @@ async fn to_its_end(api: &Api<Pod>, pod: Pod) {
     }
 }
 
-/// How long `count` short pods take, of which so many run at a time.
+/// Returns the time that these pods take when `at_a_time` of them run concurrently.
 async fn as_a_job(api: &Api<Pod>, pods: Vec<Pod>, at_a_time: usize) -> f64 {
     let names: Vec<String> = pods
         .iter()
@@ -120,24 +120,24 @@ async fn as_a_job(api: &Api<Pod>, pods: Vec<Pod>, at_a_time: usize) -> f64 {
     took
 }
 
-/// Pods a second when so many start at once, the medians.
+/// Pods per second when many start at once; medians.
 pub struct Rates {
     /// Through the control plane and the agent.
     pub ours: f64,
     /// By bare calls.
     pub floor: f64,
-    /// On a node that exists on paper alone: what the control plane makes by itself.
+    /// By the control plane alone, with a simulated node.
     pub control: f64,
 }
 
 impl Rates {
-    /// Pods a second if what bare calls need and what the control plane needs came after each other.
+    /// Pods per second if the bare calls and the control plane worked one after the other.
     pub fn floor_and_control(&self) -> f64 {
         1.0 / (1.0 / self.floor + 1.0 / self.control)
     }
 }
 
-/// Measures them. They take turns, for one burst alone is good to a tenth on a shared machine.
+/// Measures the rates alternately, because a single burst is accurate only to a tenth on a shared machine.
 pub async fn at_once(
     api: &Api<Pod>,
     (runtime, paper): (&CriClient, &Paper),
@@ -161,8 +161,8 @@ pub async fn at_once(
     }
 }
 
-/// The floor of a Job: as many sandboxes and containers by bare calls, of which so many are at work at a time. A
-/// place is free when its container has ended, and what ended is removed meanwhile, as the agent does.
+/// The floor of a Job: the same number of sandboxes and containers by bare calls, [`AT_ONCE`] of them concurrently. A
+/// slot is free when its container has exited. Exited containers are removed meanwhile, as the agent does.
 async fn floor_job(runtime: &CriClient, image: &str, round: usize) -> f64 {
     let prepared: Vec<_> = (0..SHORT)
         .map(|i| {
@@ -179,7 +179,7 @@ async fn floor_job(runtime: &CriClient, image: &str, round: usize) -> f64 {
         futures::stream::iter(&prepared)
             .for_each_concurrent(AT_ONCE, |(pod, dir)| async {
                 let made = floor_create(runtime, pod, dir).await;
-                // The runtime refuses this call for a container that does not run any more.
+                // The runtime refuses this call once the container has exited.
                 while runtime.reopen_log(&made.container).await.is_ok() {
                     tokio::time::sleep(Duration::from_millis(25)).await;
                 }
@@ -206,7 +206,7 @@ async fn floor_job(runtime: &CriClient, image: &str, round: usize) -> f64 {
     took
 }
 
-/// Measures all of them.
+/// Measures all bursts.
 pub async fn measure(api: &Api<Pod>, runtime: &CriClient, image: &str) -> Bursts {
     let (mut with_sidecar, mut with_two) = (vec![], vec![]);
     for round in 0..ROUNDS {

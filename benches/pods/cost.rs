@@ -1,4 +1,4 @@
-//! What a plain pod's life costs the apiserver: requests by verb and resource, without those of heartbeats.
+//! The apiserver's cost of a plain pod: requests by verb and resource, without heartbeats.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,21 +10,21 @@ use serde_json::Value;
 use crate::support::{Cluster, real::ControlPlane};
 use crate::{create, delete};
 
-/// The audit log of the real apiserver, which tells whose a request is.
+/// The variable with the audit log of the real apiserver. The log has the user of each request.
 const AUDIT: &str = "HOLDFAST_REAL_AUDIT";
 
-/// Where the requests are counted.
+/// The source of the number of requests.
 pub enum Source {
-    /// The bundled apiserver's metrics tell a node's requests from others.
+    /// The bundled apiserver's metrics, which count a node's requests separately.
     OfNode,
     /// An audit log, and the node's user.
     Audit(PathBuf, String),
-    /// A real apiserver's metrics, which count everybody's.
+    /// A real apiserver's metrics, which count the requests of all clients.
     Everybody,
 }
 
 impl Source {
-    /// The best one that there is.
+    /// Returns the most precise source that is available.
     pub fn of(cluster: &Cluster) -> Source {
         let user = format!("system:node:{}", cluster.node_name());
         match (&cluster.control, std::env::var_os(AUDIT)) {
@@ -34,7 +34,7 @@ impl Source {
         }
     }
 
-    /// Whose they are.
+    /// Describes whose requests are counted.
     fn whose(&self) -> String {
         match self {
             Source::OfNode | Source::Audit(..) => "of the node".into(),
@@ -44,7 +44,7 @@ impl Source {
         }
     }
 
-    /// How many there have been so far.
+    /// Returns the number of requests so far.
     async fn count(&self, client: &Client) -> BTreeMap<String, u64> {
         if let Source::Audit(log, user) = self {
             return audited(&std::fs::read_to_string(log).unwrap(), user);
@@ -77,7 +77,7 @@ impl Source {
                 count as u64,
             );
         }
-        // Pods are made and watched by whoever measures.
+        // Excludes the requests of this bench, which creates and watches the pods.
         if matches!(self, Source::Everybody) {
             let nodes_write = ["pods", "pods/status", "events", "serviceaccounts/token"];
             counts.retain(|key, _| {
@@ -110,7 +110,7 @@ fn add(
 /// The requests of a user in an audit log.
 fn audited(log: &str, user: &str) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
-    // The last line may be on its way.
+    // The last line may be incomplete.
     let events = log.lines().flat_map(serde_json::from_str::<Value>);
     for event in events.filter(|e| e["user"]["username"] == user) {
         if !["ResponseComplete", "ResponseStarted"].contains(&event["stage"].as_str().unwrap()) {
@@ -134,11 +134,11 @@ fn audited(log: &str, user: &str) -> BTreeMap<String, u64> {
     counts
 }
 
-/// What one plain pod costs.
+/// The cost of one plain pod.
 pub struct Cost(BTreeMap<String, u64>, String);
 
 impl Cost {
-    /// Prints it.
+    /// Prints the cost.
     pub fn print(&self) {
         let Cost(requests, whose) = self;
         println!(
@@ -147,7 +147,7 @@ impl Cost {
     }
 }
 
-/// Measures it.
+/// Measures the cost.
 pub async fn of_one(source: &Source, client: &Client, api: &Api<Pod>) -> Cost {
     let before = source.count(client).await;
     create(api, &["plain-0".to_owned()]).await;

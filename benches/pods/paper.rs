@@ -1,5 +1,5 @@
-//! What the control plane needs for a pod by itself: on a node that exists on paper alone, whose agent says of each pod that is
-//! bound to it that it is ready, with one patch, and does nothing else.
+//! The control plane's part of the work for a pod. A simulated node reports each pod that is bound to it as ready, with
+//! one patch, and does nothing else.
 
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use super::{create_all, delete, is_ready, pod};
 
 const NODE: &str = "paper";
 
-/// The node, and what says that its pods are ready. Their namespace is their own: pods of the bench's go to its node.
+/// The simulated node and its agent. Its pods have a separate namespace, so that the bench's other pods stay on the
+/// real node.
 pub struct Paper {
     namespaces: Api<Namespace>,
     pods: Api<Pod>,
@@ -25,15 +26,15 @@ fn parsed<T: serde::de::DeserializeOwned>(object: Value) -> T {
     serde_json::from_value(object).unwrap()
 }
 
-/// What the control plane needs by itself, in seconds.
+/// The control plane's part, in seconds.
 pub struct Life {
     /// From a pod's creation until a watcher sees that it is ready.
     pub start: f64,
-    /// From its deletion until a watcher sees that it is gone.
+    /// From its deletion until a watcher sees it deleted.
     pub end: f64,
 }
 
-/// Says that a pod is ready, or that nothing of one that is deleted is left.
+/// Reports a pod as ready, or removes a pod that is being deleted.
 async fn answer_for(pods: &Api<Pod>, pod: Pod) {
     let name = pod.name_any();
     let done = if pod.metadata.deletion_timestamp.is_some() {
@@ -49,7 +50,7 @@ async fn answer_for(pods: &Api<Pod>, pod: Pod) {
             .await
             .map(drop)
     };
-    // An event that comes late is of a pod that has gone.
+    // A late event may be about a deleted pod.
     if let Err(error) = done
         && !matches!(&error, kube::Error::Api(status) if status.code == 404)
     {
@@ -57,7 +58,7 @@ async fn answer_for(pods: &Api<Pod>, pod: Pod) {
     }
 }
 
-/// Answers for every pod that is bound to the node.
+/// Answers for every pod that is bound to the simulated node.
 async fn answer(pods: Api<Pod>) {
     let here = WatchParams::default().fields(&format!("spec.nodeName={NODE}"));
     let each = |event| async {
@@ -74,7 +75,7 @@ async fn answer(pods: Api<Pod>) {
     }
 }
 
-/// A pod for the node.
+/// A pod for the simulated node.
 fn pod_here(name: &str) -> Pod {
     let mut pod = pod(name);
     let spec = pod.spec.as_mut().unwrap();
@@ -115,7 +116,7 @@ impl Paper {
         }
     }
 
-    /// One pod, from its creation to its end.
+    /// Measures one pod from its creation to its deletion.
     pub async fn life(&self, name: &str) -> Life {
         let start = create_all(&self.pods, &[pod_here(name)]).await;
         let end = delete(&self.pods, &[name.to_owned()]).await;
@@ -125,7 +126,7 @@ impl Paper {
         }
     }
 
-    /// Seconds from the creation of so many pods until a watcher sees that all are ready.
+    /// Returns the seconds from the creation of these pods until a watcher sees that all are ready.
     pub async fn burst(&self, names: &[String]) -> f64 {
         let pods: Vec<Pod> = names.iter().map(|name| pod_here(name)).collect();
         let took = create_all(&self.pods, &pods).await.as_secs_f64();

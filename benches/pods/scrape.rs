@@ -1,29 +1,29 @@
-//! What a monitoring system costs that reads the agent's figures.
+//! The agent's cost of a monitoring system that scrapes its metrics.
 
 use std::time::{Duration, Instant};
 
-/// How often the page is read, and the pause between: longer than a reading of the cgroups counts.
+/// Number of scrapes, and the pause between them, which is longer than the agent caches readings of cgroups.
 const SCRAPES: u32 = 10;
 const PAUSE: Duration = Duration::from_secs(2);
-/// How often a monitoring system reads it.
+/// The scrape interval of a monitoring system.
 const PERIOD: Duration = Duration::from_secs(15);
 
 /// Processor time of a process, in seconds.
 fn cpu(pid: i32) -> f64 {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let nanos = tasks.flatten().filter_map(|task| {
-        // A thread may end meanwhile.
+        // A thread may exit meanwhile.
         let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
         text.split(' ').next()?.parse::<f64>().ok()
     });
     nanos.sum::<f64>() / 1e9
 }
 
-/// What one scrape of cAdvisor's page costs the agent.
+/// The agent's cost of one scrape of cAdvisor's page.
 pub struct Cost {
     /// Processor time, in milliseconds.
     pub cpu: f64,
-    /// Bytes of the page.
+    /// Size of the page in bytes.
     pub bytes: usize,
 }
 
@@ -34,14 +34,14 @@ impl Cost {
     }
 }
 
-/// Measures it; `idle` is the share of a core in percent that the agent needs without.
+/// Measures the cost; `idle` is the agent's share of a core in percent without scrapes.
 pub async fn cost(client: &kube::Client, node: &str, pid: i32, idle: f64) -> Cost {
     let path = format!("/api/v1/nodes/{node}/proxy/metrics/cadvisor");
     let read = async || {
         let request = hyper::Request::get(&path).body(vec![]).unwrap();
         client.request_text(request).await.unwrap()
     };
-    // The first reads what is kept for a while.
+    // The first scrape reads values that are then cached for a while.
     let bytes = read().await.len();
     let (begun, before) = (Instant::now(), cpu(pid));
     for _ in 0..SCRAPES {

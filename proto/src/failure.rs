@@ -1,22 +1,22 @@
-//! Why a call had no success, in the words of gRPC's Go library: the kubelet's events, logs and metrics show them, and
-//! people's scripts look for them.
+//! Failed calls in the format of gRPC's Go library. The kubelet's events, logs and metrics show it, and users' scripts
+//! search for it.
 
 use std::error::Error;
 use std::fmt;
 
 use tonic::{Code, Status, TimeoutExpired};
 
-/// Why a call had no success.
+/// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// `DeadlineExceeded` where our own deadline has passed, `Unavailable` where the connection broke.
+    /// `DeadlineExceeded` if our own deadline has passed, `Unavailable` if the connection broke.
     pub code: Code,
-    /// The server's words, or those about the connection.
+    /// The server's message, or the description of the connection's failure.
     pub message: String,
 }
 
 impl Failure {
-    /// Our own deadline has passed.
+    /// Returns the failure of a call whose own deadline has passed.
     #[must_use]
     pub fn late() -> Failure {
         Failure {
@@ -31,7 +31,7 @@ impl From<Status> for Failure {
         if is_caused_by_time(status.source()) {
             return Failure::late();
         }
-        // What a server answers has no cause here.
+        // A status that a server has sent has no source.
         let code = match (status.code(), status.source()) {
             (Code::Unknown | Code::Internal, Some(_)) => Code::Unavailable,
             (code, _) => code,
@@ -53,13 +53,13 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A failure as Go's gRPC library prints it: that is what users search for. `code` is as [`code_name`] writes it.
+/// Formats a failure as Go's gRPC library does, because users search for that text. `code` is a name of [`code_name`].
 #[must_use]
 pub fn told(code: &str, message: &str) -> String {
     format!("rpc error: code = {code} desc = {message}")
 }
 
-/// A code as Go's gRPC library writes it.
+/// Returns the name of a code in Go's gRPC library.
 #[must_use]
 pub fn code_name(code: Code) -> &'static str {
     match code {

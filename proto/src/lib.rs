@@ -1,7 +1,7 @@
-//! Generated gRPC types. They live in a package of their own so that they compile once.
+//! Generated gRPC types, in a separate package so that they compile once.
 //!
-//! The messages are plain values and may be used anywhere; only `holdfast::cri`,
-//! `holdfast::csi`, `holdfast::devices` and `holdfast::probes` may call the clients and serve.
+//! The messages are plain values and may be used anywhere. Only `holdfast::cri`, `holdfast::csi`, `holdfast::devices`
+//! and `holdfast::probes` may use the clients and servers.
 
 pub mod failure;
 pub mod socket;
@@ -12,7 +12,7 @@ pub mod cri {
     tonic::include_proto!("runtime.v1");
 }
 
-/// The gRPC health checking protocol (`grpc.health.v1`): what a gRPC probe speaks.
+/// The gRPC health checking protocol (`grpc.health.v1`), for gRPC probes.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod health {
     tonic::include_proto!("grpc.health.v1");
@@ -30,7 +30,7 @@ pub mod content {
     tonic::include_proto!("containerd.services.content.v1");
 }
 
-/// containerd's tasks (`containerd.services.tasks.v1`): to end one that CRI does not know of, and for commands with input.
+/// containerd's tasks (`containerd.services.tasks.v1`), for tasks that CRI does not know, and for commands with input.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod tasks {
     tonic::include_proto!("containerd.services.tasks.v1");
@@ -48,43 +48,43 @@ pub mod csi {
     tonic::include_proto!("csi.v1");
 }
 
-/// How plugins register (`pluginregistration`).
+/// The registration of plugins (`pluginregistration`).
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod registration {
     tonic::include_proto!("pluginregistration");
 }
 
-/// Device plugins (`v1beta1`): their registration, and what is asked of them.
+/// Device plugins (`v1beta1`): their registration, and the calls to them.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod deviceplugin {
     tonic::include_proto!("v1beta1");
 }
 
-/// The pod resources API (`v1`): which of the node's resources its containers have.
+/// The pod resources API (`v1`): the node's resources that containers have.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod podresources {
     tonic::include_proto!("v1");
 }
 
-/// Drivers of dynamic resource allocation (`v1`): what is asked of them.
+/// Drivers of dynamic resource allocation (`v1`): the calls to them.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod dra {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
 }
 
-/// The same in the version before, `v1beta1`.
+/// Drivers of dynamic resource allocation: the previous version of the calls, `v1beta1`.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 pub mod dra_v1beta1 {
     tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
 }
 
-/// Two protocols whose package has the version as its name.
+/// Two protocols whose package is named after the version.
 #[allow(clippy::all, clippy::pedantic, missing_docs)]
 mod v1alpha1 {
     tonic::include_proto!("v1alpha1");
 }
 
-/// How drivers of dynamic resource allocation say how their devices are (`v1alpha1`, KEP-4680).
+/// Health reports of drivers of dynamic resource allocation (`v1alpha1`, KEP-4680).
 pub mod dra_health {
     pub use super::v1alpha1::{
         DeviceHealth, DeviceIdentifier, HealthStatus, NodeWatchResourcesRequest,
@@ -92,7 +92,7 @@ pub mod dra_health {
     };
 }
 
-/// The pod resources API in its first version (`v1alpha1`): which devices the containers of each pod have.
+/// The first version of the pod resources API (`v1alpha1`): the devices of the containers of each pod.
 pub mod podresources_v1alpha1 {
     pub use super::v1alpha1::{
         ContainerDevices, ContainerResources, ListPodResourcesRequest, ListPodResourcesResponse,

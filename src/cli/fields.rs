@@ -1,10 +1,11 @@
-//! The kubelet's flags that stand for fields of KubeletConfiguration: they win over the file (kubelet spec, 16.3).
+//! The kubelet's flags for fields of KubeletConfiguration, which override the file (`AddKubeletConfigFlags` in
+//! `cmd/kubelet/app/options/options.go`).
 
 use std::ffi::OsString;
 
 use serde_json::{Map, Value, json};
 
-/// How a flag's value is read.
+/// The syntax of a flag's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Shape {
     Text,
@@ -14,7 +15,7 @@ enum Shape {
     List,
     /// `key=value`, or `key<value`, separated by commas.
     Map,
-    /// As a map, of truth values.
+    /// A map with truth values.
     Gates,
     /// `key=value:effect`, separated by commas.
     Taints,
@@ -26,7 +27,7 @@ enum Shape {
 
 use Shape::{Bool, Gates, Headers, List, Map as Pairs, Memory, Number, Taints, Text};
 
-/// The flags, the fields they set, and how.
+/// The flags, with their fields and their syntax.
 const FLAGS: [(&str, &str, Shape); 94] = [
     ("address", "address", Text),
     ("allowed-unsafe-sysctls", "allowedUnsafeSysctls", List),
@@ -188,7 +189,8 @@ const FLAGS: [(&str, &str, Shape); 94] = [
     ("volume-stats-agg-period", "volumeStatsAggPeriod", Text),
 ];
 
-/// Flags of kubelets that change nothing here: taken, and reported. Many are of cAdvisor, which is not part of the agent.
+/// Flags of the kubelet without effect here, which are accepted and reported. Many belong to cAdvisor, which is not
+/// part of the agent.
 const WITHOUT_EFFECT: [(&str, Shape); 32] = [
     ("application-metrics-count-limit", Number),
     ("boot-id-file", Text),
@@ -224,18 +226,18 @@ const WITHOUT_EFFECT: [(&str, Shape); 32] = [
     ("vmodule", Text),
 ];
 
-/// What the flags for fields say.
+/// The arguments after the flags for fields were taken out.
 #[derive(Debug, Default, PartialEq)]
 pub struct Given {
-    /// The arguments that are left.
+    /// The remaining arguments.
     pub rest: Vec<OsString>,
-    /// The fields, as in a file.
+    /// The values of the fields, as in a file.
     pub fields: Value,
-    /// Flags that were given and change nothing.
+    /// Flags without effect that were given.
     pub without_effect: Vec<String>,
 }
 
-/// What is reserved on NUMA nodes, as `reservedMemory` has it.
+/// Parses reserved memory of NUMA nodes to the form of `reservedMemory`.
 fn reservations(text: &str) -> Option<Vec<Value>> {
     let limit = |item: &str| {
         let (resource, quantity) = item.split_once('=')?;
@@ -250,7 +252,7 @@ fn reservations(text: &str) -> Option<Vec<Value>> {
     text.split(';').map(reservation).collect()
 }
 
-/// Headers, as `staticPodURLHeader` has them.
+/// Parses headers to the form of `staticPodURLHeader`.
 fn headers<'a>(items: impl Iterator<Item = &'a str>) -> Option<Value> {
     let mut all = Map::new();
     for item in items {
@@ -261,7 +263,7 @@ fn headers<'a>(items: impl Iterator<Item = &'a str>) -> Option<Value> {
     Some(all.into())
 }
 
-/// What a flag that is given again adds to what it gave before.
+/// Adds the value of a repeated flag to the previous value.
 fn added(before: Option<&Value>, more: Value) -> Value {
     match (before, more) {
         (Some(Value::Array(before)), Value::Array(more)) => {
@@ -348,7 +350,7 @@ fn set(fields: &mut Value, path: &str, value: Value) {
     *here = value;
 }
 
-/// The field that a flag sets, if it sets one, and how its value is read; none where the flag is for others to read.
+/// Returns the field that a flag sets, if any, and the flag's syntax; `None` for flags that clap parses.
 fn known(name: &str) -> Option<(Option<&'static str>, Shape)> {
     let of_field = FLAGS.iter().find(|(flag, ..)| *flag == name);
     let of_field = of_field.map(|(_, field, shape)| (Some(*field), *shape));
@@ -356,7 +358,7 @@ fn known(name: &str) -> Option<(Option<&'static str>, Shape)> {
     of_field.or(without.map(|(_, shape)| (None, *shape)))
 }
 
-/// Takes the flags for fields out of the arguments; what is not one is left for others to read.
+/// Takes the flags for fields out of the arguments; clap parses the others.
 pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, String> {
     let mut given = Given {
         fields: Value::Null,
@@ -376,7 +378,7 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
                 }),
             None => ("", None),
         };
-        // Flags of libraries are spelled with underscores in old files.
+        // Old files spell the flags of libraries with underscores.
         let name = name.replace('_', "-");
         let Some((field, shape)) = known(&name) else {
             given.rest.push(argument);
@@ -407,7 +409,7 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
     Ok(given)
 }
 
-/// Rows of the documentation: flag and field.
+/// Returns the rows for the documentation: flag and field.
 #[must_use]
 pub fn table() -> String {
     let mut text = String::from("| Flag | Field |\n|---|---|\n");
@@ -426,7 +428,7 @@ pub fn table() -> String {
 mod tests {
     use super::*;
 
-    /// The flags of the kubelet of 1.36, without `v`, `help` and `version`.
+    /// The flags of kubelet 1.36, without `v`, `help` and `version`.
     const OF_THE_KUBELET: &str = "
         address allowed-unsafe-sysctls anonymous-auth application-metrics-count-limit
         authentication-token-webhook authentication-token-webhook-cache-ttl authorization-mode
@@ -464,7 +466,7 @@ mod tests {
         volume-plugin-dir volume-stats-agg-period
     ";
 
-    /// A value that a flag of a shape takes.
+    /// A valid value of a flag with this syntax.
     fn example(shape: Shape) -> &'static str {
         match shape {
             Bool | Text => "false",

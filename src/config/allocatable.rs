@@ -1,4 +1,4 @@
-//! What pods may have of the node together, and what is set aside and held for others.
+//! The share of the node that pods may use together, and the resources that are reserved and enforced for others.
 
 use std::collections::BTreeMap;
 
@@ -25,14 +25,14 @@ fn amounts(field: &str, map: Option<&BTreeMap<String, String>>) -> Result<Amount
     map.into_iter().flatten().map(parse).collect()
 }
 
-/// What is set aside for the system and for Kubernetes, together.
+/// Returns the sum of `systemReserved` and `kubeReserved`.
 pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
     let mut sums = amounts("systemReserved", d.system_reserved.as_ref())?;
     for (name, amount) in amounts("kubeReserved", d.kube_reserved.as_ref())? {
         let sum = sums.entry(name).or_default();
         *sum = *sum + amount;
     }
-    // These processors are what is set aside, whatever else the file says of cpu.
+    // These processors are the reservation, whatever the other fields state for cpu.
     if let Some(list) = d.reserved_system_cpus.as_ref().filter(|l| !l.is_empty()) {
         let field = "reservedSystemCPUs";
         let remedy = "use a list of processors such as 0-1,4";
@@ -47,7 +47,7 @@ pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
     Ok(sums)
 }
 
-/// Where the agent and the system's processes are to be. `root` is the configured `cgroupRoot`.
+/// Returns the cgroups of the agent and of the system's processes. `root` is the configured `cgroupRoot`.
 pub(super) fn own_cgroups(d: &Document, root: Option<&str>) -> Result<OwnCgroups, ConfigError> {
     let path = |field: &str, name: Option<&String>| {
         let Some(name) = name.filter(|name| !name.is_empty()) else {
@@ -78,14 +78,14 @@ pub(super) fn own_cgroups(d: &Document, root: Option<&str>) -> Result<OwnCgroups
     })
 }
 
-/// The fields about what is set aside for one of the two.
+/// The fields about one of the two reservations.
 struct Fields<'a> {
     whose: &'static str,
     cgroup: (&'static str, Option<&'a String>),
     amounts: (&'static str, Option<&'a BTreeMap<String, String>>),
 }
 
-/// What is held for one of them, if anything is.
+/// Returns the limit that is enforced for one of the two reservations, if any.
 fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, ConfigError> {
     let whole = fields.whose.to_owned();
     let compressible = format!("{whole}-compressible");
@@ -144,7 +144,7 @@ fn check(list: &[String], flat: bool) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The part of the memory asked for that `qosReserved` keeps from lower classes, in percent.
+/// Returns the percentage of requested memory that `qosReserved` withholds from lower QoS classes.
 fn qos_memory(d: &Document) -> Result<Option<u8>, ConfigError> {
     let mut percent = None;
     for (resource, text) in d.qos_reserved.iter().flatten() {
@@ -159,7 +159,7 @@ fn qos_memory(d: &Document) -> Result<Option<u8>, ConfigError> {
     Ok(percent)
 }
 
-/// How memory is protected and throttled, if the gate is open.
+/// Returns how memory is protected and throttled, if the feature gate is on.
 fn memory(d: &Document, is_open: bool) -> Result<Option<MemoryQos>, ConfigError> {
     let throttling = d.memory_throttling_factor.unwrap_or(0.9);
     if !(throttling > 0.0 && throttling <= 1.0) {
@@ -182,7 +182,7 @@ fn memory(d: &Document, is_open: bool) -> Result<Option<MemoryQos>, ConfigError>
     }))
 }
 
-/// What is enforced, and what of the fields has no effect.
+/// Returns the rules that are enforced, and the fields that have no effect.
 pub(super) fn enforcement(d: &Document) -> Result<(Rules, Vec<String>), ConfigError> {
     let default = ["pods".to_owned()];
     let list = d.enforce_node_allocatable.as_deref().unwrap_or(&default);

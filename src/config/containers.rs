@@ -1,4 +1,4 @@
-//! Containers: logs, quotas, swap, sysctls, restarts.
+//! Fields about containers: logs, quotas, swap, sysctls, restarts.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::core::pod::users::LENGTH;
 use crate::core::quantity::Quantity;
 use crate::core::time::duration;
 
-/// A count that is not below the least.
+/// Returns a count of at least `least`.
 fn at_least(
     field: &str,
     value: Option<i32>,
@@ -23,7 +23,7 @@ fn at_least(
         .ok_or_else(|| invalid(field, value, &format!("use {least} or more")))
 }
 
-/// How container logs are rotated.
+/// Returns how container logs are rotated.
 pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
     let size = document.container_log_max_size.as_ref();
     let files = document.container_log_max_files;
@@ -33,7 +33,7 @@ pub(super) fn logs(document: &Document) -> Result<Logs, ConfigError> {
     let bytes = text.parse::<Quantity>().ok().map(Quantity::units);
     Ok(Logs {
         max_size: match bytes {
-            // No log is larger: none is rotated.
+            // No log is this large, so none is rotated.
             Some(..0) => u64::MAX,
             Some(bytes @ 1..) => bytes.unsigned_abs(),
             Some(0) | None => {
@@ -60,7 +60,8 @@ pub(super) fn limited_swap(swap: Option<MemorySwap>) -> Result<bool, ConfigError
     }
 }
 
-/// How many user and group ids a pod with a user namespace gets. One range is the node's own, so that there must be two.
+/// Returns the number of user and group ids of a pod with a user namespace. The node itself needs one range of this
+/// size, so there must be room for two.
 pub(super) fn ids_per_pod(given: Option<UserNamespaces>) -> Result<u32, ConfigError> {
     let each = given.and_then(|g| g.ids_per_pod).unwrap_or(LENGTH.into());
     let whole = u32::try_from(each).ok();
@@ -69,7 +70,7 @@ pub(super) fn ids_per_pod(given: Option<UserNamespaces>) -> Result<u32, ConfigEr
     whole.ok_or_else(|| invalid(field, each, "use a multiple of 65536, 2147483648 at most"))
 }
 
-/// The period of CPU quotas in microseconds; none where quotas are not enforced.
+/// Returns the period of CPU quotas in microseconds; `None` if quotas are not enforced.
 pub(super) fn quota_period(
     enforced: Option<bool>,
     period: Option<&String>,
@@ -99,7 +100,7 @@ pub(super) fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, Confi
     }
 }
 
-/// The longest crash-loop back-off.
+/// Returns the maximum crash-loop back-off.
 pub(super) fn longest_back_off(section: Option<CrashLoop>) -> Result<Duration, ConfigError> {
     let field = "crashLoopBackOff.maxContainerRestartPeriod";
     let text = section.and_then(|c| c.max_container_restart_period);
@@ -111,7 +112,7 @@ pub(super) fn longest_back_off(section: Option<CrashLoop>) -> Result<Duration, C
     }
 }
 
-/// Whether systemd makes cgroups where the runtime does not say who does.
+/// Whether systemd creates cgroups if the runtime does not report its driver.
 pub(super) fn cgroup_driver(text: Option<&str>) -> Result<bool, ConfigError> {
     match text {
         None | Some("cgroupfs") => Ok(false),

@@ -1,4 +1,5 @@
-//! The file as it stands: the fields of KubeletConfiguration v1beta1 that are read, and the decoding.
+//! The configuration file before it is resolved: the fields of KubeletConfiguration v1beta1 that are read, and their
+//! decoding.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use super::managers;
 use super::serving;
 use crate::core::node::shutdown::Period;
 
-/// Fields of the format that change nothing, whatever they say, and why that does no harm.
+/// Fields of the format that have no effect, whatever their value, and why this does no harm.
 pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
     (
         "configMapAndSecretChangeDetectionStrategy",
@@ -75,11 +76,11 @@ pub(super) struct UserNamespaces {
     pub(super) ids_per_pod: Option<i64>,
 }
 
-/// The honoured fields as they stand in a file.
+/// The honoured fields, as written in a file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Document {
-    /// All of it, as it stands.
+    /// All fields, as written.
     #[serde(skip)]
     pub(super) raw: Value,
     #[serde(rename = "apiVersion")]
@@ -152,7 +153,6 @@ pub(super) struct Document {
     pub(super) preloaded_images_verification_allowlist: Option<Vec<String>>,
     pub(super) container_log_max_size: Option<String>,
     pub(super) container_log_max_files: Option<i32>,
-    // One at a time is what we do; more would only read the disk harder.
     #[serde(rename = "containerLogMaxWorkers")]
     pub(super) container_log_max_workers: Option<i32>,
     pub(super) container_log_monitor_interval: Option<String>,
@@ -199,15 +199,15 @@ pub(super) struct Document {
     pub(super) rest: BTreeMap<String, Value>,
 }
 
-/// A file's fields as they stand, and what in its text is not as it should be but can be read.
+/// A file's fields as written, and the problems in its text that do not prevent decoding.
 #[derive(Debug)]
 pub(super) struct Read {
     pub(super) fields: Value,
     pub(super) unread: Vec<String>,
 }
 
-/// A KubeletConfiguration from its text. As with the kubelet, a field that stands twice counts as it stands last, and a
-/// field that does not exist is left out (kubelet spec, 16.1).
+/// Decodes a KubeletConfiguration. As in the kubelet, the last of repeated fields counts, and an unknown field is
+/// ignored (`DecodeKubeletConfiguration` in `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
 pub(super) fn parse(text: &str) -> Result<Read, String> {
     let mut unread = vec![];
     let mut fields: Value = match serde_saphyr::from_str(text) {
@@ -240,7 +240,7 @@ pub(super) fn parse(text: &str) -> Result<Read, String> {
 }
 
 impl Document {
-    /// Decodes the merged file. The error says which field has the wrong type.
+    /// Decodes the merged file. The error names the field with the wrong type.
     pub(super) fn decode(raw: Value) -> Result<Document, String> {
         let mut document: Document =
             serde_json::from_value(raw.clone()).map_err(|e| e.to_string())?;

@@ -1,4 +1,5 @@
-//! The configuration as `/configz` shows it: the file over the defaults of KubeletConfiguration v1beta1 (kubelet spec, 16.2).
+//! The configuration as `/configz` shows it: the file over the defaults
+//! (`pkg/kubelet/apis/config/v1beta1/defaults.go`).
 
 use serde_json::{Value, json};
 
@@ -6,7 +7,7 @@ fn defaults() -> Value {
     serde_json::from_str(include_str!("defaults.json")).expect("the file is part of the program")
 }
 
-/// Durations of zero are left to the defaults: kubeadm writes them for what it does not set.
+/// Replaces durations of zero by the defaults: kubeadm writes zeros for fields that it does not set.
 fn leave_zeros(all: &mut Value, known: &Value) {
     let is_duration = |text: &str| {
         text.starts_with(|c: char| c.is_ascii_digit()) && text.ends_with(['s', 'm', 'h'])
@@ -26,7 +27,7 @@ fn leave_zeros(all: &mut Value, known: &Value) {
     }
 }
 
-/// The file over the defaults. Headers that a URL is asked with may be secret and are not shown.
+/// Merges the file over the defaults. Headers for requests to `staticPodURL` may be secret and are masked.
 pub(super) fn of(file: &Value) -> Value {
     let (mut all, known) = (defaults(), defaults());
     json_patch::merge(&mut all, file);

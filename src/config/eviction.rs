@@ -11,7 +11,7 @@ use crate::core::node::eviction::{DEFAULT_HARD, IGNORED, Settings, Statements, p
 
 type Map = BTreeMap<String, String>;
 
-/// The hard thresholds: the defaults where the file says nothing of them. What it says replaces all of them, unless
+/// Returns the hard thresholds: the defaults if the file has none. Those of the file replace all defaults, unless
 /// `mergeDefaultEvictionSettings` is true.
 pub(super) fn hard(given: Option<Map>, merge: bool) -> Map {
     let defaults = DEFAULT_HARD.map(|(signal, level)| (signal.to_owned(), level.to_owned()));
@@ -22,7 +22,8 @@ pub(super) fn hard(given: Option<Map>, merge: bool) -> Map {
     }
 }
 
-/// How pods are evicted, what they may have together and what is held for others, and what of the fields has no effect.
+/// Returns the eviction settings, the limits that are enforced for pods and for reservations, and the fields without
+/// effect.
 pub(super) fn eviction(
     document: &mut Document,
 ) -> Result<(Settings, Rules, Vec<String>), ConfigError> {

@@ -1,4 +1,5 @@
-//! The fields of KubeletConfiguration v1beta1, and what becomes of each: the documentation's table is made from this.
+//! The fields of KubeletConfiguration v1beta1, and how each is handled. The table in the documentation is generated
+//! from this.
 
 use serde_json::{Map, Value, json};
 
@@ -133,7 +134,7 @@ const ALL: [&str; 124] = [
     "volumeStatsAggPeriod",
 ];
 
-/// The fields of fields.
+/// The fields within fields.
 const NESTED: &[(&str, &[&str])] = &[
     ("authentication", &["x509", "webhook", "anonymous"]),
     ("authentication.x509", &["clientCAFile"]),
@@ -160,7 +161,7 @@ const NESTED: &[(&str, &[&str])] = &[
     ("userNamespaces", &["idsPerPod"]),
 ];
 
-/// Takes out what is no field of the format; the answer is the paths.
+/// Removes fields that are not part of the format; returns their paths.
 pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
     let mut taken = vec![];
     let mut take = |object: &mut Map<String, Value>, within: &str, known: &[&str]| {
@@ -185,7 +186,8 @@ pub(super) fn take_unknown(document: &mut Value) -> Vec<String> {
     taken
 }
 
-/// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for what it leaves open.
+/// Whether a value is the zero value of its type, at every depth. kubeadm writes zero values for fields that it does
+/// not set.
 pub(super) fn is_unset(value: &Value) -> bool {
     match value {
         Value::Null => true,
@@ -197,15 +199,15 @@ pub(super) fn is_unset(value: &Value) -> bool {
     }
 }
 
-/// Whether a value says no more than the default does.
+/// Whether a value equals the default.
 pub(super) fn is_default(name: &str, value: &Value) -> bool {
     let is_empty = is_unset(value) && !value.is_boolean();
     let shown = effective::of(&Value::Object(Map::new()));
     is_empty || shown.get(name) == Some(value) || (*value == false && shown.get(name).is_none())
 }
 
-/// Whether a field changes what the agent does. Found out by trying: a value of a shape that no field has is refused
-/// where the field is read, and is left over where it is not.
+/// Whether a field changes the agent's behaviour. A trial decides: the value has a shape that no field has. Decoding
+/// fails if the field is read; otherwise the field is left over.
 fn is_honoured(name: &str) -> bool {
     match serde_json::from_value::<Document>(json!({name: {"": [0]}})) {
         Ok(document) => !document.rest.contains_key(name),
@@ -213,7 +215,7 @@ fn is_honoured(name: &str) -> bool {
     }
 }
 
-/// The table of the documentation: each field, its default and what becomes of it.
+/// Returns the table for the documentation: each field, its default and how it is handled.
 #[must_use]
 pub fn table() -> String {
     let defaults = effective::of(&Value::Object(serde_json::Map::new()));

@@ -1,4 +1,4 @@
-//! Images: how they are pulled, proved and removed.
+//! Fields about images: pulls, verification and removal.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use crate::core::image::gc::Rules as ImageRules;
 use crate::core::image::pulled::Policy;
 use crate::core::time::duration;
 
-/// How many pulls are begun a second, and how many at once.
+/// Returns the rate of pulls per second, and the burst.
 pub(super) fn pull_quota(d: &Document) -> Result<(f64, f64), ConfigError> {
     pace(
         ("registryPullQPS", d.registry_pull_qps, 5),
@@ -41,7 +41,7 @@ pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError
             document.image_gc_low_threshold_percent,
             80,
         )?,
-        // kubeadm writes zeros for what it leaves to the kubelet.
+        // kubeadm writes zeros for fields that it does not set.
         minimum_age: Some(age(
             "imageMinimumGCAge",
             document.image_minimum_gc_age.as_ref(),
@@ -76,7 +76,7 @@ pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError
     Ok(rules)
 }
 
-/// When a pod must show that it could have pulled an image itself.
+/// Returns when a pod must prove that it could have pulled an image itself.
 pub(super) fn verification(document: &mut Document) -> Result<Policy, ConfigError> {
     let policy = document
         .image_pull_credentials_verification_policy
@@ -107,7 +107,7 @@ pub(super) fn verification(document: &mut Document) -> Result<Policy, ConfigErro
     }
 }
 
-/// The configuration of credential providers, which goes with the directory of their programs.
+/// Returns the configuration of credential providers, which requires the directory of their programs.
 pub(super) fn credential_providers(flags: &Overrides) -> Result<Option<PathBuf>, ConfigError> {
     let config = flags.credential_providers.as_ref();
     let programs = flags.credential_programs.as_ref();
@@ -126,7 +126,7 @@ pub(super) fn credential_providers(flags: &Overrides) -> Result<Option<PathBuf>,
     }
 }
 
-/// How many images are pulled at once.
+/// Returns the maximum number of concurrent pulls.
 pub(super) fn parallel_pulls(
     serial: Option<bool>,
     most: Option<usize>,

@@ -1,4 +1,4 @@
-//! Reading the configuration: the file, the drop-ins over it, the flags over both (kubelet spec, 16.1).
+//! Reads the configuration: the file, the drop-ins over it (KEP-3983), and the flags over both.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,8 @@ fn read(path: &Path) -> Result<Read, ConfigError> {
     parse(&text).map_err(|why| ConfigError::Parse(path.into(), why))
 }
 
-/// The drop-ins of a directory and those below it, in the order of their paths; only `*.conf` counts (kubelet spec, 16.1).
+/// Lists the drop-ins in a directory and its subdirectories, sorted by path. Only `*.conf` files count
+/// (`mergeKubeletConfigurations` in `cmd/kubelet/app/server.go`).
 fn drop_ins(dir: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     let failed = |e: std::io::Error| ConfigError::Read(dir.into(), e.to_string());
     let mut found = vec![];
@@ -30,7 +31,7 @@ fn drop_ins(dir: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     Ok(found)
 }
 
-/// Reads the file, if one is named, and resolves everything. `hostname` is the machine's own name.
+/// Reads the file, if one is given, and resolves everything. `hostname` is the machine's own name.
 pub fn load(
     file: Option<&Path>,
     overrides: &Overrides,
@@ -39,7 +40,8 @@ pub fn load(
     load_all(file, None, &Value::Null, overrides, hostname)
 }
 
-/// The same with drop-ins, each merged over what came before it, and with `fields` of flags, which win.
+/// Reads the configuration as [`load`] does, with drop-ins, each merged over the previous ones, and with `fields` of
+/// flags, which override them.
 pub fn load_all(
     file: Option<&Path>,
     drop_in_dir: Option<&Path>,

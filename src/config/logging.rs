@@ -1,4 +1,4 @@
-//! How the agent logs and traces.
+//! Fields about logs and traces.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use super::ConfigError;
 use super::fields::is_unset;
 use super::values::invalid;
 
-/// The fields as they stand in a file.
+/// The fields as written in a file.
 #[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Section {
@@ -31,18 +31,18 @@ pub(super) struct Fields {
     tracing: Option<Tracing>,
 }
 
-/// How the agent logs.
+/// How the agent logs and traces.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Logging {
-    /// As JSON, line by line.
+    /// Whether each line is JSON.
     pub json: bool,
-    /// As the kubelet counts: 0 to 2 for information, 4 for debugging, more for tracing.
+    /// Verbosity as in the kubelet: 0 to 2 for information, 4 for debugging, more for tracing.
     pub verbosity: u8,
-    /// Where traces go, and how many of a million are kept; none where none are made.
+    /// Endpoint of traces, and the number of a million that are sampled; `None` for no traces.
     pub traces: Option<(String, u32)>,
 }
 
-/// Resolves the fields; the flag wins where it was given. Also says which are not honoured.
+/// Resolves the fields; a flag overrides them. Also returns the fields that are not honoured.
 pub(super) fn resolve(
     fields: &Fields,
     verbosity: u8,
@@ -57,7 +57,7 @@ pub(super) fn resolve(
     let mut ignored = vec![];
     for (key, value) in &section.rest {
         match key.as_str() {
-            // Lines are written as they come, and whole.
+            // Lines are never buffered.
             "flushFrequency" => {}
             // kubeadm writes the defaults of `options`.
             "options" | "vmodule" if is_unset(value) => {}

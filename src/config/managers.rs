@@ -1,4 +1,4 @@
-//! The managers of the node's resources: which CPU, topology and memory policies hold (kubelet spec, chapter 14).
+//! The policies of the resource managers (`pkg/kubelet/cm`): CPU, memory and topology.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::core::node::memory;
 use crate::core::pod::resources::Amounts;
 use crate::core::quantity::Quantity;
 
-/// The fields as they stand in a file.
+/// The fields as written in a file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Fields {
@@ -30,7 +30,7 @@ pub(super) struct Fields {
     topology_manager_policy_options: Option<BTreeMap<String, String>>,
 }
 
-/// What of a NUMA node's memory is reserved.
+/// The reserved memory of a NUMA node.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct MemoryReservation {
@@ -40,14 +40,14 @@ struct MemoryReservation {
     limits: BTreeMap<String, String>,
 }
 
-/// On how many NUMA nodes alignment is tried where the file does not say.
+/// Default for the maximum number of NUMA nodes on which resources are aligned.
 const MOST_NODES: u32 = 8;
 
 fn named(text: Option<&String>) -> Option<&str> {
     text.map(String::as_str).filter(|t| !t.is_empty())
 }
 
-/// A flag as Go's `strconv.ParseBool` reads it.
+/// Parses a flag as Go's `strconv.ParseBool` does.
 fn flag(field: &str, text: &str) -> Result<bool, ConfigError> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -56,7 +56,7 @@ fn flag(field: &str, text: &str) -> Result<bool, ConfigError> {
     }
 }
 
-/// Whether the gate that a CPU option is behind is open.
+/// Fails if the feature gate of a CPU option is off.
 fn check_gate(field: &str, name: &str, d: &Document) -> Result<(), ConfigError> {
     let (gate, default) = match name {
         "align-by-socket" | "distribute-cpus-across-cores" => (CPU_ALPHA_OPTIONS, false),
@@ -222,7 +222,7 @@ fn alignment(d: &Document) -> Result<Option<hints::Rules>, ConfigError> {
     Ok(Some(rules))
 }
 
-/// The managers' rules. `reserved` is what is set aside for the system and for Kubernetes.
+/// Resolves the managers' rules. `reserved` is the reservation for the system and for Kubernetes.
 pub(super) fn resolve(d: &Document, reserved: &Amounts) -> Result<Rules, ConfigError> {
     let period = d.managers.cpu_manager_reconcile_period.as_ref();
     Ok(Rules {

@@ -1,7 +1,8 @@
-//! KubeletConfiguration v1beta1: what an agent is told by file and flags, as one immutable value.
+//! KubeletConfiguration v1beta1: the configuration of an agent from files and flags, as one immutable value.
 //!
-//! Every field of the format is known by name. One that is not honoured yet is reported at start; one
-//! that does not exist is refused, with its name.
+//! Every field of the format is known by name. A field that is not honoured yet, or that does not exist, is reported at
+//! start and has no effect. The kubelet also reports and ignores unknown fields (`DecodeKubeletConfiguration` in
+//! `pkg/kubelet/kubeletconfig/util/codec/codec.go`).
 
 mod allocatable;
 mod containers;
@@ -46,40 +47,40 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("the configuration file {0} cannot be read: {1}")]
     Read(PathBuf, String),
-    /// It is not YAML or JSON of the right shape.
+    /// The file is not YAML or JSON of the right shape.
     #[error("the configuration file {0} is not a KubeletConfiguration: {1}")]
     Parse(PathBuf, String),
-    /// A field's value will not do.
+    /// The value of a field is invalid.
     #[error("{field}: {value:?} is invalid: {remedy}")]
     Field {
         /// The path of the field.
         field: String,
-        /// What it is.
+        /// Its value.
         value: String,
-        /// What it should be.
+        /// The remedy, as a phrase.
         remedy: String,
     },
 }
 
-/// How container logs are rotated.
+/// The rotation of container logs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Logs {
-    /// A log larger than this is rotated, in bytes.
+    /// A larger log is rotated; in bytes.
     pub max_size: u64,
-    /// How many files a log may have.
+    /// Maximum number of files of a log.
     pub max_files: usize,
-    /// How often logs are looked at.
+    /// Interval between checks of the logs.
     pub interval: Duration,
-    /// How many are rotated at once.
+    /// Maximum number of rotated logs that are compressed concurrently.
     pub workers: usize,
 }
 
-/// The cgroups of processes that are no pods'.
+/// The cgroups of processes that do not belong to pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OwnCgroups {
-    /// The agent's own (`kubeletCgroups`); it stays where it is without one.
+    /// The agent's own (`kubeletCgroups`); `None` leaves the agent where it is.
     pub agent: Option<String>,
-    /// That of all processes that would else be in the root cgroup (`systemCgroups`).
+    /// The cgroup for processes that would otherwise be in the root cgroup (`systemCgroups`).
     pub system: Option<String>,
 }
 
@@ -88,19 +89,19 @@ pub struct OwnCgroups {
 pub struct Config {
     /// The node's name.
     pub node_name: String,
-    /// The addresses given by `--node-ip`: none, one, or two of different families.
+    /// The addresses of `--node-ip`: none, one, or two of different families.
     pub node_ips: Vec<IpAddr>,
-    /// Whether an IPv6 address is preferred where none is given (`--node-ip=::`).
+    /// Whether an IPv6 address is preferred if none is given (`--node-ip=::`).
     pub prefers_ipv6: bool,
-    /// Whether `--node-ip` says anything, be it a family alone.
+    /// Whether `--node-ip` is given, even with only a family.
     pub has_node_ip: bool,
     /// Whether a cloud controller initialises the node (`--cloud-provider=external`).
     pub external_cloud: bool,
-    /// `--kubeconfig`; without one the agent runs static pods only.
+    /// `--kubeconfig`; `None` runs static pods only.
     pub kubeconfig: Option<PathBuf>,
-    /// `--bootstrap-kubeconfig`: with what the first certificate is asked for.
+    /// `--bootstrap-kubeconfig`: the credentials for requesting the first certificate.
     pub bootstrap_kubeconfig: Option<PathBuf>,
-    /// Whether the client certificate is renewed before it ends.
+    /// Whether the client certificate is renewed before it expires.
     pub rotate_certificates: bool,
     /// `--root-dir`.
     pub root_dir: PathBuf,
@@ -112,31 +113,31 @@ pub struct Config {
     pub feature_gates: BTreeMap<String, bool>,
     /// Extra labels of the node.
     pub node_labels: BTreeMap<String, String>,
-    /// Whether the agent makes its Node object.
+    /// Whether the agent creates its Node object.
     pub register_node: bool,
     /// Taints of a new Node object.
     pub register_with_taints: Vec<k8s_openapi::api::core::v1::Taint>,
     /// `spec.providerID`.
     pub provider_id: Option<String>,
-    /// The runtime's socket.
+    /// The endpoint of the runtime.
     pub runtime_endpoint: String,
-    /// The socket of its image service, where that is another one.
+    /// The endpoint of the image service, if it differs from the runtime's.
     pub image_endpoint: Option<String>,
-    /// The deadline of ordinary calls to it.
+    /// The deadline of ordinary calls to the runtime.
     pub runtime_timeout: Duration,
     /// The directory of static pods.
     pub static_pod_path: Option<PathBuf>,
-    /// The URL of static pods, and the headers it is asked with.
+    /// The URL of static pods.
     pub static_pod_url: Option<String>,
-    /// Its headers.
+    /// The headers of requests to that URL.
     pub static_pod_url_header: Vec<(String, String)>,
-    /// How often it is asked.
+    /// Interval between requests to that URL.
     pub http_check: Duration,
-    /// How often the directory is listed in any case.
+    /// Interval at which the directory is listed even without changes.
     pub file_check: Duration,
     /// The directory of pod logs.
     pub pod_logs_dir: PathBuf,
-    /// How often a pod is looked at in any case.
+    /// Interval at which a pod is reconciled even without changes.
     pub sync_frequency: Duration,
     /// The cluster's DNS servers.
     pub cluster_dns: Vec<String>,
@@ -144,103 +145,103 @@ pub struct Config {
     pub cluster_domain: String,
     /// The resolv.conf that pods inherit; empty for none.
     pub resolv_conf: String,
-    /// How often the node's status is computed.
+    /// Interval at which the node's status is computed.
     pub node_status_update: Duration,
-    /// How often an unchanged status is reported all the same, give or take a half.
+    /// Interval at which an unchanged status is reported nevertheless, with a jitter of half of it.
     pub node_status_report: Duration,
-    /// How long the node's lease lasts, in seconds.
+    /// Duration of the node's lease, in seconds.
     pub lease_seconds: i32,
-    /// How many images the node reports; negative for all.
+    /// Maximum number of images in the node's status; negative for all.
     pub max_images: i64,
-    /// The cgroup below which `kubepods` lies.
+    /// The cgroup that contains `kubepods`.
     pub cgroup_root: String,
-    /// Where the agent and the system's processes are to be.
+    /// The cgroups of the agent and of the system's processes.
     pub own_cgroups: OwnCgroups,
-    /// Who makes cgroups where the runtime does not say.
+    /// Whether systemd creates cgroups if the runtime does not report its driver.
     pub systemd_cgroups: bool,
-    /// How many pods the node takes.
+    /// Maximum number of pods on the node.
     pub max_pods: i64,
-    /// How many pods the node takes for each processor; 0 for any number.
+    /// Maximum number of pods for each processor; 0 for no limit.
     pub pods_per_core: i64,
-    /// The addresses of pods where there is no Node object that tells them.
+    /// The pod CIDR if there is no Node object that has one.
     pub pod_cidr: Option<String>,
-    /// Whether ephemeral storage is a resource, and limits on it are held (`localStorageCapacityIsolation`).
+    /// Whether ephemeral storage is a resource with enforced limits (`localStorageCapacityIsolation`).
     pub ephemeral_storage: bool,
     /// The agent's own `oom_score_adj`.
     pub oom_score_adj: i32,
-    /// How many files the agent may have open.
+    /// Maximum number of files that the agent may open.
     pub max_open_files: u64,
-    /// Whether the agent does not start on a machine that swaps.
+    /// Whether the agent refuses to start on a machine with swap.
     pub refuses_swap: bool,
-    /// Whether it does not start on cgroup v1. The kubelet refuses by default; this agent is at home on both, and
-    /// refuses only where a file says so.
+    /// Whether the agent refuses to start on cgroup v1. The kubelet refuses by default; this agent supports both
+    /// versions, and refuses only if a file sets this.
     pub refuses_cgroup_v1: bool,
-    /// Whether the kernel's settings must be as the kubelet wants them (`protectKernelDefaults`).
+    /// Whether kernel settings that differ from the kubelet's are an error (`protectKernelDefaults`).
     pub protects_kernel: bool,
-    /// The number of processes a pod may have.
+    /// Maximum number of processes of a pod.
     pub pod_pids: Option<i64>,
-    /// How many images are pulled at once.
+    /// Maximum number of concurrent pulls.
     pub parallel_pulls: usize,
-    /// How many pulls are begun a second (0: any number), and how many at once.
+    /// Pulls per second (0: any number), and the burst.
     pub pull_quota: (f64, f64),
-    /// When a pod must show that it could have pulled an image itself.
+    /// When a pod must prove that it could have pulled an image itself.
     pub pull_verification: Policy,
     /// `--image-credential-provider-config`.
     pub credential_providers: Option<PathBuf>,
     /// `--image-credential-provider-bin-dir`.
     pub credential_programs: Option<PathBuf>,
-    /// What a start without an apiserver does (`--offline-start`).
+    /// The behaviour of a start without an apiserver (`--offline-start`).
     pub offline_start: OfflineStart,
-    /// What is set aside for the system and for Kubernetes.
+    /// The reservation for the system and for Kubernetes.
     pub reserved: Amounts,
-    /// What of that is held by cgroups.
+    /// The limits that cgroups enforce.
     pub enforcement: Enforcement,
-    /// Who gets processors for himself, and how resources are aligned.
+    /// Which pods get exclusive processors, and how resources are aligned.
     pub managers: Managers,
-    /// Whether containers without a seccomp profile get the runtime's.
+    /// Whether containers without a seccomp profile get the runtime's default profile.
     pub seccomp_default: bool,
-    /// The longest crash-loop back-off.
+    /// The maximum crash-loop back-off.
     pub max_backoff: Duration,
-    /// The period of CPU quotas in microseconds; none where quotas are not enforced.
+    /// The period of CPU quotas in microseconds; `None` if quotas are not enforced.
     pub cpu_period: Option<u64>,
-    /// Whether a process that runs out of memory dies alone.
+    /// Whether the OOM killer kills a single process instead of the whole container.
     pub single_process_oom_kill: bool,
-    /// Sysctls that are allowed besides the safe ones; a `*` at the end stands for anything.
+    /// Sysctls that are allowed in addition to the safe ones; a final `*` matches anything.
     pub unsafe_sysctls: Vec<String>,
-    /// How container logs are rotated.
+    /// The rotation of container logs.
     pub logs: Logs,
-    /// How many events are posted a second (0: any number), and how many at once.
+    /// Events posted per second (0: any number), and the burst.
     pub event_pace: (f64, f64),
-    /// Whether the agent makes the chains of iptables that others look for.
+    /// Whether the agent creates the iptables chains that other programs expect.
     pub iptables_chains: bool,
-    /// How many requests are sent to the apiserver a second, and how many at once. Watches, events,
-    /// heartbeats and reviews do not count.
+    /// Requests to the apiserver per second, and the burst. Watches, events, heartbeats and reviews do not count.
     pub api_pace: (f64, f64),
-    /// Whether containers may swap within their share (`memorySwap.swapBehavior`: `LimitedSwap`).
+    /// Whether containers may use swap in proportion to their memory request (`memorySwap.swapBehavior`:
+    /// `LimitedSwap`).
     pub limited_swap: bool,
-    /// How many ids a pod with a user namespace gets (`userNamespaces.idsPerPod`): a multiple of 65536.
+    /// Number of ids of a pod with a user namespace (`userNamespaces.idsPerPod`): a multiple of 65536.
     pub ids_per_pod: u32,
-    /// When images are removed that nothing uses.
+    /// When unused images are removed.
     pub image_rules: ImageRules,
-    /// How many containers stay that have ended.
+    /// How many exited containers are kept.
     pub dead_containers: ContainerRules,
-    /// When pods are evicted because the node is short of something.
+    /// When pods are evicted because the node is short of a resource.
     pub eviction: Eviction,
     /// How long a shutdown of the machine waits for pods.
     pub shutdown: Periods,
-    /// The file as it stands, over the defaults of the format.
+    /// The file over the defaults of the format.
     pub effective: Value,
     /// The agent's HTTP API.
     pub serving: Serving,
-    /// How it logs.
+    /// How the agent logs.
     pub logging: Logging,
-    /// Fields that were set to something but the default, and are not honoured.
+    /// Fields that differ from the default and are not honoured.
     pub not_honoured: Vec<String>,
-    /// What a strict reading of the files would have refused: unknown and repeated fields.
+    /// Problems for which a strict decoder would have refused the files: unknown and repeated fields.
     pub unread: Vec<String>,
 }
 
-/// What flags say; each wins over the file.
+/// The values of flags; each overrides the file.
 #[derive(Debug, Clone, Default)]
 pub struct Overrides {
     /// `--hostname-override`.
@@ -253,7 +254,7 @@ pub struct Overrides {
     pub kubeconfig: Option<PathBuf>,
     /// `--bootstrap-kubeconfig`.
     pub bootstrap_kubeconfig: Option<PathBuf>,
-    /// `--v`; 0 where it is not given.
+    /// `--v`; 0 if it is not given.
     pub verbosity: u8,
     /// `--root-dir`.
     pub root_dir: Option<PathBuf>,

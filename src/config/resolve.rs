@@ -1,4 +1,4 @@
-//! From what file and flags say to the one value that the agent goes by.
+//! Resolves files and flags to the one value that the agent uses.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -22,7 +22,8 @@ use crate::core::node::features::{self, Objection};
 use crate::core::node::offline::OfflineStart;
 use crate::core::time::duration;
 
-/// The feature gates that were set and change nothing, each with the reason; an error for one that cannot be set so.
+/// Returns the feature gates that were set without effect, with the reason; fails for one that cannot be set to its
+/// value.
 fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigError> {
     let mut ignored = vec![];
     for (name, value) in set.into_iter().flatten() {
@@ -37,7 +38,7 @@ fn gates(set: Option<&BTreeMap<String, bool>>) -> Result<Vec<String>, ConfigErro
     Ok(ignored)
 }
 
-/// The top-level fields that were set to something and are not honoured.
+/// Returns the top-level fields that were set and are not honoured.
 fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
     let mut unused = vec![];
     for (name, value) in &document.rest {
@@ -55,7 +56,7 @@ fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
     Ok(unused)
 }
 
-/// At what pace events are posted.
+/// Returns the rate limit of events.
 fn event_pace(document: &Document) -> Result<(f64, f64), ConfigError> {
     pace(
         ("eventRecordQPS", document.event_record_qps, 50),
@@ -63,7 +64,7 @@ fn event_pace(document: &Document) -> Result<(f64, f64), ConfigError> {
     )
 }
 
-/// At what pace requests are sent to the apiserver; 0 is the default, as in the kubelet.
+/// Returns the rate limit of requests to the apiserver; 0 means the default, as in the kubelet.
 fn api_pace(document: &Document) -> Result<(f64, f64), ConfigError> {
     pace(
         ("kubeAPIQPS", document.kube_api_qps.filter(|q| *q != 0), 50),
@@ -86,7 +87,7 @@ fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
     Ok(name)
 }
 
-/// The addresses of `--node-ip`, and whether IPv6 is preferred. An unspecified address names a family, no address.
+/// Parses the addresses of `--node-ip`, and whether IPv6 is preferred. An unspecified address names only a family.
 fn node_ips(flags: &Overrides) -> Result<(Vec<IpAddr>, bool), ConfigError> {
     let field = "--node-ip";
     let remedy = "use one IP address, or two of different families separated by a comma";
@@ -149,7 +150,7 @@ fn node_labels(flags: &Overrides) -> Result<BTreeMap<String, String>, ConfigErro
     pairs.filter(|p| !p.is_empty()).map(parse).collect()
 }
 
-/// Those of the kubelet's flags that have no field.
+/// Resolves the kubelet's flags for exited containers, which have no field.
 fn dead_containers(flags: &Overrides) -> Result<ContainerRules, ConfigError> {
     let default = ContainerRules::default();
     let minimum_age = match flags.minimum_container_ttl_duration.as_deref() {
@@ -192,7 +193,8 @@ fn node_status_update(document: &Document) -> Result<Duration, ConfigError> {
     time("nodeStatusUpdateFrequency", text, 10)
 }
 
-/// How often an unchanged status is reported: as often as it is computed, where only that is set.
+/// Returns how often an unchanged status is reported: if only `nodeStatusUpdateFrequency` is set, as often as it is
+/// computed.
 fn node_status_report(document: &Document) -> Result<Duration, ConfigError> {
     let field = "nodeStatusReportFrequency";
     let update = document.node_status_update_frequency.as_ref();
@@ -249,7 +251,7 @@ fn named(text: Option<String>) -> Option<String> {
     text.filter(|t| !t.is_empty())
 }
 
-/// The root directory, and that of certificates.
+/// Returns the root directory, and the directory of certificates.
 fn directories(flags: &Overrides) -> (PathBuf, PathBuf) {
     let root = flags.root_dir.clone();
     let root = root.unwrap_or_else(|| "/var/lib/kubelet".into());
@@ -258,7 +260,7 @@ fn directories(flags: &Overrides) -> (PathBuf, PathBuf) {
     (root, certificates)
 }
 
-/// The kubelet's own, which device plugins are built with: they register there whatever the root directory is.
+/// The kubelet's directory. Device plugins have this path built in and register there, whatever the root directory is.
 const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
 
 fn device_plugin_dir(flags: &Overrides) -> Result<PathBuf, ConfigError> {
@@ -269,7 +271,7 @@ fn device_plugin_dir(flags: &Overrides) -> Result<PathBuf, ConfigError> {
     )
 }
 
-/// Resolves the merged file; flags win. `hostname` is the machine's own name.
+/// Resolves the merged file; flags override it. `hostname` is the machine's own name.
 pub(super) fn resolve(
     mut d: Document,
     flags: &Overrides,

@@ -1,4 +1,4 @@
-//! The agent's HTTP API: where it listens, who it believes and who may do what.
+//! Fields about the agent's HTTP API: its addresses, its authentication and its authorisation.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -55,7 +55,7 @@ struct Authorization {
     webhook: AccessWebhook,
 }
 
-/// The fields as they stand in a file.
+/// The fields as written in a file.
 #[derive(Debug, Default, Clone, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Fields {
@@ -83,50 +83,50 @@ pub(super) struct Fields {
 /// The agent's HTTP API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Serving {
-    /// Whether it is served at all.
+    /// Whether the API is served at all.
     pub enabled: bool,
-    /// Where.
+    /// The main address.
     pub main: SocketAddr,
-    /// Where it is served to everybody, in the clear; none for nowhere.
+    /// The address for plain text without authentication; `None` for none.
     pub read_only: Option<SocketAddr>,
-    /// Where `/healthz` alone is served in the clear.
+    /// The address that serves only `/healthz`, in plain text.
     pub healthz: Option<SocketAddr>,
-    /// Whether the certificate is asked for at the apiserver.
+    /// Whether the serving certificate is requested from the apiserver.
     pub asks_for_certificate: bool,
-    /// Certificate and key; none for a self-signed one.
+    /// Certificate and key; `None` for a self-signed one.
     pub certificate: Option<(PathBuf, PathBuf)>,
-    /// The CAs whose clients are believed.
+    /// The CAs that authenticate clients.
     pub client_ca: Option<PathBuf>,
-    /// Whether those without credentials get a name.
+    /// Whether clients without credentials are authenticated as anonymous.
     pub anonymous: bool,
-    /// Whether tokens are shown to the apiserver.
+    /// Whether tokens are sent to the apiserver for review.
     pub tokens: bool,
-    /// For how long its answer counts.
+    /// How long the result of a token review is cached.
     pub token_ttl: Duration,
-    /// Whether the apiserver is asked who may do what. Otherwise all who have a name may do everything.
+    /// Whether the apiserver authorises requests. Otherwise every authenticated client is authorised.
     pub reviews: bool,
-    /// For how long its permissions and its refusals count.
+    /// How long permissions and refusals are cached.
     pub review_ttl: (Duration, Duration),
     /// Whether commands, attachments, forwarded ports and logs are served.
     pub debugging: bool,
     /// Whether the node's log files are served.
     pub system_logs: bool,
-    /// Whether the logs of its services are searched.
+    /// Whether the logs of the node's services can be queried.
     pub log_query: bool,
-    /// Whether the verbosity may be changed.
+    /// Whether clients may change the verbosity.
     pub debug_flags: bool,
-    /// How TLS is spoken.
+    /// The TLS settings.
     pub tls: Tls,
 }
 
-/// How TLS is spoken.
+/// TLS versions and algorithms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tls {
-    /// Whether TLS 1.3 alone is spoken.
+    /// Whether only TLS 1.3 is accepted.
     pub only_tls13: bool,
-    /// The cipher suites of TLS 1.2, by their names; empty for all that are sound.
+    /// The cipher suites of TLS 1.2, by name; empty for all secure ones.
     pub cipher_suites: Vec<String>,
-    /// The key exchange groups, by their numbers in IANA's registry; empty for all that are sound.
+    /// The key exchange groups, by their numbers in IANA's registry; empty for all secure ones.
     pub key_exchanges: Vec<u16>,
 }
 
@@ -147,7 +147,7 @@ fn address(field: &str, text: Option<&String>, default: &str) -> Result<IpAddr, 
         .map_err(|_| invalid(field, text, "use an IP address"))
 }
 
-/// The cipher suites of TLS 1.2 that are spoken.
+/// The supported cipher suites of TLS 1.2.
 const SUITES: [&str; 6] = [
     "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256",
     "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384",
@@ -157,7 +157,7 @@ const SUITES: [&str; 6] = [
     "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
 ];
 
-/// The cipher suites that are asked for and spoken, and those that are not spoken. Those of TLS 1.3 are never asked for.
+/// Splits the requested cipher suites into supported and unsupported ones. Those of TLS 1.3 cannot be selected.
 fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigError> {
     let full = |name: &String| {
         if name.ends_with("_CHACHA20_POLY1305") {
@@ -196,7 +196,7 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
     ))
 }
 
-/// The key exchange groups that are spoken, by their numbers in IANA's registry of TLS supported groups.
+/// The supported key exchange groups, by their numbers in IANA's registry of TLS supported groups.
 const GROUPS: [(u16, &str); 5] = [
     (23, "P-256"),
     (24, "P-384"),
@@ -205,7 +205,7 @@ const GROUPS: [(u16, &str); 5] = [
     (4588, "X25519 with ML-KEM-768"),
 ];
 
-/// The key exchange groups that are asked for and spoken, and those that are not spoken.
+/// Splits the requested key exchange groups into supported and unsupported ones.
 fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> {
     const FIELD: &str = "tlsCurvePreferences";
     let known = GROUPS.map(|(number, name)| format!("{number} ({name})"));
@@ -232,7 +232,7 @@ fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> 
     Ok((spoken, unspoken))
 }
 
-/// How TLS is spoken, and what was asked for and is not spoken.
+/// Returns the TLS settings, and the requested values that are not supported.
 fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
     let (cipher_suites, mut unspoken) =
         cipher_suites(fields.tls_cipher_suites.as_deref().unwrap_or_default())?;
@@ -240,7 +240,7 @@ fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
         key_exchanges(fields.tls_curve_preferences.as_deref().unwrap_or_default())?;
     unspoken.extend(unknown);
     let only_tls13 = match fields.tls_min_version.as_deref() {
-        // Older ones than 1.2 are not spoken at all.
+        // Versions before 1.2 are never accepted.
         None | Some("" | "VersionTLS10" | "VersionTLS11" | "VersionTLS12") => false,
         Some("VersionTLS13") => true,
         Some(other) => {
@@ -259,7 +259,8 @@ fn tls(fields: &Fields) -> Result<(Tls, Vec<String>), ConfigError> {
     Ok((tls, unspoken))
 }
 
-/// Resolves the fields; also says what of them is not honoured. Without a file the kubelet has older, open defaults, and so do we (kubelet spec, 13.1).
+/// Resolves the fields; also returns the values that are not honoured. Without a file, the kubelet's older and less
+/// secure defaults apply (`applyLegacyDefaults` in `cmd/kubelet/app/options/options.go`).
 pub(super) fn resolve(
     fields: &Fields,
     from_file: bool,

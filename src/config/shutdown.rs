@@ -1,17 +1,17 @@
-//! How long a shutdown of the machine waits for pods.
+//! Fields about the time that a shutdown of the machine waits for pods.
 
 use super::ConfigError;
 use super::document::Document;
 use super::values::{invalid, time};
 use crate::core::node::shutdown::{Periods, Statements};
 
-/// The gates that the fields are behind.
+/// The feature gates of these fields.
 const GATES: [&str; 2] = [
     "GracefulNodeShutdown",
     "GracefulNodeShutdownBasedOnPodPriority",
 ];
 
-/// The periods, by the kubelet's rules.
+/// Returns the periods by the kubelet's rules.
 pub(super) fn periods(d: &Document) -> Result<Periods, ConfigError> {
     let every = |field, text: &Option<String>| time(field, text.as_ref(), 0);
     let critical = &d.shutdown_grace_period_critical_pods;

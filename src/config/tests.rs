@@ -1,4 +1,4 @@
-//! Whole configurations: what wins over what, and which mistakes are named.
+//! Tests of whole configurations: precedence, and the errors for mistakes.
 
 use super::document::{Document, parse};
 use super::resolve::resolve;
@@ -79,8 +79,8 @@ const FIELDS: &[(&str, &[&str])] = &[
     ("evictionHard: {memory.available: V}", &QUANTITIES),
 ];
 
-/// Every number, duration and quantity of the configuration at its limits is accepted or refused, alone and with others; the
-/// arithmetic of times holds what is accepted.
+/// Every number, duration and quantity of the configuration at its limits is accepted or refused, alone and with
+/// others. Arithmetic with accepted times does not overflow.
 #[test]
 fn no_number_of_the_configuration_stops_the_agent() {
     let mut accepted = String::new();
@@ -113,7 +113,7 @@ fn no_number_of_the_configuration_stops_the_agent() {
     }
 }
 
-/// Fields with values that nobody can mean, and what the error names.
+/// Fields with invalid values, and the words that the error contains.
 const MISTAKES: &[(&str, &str)] = &[
     ("reservedSystemCPUs: some\n", "reservedSystemCPUs"),
     ("oomScoreAdj: 2000\n", "oomScoreAdj"),

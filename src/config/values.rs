@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::ConfigError;
 use crate::core::time::duration;
 
-/// The error of a value that cannot be used.
+/// Returns the error of an invalid value.
 pub(super) fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) -> ConfigError {
     ConfigError::Field {
         field: field.into(),
@@ -15,7 +15,8 @@ pub(super) fn invalid(field: &str, value: impl std::fmt::Debug, remedy: &str) ->
     }
 }
 
-/// A duration; unset and zero, which kubeadm writes for what it leaves open, mean the default in seconds.
+/// Parses a duration. If it is unset, or zero as kubeadm writes for fields that it does not set, returns the default in
+/// seconds.
 pub(super) fn time(
     field: &str,
     text: Option<&String>,
@@ -35,7 +36,7 @@ pub(super) fn time(
     }
 }
 
-/// A URL with http or https.
+/// Checks that a URL begins with http or https.
 pub(super) fn url(field: &str, text: Option<String>) -> Result<Option<String>, ConfigError> {
     match text {
         Some(text) if !text.starts_with("http://") && !text.starts_with("https://") => {
@@ -45,7 +46,7 @@ pub(super) fn url(field: &str, text: Option<String>) -> Result<Option<String>, C
     }
 }
 
-/// A number that is not negative.
+/// Checks that a number is not negative.
 pub(super) fn at_least_zero(
     field: &str,
     value: Option<i32>,
@@ -59,7 +60,7 @@ pub(super) fn at_least_zero(
     }
 }
 
-/// An absolute path.
+/// Checks that a path is absolute.
 pub(super) fn absolute(field: &str, path: PathBuf) -> Result<PathBuf, ConfigError> {
     if path.is_absolute() {
         Ok(path)
@@ -69,10 +70,10 @@ pub(super) fn absolute(field: &str, path: PathBuf) -> Result<PathBuf, ConfigErro
     }
 }
 
-/// A field, what it is set to, and its default.
+/// The name of a field, its value, and its default.
 pub(super) type Setting<'a> = (&'a str, Option<i32>, i32);
 
-/// How many a second (0: any number), and how many at once (1 or more).
+/// Returns the rate per second (0: any number) and the burst (1 or more).
 pub(super) fn pace(rate: Setting<'_>, burst: Setting<'_>) -> Result<(f64, f64), ConfigError> {
     let rate = at_least_zero(rate.0, rate.1, rate.2)?;
     let burst = at_least_zero(burst.0, burst.1, burst.2)?;

@@ -40,25 +40,25 @@ use crate::core::pod::observed::{Container, ContainerState, ObservedPod, Runtime
 use crate::core::serving::Streams;
 use crate::core::time;
 
-/// The largest message, as the kubelet has it.
+/// Maximum size of a message; the kubelet's value.
 pub(super) const MESSAGE_LIMIT: usize = 16 << 20;
-/// How long the runtime may take to be connected to.
+/// Timeout of connecting to the runtime.
 const CONNECTION: Duration = Duration::from_secs(5);
-/// A client; clones share the connection, which comes back by itself.
+/// A CRI client. Its connection is re-established automatically.
 pub struct CriClient {
     pub(super) channel: Channel,
     pub(super) runtime: RuntimeServiceClient<Measured>,
     pub(super) images: ImageServiceClient<Measured>,
     /// The deadline of ordinary calls.
     deadline: Duration,
-    /// Details of containers by id and state.
+    /// Cached details of containers, by id and state.
     pub(super) details: Mutex<Remembered<(String, ContainerState), Detail>>,
     pub(super) networks: Mutex<Remembered<String, (Vec<String>, bool)>>,
 }
 
 impl From<Status> for RuntimeError {
     fn from(status: Status) -> RuntimeError {
-        // By the failure's own code: where the connection broke, the status says "unknown".
+        // The failure has its own code: if the connection broke, the code of the status is `Unknown`.
         let failure = Failure::from(status);
         let kind = match failure.code {
             Code::NotFound => RuntimeErrorKind::NotFound,
@@ -75,7 +75,7 @@ impl From<Status> for RuntimeError {
     }
 }
 
-/// The answer to stopping or removing something; what is gone already was what was wanted.
+/// Converts the result of stopping or removing an object; success if the object does not exist.
 pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeError> {
     match result {
         Err(status) if status.code() != Code::NotFound => Err(status.into()),
@@ -83,7 +83,7 @@ pub(super) fn gone_is_fine<T>(result: Result<T, Status>) -> Result<(), RuntimeEr
     }
 }
 
-/// A channel to an endpoint, which is opened when it is needed. `what` it is names it in errors.
+/// Creates a channel to an endpoint, which connects when it is used. `what` names the endpoint in errors.
 fn channel(what: &str, endpoint: &str) -> Result<Channel, String> {
     if !endpoint.starts_with('/') && !endpoint.starts_with("unix://") {
         return Err(format!(
@@ -95,8 +95,8 @@ fn channel(what: &str, endpoint: &str) -> Result<Channel, String> {
 }
 
 impl CriClient {
-    /// For an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet. Of calls that
-    /// end, `report` is told.
+    /// Creates a client for an endpoint such as `unix:///run/containerd/containerd.sock`. Nothing is sent yet. `report`
+    /// receives every call that returns.
     pub fn new(
         endpoint: &str,
         deadline: Duration,
@@ -118,7 +118,7 @@ impl CriClient {
         })
     }
 
-    /// The same, with its image service at an endpoint of its own (`imageServiceEndpoint`).
+    /// Uses another endpoint for the image service (`imageServiceEndpoint`).
     pub fn with_images_at(
         self,
         endpoint: &str,
@@ -134,7 +134,8 @@ impl CriClient {
         })
     }
 
-    /// Removes a container or a sandbox; tasks that keep the runtime from it are ended, for removal is by force.
+    /// Removes a container or a sandbox. If orphaned tasks prevent the removal, they are killed first, because removal
+    /// is forced.
     async fn removing<F>(&self, id: &str, remove: impl Fn() -> F) -> Result<(), RuntimeError>
     where
         F: Future<Output = Result<(), Status>>,
@@ -143,7 +144,7 @@ impl CriClient {
             left if tasks::is_left(&left) => left,
             other => return gone_is_fine(other),
         };
-        // A sandbox is removed with its containers.
+        // A sandbox is removed together with its containers.
         let of_sandbox = pb::ContainerFilter {
             pod_sandbox_id: id.into(),
             ..pb::ContainerFilter::default()
@@ -151,7 +152,7 @@ impl CriClient {
         let containers = self.containers(Some(of_sandbox)).await?;
         for id in containers.iter().map(|c| c.id.as_str()).chain([id]) {
             match tasks::end(&self.channel, id).await {
-                // A runtime without such tasks has another reason.
+                // A runtime without containerd's tasks has refused for another reason.
                 Err(e) if e.kind == RuntimeErrorKind::Unimplemented => {
                     return gone_is_fine(refused);
                 }
@@ -171,14 +172,14 @@ impl CriClient {
         request
     }
 
-    /// A request to one of containerd's own services, about what came over CRI.
+    /// Builds a request to one of containerd's own services, about objects that were created over CRI.
     pub(super) fn to_containerd<T>(deadline: Duration, message: T) -> Request<T> {
         let mut request = Self::within(deadline, message);
         Self::name_namespace(&mut request);
         request
     }
 
-    /// Names the namespace of CRI's containers in a request to one of containerd's own services.
+    /// Sets the namespace of CRI's containers in a request to one of containerd's own services.
     pub(super) fn name_namespace<T>(request: &mut Request<T>) {
         request.metadata_mut().insert(
             "containerd-namespace",
@@ -186,7 +187,7 @@ impl CriClient {
         );
     }
 
-    /// Checks that the runtime speaks CRI v1.
+    /// Returns the runtime's name and version; fails if it does not speak CRI v1.
     pub async fn version(&self) -> Result<String, RuntimeError> {
         let answer = self
             .runtime
@@ -224,7 +225,7 @@ fn condition(conditions: &[pb::RuntimeCondition], kind: &str) -> Option<String> 
 #[async_trait]
 impl Runtime for CriClient {
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError> {
-        // Asked first: it is the call that can say best what is wrong.
+        // First, because this call gives the best error message.
         let version = self.version().await?;
         let request = Self::within(
             Duration::from_secs(10),
@@ -440,7 +441,7 @@ impl Runtime for CriClient {
         command: &[String],
         timeout: Option<Duration>,
     ) -> Result<Exec, RuntimeError> {
-        // The runtime counts whole seconds, and ends the command itself when they are over.
+        // The runtime counts whole seconds, and stops the command itself after them.
         let seconds = timeout.map_or(0, |t| {
             i64::try_from(t.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX)
         });
@@ -561,7 +562,7 @@ impl Runtime for CriClient {
             location: path.into(),
             timeout: seconds,
         };
-        // It takes as long as writing the container's memory does.
+        // The call takes as long as writing the container's memory.
         let request = if seconds > 0 {
             Self::within(timeout + self.deadline, request)
         } else {

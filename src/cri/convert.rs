@@ -1,4 +1,4 @@
-//! From the runtime's messages to our own types.
+//! Converts the runtime's messages to our own types.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub(super) fn state(value: i32) -> ContainerState {
     }
 }
 
-/// A listed container; what only its status has is filled in by [`complete`].
+/// Converts a listed container; [`complete`] adds the fields that only its status has.
 pub(super) fn container(listed: &pb::Container) -> Option<Container> {
     let metadata = listed.metadata.as_ref()?;
     let attempt = listed
@@ -58,8 +58,9 @@ pub(super) fn container(listed: &pb::Container) -> Option<Container> {
     })
 }
 
-/// The file of a container's termination message: it is mounted at the path of the message, and lies in the pod's own
-/// directory of the container. A volume may be mounted at the same path; what lies elsewhere is not read.
+/// Returns the name of the file with a container's termination message. The file is mounted at the message's path and
+/// lies in the pod's own directory for the container. A volume may be mounted at the same path, so files in other
+/// directories are not read.
 fn message_file(status: &pb::ContainerStatus) -> Option<String> {
     let get = |key: &str| status.labels.get(key);
     let place = Path::new("pods")
@@ -75,7 +76,7 @@ fn message_file(status: &pb::ContainerStatus) -> Option<String> {
     Some(file.file_name()?.to_str()?.to_owned())
 }
 
-/// A container as its status alone tells it, which does not say of its sandbox.
+/// Converts a container from its status alone, which does not name the sandbox.
 pub(super) fn container_of(status: &pb::ContainerStatus, sandbox: &str) -> Option<Container> {
     let mut container = container(&pb::Container {
         id: status.id.clone(),
@@ -93,7 +94,7 @@ pub(super) fn container_of(status: &pb::ContainerStatus, sandbox: &str) -> Optio
     Some(container)
 }
 
-/// Adds what the status of a container has over its listing.
+/// Adds the fields that a container's status has and its listing lacks.
 pub(super) fn complete(container: &mut Container, status: &pb::ContainerStatus) {
     container.state = state(status.state);
     container.started_at = time(status.started_at);
@@ -154,7 +155,7 @@ pub(super) fn sandbox(listed: &pb::PodSandbox) -> Option<Sandbox> {
     })
 }
 
-/// The addresses of a sandbox and whether it is on the host network.
+/// Returns the addresses of a sandbox, and whether it is on the host network.
 pub(super) fn network(status: &pb::PodSandboxStatus) -> (Vec<String>, bool) {
     let options = status
         .linux
@@ -176,7 +177,7 @@ mod tests {
     const INSIDE: &str = "/dev/termination-log";
     const OWN: &str = "/var/lib/kubelet/pods/u/containers/c/1a2b3c4d";
 
-    /// The path of the message, the mounts as (path in the container, path here), and the file that is found.
+    /// The message's path, the mounts as (path in the container, path on the host), and the file that is found.
     type Case = (
         &'static str,
         &'static [(&'static str, &'static str)],

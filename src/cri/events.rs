@@ -1,5 +1,5 @@
-//! What happens in the runtime, as it happens: the events of CRI where the runtime has them, else those of
-//! containerd itself, which come over the same socket.
+//! Streams the runtime's events: those of CRI if the runtime has them, otherwise those of containerd itself, which come
+//! over the same socket.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,21 +22,21 @@ use crate::core::backoff::Doubling;
 use crate::core::pod::cri_config::label;
 use crate::core::pod::observed::{EventKind, RuntimeEvent};
 
-/// How long a refusal may take. A runtime may answer only with its first event: no refusal within this time
-/// is a yes.
+/// How long to wait for a refusal. A runtime may answer only with its first event, so silence counts as acceptance.
 const REFUSAL: Duration = Duration::from_millis(500);
-/// The pauses between two looks whether CRI has seen an end: the first, and the longest.
+/// Initial and maximum interval between two queries whether CRI shows an exit.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(1));
-/// After so long the pod is looked at in any case.
+/// After this time the pod is observed in any case.
 const AUDIT: Duration = Duration::from_secs(30);
-/// How long one look may take.
+/// Timeout of one query.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
-/// How many exits are looked up concurrently. Further events stay in the stream: a runtime that hangs emits none.
+/// Maximum number of exits that are queried concurrently. Further events stay in the stream: a runtime that hangs emits
+/// none.
 const MAX_LOOKS: usize = 256;
-/// The namespace in which containerd keeps what came over CRI.
+/// containerd's namespace for objects that were created over CRI.
 pub(super) const NAMESPACE: &str = "k8s.io";
 
-/// Waits whether a stream is refused.
+/// Fails if a stream is refused.
 async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError> {
     match tokio::time::timeout(REFUSAL, refusal).await {
         Ok(Ok(status)) => Err(status.into()),
@@ -44,7 +44,7 @@ async fn accepted(refusal: oneshot::Receiver<Status>) -> Result<(), RuntimeError
     }
 }
 
-/// What happens to sandboxes and containers of pods.
+/// Streams the events of pods' sandboxes and containers.
 pub(super) async fn follow(
     channel: &Channel,
     runtime: &RuntimeServiceClient<Measured>,
@@ -69,7 +69,7 @@ async fn of_cri(
         {
             Ok(answer) => answer.into_inner(),
             Err(status) => {
-                // Nobody waits for it any more if it comes late; the closed channel says enough then.
+                // After `REFUSAL` the receiver no longer exists; the closed event channel then reports the failure.
                 let _ = refused.send(status);
                 return;
             }
@@ -85,13 +85,13 @@ async fn of_cri(
     accepted(refusal).await.map(|()| receiver)
 }
 
-/// An event in our own type; nothing where it says of no pod.
+/// Converts an event to our own type; `None` if it names no pod.
 fn event_of(event: pb::ContainerEventResponse) -> Option<RuntimeEvent> {
     let kind = match pb::ContainerEventType::try_from(event.container_event_type) {
         Ok(pb::ContainerEventType::ContainerCreatedEvent) => EventKind::Created,
         Ok(pb::ContainerEventType::ContainerStartedEvent) => EventKind::Started,
         Ok(pb::ContainerEventType::ContainerDeletedEvent) => EventKind::Deleted,
-        // What a newer runtime tells beyond these is looked at, as an end is.
+        // An unknown event of a newer runtime leads to an observation, as an exit does.
         Ok(pb::ContainerEventType::ContainerStoppedEvent) | Err(_) => EventKind::Stopped,
     };
     let labelled = event
@@ -137,14 +137,14 @@ async fn of_containerd(
                 continue;
             };
             if exit.container_id != exit.id {
-                // A command in a container has ended, not the container.
+                // A command in a container has exited, not the container.
                 continue;
             }
             // The semaphore is never closed.
             let Ok(permit) = Arc::clone(&looks).acquire_owned().await else {
                 return;
             };
-            // Each on its own: one that is slow to be seen holds up no other.
+            // Queries run concurrently, so that a slow one does not delay the others.
             let (runtime, sender) = (runtime.clone(), sender.clone());
             tokio::spawn(async move {
                 let _permit = permit;
@@ -156,7 +156,7 @@ async fn of_containerd(
                         id: exit.container_id,
                         kind: EventKind::Stopped,
                     };
-                    // The receiver has gone with the stream's reader; then nobody wants to know.
+                    // If the receiver was dropped, the event is not needed.
                     let _ = sender.send(event).await;
                 }
             });
@@ -165,17 +165,17 @@ async fn of_containerd(
     accepted(refusal).await.map(|()| receiver)
 }
 
-/// What CRI shows of a container or a sandbox.
+/// CRI's view of a container or a sandbox.
 struct Shown {
-    /// The pod that it belongs to.
+    /// The uid of its pod.
     uid: Option<String>,
     has_ended: bool,
 }
 
-/// The pod whose container or sandbox has ended. CRI learns of the end from the same event, and only when it has
-/// answered who starts the container meanwhile: until it shows the end itself, a look at it finds nothing new, and
-/// nothing would lead to another one. So that is waited for; until the next audit, which looks at all pods. A look that fails
-/// proves nothing about the container, and is repeated.
+/// Returns the uid of the pod whose container or sandbox has exited. CRI handles the same exit event, and answers a
+/// pending start of the container first. Until CRI shows the exit, an observation of the pod finds no change, and no
+/// later event would cause another one. So this function waits until CRI shows the exit, or until the next audit, which
+/// observes all pods. A query that fails proves nothing about the container, and is repeated.
 async fn uid_of<F>(look: impl Fn() -> F) -> Option<String>
 where
     F: Future<Output = Result<Option<Shown>, RuntimeError>>,
@@ -185,7 +185,7 @@ where
     let mut uid = None;
     loop {
         let has_ended = match tokio::time::timeout(LOOK_TIMEOUT, look()).await {
-            // What is not shown any more has been removed since.
+            // The container or sandbox has been removed since.
             Ok(Ok(None)) => true,
             Ok(Ok(Some(shown))) => {
                 uid = shown.uid;
@@ -236,7 +236,7 @@ mod tests {
 
     use super::*;
 
-    /// The pod, and after how long it was told of, where CRI shows the end so late.
+    /// The pod, and the delay of its event, if CRI shows the exit after `late`.
     async fn told(late: Duration) -> (Option<String>, Duration) {
         let begun = Instant::now();
         let look = || async {
@@ -257,7 +257,7 @@ mod tests {
             assert!(after >= late && after <= late * 2 + PAUSES.0, "{after:?}");
             assert!(after <= late + PAUSES.1, "{after:?}");
         }
-        // Where CRI never shows it, the audit is no later.
+        // If CRI never shows the exit, the event comes with the audit.
         let (uid, after) = told(Duration::MAX).await;
         assert_eq!(uid.as_deref(), Some("p"));
         assert!(after < AUDIT + PAUSES.1, "{after:?}");

@@ -25,7 +25,7 @@ const RUNNING: u32 = 2;
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Deadline of a start: the OCI runtime enters the container, and the shim opens the FIFOs.
 const START_DEADLINE: Duration = Duration::from_secs(120);
-/// Bytes of an exec id before it is written in hexadecimal, as containerd has it.
+/// Number of bytes of an exec id, which is written in hexadecimal as containerd does.
 const ID_LENGTH: usize = 32;
 
 /// containerd's services for tasks; clones share the connection.
@@ -37,11 +37,11 @@ pub struct Tasks {
 /// Paths of the FIFOs of a command.
 #[derive(Debug, Clone, Copy)]
 pub struct Stdio<'a> {
-    /// The command reads this one.
+    /// The FIFO that the command reads.
     pub stdin: &'a Path,
-    /// The command writes this one.
+    /// The FIFO to which the command writes.
     pub stdout: &'a Path,
-    /// The command writes its errors here. `None` with a terminal, which has one output.
+    /// The FIFO for the command's errors. `None` with a terminal, which has one output.
     pub stderr: Option<&'a Path>,
 }
 
@@ -63,7 +63,8 @@ pub struct PreparedExec {
     terminal: bool,
 }
 
-/// The OCI process of a command: the container's own, with other arguments. `None` if the spec has no process.
+/// Returns the OCI process of a command: the container's own process with other arguments. `None` if the spec has no
+/// process.
 fn process_of(spec: &[u8], command: &[String], terminal: bool) -> Option<Vec<u8>> {
     let mut spec: Value = serde_json::from_slice(spec).ok()?;
     let process = spec.get_mut("process")?.as_object_mut()?;
@@ -73,7 +74,7 @@ fn process_of(spec: &[u8], command: &[String], terminal: bool) -> Option<Vec<u8>
     if terminal {
         let env = process.entry("env").or_insert_with(|| Value::Array(vec![]));
         let env = env.as_array_mut()?;
-        // As `oci.WithEnv`: a value that is there is replaced at its place.
+        // As `oci.WithEnv`: an existing value is replaced in place.
         let is_term = |v: &Value| v.as_str().is_some_and(|v| v.starts_with("TERM="));
         match env.iter_mut().find(|v| is_term(v)) {
             Some(term) => *term = "TERM=xterm".into(),
@@ -83,7 +84,7 @@ fn process_of(spec: &[u8], command: &[String], terminal: bool) -> Option<Vec<u8>
     serde_json::to_vec(process).ok()
 }
 
-/// A random id, in the form of containerd's own.
+/// Returns a random id in containerd's format.
 fn new_id() -> Option<String> {
     let mut bytes = [0; ID_LENGTH];
     aws_lc_rs::rand::fill(&mut bytes).ok()?;
@@ -95,8 +96,8 @@ impl Tasks {
         Tasks { channel }
     }
 
-    /// Prepares a command in a running container. An error says why CRI must serve the command: the runtime is not
-    /// containerd, the container does not run, or its streams are no FIFOs.
+    /// Prepares a command in a running container. The error is the reason why CRI must serve the command. Either the
+    /// runtime is not containerd, or the container does not run, or its streams are not FIFOs.
     pub async fn prepare(
         &self,
         container: &str,
@@ -139,7 +140,7 @@ impl Tasks {
         })
     }
 
-    /// A command that was created before.
+    /// Returns a command that was created earlier.
     #[must_use]
     pub fn find(&self, container: &str, id: &str) -> ExecProcess {
         ExecProcess {
@@ -184,13 +185,13 @@ impl ExecProcess {
         &self.id
     }
 
-    /// The container's id.
+    /// The id of the container.
     #[must_use]
     pub fn container(&self) -> &str {
         &self.container
     }
 
-    /// Whether the command runs. A command that was never started does not.
+    /// Whether the command runs; false if it was never started.
     pub async fn is_running(&self) -> Result<bool, RuntimeError> {
         let request = pb::GetRequest {
             container_id: self.container.clone(),
@@ -207,7 +208,7 @@ impl ExecProcess {
         }
     }
 
-    /// Starts the command. The shim has opened the outputs when this returns; it opens the input soon after.
+    /// Starts the command. When this returns, the shim has opened the outputs; it opens the input soon after.
     pub async fn start(&self) -> Result<(), RuntimeError> {
         let request = pb::StartRequest {
             container_id: self.container.clone(),
@@ -218,7 +219,7 @@ impl ExecProcess {
         Ok(())
     }
 
-    /// The request for the command's exit.
+    /// The request that waits for the command's exit.
     fn exit(&self) -> pb::WaitRequest {
         pb::WaitRequest {
             container_id: self.container.clone(),
@@ -226,7 +227,7 @@ impl ExecProcess {
         }
     }
 
-    /// Waits until the command exits; the answer is its exit code. Without deadline: a command may take days.
+    /// Waits until the command exits and returns its exit code. Has no deadline, because a command may take days.
     pub async fn wait(&self) -> Result<u32, RuntimeError> {
         let mut request = Request::new(self.exit());
         CriClient::name_namespace(&mut request);
@@ -246,7 +247,7 @@ impl ExecProcess {
         Ok(())
     }
 
-    /// Closes the shim's own end of the input: the command reads the end once every writer has closed.
+    /// Closes the shim's own end of the input: the command reads end of file once every writer has closed its end.
     pub async fn close_input(&self) -> Result<(), RuntimeError> {
         let request = pb::CloseIoRequest {
             container_id: self.container.clone(),
@@ -257,7 +258,7 @@ impl ExecProcess {
         gone_is_fine(self.client().close_io(request).await)
     }
 
-    /// Deletes the command; one that still runs is killed first.
+    /// Deletes the command; kills it first if it still runs.
     pub async fn delete(&self) -> Result<(), RuntimeError> {
         let deleted = self.delete_stopped().await;
         if !deleted
@@ -284,7 +285,7 @@ impl ExecProcess {
             container_id: self.container.clone(),
             exec_id: self.id.clone(),
         };
-        // The shim waits 10 s for a grandchild that holds the output.
+        // The shim waits 10 s for a grandchild that keeps the output open.
         let request = CriClient::to_containerd(DEADLINE * 2, request);
         gone_is_fine(self.client().delete_process(request).await)
     }

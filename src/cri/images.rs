@@ -13,14 +13,15 @@ use super::{Credentials, Image, ImageFilesystem, RuntimeError, Stock};
 use crate::core::pod::explain::Fetching;
 
 impl CriClient {
-    /// What the runtime tells of its own configuration: documents in JSON, of which each runtime has others.
+    /// Returns the runtime's own configuration: JSON documents by name, which differ between runtimes.
     pub async fn configuration(&self) -> Result<BTreeMap<String, String>, RuntimeError> {
         let request = Self::within(Duration::from_secs(10), pb::StatusRequest { verbose: true });
         let answer = self.runtime.clone().status(request).await?;
         Ok(answer.into_inner().info.into_iter().collect())
     }
 
-    /// The image of sandboxes, as older containerds name it: newer ones pin it.
+    /// Returns the image of sandboxes, which older versions of containerd name in their configuration; newer ones pin
+    /// it.
     async fn sandbox_image(&self) -> Result<Option<String>, RuntimeError> {
         let info = self.configuration().await?;
         let config: Option<serde_json::Value> = info
@@ -29,7 +30,7 @@ impl CriClient {
         Ok(config.and_then(|c| c["sandboxImage"].as_str().map(Into::into)))
     }
 
-    /// What the runtime has under a name.
+    /// Returns the image with this name, if the runtime has it.
     pub(super) async fn image_status(&self, name: &str) -> Result<Option<Image>, RuntimeError> {
         let image = pb::ImageSpec {
             image: name.into(),
@@ -46,7 +47,7 @@ impl CriClient {
         Ok(answer.into_inner().image.map(image_of))
     }
 
-    /// All images.
+    /// Lists all images.
     pub(super) async fn list_images(&self) -> Result<Vec<Image>, RuntimeError> {
         let answer = self
             .images
@@ -61,7 +62,7 @@ impl CriClient {
             .collect())
     }
 
-    /// The filesystem with the images: the first, where the runtime has several.
+    /// Returns the filesystem with the images: the first one if the runtime has several.
     pub(super) async fn images_lie_on(&self) -> Result<ImageFilesystem, RuntimeError> {
         let filesystems = self
             .images
@@ -79,7 +80,7 @@ impl CriClient {
         })
     }
 
-    /// All images and what uses them.
+    /// Lists all images, and which of them are in use.
     pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
         let mountpoint = self.images_lie_on().await?.mountpoint;
         let containers = self.containers(None).await?;
@@ -95,7 +96,7 @@ impl CriClient {
             .flat_map(names)
             .filter(|name| !name.is_empty())
             .collect();
-        // Asked last: an image that came meanwhile would seem unused.
+        // Listed after the containers: an image that came into use in between seems unused.
         let sandbox = self.sandbox_image().await?;
         let mut images = self.list_images().await?;
         for image in &mut images {
@@ -124,7 +125,7 @@ impl CriClient {
         )
     }
 
-    /// How far the pulls under way are.
+    /// Returns the progress of the current pulls.
     pub(super) async fn fetch_progress(&self) -> Result<Fetching, RuntimeError> {
         let request = Self::to_containerd(Duration::from_secs(2), ListStatusesRequest::default());
         let statuses = ContentClient::new(self.channel.clone())
@@ -146,20 +147,21 @@ impl CriClient {
         })
     }
 
-    /// Pulls an image; it takes as long as it takes.
+    /// Pulls an image.
     pub(super) async fn pull_image(
         &self,
         request: pb::PullImageRequest,
     ) -> Result<String, RuntimeError> {
-        // A pull takes as long as it takes; the worker can drop it.
+        // No deadline, because a pull may take long; the worker can drop the call.
         let mut images = self.images.clone();
         let answer = images.pull_image(Request::new(request)).await?;
         Ok(answer.into_inner().image_ref)
     }
 }
 
-/// Asks for an image for a pod. Runtimes choose by the pod how they pull: containerd the snapshotter by an annotation, CRI-O
-/// the signature policy by the namespace, and the cgroup that a pull is accounted to.
+/// Builds the request to pull an image for a pod. Runtimes derive settings of the pull from the pod. containerd takes
+/// the snapshotter from an annotation. CRI-O takes the signature policy from the namespace, and charges the pull to the
+/// pod's cgroup.
 pub(super) fn pull_request(
     name: &str,
     credentials: Option<Credentials>,
@@ -185,7 +187,7 @@ pub(super) fn pull_request(
 fn image_of(image: pb::Image) -> Image {
     Image {
         id: image.id,
-        // Digests before tags, as nodes report them.
+        // Digests before tags, as in a Node's `status.images`.
         names: image
             .repo_digests
             .into_iter()

@@ -1,4 +1,4 @@
-//! How long the runtime's answers take, and how many are refusals: told of each call as it ends.
+//! Reports the outcome and the duration of each call to the runtime.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use tonic::transport::{Channel, Error};
 use tower::Service;
 use tracing::Instrument as _;
 
-/// Is told of a call: the operation in the kubelet's words, whether it was refused, and how long it took.
+/// Receives a call's operation as the kubelet names it, whether the call was refused, and its duration.
 pub type Report = Arc<dyn Fn(&'static str, bool, Duration) + Send + Sync>;
 
-/// The operations (kubelet spec, chapter 18); others are not counted.
+/// The operations of `pkg/kubelet/kuberuntime/instrumented_services.go`; other calls are not counted.
 const OPERATIONS: [(&str, &str); 28] = [
     ("Version", "version"),
     ("Status", "status"),
@@ -54,7 +54,7 @@ fn operation(path: &str) -> Option<&'static str> {
         .map(|(_, operation)| *operation)
 }
 
-/// A channel whose calls are reported.
+/// A channel that reports its calls.
 #[derive(Clone)]
 pub(super) struct Measured {
     pub(super) channel: Channel,

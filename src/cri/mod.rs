@@ -1,6 +1,6 @@
-//! The container runtime: a narrow trait in our own types, and the CRI v1 client behind it.
+//! The container runtime: a narrow trait in our own types, and the CRI v1 client that implements it.
 //!
-//! A call that times out has an unknown outcome: the caller observes before it acts again.
+//! A call that times out has an unknown outcome: the caller observes the runtime before it acts again.
 
 mod client;
 mod convert;
@@ -34,9 +34,9 @@ use crate::core::serving::Streams;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", told(*code, message))]
 pub struct RuntimeError {
-    /// What kind of failure.
+    /// The class of the failure.
     pub kind: RuntimeErrorKind,
-    /// The name of gRPC's status code, where the runtime or the connection to it gave one.
+    /// The name of gRPC's status code, if the runtime or the connection to it returned one.
     pub code: Option<&'static str>,
     /// The runtime's message.
     pub message: String,
@@ -56,7 +56,7 @@ impl From<RuntimeError> for Fault {
 }
 
 impl RuntimeError {
-    /// What it means for the next try: that the runtime is back is told to all pods.
+    /// Decides the retry: all pods are notified when the runtime is available again.
     fn class(&self) -> Class {
         match self.kind {
             RuntimeErrorKind::Unavailable => Class::WaitForNews,
@@ -64,7 +64,7 @@ impl RuntimeError {
         }
     }
 
-    /// The same without the code, as the kubelet shows containers that cannot be made or started.
+    /// Drops the code, as the kubelet does for containers that cannot be created or started.
     #[must_use]
     pub fn without_code(self) -> Fault {
         Fault {
@@ -73,7 +73,7 @@ impl RuntimeError {
         }
     }
 
-    /// The text without a code that says nothing, as the kubelet shows failed pulls.
+    /// Formats the text without the code `Unknown`, as the kubelet does for failed pulls.
     #[must_use]
     pub fn without_unknown(&self) -> String {
         match self.code {
@@ -83,18 +83,18 @@ impl RuntimeError {
     }
 }
 
-/// What a failure means for the caller.
+/// The class of a failure, by which callers decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RuntimeErrorKind {
-    /// There is no such object; for stopping and removing that is success.
+    /// The object does not exist. For stopping and removing, this is success.
     NotFound,
     /// The runtime cannot be reached.
     Unavailable,
     /// No answer in time: the outcome is unknown.
     Timeout,
-    /// The runtime does not know the call.
+    /// The runtime does not implement the call.
     Unimplemented,
-    /// The runtime refused.
+    /// The runtime refused the call.
     Failed,
 }
 
@@ -103,35 +103,35 @@ pub enum RuntimeErrorKind {
 pub struct Image {
     /// The runtime's id.
     pub id: String,
-    /// All its names.
+    /// All digests and tags.
     pub names: Vec<String>,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// The uid that its configuration names.
+    /// The uid in the image's configuration, if it is numeric.
     pub uid: Option<i64>,
-    /// The user name that its configuration names.
+    /// The user name in the image's configuration.
     pub username: String,
-    /// The runtime keeps it for itself.
+    /// Whether the runtime keeps the image for its own use.
     pub pinned: bool,
 }
 
-/// All images, and what speaks against removing them.
+/// All images, and what prevents their removal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stock {
-    /// The images. The sandboxes' own is pinned, also where the runtime does not say so.
+    /// The images. The sandbox image is pinned, even if the runtime does not report it as pinned.
     pub images: Vec<Image>,
-    /// Ids or names of images that containers use, those that have ended included.
+    /// Ids or names of images that containers use, including exited containers.
     pub in_use: BTreeSet<String>,
     /// A directory on the filesystem with the images.
     pub mountpoint: PathBuf,
 }
 
-/// What a command in a container came to.
+/// The result of a command in a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exec {
     /// Its exit code.
     pub code: i32,
-    /// Standard output and error, as much as a message of the runtime holds.
+    /// Standard output and error, as far as they fit into the runtime's message.
     pub output: String,
 }
 
@@ -150,46 +150,46 @@ impl std::fmt::Debug for Credentials {
     }
 }
 
-/// What the runtime says about itself.
+/// The runtime's status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RuntimeStatus {
-    /// `containerd://1.6.20`.
+    /// Name and version, for instance `containerd://1.6.20`.
     pub version: String,
-    /// Why it is not ready, if it is not.
+    /// Why the runtime is not ready; `None` if it is.
     pub not_ready: Option<String>,
-    /// Why the network is not ready, if it is not.
+    /// Why the network is not ready; `None` if it is.
     pub network_not_ready: Option<String>,
-    /// What it can do.
+    /// Its optional features.
     pub features: Features,
 }
 
-/// What a runtime can do beyond what all can.
+/// Features that not all runtimes have.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Its own name, for instance `containerd`; empty until it has answered.
+    /// The runtime's name, for instance `containerd`; empty until it has answered.
     pub runtime: String,
-    /// Its handlers; the default one has an empty name.
+    /// The runtime's handlers; the default one has an empty name.
     pub handlers: Vec<Handler>,
     /// Whether `supplementalGroupsPolicy: Strict` is honoured.
     pub strict_groups: bool,
 }
 
-/// One handler of a runtime.
+/// A handler of the runtime.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Handler {
-    /// The name that RuntimeClasses refer to.
+    /// The name to which RuntimeClasses refer.
     pub name: String,
-    /// Whether mounts can be read-only with all below them.
+    /// Whether mounts can be recursively read-only.
     pub recursive_read_only: bool,
     /// Whether pods can have user namespaces.
     pub user_namespaces: bool,
 }
 
 impl Features {
-    /// The handler of a name, one that can do nothing if it is not known.
+    /// Returns the handler with this name; an unknown handler has no features.
     #[must_use]
     pub fn handler(&self, name: &str) -> &Handler {
-        /// What is not known.
+        /// An unknown handler.
         static NONE: Handler = Handler {
             name: String::new(),
             recursive_read_only: false,
@@ -211,11 +211,11 @@ pub struct ListedPod {
     pub namespace: String,
     /// See [`ObservedPod::fingerprint`].
     pub fingerprint: u64,
-    /// It has a sandbox that is ready, or a container that may run.
+    /// Whether it has a sandbox that is ready, or a container that may run.
     pub is_live: bool,
 }
 
-/// A container that runs, and whose it is.
+/// A running container, and its pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunningContainer {
     /// The runtime's id.
@@ -230,67 +230,69 @@ pub struct RunningContainer {
     pub name: String,
     /// The restart count.
     pub attempt: u32,
-    /// The runtime's id of its sandbox.
+    /// The runtime's id of the container's sandbox.
     pub sandbox: String,
 }
 
-/// What a container has written outside of volumes.
+/// The writable layer of a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Layer {
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Files and directories; 0 where the runtime does not count them.
+    /// Number of files and directories; 0 if the runtime does not count them.
     pub inodes: u64,
-    /// A directory on the filesystem that it lies on; empty where the runtime does not say.
+    /// A directory on the layer's filesystem; empty if the runtime does not name one.
     pub mountpoint: PathBuf,
 }
 
-/// What the runtime says of the filesystem with its images.
+/// The filesystem with the images, as the runtime reports it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ImageFilesystem {
-    /// A directory on it.
+    /// A directory on the filesystem.
     pub mountpoint: PathBuf,
-    /// The bytes of the images.
+    /// Bytes that the images use.
     pub bytes: u64,
-    /// Their files and directories, where the runtime counts them.
+    /// Number of files and directories of the images; `None` if the runtime does not count them.
     pub inodes: Option<u64>,
 }
 
-/// The runtime and its images. Stopping and removing what is not there succeeds.
+/// The runtime and its images. Stopping and removing an object that does not exist succeeds.
 #[async_trait]
 pub trait Runtime: Send + Sync + 'static {
-    /// Its state; an error if it cannot be reached.
+    /// Returns the runtime's status; fails if the runtime cannot be reached.
     async fn status(&self) -> Result<RuntimeStatus, RuntimeError>;
-    /// Whether it makes cgroups through systemd; `None` if it cannot say.
+    /// Whether the runtime creates cgroups through systemd; `None` if it does not report this.
     async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError>;
-    /// Tells it the addresses of this node's pods, one CIDR a family, separated by commas. Some runtimes write their
-    /// CNI configuration by it.
+    /// Sets the CIDRs of this node's pods, one for each address family, separated by commas. Some runtimes generate
+    /// their CNI configuration from them.
     async fn tell_pod_cidrs(&self, _cidrs: &str) -> Result<(), RuntimeError> {
         Ok(())
     }
-    /// The networks in which host-local leases addresses to its sandboxes, and the ids of all sandboxes.
+    /// Returns the networks in which host-local leases addresses to the runtime's sandboxes, and the ids of all
+    /// sandboxes.
     async fn attachments(&self) -> Result<Attachments, RuntimeError> {
         Ok(Attachments::default())
     }
-    /// All pods.
+    /// Lists all pods.
     async fn list(&self) -> Result<Vec<ListedPod>, RuntimeError>;
-    /// One pod in full.
+    /// Observes one pod in full.
     async fn observe(&self, uid: &str) -> Result<ObservedPod, RuntimeError>;
-    /// One container of a sandbox, which it is told as it does not say itself; nothing where it does not have it.
+    /// Observes one container; `None` if it does not exist. `sandbox` is the id of its sandbox, which a container's
+    /// status does not name.
     async fn container(&self, id: &str, sandbox: &str) -> Result<Option<Container>, RuntimeError>;
-    /// Makes a sandbox; the answer is its id.
+    /// Creates and starts a sandbox; returns its id.
     async fn run_sandbox(
         &self,
         config: pb::PodSandboxConfig,
         handler: &str,
     ) -> Result<String, RuntimeError>;
-    /// The addresses of a sandbox, empty on the host network.
+    /// Returns the addresses of a sandbox; empty on the host network.
     async fn sandbox_ips(&self, id: &str) -> Result<Vec<String>, RuntimeError>;
-    /// Stops a sandbox and gives its addresses back.
+    /// Stops a sandbox and releases its addresses.
     async fn stop_sandbox(&self, id: &str) -> Result<(), RuntimeError>;
     /// Removes a sandbox and its containers.
     async fn remove_sandbox(&self, id: &str) -> Result<(), RuntimeError>;
-    /// Makes a container; the answer is its id.
+    /// Creates a container; returns its id.
     async fn create_container(
         &self,
         sandbox: &str,
@@ -299,82 +301,82 @@ pub trait Runtime: Send + Sync + 'static {
     ) -> Result<String, RuntimeError>;
     /// Starts a container.
     async fn start_container(&self, id: &str) -> Result<(), RuntimeError>;
-    /// Stops a container: SIGTERM, and SIGKILL after `grace` seconds.
+    /// Stops a container: its stop signal, then SIGKILL after `grace` seconds.
     async fn stop_container(&self, id: &str, grace: i64) -> Result<(), RuntimeError>;
-    /// Gives a running container other resources.
+    /// Changes the resources of a running container.
     async fn update_container(
         &self,
         id: &str,
         resources: pb::LinuxContainerResources,
     ) -> Result<(), RuntimeError>;
-    /// Tells the runtime what a sandbox's containers have together, for runtimes that size it by that.
-    /// `Unimplemented` by most.
+    /// Sets the total resources of a sandbox's containers, for runtimes that size the sandbox by them. Most runtimes
+    /// answer `Unimplemented`.
     async fn update_sandbox(
         &self,
         id: &str,
         sizes: pb::LinuxPodSandboxConfig,
     ) -> Result<(), RuntimeError>;
-    /// The bytes of memory that a container uses.
+    /// Returns the memory in use by a container, in bytes.
     async fn memory_in_use(&self, id: &str) -> Result<u64, RuntimeError>;
-    /// Runs a command in a container; without `timeout` until it ends.
+    /// Runs a command in a container until it exits, or for at most `timeout`.
     async fn exec(
         &self,
         id: &str,
         command: &[String],
         timeout: Option<Duration>,
     ) -> Result<Exec, RuntimeError>;
-    /// containerd's own services for commands with input; `None` if the runtime cannot have them.
+    /// Returns containerd's own services for commands with input; `None` if the runtime has none.
     fn tasks(&self) -> Option<Tasks> {
         None
     }
-    /// Prepares a command in a container; the answer is the URL at which the runtime lets it begin.
+    /// Prepares a command in a container; returns the URL at which the runtime starts it.
     async fn exec_url(
         &self,
         id: &str,
         command: &[String],
         streams: Streams,
     ) -> Result<String, RuntimeError>;
-    /// The same for an attachment to a container's own streams.
+    /// Prepares an attachment to a container's own streams; returns its URL.
     async fn attach_url(&self, id: &str, streams: Streams) -> Result<String, RuntimeError>;
-    /// The same for connections to ports of a sandbox; none for those that are named later.
+    /// Prepares connections to ports of a sandbox; returns their URL. `ports` is empty if the client names them later.
     async fn forward_url(&self, sandbox: &str, ports: &[i32]) -> Result<String, RuntimeError>;
-    /// What running containers have written outside of volumes, by pod and container.
+    /// Returns the writable layers of running containers, by pod uid and container.
     async fn layers(&self) -> Result<BTreeMap<(String, String), Layer>, RuntimeError>;
-    /// The containers that run.
+    /// Lists the running containers.
     async fn running(&self) -> Result<Vec<RunningContainer>, RuntimeError>;
-    /// Makes the runtime open a container's log anew, after the old one was moved aside.
+    /// Reopens a container's log after the old file was renamed.
     async fn reopen_log(&self, id: &str) -> Result<(), RuntimeError>;
-    /// Writes a running container's state to a file; a timeout of zero is the runtime's own.
+    /// Writes a running container's state to a file; a zero timeout means the runtime's own.
     async fn checkpoint(&self, id: &str, path: &str, timeout: Duration)
     -> Result<(), RuntimeError>;
-    /// The containers of pods that have ended.
+    /// Lists the exited containers of pods.
     async fn dead_containers(&self) -> Result<Vec<DeadContainer>, RuntimeError> {
         Ok(vec![])
     }
     /// Removes a container.
     async fn remove_container(&self, id: &str) -> Result<(), RuntimeError>;
-    /// An image by name or id.
+    /// Gets an image by name or id.
     async fn image(&self, name: &str) -> Result<Option<Image>, RuntimeError>;
-    /// All images.
+    /// Lists all images.
     async fn images(&self) -> Result<Vec<Image>, RuntimeError>;
-    /// All images, and what uses them.
+    /// Lists all images, and which of them are in use.
     async fn stock(&self) -> Result<Stock, RuntimeError>;
-    /// The filesystem with the images.
+    /// Returns the filesystem with the images.
     async fn image_filesystem(&self) -> Result<ImageFilesystem, RuntimeError> {
         Ok(ImageFilesystem::default())
     }
     /// Removes an image by its id.
     async fn remove_image(&self, id: &str) -> Result<(), RuntimeError>;
-    /// What it is fetching just now, over all pulls. `Unimplemented` where it cannot say.
+    /// Returns the progress of all current pulls. `Unimplemented` if the runtime does not report it.
     async fn fetching(&self) -> Result<Fetching, RuntimeError>;
-    /// Pulls an image for a pod, which is told by the message that its sandbox is made from; the answer is the image's id.
+    /// Pulls an image for the pod of this sandbox configuration; returns the image's id.
     async fn pull(
         &self,
         name: &str,
         credentials: Option<Credentials>,
         sandbox: &pb::PodSandboxConfig,
     ) -> Result<String, RuntimeError>;
-    /// What happens to sandboxes and containers of pods, until the stream breaks; some runtimes tell of ends alone.
-    /// `Unimplemented` where the runtime has no events.
+    /// Streams events of pods' sandboxes and containers until the stream breaks; some runtimes report only exits.
+    /// `Unimplemented` if the runtime has no events.
     async fn events(&self) -> Result<mpsc::Receiver<RuntimeEvent>, RuntimeError>;
 }

@@ -1,4 +1,4 @@
-//! What the runtime has: pods, sandboxes and containers. Details that cannot change any more are remembered.
+//! Observes pods, sandboxes and containers in the runtime. Details that cannot change any more are cached.
 
 use std::borrow::Borrow;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -15,15 +15,15 @@ use crate::core::node::collection::DeadContainer;
 use crate::core::pod::cri_config::label;
 use crate::core::pod::observed::{Container, ContainerState, ObservedPod, fingerprint};
 
-/// How many containers' details, and how many sandboxes' networks, are remembered at most. A node has fewer pods; where it has
-/// more, the agent forgets those that it remembered first, and the runtime reports them again.
+/// Maximum number of cached container details, and of cached sandbox networks. A node has fewer pods. If it has more,
+/// the oldest entries are dropped, and the runtime is queried again.
 const REMEMBERED: usize = 4096;
 
-/// Values by key, of which the oldest go when there are too many.
+/// A cache that drops its oldest values when it is full.
 #[derive(Debug)]
 pub(super) struct Remembered<K, V> {
     values: HashMap<K, V>,
-    /// The keys in the order in which they came. Those of removed values stay until their turn.
+    /// The keys in order of insertion. Keys of removed values stay until their turn.
     order: VecDeque<K>,
 }
 
@@ -66,23 +66,24 @@ impl<K: Clone + Eq + Hash, V> Remembered<K, V> {
         self.values.remove(key);
     }
 
-    /// Drops the values that are not to be kept.
+    /// Drops the values for which `keeps` is false.
     fn retain(&mut self, keeps: impl Fn(&V) -> bool) {
         self.values.retain(|_, value| keeps(value));
     }
 }
 
-/// What is remembered of a container in one state.
+/// The cached details of a container in one state.
 #[derive(Debug, Clone)]
 pub(super) struct Detail {
     container: Container,
-    /// It does not change any more, so the runtime need not be asked again.
+    /// The details cannot change any more, so the runtime need not be queried again.
     is_final: bool,
 }
 
 impl Detail {
-    /// What to remember, `before` being what was seen last. Of a container that has ended the runtime may learn a little
-    /// later that memory was short (the exit and the OOM event come in any order): what is seen twice is final.
+    /// Returns the details to cache; `before` are the last ones seen. The runtime may learn only after an exit that the
+    /// container ran out of memory: the exit and the OOM event come in any order. So details that were seen twice are
+    /// final.
     fn of(container: &Container, before: Option<&Detail>) -> Option<Detail> {
         let is_final = match container.state {
             ContainerState::Running => true,
@@ -127,7 +128,7 @@ impl CriClient {
             .containers)
     }
 
-    /// The containers of pods that have ended.
+    /// Lists the exited containers of pods.
     pub(super) async fn list_dead_containers(&self) -> Result<Vec<DeadContainer>, RuntimeError> {
         let ended = pb::ContainerStateValue {
             state: pb::ContainerState::ContainerExited as i32,
@@ -157,7 +158,8 @@ impl CriClient {
         lock(&self.details)
     }
 
-    /// Details of a container, from memory where they cannot have changed.
+    /// Adds the details of a container, from the cache if they cannot have changed. `None` if the container does not
+    /// exist.
     async fn detail(&self, mut container: Container) -> Result<Option<Container>, RuntimeError> {
         let key = (container.id.clone(), container.state);
         let known = self.details().get(&key).cloned();
@@ -174,7 +176,7 @@ impl CriClient {
         Ok(Some(container))
     }
 
-    /// The status of a container; nothing where the runtime does not have it.
+    /// Queries the status of a container; `None` if it does not exist.
     async fn ask_status(
         &self,
         id: &str,
@@ -202,7 +204,7 @@ impl CriClient {
         self.details().insert(key, detail);
     }
 
-    /// One container of a sandbox, asked anew; nothing where the runtime does not have it.
+    /// Queries one container of a sandbox without the cache; `None` if it does not exist.
     pub(super) async fn container_status(
         &self,
         id: &str,
@@ -217,7 +219,7 @@ impl CriClient {
         Ok(container)
     }
 
-    /// The addresses of a sandbox, and whether it has the host's network.
+    /// Returns the addresses of a sandbox, and whether it is on the host network; `None` if it does not exist.
     pub(super) async fn network(
         &self,
         id: &str,
@@ -242,20 +244,20 @@ impl CriClient {
         Ok(Some(network))
     }
 
-    /// Drops what is remembered of a sandbox.
+    /// Drops the cached details of a sandbox.
     pub(super) fn forget(&self, sandbox: &str) {
         lock(&self.networks).remove(sandbox);
         self.details()
             .retain(|detail| detail.container.sandbox != sandbox);
     }
 
-    /// The pods that the runtime knows, with a fingerprint of their state.
+    /// Lists the pods in the runtime, with a fingerprint of their state.
     pub(super) async fn list_pods(&self) -> Result<Vec<ListedPod>, RuntimeError> {
         let (sandboxes, containers) = (self.sandboxes(None).await?, self.containers(None).await?);
         let mut pods: HashMap<String, ListedPod> = HashMap::new();
         let mut add = |labels: &HashMap<String, String>, id: &str, state: u8, is_live: bool| {
             let get = |key: &str| labels.get(key).cloned();
-            // Others may use the runtime too; what is not a pod's is not ours.
+            // Other programs may use the runtime: objects without a pod's labels are ignored.
             let (Some(uid), Some(name), Some(namespace)) = (
                 get(label::POD_UID),
                 get(label::POD_NAME),
@@ -287,7 +289,7 @@ impl CriClient {
         Ok(pods.into_values().collect())
     }
 
-    /// All that the runtime knows of a pod.
+    /// Observes one pod in full.
     pub(super) async fn observe_pod(&self, uid: &str) -> Result<ObservedPod, RuntimeError> {
         let labels = HashMap::from([(label::POD_UID.to_owned(), uid.to_owned())]);
         let of_pod = pb::ContainerFilter {
@@ -316,7 +318,7 @@ impl CriClient {
         Ok(observed)
     }
 
-    /// Bytes in the writable layers, by pod uid and container.
+    /// Returns the writable layers, by pod uid and container.
     pub(super) async fn writable_layers(
         &self,
     ) -> Result<BTreeMap<(String, String), Layer>, RuntimeError> {
@@ -344,7 +346,7 @@ impl CriClient {
         Ok(all.into_iter().filter_map(of).collect())
     }
 
-    /// The containers that run.
+    /// Lists the running containers.
     pub(super) async fn list_running(&self) -> Result<Vec<RunningContainer>, RuntimeError> {
         let state = Some(pb::ContainerStateValue {
             state: pb::ContainerState::ContainerRunning as i32,
@@ -383,7 +385,7 @@ mod tests {
         (0..count).for_each(|n| remembered.insert(n, n));
         assert_eq!(remembered.values.len(), REMEMBERED);
         assert_eq!((remembered.get(&9), remembered.get(&10)), (None, Some(&10)));
-        // A node that removes and makes sandboxes again and again does not grow.
+        // A node that repeatedly creates and removes sandboxes does not grow.
         for n in count..20 * count {
             remembered.insert(n, n);
             remembered.remove(&n);
@@ -392,7 +394,7 @@ mod tests {
         assert_eq!(remembered.get(&(count - 1)), Some(&(count - 1)));
     }
 
-    /// A status alone tells the same of a container as a listing completed with it.
+    /// A container's status alone gives the same container as its listing completed with the status.
     #[test]
     fn a_status_tells_all_that_a_listing_does_but_the_sandbox() {
         let labels = || HashMap::from([(label::CONTAINER.to_owned(), "c".to_owned())]);

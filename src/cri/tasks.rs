@@ -1,7 +1,7 @@
-//! Tasks that containerd has and its CRI plugin does not know of.
+//! Deletes tasks that containerd has and that its CRI plugin does not know.
 //!
-//! A caller that dies between the creation of a task and the plugin's record of it leaves such a task behind
-//! (containerd 1.6 and 1.7). The plugin refuses to remove the container from then on, until containerd starts anew.
+//! containerd 1.6 and 1.7 orphan a task if the caller dies after its creation and before the plugin has recorded it.
+//! The plugin then refuses to remove the container until containerd restarts.
 
 use std::time::Duration;
 
@@ -13,17 +13,17 @@ use tonic::{Code, Status};
 use super::RuntimeError;
 use super::client::{CriClient, gone_is_fine};
 
-/// SIGKILL's number.
+/// The number of SIGKILL.
 pub(super) const SIGKILL: u32 = 9;
-/// How long each step may take. A process that does not end on SIGKILL is in the kernel.
+/// Timeout of each step. A process that survives SIGKILL is blocked in the kernel.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Whether a refusal to remove a container or a sandbox says that a task of it is left.
+/// Whether a container or a sandbox could not be removed because a task of it is left over.
 pub(super) fn is_left(result: &Result<(), Status>) -> bool {
     matches!(result, Err(status) if status.code() == Code::FailedPrecondition)
 }
 
-/// Kills every process of a container or a sandbox and removes its task; none is fine.
+/// Kills every process of a container or a sandbox and deletes its task, if there is one.
 pub(super) async fn end(channel: &Channel, id: &str) -> Result<(), RuntimeError> {
     let mut client = TasksClient::new(channel.clone());
     let kill = pb::KillRequest {

@@ -1,7 +1,9 @@
-//! Storage drivers on this node: how they make themselves known, and what is asked of them (CSI 1).
+//! Storage drivers on this node: their registration, and the calls to them (CSI 1).
 //!
-//! Calls for volumes have two minutes, as the kubelet's have. One that fails in between has an unknown outcome: it is repeated, as CSI makes all
-//! of them repeatable, and nothing is forgotten before the driver has said that it is undone.
+//! Calls about volumes have a timeout of two minutes, as in the kubelet (`csiTimeout` in
+//! `pkg/volume/csi/csi_plugin.go`). A call that fails during its work has an unknown outcome. It is repeated, because
+//! CSI calls are idempotent, and a volume is not forgotten before the driver has confirmed that it is unpublished and
+//! unstaged.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,26 +20,26 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::core::volume::csi::NodeCapabilities;
 
-/// How long a driver may take to be connected to.
+/// Timeout of connecting to a driver.
 const CONNECTION: Duration = Duration::from_secs(10);
-/// How long a driver is waited for.
+/// Timeout of a call about a volume.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long a driver may take to describe itself and this node. It is asked again later.
+/// Timeout of a driver's description of itself and of this node. The call is retried later.
 const DESCRIPTION: Duration = Duration::from_secs(15);
-/// How long registration's calls may take: asking, and telling the outcome.
+/// Timeouts of the registration calls: the query, and the notification of the outcome.
 const REGISTRATION: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(5));
 
-/// Why a call had no success.
+/// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct CsiError {
-    /// The code and the driver's words, as Go's gRPC library writes them.
+    /// The code and the driver's message, in the format of Go's gRPC library.
     pub text: String,
-    /// Whether nothing was done. Otherwise it may have been, or still be under way.
+    /// Whether nothing was done. Otherwise the call may have taken effect, or may still be running.
     pub certain: bool,
-    /// Whether the same call would fail again, whatever happens: what it asks for cannot be had.
+    /// Whether the same call would always fail, because the request cannot be satisfied.
     pub infeasible: bool,
-    /// Whether it would fail again while the volume is as it is now: of a volume that grows, in use.
+    /// Whether the call would fail while the volume is in its present state, for example in use during an expansion.
     pub unready: bool,
 }
 
@@ -69,27 +71,27 @@ impl From<Status> for CsiError {
     }
 }
 
-/// What a driver says of itself and this node.
+/// A driver's description of itself and of this node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeInfo {
-    /// Its name for this node.
+    /// The driver's name for this node.
     pub node_id: String,
-    /// How many volumes it serves here; 0 for any number.
+    /// Maximum number of volumes on this node; 0 for no limit.
     pub most: i64,
-    /// Where this node is, in the driver's terms.
+    /// The topology of this node, in the driver's terms.
     pub topology: std::collections::BTreeMap<String, String>,
 }
 
-/// A plugin that wants to be registered.
+/// A plugin that requests its registration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plugin {
-    /// `CSIPlugin`, for instance.
+    /// The type, for instance `CSIPlugin`.
     pub kind: String,
     /// Its name.
     pub name: String,
-    /// The socket of its service; empty for the one it registers with.
+    /// The socket of its service; empty for the socket of its registration.
     pub endpoint: String,
-    /// The versions it speaks.
+    /// The versions that it supports.
     pub versions: Vec<String>,
 }
 
@@ -108,7 +110,7 @@ fn within<T>(message: T, deadline: Duration) -> Request<T> {
     request
 }
 
-/// Asks a socket in the directory of registrations who is behind it.
+/// Queries the plugin behind a socket in the registration directory.
 pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
     let info = RegistrationClient::new(channel(socket)?)
         .get_info(within(reg::InfoRequest {}, REGISTRATION.0))
@@ -122,7 +124,7 @@ pub async fn ask(socket: &str) -> Result<Plugin, CsiError> {
     })
 }
 
-/// Tells it the outcome.
+/// Notifies a plugin of the outcome of its registration.
 pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiError> {
     let status = reg::RegistrationStatus {
         plugin_registered: outcome.is_ok(),
@@ -134,7 +136,7 @@ pub async fn tell(socket: &str, outcome: Result<(), String>) -> Result<(), CsiEr
     Ok(())
 }
 
-/// Is told of each call to a driver: the method, gRPC's name of the code, and how long it took.
+/// Receives each call to a driver: the method, gRPC's name of the code, and the duration.
 pub type Report = Arc<dyn Fn(&'static str, &str, Duration) + Send + Sync>;
 
 /// A driver. Clones share the connection.
@@ -145,7 +147,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Behind a socket. Nothing is sent yet. Of calls that end, `report` is told.
+    /// Creates a driver for a socket. Nothing is sent yet. `report` receives every call that returns.
     pub fn new(socket: &str, report: Report) -> Result<Driver, CsiError> {
         Ok(Driver {
             client: NodeClient::new(channel(socket)?),
@@ -153,7 +155,7 @@ impl Driver {
         })
     }
 
-    /// Makes a call, and tells of it.
+    /// Makes a call and reports it.
     async fn call<T>(
         &self,
         method: &'static str,
@@ -166,7 +168,7 @@ impl Driver {
         Ok(answer?.into_inner())
     }
 
-    /// What it says of itself and this node.
+    /// Returns the driver's description of itself and of this node.
     pub async fn info(&self) -> Result<NodeInfo, CsiError> {
         let info = self
             .call(
@@ -189,7 +191,7 @@ impl Driver {
         })
     }
 
-    /// What it can do.
+    /// Returns the driver's capabilities.
     pub async fn capabilities(&self) -> Result<NodeCapabilities, CsiError> {
         let answer = self
             .call(
@@ -214,7 +216,7 @@ impl Driver {
         })
     }
 
-    /// Makes a volume ready for this node.
+    /// Stages a volume: prepares it for this node.
     pub async fn stage(&self, request: pb::NodeStageVolumeRequest) -> Result<(), CsiError> {
         self.call(
             "NodeStageVolume",
@@ -226,7 +228,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Undoes that.
+    /// Unstages a volume.
     pub async fn unstage(&self, volume: &str, staging: &str) -> Result<(), CsiError> {
         let request = pb::NodeUnstageVolumeRequest {
             volume_id: volume.into(),
@@ -242,7 +244,7 @@ impl Driver {
         Ok(())
     }
 
-    /// How full a published volume is.
+    /// Returns the usage of a published volume.
     pub async fn stats(
         &self,
         volume: &str,
@@ -263,7 +265,7 @@ impl Driver {
         .await
     }
 
-    /// Makes the filesystem of a published volume as large as the volume is.
+    /// Grows the filesystem of a published volume to the size of the volume.
     pub async fn expand(&self, request: pb::NodeExpandVolumeRequest) -> Result<(), CsiError> {
         self.call(
             "NodeExpandVolume",
@@ -275,7 +277,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Makes a volume ready for one pod.
+    /// Publishes a volume: prepares it for one pod.
     pub async fn publish(&self, request: pb::NodePublishVolumeRequest) -> Result<(), CsiError> {
         self.call(
             "NodePublishVolume",
@@ -287,7 +289,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Undoes that.
+    /// Unpublishes a volume.
     pub async fn unpublish(&self, volume: &str, target: &str) -> Result<(), CsiError> {
         let request = pb::NodeUnpublishVolumeRequest {
             volume_id: volume.into(),

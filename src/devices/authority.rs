@@ -1,13 +1,13 @@
-//! Requests of clients that name a Unix socket by its path.
+//! Accepts requests of clients that name a Unix socket by its path.
 //!
-//! gRPC's clients in Go and C send the path of a socket that they dial without the scheme `unix:` as `:authority`, as most
-//! device plugins do: `%2Fvar%2Flib%2Fkubelet%2Fdevice-plugins%2Fkubelet.sock`, or with slashes. That is not an authority
-//! (RFC 3986), and h2 resets such a request with `PROTOCOL_ERROR`, where a kubelet takes it. Nobody here asks for the
-//! authority: so the characters that it may not have are replaced before h2 reads them.
+//! Most device plugins dial a socket by its path, without the scheme `unix:`. gRPC's clients in Go and C then send this
+//! path as `:authority`: `%2Fvar%2Flib%2Fkubelet%2Fdevice-plugins%2Fkubelet.sock`, or with slashes. That is not an
+//! authority (RFC 3986). h2 resets such a request with `PROTOCOL_ERROR`, while a kubelet accepts it. The agent does not
+//! use the authority, so its invalid characters are replaced before h2 reads them.
 //!
-//! They are replaced where they are. `%`, `-` and `/` have codes of one length in HPACK's Huffman code (RFC 7541, appendix
-//! B), so no frame, no string and no entry of the dynamic table changes its size, and both sides agree on the table without
-//! anybody here keeping one.
+//! The replacement happens in place. `%`, `-` and `/` have codes of one length in HPACK's Huffman code (RFC 7541,
+//! appendix B). So no frame, string or entry of the dynamic table changes its size. Both sides agree on the table
+//! without a copy of it here.
 
 use std::io;
 use std::pin::Pin;
@@ -15,24 +15,24 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The length of the preface that a client begins with.
+/// Length of the preface that a client sends first.
 const PREFACE: usize = 24;
-/// The length of a frame's header.
+/// Length of a frame's header.
 const HEADER: usize = 9;
-/// The largest HEADERS frame that is looked into, which is the largest that h2 allows a client that was told no other size.
+/// Maximum size of a HEADERS frame that is examined. h2 allows a client no larger one unless it announces another size.
 const LARGEST: usize = 16_384;
-/// How much is read at once.
+/// Number of bytes that are read at once.
 const PIECE: usize = 4096;
 
-/// The frame type HEADERS, and those of its flags that move the header block (RFC 9113, 6.2).
+/// The frame type HEADERS, and its flags that shift the header block (RFC 9113, 6.2).
 const HEADERS: u8 = 1;
 const PADDED: u8 = 0x8;
 const PRIORITY: u8 = 0x20;
 
-/// The place of `:authority` in HPACK's static table.
+/// The index of `:authority` in HPACK's static table.
 const AUTHORITY: usize = 1;
-/// Of each length of HPACK's Huffman codes, in bits, how many there are. The code is canonical: within a length the codes
-/// follow each other, and those of the next length go on from there.
+/// Lengths of HPACK's Huffman codes in bits, with the number of codes of each length. The code is canonical: within a
+/// length the codes are consecutive, and those of the next length continue from there.
 const CODES: [(usize, u32); 21] = [
     (5, 10),
     (6, 26),
@@ -62,14 +62,14 @@ const HYPHEN: u32 = 0x16;
 const SLASH: u32 = 0x18;
 const LENGTH: usize = 6;
 
-/// The connection of a client whose requests get an authority that h2 takes.
+/// The connection of a client, with authorities that h2 accepts.
 pub(super) struct Lenient<S> {
     inner: S,
-    /// What has been read from the client and not been handed on.
+    /// Bytes of the client that were not passed on yet.
     held: Vec<u8>,
-    /// How much of it may be handed on.
+    /// Number of these bytes that may be passed on.
     done: usize,
-    /// How much is handed on as it comes before the next frame begins.
+    /// Number of bytes that pass unexamined before the next frame begins.
     unseen: usize,
     has_ended: bool,
 }
@@ -85,7 +85,7 @@ impl<S> Lenient<S> {
         }
     }
 
-    /// Looks at the frames that have come whole.
+    /// Examines the frames that have arrived completely.
     fn look(&mut self) {
         loop {
             let passed = self.unseen.min(self.held.len() - self.done);
@@ -108,7 +108,7 @@ impl<S> Lenient<S> {
                 break;
             };
             if let Some(block) = block(payload, flags) {
-                // One that cannot be read is h2's to refuse.
+                // h2 refuses a block that cannot be parsed.
                 let _ = repair(block);
             }
             self.done = begins + length;
@@ -119,7 +119,7 @@ impl<S> Lenient<S> {
     }
 }
 
-/// The header block of a HEADERS frame, without padding and priority.
+/// Returns the header block of a HEADERS frame, without padding and priority.
 fn block(payload: &mut [u8], flags: u8) -> Option<&mut [u8]> {
     let (mut begins, mut ends) = (0, payload.len());
     if flags & PADDED != 0 {
@@ -132,7 +132,7 @@ fn block(payload: &mut [u8], flags: u8) -> Option<&mut [u8]> {
     payload.get_mut(begins..ends)
 }
 
-/// An integer that begins with the last `bits` of a byte (RFC 7541, 5.1).
+/// Reads an integer that begins with the last `bits` of a byte (RFC 7541, 5.1).
 fn integer(block: &[u8], at: &mut usize, bits: u32) -> Option<usize> {
     let most = (1_usize << bits) - 1;
     let mut value = usize::from(*block.get(*at)?) & most;
@@ -151,7 +151,7 @@ fn integer(block: &[u8], at: &mut usize, bits: u32) -> Option<usize> {
     None
 }
 
-/// A string (RFC 7541, 5.2), and whether it has Huffman's code.
+/// Reads a string (RFC 7541, 5.2), and whether it is Huffman-coded.
 fn string<'a>(block: &'a mut [u8], at: &mut usize) -> Option<(&'a mut [u8], bool)> {
     let has_code = block.get(*at)? & 0x80 != 0;
     let length = integer(block, at, 7)?;
@@ -160,7 +160,7 @@ fn string<'a>(block: &'a mut [u8], at: &mut usize) -> Option<(&'a mut [u8], bool
     Some((string, has_code))
 }
 
-/// Replaces what an authority may not have in those of a header block. It ends early where the block does.
+/// Replaces the invalid characters of the authorities in a header block. Stops early if the block is cut off.
 fn repair(block: &mut [u8]) -> Option<()> {
     let mut at = 0;
     while let Some(first) = block.get(at) {
@@ -193,7 +193,7 @@ fn repair(block: &mut [u8]) -> Option<()> {
     Some(())
 }
 
-/// The code that begins at a bit, and its length in bits; none where only padding is left.
+/// Returns the code that begins at a bit, and its length in bits; `None` if only padding remains.
 fn code(string: &[u8], begins: usize) -> Option<(u32, usize)> {
     let (mut code, mut first, mut read) = (0, 0, 0);
     for (length, count) in CODES {
@@ -283,8 +283,8 @@ mod tests {
     use super::*;
     use crate::devices::{Register, Registration, serve_registration};
 
-    /// What a plugin written with grpc-go sends when it registers `example.com/resource`: the header block of its
-    /// HEADERS frame, and what its DATA frame has.
+    /// The request with which a plugin written with grpc-go registers `example.com/resource`: the header block of its
+    /// HEADERS frame, and the content of its DATA frame.
     const BLOCK: &str = "8386459563b8632a4615f6966321360d263d4c6d2cc6424b6741a754587b8ec545868346a8b0f5b632d054aa2c3217b98855aba2d98d5215161eb6c65a0a95d072755f8b1d75d0620d263d4c4d65647a8b9acac8b4c7602bbafaecff40027465864d833505b11f";
     const MESSAGE: &str = "00000000300a0776316265746131120d64702e313739353735353037361a146578616d706c652e636f6d2f7265736f757263652200";
 
@@ -332,7 +332,7 @@ mod tests {
         ));
         let of_go = bytes(BLOCK);
         let path = b"/var/lib/kubelet/device-plugins/kubelet.sock";
-        // The same without Huffman's code, with the path as it is.
+        // The same without Huffman's code, with slashes in the path.
         let coded = of_go
             .windows(2)
             .position(|w| w == [0x41, 0xa7])
@@ -343,7 +343,7 @@ mod tests {
         plain.extend(&of_go[coded + 2 + 0x27..]);
         for (count, block) in [of_go, plain].iter().enumerate() {
             let mut stream = UnixStream::connect(&socket).await.expect("served");
-            // However the bytes come.
+            // The bytes may arrive in any pieces.
             for piece in request(block).chunks(7) {
                 stream.write_all(piece).await.expect("it reads");
                 tokio::task::yield_now().await;
@@ -377,7 +377,7 @@ mod tests {
         repair_coded(&mut coded);
         assert_eq!(coded, [0x59, 0x65, 0x87]);
         for (before, after) in [
-            // `:authority` by its place, and by its name.
+            // `:authority` by its index, and by its name.
             (b"\x41\x04a%/b".to_vec(), b"\x41\x04a--b".to_vec()),
             (
                 b"\x00\x0a:authority\x02/x".to_vec(),
@@ -388,7 +388,7 @@ mod tests {
                 b"\x3f\xe1\x1f\x44\x04/a%b".to_vec(),
                 b"\x3f\xe1\x1f\x44\x04/a%b".to_vec(),
             ),
-            // One that is cut off.
+            // A block that is cut off.
             (b"\x41\x05/a".to_vec(), b"\x41\x05/a".to_vec()),
         ] {
             let mut block = before.clone();
@@ -398,7 +398,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, and in whatever pieces, as much is handed on, and what is in no HEADERS frame is as it was.
+        /// Whatever arrives, and in whatever pieces, the same number of bytes is passed on, and bytes outside HEADERS
+        /// frames are unchanged.
         #[test]
         fn any_bytes_are_handed_on(
             block in prop::collection::vec(any::<u8>(), 0..200),

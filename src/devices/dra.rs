@@ -1,5 +1,5 @@
-//! Drivers of dynamic resource allocation: what is asked of them (DRAPlugin v1, and v1beta1 of older drivers), and what they
-//! say of their devices' health (DRAResourceHealth v1alpha1, KEP-4680).
+//! Drivers of dynamic resource allocation: the calls to them (DRAPlugin v1, and v1beta1 of older drivers), and their
+//! reports of device health (DRAResourceHealth v1alpha1, KEP-4680).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,16 +17,16 @@ use crate::core::node::claims::checkpoint::Device;
 use crate::core::node::claims::health::Said;
 use crate::core::pod::status::devices::Health;
 
-/// How long it may take for a call, as the kubelet has it.
+/// Timeout of a call; the kubelet's value.
 const CALL: Duration = Duration::from_secs(45);
 
-/// The services that are spoken, as drivers name them when they register. Which one is used, the driver's order says.
+/// The supported services, as drivers name them when they register. The driver's order decides which one is used.
 pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];
 
-/// What a driver answers, by the claims' uids.
+/// A driver's answers, by claim uid.
 pub type Answers<T> = BTreeMap<String, Result<T, String>>;
 
-/// Is told of each call to a driver: the path of the method, gRPC's name of the code, and how long it took.
+/// Receives each call to a driver: the path of the method, gRPC's name of the code, and the duration.
 pub type Report = Arc<dyn Fn(&'static str, &str, Duration) + Send + Sync>;
 
 #[derive(Clone)]
@@ -43,16 +43,16 @@ pub struct Driver {
     report: Report,
 }
 
-/// What a driver says of its devices' health, as it changes.
+/// The stream of a driver's reports of device health.
 pub struct HealthStream(Streaming<dra_health::NodeWatchResourcesResponse>);
 
-/// Why nothing is heard of the health of a driver's devices.
+/// Why the health of a driver's devices is not reported.
 #[derive(Debug, thiserror::Error)]
 pub enum Unheard {
-    /// The driver does not say it.
+    /// The driver does not report health.
     #[error("the driver does not report its devices' health")]
     Unsupported,
-    /// It cannot be asked, or has stopped.
+    /// The call failed, or the stream broke off.
     #[error("{0}")]
     Ended(Failure),
 }
@@ -83,18 +83,18 @@ fn said(device: dra_health::DeviceHealth) -> Said {
 }
 
 impl HealthStream {
-    /// What the driver says next of its devices; none when the stream has ended.
+    /// Returns the driver's next report; `None` at the end of the stream.
     ///
     /// # Errors
     ///
-    /// The driver does not say it, or the stream has broken off.
+    /// Fails if the driver does not report health, or if the stream has broken off.
     pub async fn next(&mut self) -> Result<Option<Vec<Said>>, Unheard> {
         let message = self.0.message().await?;
         Ok(message.map(|m| m.devices.into_iter().map(said).collect()))
     }
 }
 
-/// An answer about one claim: nothing but an error is a failure.
+/// Converts an answer about one claim: any error text is a failure.
 fn outcome<T>(error: String, done: T) -> Result<T, String> {
     match error.is_empty() {
         true => Ok(done),
@@ -139,8 +139,8 @@ version!(pb, prepared, claims, |device| device.share_id.clone());
 version!(beta, prepared_beta, claims_beta, |_| None);
 
 impl Driver {
-    /// Behind a socket; `services` are those that the driver says it serves. Nothing is sent yet. Of calls that end, `report`
-    /// is told.
+    /// Creates a driver for a socket; `services` are those that the driver has announced. Nothing is sent yet. `report`
+    /// receives every call that returns.
     pub fn new(socket: &Path, services: &[String], report: Report) -> Result<Driver, String> {
         let mut known = services.iter();
         let Some(service) = known.find(|s| SERVICES.contains(&s.as_str())) else {
@@ -161,12 +161,12 @@ impl Driver {
         })
     }
 
-    /// What it says of its devices' health, for as long as it runs. It is asked whether it has named that service or not:
-    /// drivers that have it need not.
+    /// Watches the health of the driver's devices while the driver runs. The call is made whether or not the driver has
+    /// announced this service, because drivers need not announce it.
     ///
     /// # Errors
     ///
-    /// It does not say it, or cannot be asked.
+    /// Fails if the driver does not report health, or if the call fails.
     pub async fn health(&self) -> Result<HealthStream, Unheard> {
         let channel = self.channel.clone();
         let mut client =
@@ -191,7 +191,7 @@ impl Driver {
         answer.map_err(PluginError::from)
     }
 
-    /// Has claims prepared; it may be repeated.
+    /// Prepares claims. Idempotent.
     pub async fn prepare(&self, asked: &[Named]) -> Result<Answers<Vec<Device>>, PluginError> {
         let begun = Instant::now();
         let answer = match self.client.clone() {
@@ -223,7 +223,7 @@ impl Driver {
         self.told(paths, begun, answer)
     }
 
-    /// Gives claims back; it may be repeated.
+    /// Unprepares claims. Idempotent.
     pub async fn give_back(&self, asked: &[Named]) -> Result<Answers<()>, PluginError> {
         let begun = Instant::now();
         let answer: Result<Answers<()>, Failure> = match self.client.clone() {

@@ -1,8 +1,8 @@
-//! Device plugins on this node (device plugin API v1beta1): what is asked of them, and the sockets that the agent serves
-//! for them and for those who ask which container has which device (podresources API v1).
+//! Device plugins on this node (device plugin API v1beta1): the calls to them, and the socket for their registration.
+//! Also serves the podresources API v1 on a socket.
 //!
-//! The kubelet sets a deadline for PreStartContainer alone; here every call but the stream has one, so that a plugin that
-//! hangs is an error with its name in it and not a pod that never moves.
+//! The kubelet sets a deadline only for PreStartContainer. Here every call but the stream has one. So a plugin that
+//! hangs causes an error with its name and not a pod that never starts.
 
 mod authority;
 pub mod dra;
@@ -23,16 +23,16 @@ pub use server::{PodResources, Register, Registration, serve_pod_resources, serv
 
 /// The version of the protocol.
 pub const VERSION: &str = "v1beta1";
-/// How long a plugin or a driver may take to be connected to, and a plugin to describe itself and to prefer devices.
+/// Timeout of connecting to a plugin or a driver, and of a plugin's options and preferred devices.
 const DESCRIPTION: Duration = Duration::from_secs(10);
-/// How long it may take to say what a container needs for its devices, which may mean to set them up.
+/// Timeout of an allocation, in which a plugin may set up devices.
 const ALLOCATION: Duration = Duration::from_secs(60);
-/// How long it may take before a container starts, as the kubelet has it.
+/// Timeout of PreStartContainer; the kubelet's value.
 const PRE_START: Duration = Duration::from_secs(30);
-/// What a device says that can be given to a container.
+/// The health of a device that can be allocated.
 const HEALTHY: &str = "Healthy";
 
-/// Why a call to a plugin had no success, in words.
+/// Why a call to a plugin failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct PluginError(String);
@@ -49,12 +49,12 @@ impl From<Failure> for PluginError {
     }
 }
 
-/// What a plugin wants besides Allocate.
+/// The calls that a plugin wants in addition to Allocate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Options {
-    /// To be told before each start of a container that has its devices.
+    /// PreStartContainer, before each start of a container with its devices.
     pub pre_start: bool,
-    /// To be asked which devices it prefers.
+    /// GetPreferredAllocation, for the devices that it prefers.
     pub preference: bool,
 }
 
@@ -62,11 +62,11 @@ pub struct Options {
 #[derive(Clone)]
 pub struct Plugin(DevicePluginClient<Channel>);
 
-/// What a plugin says of its devices as they change.
+/// The stream of a plugin's devices.
 pub struct Listing(Streaming<pb::ListAndWatchResponse>);
 
 impl Listing {
-    /// All its devices, whenever something has changed; none when it has ended.
+    /// Returns all devices after each change; `None` at the end of the stream.
     pub async fn next(&mut self) -> Result<Option<BTreeMap<String, Device>>, PluginError> {
         let message = self.0.message().await?;
         let device = |device: pb::Device| {
@@ -81,14 +81,14 @@ impl Listing {
     }
 }
 
-/// The way to a plugin or a driver. Nothing is sent yet.
+/// Creates a channel to a plugin or a driver. Nothing is sent yet.
 fn channel(socket: &Path) -> Result<Channel, PluginError> {
     let path = socket.display();
     socket::channel(&path.to_string(), DESCRIPTION)
         .map_err(|e| PluginError(format!("{path} is not a socket: {e}")))
 }
 
-/// A call with its deadline: tonic's own tells the plugin, ours holds whatever the plugin does.
+/// Makes a call with a deadline: tonic's own is sent to the plugin, ours applies whatever the plugin does.
 async fn within<T, A>(
     deadline: Duration,
     message: T,
@@ -103,12 +103,12 @@ async fn within<T, A>(
 }
 
 impl Plugin {
-    /// Behind a socket. Nothing is sent yet.
+    /// Creates a plugin for a socket. Nothing is sent yet.
     pub fn new(socket: &Path) -> Result<Plugin, PluginError> {
         Ok(Plugin(DevicePluginClient::new(channel(socket)?)))
     }
 
-    /// What it wants.
+    /// Returns the calls that the plugin wants.
     pub async fn options(&self) -> Result<Options, PluginError> {
         let mut client = self.0.clone();
         let options = within(DESCRIPTION, pb::Empty {}, async |request| {
@@ -121,13 +121,13 @@ impl Plugin {
         })
     }
 
-    /// Its devices. The stream goes on for as long as the plugin does.
+    /// Streams the plugin's devices while the plugin runs.
     pub async fn list(&self) -> Result<Listing, PluginError> {
         let stream = self.0.clone().list_and_watch(pb::Empty {}).await?;
         Ok(Listing(stream.into_inner()))
     }
 
-    /// Which devices it prefers.
+    /// Returns the devices that the plugin prefers.
     pub async fn preferred(&self, offer: Offer) -> Result<Vec<String>, PluginError> {
         let request = pb::PreferredAllocationRequest {
             container_requests: vec![pb::ContainerPreferredAllocationRequest {
@@ -145,7 +145,7 @@ impl Plugin {
         Ok(first.map(|c| c.device_i_ds).unwrap_or_default())
     }
 
-    /// What a container needs for these devices.
+    /// Allocates devices; returns the settings that a container needs for them.
     pub async fn allocate(
         &self,
         ids: Vec<String>,
@@ -162,7 +162,7 @@ impl Plugin {
         first.ok_or_else(|| PluginError("it has answered for no container".into()))
     }
 
-    /// Tells it that a container with these devices is about to start.
+    /// Notifies the plugin that a container with these devices is about to start.
     pub async fn pre_start(&self, ids: Vec<String>) -> Result<(), PluginError> {
         let request = pb::PreStartContainerRequest { devices_ids: ids };
         let mut client = self.0.clone();

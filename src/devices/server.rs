@@ -1,4 +1,4 @@
-//! What the agent serves on sockets of its own: the registration of device plugins, and the podresources API.
+//! Serves the agent's own sockets: the registration of device plugins, and the podresources API.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,48 +22,48 @@ use tonic::{Request, Response, Status};
 use super::authority::Lenient;
 use crate::sys::link;
 
-/// How many connections a socket has at once; more wait.
+/// Maximum number of concurrent connections of a socket; more wait.
 const CONNECTIONS: usize = 64;
 
-/// A plugin that wants to be registered.
+/// A plugin that requests its registration.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Registration {
-    /// The version of the protocol that it speaks.
+    /// The version of the protocol that the plugin speaks.
     pub version: String,
-    /// The name of its socket in the directory of the agent's.
+    /// The name of the plugin's socket in the directory of the agent's socket.
     pub endpoint: String,
-    /// The resource that it has devices of.
+    /// The resource of the plugin's devices.
     pub resource: String,
 }
 
 /// Registers plugins.
 #[async_trait]
 pub trait Register: Send + Sync + 'static {
-    /// Registers one; the error is told to it.
+    /// Registers a plugin; the error is returned to the plugin.
     async fn register(&self, registration: Registration) -> Result<(), String>;
 }
 
-/// Knows which container has what.
+/// Reports the resources of pods and of the node.
 #[async_trait]
 pub trait PodResources: Send + Sync + 'static {
-    /// Whether one more question is answered now: there are so many a second.
+    /// Whether another request is accepted now: requests are rate-limited.
     fn admits(&self) -> bool;
-    /// All pods.
+    /// Lists all pods.
     async fn list(&self) -> Vec<pods::PodResources>;
-    /// All pods, as the API's version `v1alpha1` has them.
+    /// Lists all pods in the form of version `v1alpha1`.
     async fn list_v1alpha1(&self) -> Vec<alpha::PodResources>;
-    /// One pod, by namespace and name.
+    /// Returns one pod, by namespace and name.
     async fn get(&self, namespace: &str, name: &str) -> Option<pods::PodResources>;
-    /// What there is for pods.
+    /// Returns the resources for pods on this node.
     async fn allocatable(&self) -> pods::AllocatableResourcesResponse;
 }
 
-/// Serves registrations until the process ends.
+/// Serves registrations until the process exits.
 pub async fn serve_registration(listener: UnixListener, register: Arc<dyn Register>) {
     serve(listener, RegistrationServer::new(Registrar(register))).await;
 }
 
-/// Serves the podresources API, in both of its versions, until the process ends.
+/// Serves both versions of the podresources API until the process exits.
 pub async fn serve_pod_resources(listener: UnixListener, resources: Arc<dyn PodResources>) {
     let versions = Versions {
         alpha: AlphaServer::new(Lister(Arc::clone(&resources))),
@@ -72,7 +72,7 @@ pub async fn serve_pod_resources(listener: UnixListener, resources: Arc<dyn PodR
     serve(listener, versions).await;
 }
 
-/// The podresources API's versions. A path begins with the package of its service.
+/// The versions of the podresources API. A request's path begins with the package of its service.
 #[derive(Clone)]
 struct Versions {
     alpha: AlphaServer<Lister>,

@@ -1,7 +1,7 @@
-//! The border of a request: a panic behind it ends the request and not the process.
+//! A boundary for panics: a panic inside it fails the request and not the process.
 //!
-//! Everywhere else a panic ends the process, as a task that silently stopped would be worse than a restart
-//! ([`end_process_on_panic`]); release builds unwind, so that there is a difference.
+//! Elsewhere a panic aborts the process ([`end_process_on_panic`]), because a task that silently stopped would be worse
+//! than a restart. Release builds unwind on panics, so that a boundary can catch them.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -11,21 +11,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 thread_local! {
-    /// How many borders this thread is behind.
+    /// Number of boundaries around the code that this thread runs.
     static BEHIND: Cell<u32> = const { Cell::new(0) };
 }
 
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
-/// What was running panicked; it stands in the log under this number.
+/// The work panicked; the log has the panic with this number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("an internal error occurred; the server's log has it as panic {number}")]
 pub struct Panicked {
-    /// Counts the panics of this process.
+    /// Number of the panic in this process, counted from 1.
     pub number: u64,
 }
 
-/// From now on a panic that is behind no border ends the process, after the hook that is installed has told it.
+/// From now on a panic outside a boundary aborts the process, after the installed hook has logged it.
 pub fn end_process_on_panic() {
     let tell = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -42,7 +42,7 @@ fn said(payload: &(dyn Any + Send)) -> &str {
         .unwrap_or("something that is no text")
 }
 
-/// Runs `work`; if it panics, what it held is dropped and the panic is logged under a number.
+/// Runs `work`. If it panics, its state is dropped, and the panic is logged with a number.
 pub async fn guard<F: Future>(work: F) -> Result<F::Output, Panicked> {
     Guarded(Box::pin(work)).await
 }

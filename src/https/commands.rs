@@ -1,8 +1,8 @@
-//! The server's side of a command's streams over SPDY, in the place of a runtime's streaming server.
+//! The server side of a command's streams over SPDY, in place of a runtime's streaming server.
 //!
-//! Serves the fourth version of the protocol (`v4.channel.k8s.io`), which every client since Kubernetes 1.4 offers, as
-//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client's end is [`tunnel`](super::tunnel) or
-//! [`serve_socket`](super::serve_socket) of this process.
+//! Serves version 4 of the protocol (`v4.channel.k8s.io`), which every client since Kubernetes 1.4 offers, as
+//! `k8s.io/cri-streaming/pkg/streaming/remotecommand/httpstream.go` does. The client side is [`tunnel`](super::tunnel)
+//! or [`serve_socket`](super::serve_socket) of this process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,27 +21,28 @@ use super::Channels;
 use super::pairs::Headers;
 use super::spdy::{Frame, Reader, Writer};
 
-/// Bytes that are under way in one direction.
+/// Maximum number of bytes in transit in one direction.
 const BUFFER: usize = 64 << 10;
-/// The largest head of a request. The listener has taken the head before.
+/// Maximum size of a request's head. The listener has accepted the head before.
 const MAX_HEAD: usize = 1 << 20;
-/// How long a client may take to open its streams, as runtimes have it.
+/// How long a client may take to open its streams; the value of runtimes.
 const STREAM_CREATION_TIMEOUT: Duration = Duration::from_secs(30);
-/// Frames of input and of terminal sizes that wait for the command. The client waits with further ones.
+/// Maximum number of frames of input and of terminal sizes that wait for the command. The client blocks on further
+/// ones.
 const MAX_PENDING_FRAMES: usize = 4;
-/// The response that leaves HTTP.
+/// The response that switches from HTTP to SPDY.
 const RESPONSE: &[u8] =
     b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n\
     X-Stream-Protocol-Version: v4.channel.k8s.io\r\n\r\n";
 
-/// What a command sends.
+/// The streams that a command sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputKind {
-    /// Its output.
+    /// Its standard output.
     Stdout,
-    /// Its errors.
+    /// Its standard error.
     Stderr,
-    /// Its status, after everything else.
+    /// Its status, sent after everything else.
     Status,
 }
 
@@ -57,7 +58,7 @@ impl OutputKind {
 
 type Ids = BTreeMap<&'static [u8], u32>;
 
-/// The streams towards the client; clones are the same ones.
+/// The streams to the client. Clones share them.
 #[derive(Clone)]
 pub struct Output {
     writer: Arc<Mutex<Writer<WriteHalf<DuplexStream>>>>,
@@ -65,7 +66,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Sends bytes; `last` ends the stream. Bytes of a stream that the client has not requested are discarded.
+    /// Sends bytes; `last` ends the stream. Bytes for a stream that the client has not requested are discarded.
     ///
     /// # Errors
     ///
@@ -84,14 +85,14 @@ pub struct CommandStreams {
     pub input: mpsc::Receiver<Vec<u8>>,
     /// JSON of the terminal's sizes.
     pub sizes: mpsc::Receiver<Vec<u8>>,
-    /// What goes to the client.
+    /// The streams to the client.
     pub output: Output,
     /// Cancelled when the client has closed the connection.
     pub gone: CancellationToken,
 }
 
-/// A connection to a server of its own, which runs `command` once the client has opened its streams. The connection ends
-/// with `command`.
+/// Connects to a new server, which runs `command` once the client has opened its streams. The connection closes when
+/// `command` completes.
 pub fn serve_command<F>(
     channels: Channels,
     command: impl FnOnce(CommandStreams) -> F + Send + 'static,
@@ -151,7 +152,7 @@ async fn serve<F: Future<Output = ()>>(
     Ok(())
 }
 
-/// Accepts the streams of a command; the answer is their numbers.
+/// Accepts the streams of a command; returns their numbers.
 async fn opened(
     reader: &mut Reader<ReadHalf<DuplexStream>>,
     writer: &mut Writer<WriteHalf<DuplexStream>>,
@@ -191,7 +192,7 @@ async fn opened(
     Ok(ids)
 }
 
-/// Hands the client's frames on, until the client closes the connection.
+/// Forwards the client's frames to the command until the client closes the connection.
 async fn receive(
     reader: &mut Reader<ReadHalf<DuplexStream>>,
     output: &Output,
@@ -210,7 +211,7 @@ async fn receive(
                 let Some(to) = open.get(&stream) else {
                     continue;
                 };
-                // A command that reads no more has dropped the receiver.
+                // A command that has stopped reading has dropped the receiver.
                 if (!data.is_empty() && to.send(data).await.is_err()) || last {
                     open.remove(&stream);
                 }

@@ -1,8 +1,8 @@
-//! The end of a client's connection that has left HTTP: bytes that were written arrive before the connection closes.
+//! Closes a client's connection that has left HTTP so that the bytes that were written arrive first.
 //!
-//! The kernel resets a connection that is closed while bytes of the peer are unread or still to come, as the pings of
-//! kubectl are. A reset discards every byte that the peer has not received (RFC 1122, 4.2.2.13). The side that is done
-//! therefore shuts its write side down and keeps reading until the peer closes, too.
+//! The kernel resets a connection that is closed while bytes of the peer are unread or still arrive, as the pings of
+//! kubectl do. A reset discards every byte that the peer has not received (RFC 1122, 4.2.2.13). The side that finishes
+//! first therefore shuts down its write side and keeps reading until the peer closes, too.
 
 use std::io;
 use std::pin::Pin;
@@ -21,11 +21,11 @@ use tokio_rustls::server::TlsStream;
 
 use crate::sys::unsent::SendQueue;
 
-/// A client that neither receives nor sends anything for this long has its connection closed, with bytes undelivered.
+/// If a client neither receives nor sends anything for this long, its connection is closed with bytes undelivered.
 pub(super) const STALL: Duration = Duration::from_secs(60);
 /// Number of times that progress is checked within a limit.
 const CHECKS: u32 = 8;
-/// Bytes that are read at once.
+/// Number of bytes that are read at once.
 const PIECE: usize = 32 << 10;
 
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -33,7 +33,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 /// A client's connection after the response that leaves HTTP.
 pub(super) struct Client {
-    /// What hyper read beyond the request.
+    /// Bytes that hyper read beyond the request.
     early: Bytes,
     stream: Box<dyn Stream>,
 }
@@ -93,8 +93,8 @@ impl AsyncWrite for Client {
     }
 }
 
-/// The client's connection after the response that leaves HTTP, and its progress; `None` if the connection has closed.
-/// hyper hands the connection over while TLS may still hold a part of that response, which is flushed here.
+/// Returns the client's connection after the response that leaves HTTP, and its progress; `None` if the connection has
+/// closed. TLS may still buffer a part of that response when hyper hands the connection over, so it is flushed here.
 pub(super) async fn taken_over(inner: OnUpgrade) -> Option<(Client, Progress)> {
     let (mut client, queue) = Client::of(inner.await.ok()?);
     client.flush().await.ok()?;
@@ -105,7 +105,7 @@ pub(super) async fn taken_over(inner: OnUpgrade) -> Option<(Client, Progress)> {
     Some((client, progress))
 }
 
-/// What moves on a client's connection.
+/// The progress of a client's connection.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// Bytes that were moved in either direction.
@@ -120,7 +120,7 @@ impl Progress {
         self.moved.fetch_add(bytes as u64, Relaxed);
     }
 
-    /// Returns when nothing has moved, and the client has received nothing, for as long as `limit`.
+    /// Returns when no byte was moved, and the client has received none, for `limit`.
     pub(super) async fn stall(&self, limit: Duration) {
         let now = || {
             (
@@ -138,7 +138,7 @@ impl Progress {
         }
     }
 
-    /// Runs to the end of `work`, or until the connection stalls. Whether `work` ended.
+    /// Runs `work` until it completes or the connection stalls for `limit`. Returns whether `work` completed.
     pub(super) async fn bounds(&self, limit: Duration, work: impl Future<Output = ()>) -> bool {
         tokio::select! {
             biased;
@@ -173,7 +173,7 @@ pub(super) async fn copy(
     }
 }
 
-/// How a copy ended.
+/// The outcome of a copy.
 #[derive(Debug)]
 pub(super) enum Copied {
     /// The source ended, and all its bytes were written.

@@ -1,4 +1,4 @@
-//! The sockets that a server listens on.
+//! The listening sockets of a server.
 
 use std::future::poll_fn;
 use std::io;
@@ -9,13 +9,13 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use crate::sys::link;
 
-/// How many connections wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 1024;
 
-/// The sockets of one server, whose limits they share.
+/// The sockets of one server, which share its limits.
 pub struct Listeners {
     all: Vec<TcpListener>,
-    /// The socket that is asked first: a busy one must not starve the others.
+    /// The socket that is polled first. It rotates, so that a busy socket does not starve the others.
     first: usize,
 }
 
@@ -29,12 +29,12 @@ impl From<TcpListener> for Listeners {
 }
 
 impl Listeners {
-    /// Listens on all of `addresses`, on one port; port 0 is a free one. An address that the machine does not have yet, or
-    /// has no longer, is no error: the socket serves as soon as the address is there.
+    /// Listens on all `addresses`, with one port; port 0 selects a free one. An address that this machine does not have
+    /// is not an error: the socket serves as soon as the address is assigned.
     ///
     /// # Errors
     ///
-    /// The address that cannot be listened on, and why.
+    /// Returns the address on which listening failed, and the cause.
     pub fn bind(addresses: &[IpAddr], mut port: u16) -> Result<Listeners, (SocketAddr, io::Error)> {
         let mut all = vec![];
         for address in addresses {
@@ -47,18 +47,18 @@ impl Listeners {
         Ok(Listeners { all, first: 0 })
     }
 
-    /// The port that all sockets have; none if there is no socket.
+    /// Returns the port of the sockets; `None` if there is no socket.
     #[must_use]
     pub fn port(&self) -> Option<u16> {
         Some(self.all.first()?.local_addr().ok()?.port())
     }
 
-    /// The next connection.
+    /// Accepts the next connection.
     pub(super) async fn accept(&mut self) -> io::Result<(TcpStream, SocketAddr)> {
         let (all, count) = (&self.all, self.all.len().max(1));
         self.first = (self.first + 1) % count;
         let first = self.first;
-        // Cancel-safe: a connection is taken only when it is returned.
+        // Cancel-safe: a connection is accepted only when it is returned.
         poll_fn(|context| {
             let (after, before) = (all.iter().skip(first), all.iter().take(first));
             for listener in after.chain(before) {
@@ -109,7 +109,7 @@ mod tests {
         );
     }
 
-    /// The node's address may come after the control plane has started.
+    /// The node's address may be assigned after the control plane has started.
     #[tokio::test]
     async fn an_address_that_the_machine_lacks_is_listened_on() {
         let absent = ["127.0.0.1", "192.0.2.7"].map(|a| a.parse().expect("an address"));

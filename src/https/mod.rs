@@ -1,5 +1,5 @@
-//! HTTP and HTTPS listeners: bounded in connections and in patience, with certificates that are read anew when their
-//! files change, and tunnels for connections that leave HTTP.
+//! HTTP and HTTPS listeners with limits on connections and on time. Certificates are reloaded when their files change,
+//! and tunnels carry connections that leave HTTP.
 
 mod border;
 mod commands;
@@ -47,40 +47,41 @@ pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
 pub use websocket::{Carried, Channels, carried, serve_socket};
 
-/// What a body may fail with.
+/// The error of a body.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
-/// A body of an answer.
+/// The body of a response.
 pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 
-/// How long a TLS handshake may take, with waiting for its turns.
+/// Timeout of a TLS handshake, including the wait for its turns.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How many requests one HTTP/2 connection carries at once: what a kube-apiserver allows by default.
+/// Maximum number of concurrent requests on an HTTP/2 connection: the default of a kube-apiserver.
 const STREAMS: u32 = 100;
-/// How long a connection may take for its first request before it counts as idle.
+/// How long a new connection may take for its first request before it counts as idle.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// What one listener gives away.
+/// The limits of a listener.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// How many connections it has at most. For one more the longest idle one goes, or one that is slow to send its
-    /// request's body; if there is none of these, it waits. What one source has of them beyond the half goes first.
+    /// Maximum number of connections. If there are more, the connection that has been idle longest is closed, or else
+    /// one that is slow to send its request's body. If there is none of these, the new connection waits. A source with
+    /// more than half of the maximum loses its connections first.
     pub connections: usize,
-    /// Whether one that nobody has vouched for ([`Place::vouch`]) makes room too.
+    /// Whether connections that are not authenticated are closed as well, even if they are busy.
     pub strangers_give_way: bool,
-    /// How long a connection may be without a request, or with half of one. None for any time.
+    /// How long a connection may be without a request, or with an incomplete one. `None` for any time.
     pub idle: Option<Duration>,
 }
 
-/// Who is at the other end.
+/// The peer of a connection.
 #[derive(Debug, Clone)]
 pub struct Peer {
-    /// Its address.
+    /// The peer's address.
     pub address: SocketAddr,
-    /// The certificate that it has shown, whether it is trusted or not.
+    /// The certificate that the peer has presented, trusted or not.
     pub certificate: Option<Arc<Certificate>>,
 }
 
-/// A whole body.
+/// Returns a body of these bytes.
 #[must_use]
 pub fn full(bytes: impl Into<Bytes>) -> Body {
     Full::new(bytes.into())
@@ -88,7 +89,7 @@ pub fn full(bytes: impl Into<Bytes>) -> Body {
         .boxed_unsync()
 }
 
-/// An answer of plain text.
+/// Returns a response of plain text.
 #[must_use]
 pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
     let mut response = Response::new(full(text.into()));
@@ -100,7 +101,7 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
     response
 }
 
-/// An answer with which something is kept until the last of its body has gone, or its connection.
+/// Keeps `kept` until the response's body is sent completely or its connection is closed.
 #[must_use]
 pub fn held(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
     answer.map(|body| Held { body, _kept: kept }.boxed_unsync())
@@ -114,25 +115,25 @@ struct Connections {
 }
 
 struct Connection {
-    /// Requests under way: while it is held more than once, there are some.
+    /// Shared by the requests in progress: there are some if it has more than one owner.
     busy: Arc<()>,
-    /// Those of them whose body has not arrived yet, counted in the same way.
+    /// Shared, in the same way, by the requests whose body has not arrived yet.
     receiving: Arc<()>,
-    /// Whether somebody known has asked something on it.
+    /// Whether an authenticated client has sent a request on it.
     vouched: bool,
-    /// Since when it has been as it is.
+    /// When its last request began, or when it was opened.
     since: Instant,
     source: Source,
     task: AbortHandle,
 }
 
 impl Connection {
-    /// How easily it makes room for another, the lowest first; none if it stays.
+    /// The connection with the lowest value is closed first to make room; `None` if it must stay.
     fn worth(&self, limits: Limits) -> Option<u8> {
         let under_way = Arc::strong_count(&self.busy) - 1;
         if under_way == 0 {
-            // One that has just come gets the time to ask something; between two requests of somebody known the next may be on
-            // its way.
+            // A new connection gets time for its first request. Between two requests of an authenticated client, the
+            // next one may be in transit.
             let new = self.since.elapsed() < FRESH;
             Some(match limits.strangers_give_way {
                 true if self.vouched => 4,
@@ -152,8 +153,8 @@ impl Connections {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes room for one more: if there are too many, the one that is worth least goes, and of several the oldest.
-    /// Whoever only holds connections keeps nobody else out.
+    /// Makes room for one more connection. If there are too many, the connection with the lowest value is closed, and
+    /// of several the oldest. So a client that merely keeps connections open does not exclude others.
     async fn make_room(&self, limits: Limits) {
         loop {
             let closed = self.closed.notified();
@@ -183,7 +184,7 @@ impl Connections {
         }
     }
 
-    /// A request begins; it lasts as long as what is returned.
+    /// Begins a request, which lasts as long as the returned value.
     fn begin(&self, id: u64) -> Option<Arc<()>> {
         let mut all = self.all();
         let connection = all.get_mut(&id)?;
@@ -197,7 +198,7 @@ impl Connections {
     }
 }
 
-/// Serves until the process ends; without `tls` in the clear.
+/// Serves until the process exits; without `tls` in plain text.
 pub async fn serve<S, F>(
     listeners: impl Into<Listeners>,
     tls: Option<Arc<Tls>>,
@@ -214,14 +215,14 @@ pub async fn serve<S, F>(
         let (socket, address) = match listeners.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of descriptors, most likely: wait for connections to end instead of spinning.
+                // Most likely out of descriptors: wait until connections are closed instead of spinning.
                 tracing::warn!(%error, "accepting a connection failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
         };
         connections.make_room(limits).await;
-        // Small answers and watch lines must not wait for the acknowledgement of the one before.
+        // Small responses and watch events must not wait for the acknowledgement of the previous one.
         let _ = socket.set_nodelay(true);
         if let Err(error) = link::keep_alive(&socket) {
             tracing::debug!(%error, "a connection is not probed while it is silent");
@@ -230,7 +231,7 @@ pub async fn serve<S, F>(
         let (respond, tls, held, id) =
             (respond.clone(), tls.clone(), Arc::clone(&connections), next);
         let (turns, source) = (Arc::clone(&turns), Source::from(address.ip()));
-        // Entered before it begins, so that it finds itself.
+        // Registered before the task begins, so that the task finds its own entry.
         let mut all = connections.all();
         let task = tokio::spawn(async move {
             let _end = OnEnd {
@@ -288,7 +289,7 @@ pub async fn serve<S, F>(
     }
 }
 
-/// A connection's place among the others; every request carries it among its extensions.
+/// A connection's entry among the others; every request has it among its extensions.
 #[derive(Clone)]
 pub struct Place {
     connections: Arc<Connections>,
@@ -296,28 +297,28 @@ pub struct Place {
 }
 
 impl Place {
-    /// Notes that somebody known is on this connection: it does not make room while it is busy.
+    /// Marks the connection as authenticated: it is not closed to make room while it is busy.
     pub fn vouch(&self) {
         if let Some(connection) = self.connections.all().get_mut(&self.id) {
             connection.vouched = true;
         }
     }
 
-    /// Closes the connection, whatever it is doing.
+    /// Closes the connection, even during a request.
     fn close(&self) {
         if let Some(connection) = self.connections.all().get(&self.id) {
             connection.task.abort();
         }
     }
 
-    /// Notes that a request's body is awaited, as long as what is returned lives.
+    /// Marks a request's body as awaited while the returned value lives.
     fn receive(&self) -> Option<Arc<()>> {
         let all = self.connections.all();
         Some(Arc::clone(&all.get(&self.id)?.receiving))
     }
 }
 
-/// Gives the place back, however the connection ends.
+/// Removes the connection's entry, however the connection ends.
 struct OnEnd {
     connections: Arc<Connections>,
     id: u64,
@@ -329,7 +330,7 @@ impl Drop for OnEnd {
     }
 }
 
-/// A body with which something is kept as long as it lives.
+/// A body that keeps a value while it lives.
 struct Held<T> {
     body: Body,
     _kept: T,
@@ -374,7 +375,7 @@ async fn converse<S, F>(
             let answer = answer.unwrap_or_else(|panicked| {
                 text(StatusCode::INTERNAL_SERVER_ERROR, panicked.to_string())
             });
-            // The connection is busy until the last of the body has gone.
+            // The connection is busy until the whole body is sent.
             Ok::<_, Infallible>(answer.map(|body| Held { body, _kept: busy }))
         }
     });
@@ -426,10 +427,10 @@ mod tests {
         String::from_utf8_lossy(&all).into_owned()
     }
 
-    /// For what comes at once, unless the machine is busy.
+    /// Timeout of steps that take no time unless the machine is busy.
     const LONG: Duration = Duration::from_secs(30);
 
-    /// Where an answer is held up: it says that it has come so far, and waits.
+    /// A gate that blocks a response: it notifies the test that the response has come so far, and waits.
     #[derive(Default)]
     struct Gate {
         reached: tokio::sync::Notify,
@@ -443,7 +444,7 @@ mod tests {
         }
     }
 
-    /// Waits until the other side has closed a connection.
+    /// Waits until the peer has closed a connection.
     async fn closed(stream: &mut TcpStream) {
         let mut byte = [0];
         let end = tokio::time::timeout(LONG, stream.read(&mut byte)).await;
@@ -511,7 +512,7 @@ mod tests {
             socket.bind(local).expect("an address of this machine");
             socket.connect(at).await.expect("connected")
         };
-        // It is idle, and came before all others.
+        // This connection is idle, and older than all others.
         let mut modest = from(2).await;
         assert!(ask(&mut modest, "/").await.contains("END"));
         let mut greedy = vec![];
@@ -522,8 +523,8 @@ mod tests {
         assert!(ask(&mut modest, "/").await.contains("END"));
     }
 
-    /// Serves what waits for bodies on `/body`, vouches for whoever comes to `/known` and holds it up at a gate, answers
-    /// without end on `/endless`, and panics on `/panic`.
+    /// A server for tests. Waits for bodies on `/body`, sends an endless response on `/endless`, and panics on
+    /// `/panic`. Authenticates the client of `/known` and blocks it at a gate.
     async fn server(connections: usize, body: Duration) -> (SocketAddr, Arc<Gate>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");
@@ -631,13 +632,14 @@ mod tests {
         ] {
             let mut stream = say(at, &sent).await;
             let mut all = String::new();
-            // The connection may be reset behind the answer, as not all of the body was read.
+            // The server may reset the connection after the response, as it has not read the whole body.
             let _ = stream.read_to_string(&mut all).await;
             assert!(all.contains(words), "{words}: {all}");
         }
     }
 
-    /// The kernel's buffers take some MiB of an answer; who reads no more of it loses the connection, and who reads gets all.
+    /// The kernel's buffers take some MiB of a response. A client that stops reading loses its connection, and a client
+    /// that reads gets the whole response.
     #[tokio::test]
     async fn who_does_not_read_an_answer_loses_the_connection() {
         let (at, _) = server(4, LONG).await;
@@ -657,7 +659,7 @@ mod tests {
             .await
             .expect("it is closed");
         let mut rest = vec![];
-        // What was on its way may still arrive.
+        // Bytes in transit may still arrive.
         let _ = deaf.read_to_end(&mut rest).await;
         assert!(rest.len() < 64 << 20, "{} bytes", rest.len());
     }

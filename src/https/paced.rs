@@ -1,5 +1,5 @@
-//! Large bodies are sent in pieces, and a client that takes none for a while loses its connection: what it does not read
-//! would stay in memory as long as it likes.
+//! Sends large bodies in pieces, and closes the connection of a client that takes no piece for a while. Otherwise the
+//! unread part would stay in memory for as long as the client likes.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use tokio::sync::oneshot;
 
 use super::{Body, BoxError, Place, full};
 
-/// The size of a piece: what is taken of a body at a time, and what counts as progress.
+/// The size of a piece: how much of a body is taken at a time, and the least progress that counts.
 const PIECE: usize = 64 << 10;
 
-/// Bytes, and a sign that they are no longer in memory.
+/// Bytes, with a signal that they have left memory.
 struct Watched {
     bytes: Bytes,
     _gone: oneshot::Sender<()>,
@@ -60,8 +60,8 @@ impl hyper::body::Body for Pieces {
     }
 }
 
-/// A body whose connection is closed when the client takes nothing of it for `patience`. A body of one piece is sent as it
-/// is: the kernel's buffers take it.
+/// Returns a body whose connection is closed when the client takes nothing of it for `patience`. A body of one piece is
+/// sent without this limit, because it fits into the kernel's buffers.
 #[must_use]
 pub fn paced(bytes: Bytes, place: Option<&Place>, patience: Duration) -> Body {
     let Some(place) = place.filter(|_| bytes.len() > PIECE).cloned() else {
@@ -74,7 +74,7 @@ pub fn paced(bytes: Bytes, place: Option<&Place>, patience: Duration) -> Body {
     Pieces { rest, taken }.boxed_unsync()
 }
 
-/// Closes a connection when nothing was taken for `patience`; ends when all of the body has gone.
+/// Closes a connection when nothing was taken for `patience`; returns when the whole body is sent.
 async fn watch(
     mut gone: oneshot::Receiver<()>,
     taken: Arc<AtomicU64>,
@@ -82,7 +82,7 @@ async fn watch(
     patience: Duration,
 ) {
     let mut before = taken.load(Ordering::Relaxed);
-    // An answer is an error: nothing is ever sent, the sender is dropped with the bytes.
+    // The receiver returns an error when the bytes are dropped: nothing is ever sent.
     while tokio::time::timeout(patience, &mut gone).await.is_err() {
         let now = taken.load(Ordering::Relaxed);
         if now == before {

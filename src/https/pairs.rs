@@ -1,11 +1,12 @@
-//! Connections of forwarded ports that a program in the pod resets, and the session that goes on.
+//! Keeps a session of forwarded ports alive when a program in the pod resets one of its connections.
 //!
 //! A runtime reports the end of a forwarded connection on the error stream of its stream pair. kubectl closes the whole
 //! session when any error stream reports anything (client-go, `tools/portforward/portforward.go`). A connection that is
-//! reset is no fault of the session: its report is removed, and both streams of the pair end as usual.
+//! reset is no failure of the session: its report is removed, and both streams of the pair end as usual.
 //!
-//! Not where a runtime may hold data of the client that it has not written: one unread
-//! frame blocks all streams of a session in containerd's streaming server (moby/spdystream, `handleDataFrame`).
+//! The report is kept if the runtime may have data of the client that it has not written. One unread frame blocks all
+//! streams of a session in containerd's streaming server (moby/spdystream, `handleDataFrame`), so the session would
+//! hang.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,19 +19,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::spdy::{FIN, SYN_STREAM};
 
-/// Bytes that are read of the runtime at once.
+/// Number of bytes that are read from the runtime at once.
 const PIECE: usize = 32 << 10;
-/// Bytes of a frame that is examined, and of a header block. Larger ones pass unexamined.
+/// Maximum size of a frame that is examined, and of a header block. Larger ones pass unexamined.
 const EXAMINED: usize = 64 << 10;
-/// Streams of one session of which the kind is kept. Those beyond it pass unexamined.
+/// Maximum number of streams of a session whose kind is recorded. Further ones pass unexamined.
 const MAX_STREAMS: usize = 100_000;
-/// A frame of the client that was sent so long before a report has been written to the connection.
+/// If a frame of the client was sent this long before a report, it has been written to the connection.
 const WRITTEN: Duration = Duration::from_secs(1);
-/// Ends of reports about a connection that one side reset, in the words of Go's `syscall` package.
+/// Endings of reports about a connection that one side reset, in the words of Go's `syscall` package.
 const RESETS: [&[u8]; 2] = [b"connection reset by peer", b"broken pipe"];
 
-/// The words of the dictionary that header blocks are compressed with (SPDY/3.1, 2.6.10.1), each behind its length. An
-/// underscore stands for a space.
+/// The words of the dictionary for compressed header blocks (SPDY/3.1, 2.6.10.1). In the dictionary, each follows its
+/// length. An underscore stands for a space.
 const WORDS: &str = "\
     options head post put delete trace accept accept-charset accept-encoding accept-language \
     accept-ranges age allow authorization cache-control connection content-base content-encoding \
@@ -39,7 +40,7 @@ const WORDS: &str = "\
     last-modified location max-forwards pragma proxy-authenticate proxy-authorization range referer \
     retry-after server te trailer transfer-encoding upgrade user-agent vary via warning www-authenticate \
     method get status 200_OK version HTTP/1.1 url public set-cookie keep-alive origin";
-/// The text behind the words.
+/// The text after the words.
 const TEXT: &str = "\
     100101201202205206300302303304305306307402405406407408409410411412413414415416417502504505203 Non-Au\
     thoritative Information204 No Content301 Moved Permanently400 Bad Request401 Unauthorized403 Forbidd\
@@ -65,8 +66,8 @@ pub(super) struct Headers {
 }
 
 impl Headers {
-    /// A decoder whose window holds the dictionary: raw deflate has no preset dictionary, but a stored block fills the
-    /// window as well.
+    /// Creates a decoder whose window holds the dictionary: raw deflate has no preset dictionary, but a stored block
+    /// fills the window as well.
     pub(super) fn new() -> Headers {
         let words = dictionary();
         let length = u16::try_from(words.len()).unwrap_or(0);
@@ -82,7 +83,8 @@ impl Headers {
         headers
     }
 
-    /// Decompresses a block. `None` if the block is invalid or too large; the stream cannot be decoded any further then.
+    /// Decompresses a block. `None` if the block is invalid or too large; the stream cannot be decoded any further
+    /// then.
     fn inflated(&mut self, block: &[u8]) -> Option<Vec<u8>> {
         let mut out = Vec::with_capacity(EXAMINED);
         let before = self.inflate.total_in();
@@ -92,17 +94,17 @@ impl Headers {
         (self.inflate.total_in() - before == block.len() as u64).then_some(out)
     }
 
-    /// The value of a name in a block.
+    /// Returns the value of a name in a block.
     pub(super) fn value(&mut self, block: &[u8], wanted: &[u8]) -> Option<Vec<u8>> {
         let mut all = self.decoded(block)?.into_iter();
         all.find_map(|(name, value)| (name == wanted).then_some(value))
     }
 
-    /// The names of a block with their values.
+    /// Returns the names of a block with their values.
     fn decoded(&mut self, block: &[u8]) -> Option<Vec<(Vec<u8>, Vec<u8>)>> {
         let mut block = block;
         if !std::mem::replace(&mut self.begun, true) {
-            // Method and flags, and the checksum of the dictionary if it is used (RFC 1950).
+            // Method and flags, and the dictionary's checksum if one is used (RFC 1950).
             let has_dictionary = block.get(1)? & 0x20 != 0;
             block = block.get(if has_dictionary { 6 } else { 2 }..)?;
         }
@@ -121,12 +123,12 @@ impl Headers {
     }
 }
 
-/// Cuts one direction of a connection into frames.
+/// Splits one direction of a connection into frames.
 #[derive(Default)]
 struct Frames {
-    /// The beginning of a frame that is not complete: its head, or all of a frame that is examined.
+    /// The beginning of an incomplete frame: its head, or all of a frame that is examined.
     begun: Vec<u8>,
-    /// Bytes of the present frame that pass unexamined.
+    /// Remaining bytes of the present frame, which pass unexamined.
     passing: usize,
 }
 
@@ -138,8 +140,8 @@ fn head_of(frame: &[u8]) -> Option<(u32, u8, usize)> {
 }
 
 impl Frames {
-    /// Takes bytes and returns those that pass. `examined` selects frames by their first four bytes and length; `examine`
-    /// returns what passes of such a frame.
+    /// Takes bytes and returns those that pass. `examined` selects frames by their first four bytes and their length;
+    /// `examine` returns the bytes that pass of such a frame.
     fn push(
         &mut self,
         mut bytes: &[u8],
@@ -177,17 +179,17 @@ impl Frames {
 struct Session {
     from_client: Frames,
     from_runtime: Frames,
-    /// `None` if a header block was invalid: nothing is removed then.
+    /// `None` if a header block was invalid: nothing is removed from then on.
     headers: Option<Headers>,
-    /// The error streams by their numbers, with the request id of their pair.
+    /// The error streams by number, with the request id of their pair.
     errors: BTreeMap<u32, Vec<u8>>,
     /// The data streams by the request id of their pair.
     data: BTreeMap<Vec<u8>, u32>,
-    /// When the last two frames of a data stream with bytes were sent, the last one first.
+    /// When the last two non-empty frames of a data stream were sent, the last one first.
     sent: BTreeMap<u32, [Option<Instant>; 2]>,
 }
 
-/// The first four bytes of a frame that opens a stream, without the bits of the version.
+/// The first four bytes of a frame that opens a stream: the control bit, version 3 and the type.
 const OPENS: u32 = 0x8003_0000 | SYN_STREAM as u32;
 
 impl Session {
@@ -202,7 +204,7 @@ impl Session {
         }
     }
 
-    /// Notes which streams are error streams, and when data is sent.
+    /// Records which streams are error streams, and when data is sent.
     fn sent(&mut self, bytes: &[u8], now: Instant) {
         let Session {
             from_client,
@@ -247,7 +249,7 @@ impl Session {
         from_client.push(bytes, examined, examine);
     }
 
-    /// Returns what passes of the runtime's bytes.
+    /// Returns the runtime's bytes that pass.
     fn received(&mut self, bytes: &[u8], now: Instant) -> Vec<u8> {
         let Session {
             from_runtime,
@@ -256,7 +258,7 @@ impl Session {
             sent,
             ..
         } = self;
-        // Two frames within a second: the runtime may not have read the second one.
+        // If two frames were sent within a second, the runtime may not have read the second one.
         let is_written = |id: u32| {
             let pair = errors.get(&id).and_then(|request| data.get(request));
             let last = pair.and_then(|data| sent.get(data)).copied();
@@ -270,7 +272,7 @@ impl Session {
                 return frame;
             }
             tracing::debug!(report = %String::from_utf8_lossy(&frame[8..]), "a forwarded connection was reset");
-            // The end of the stream stays.
+            // The end of the stream is kept.
             let last = frame[4] & FIN != 0;
             frame.truncate(if last { 8 } else { 0 });
             frame.iter_mut().skip(5).for_each(|byte| *byte = 0);
@@ -280,10 +282,10 @@ impl Session {
     }
 }
 
-/// A runtime's connection that carries forwarded ports.
+/// A runtime's connection that may carry forwarded ports.
 pub(super) struct Pairs<S> {
     stream: S,
-    /// `None` if the connection carries something else.
+    /// `None` if the connection carries other data.
     session: Option<Session>,
     /// Bytes that pass and that were not read yet.
     ready: Vec<u8>,
@@ -398,7 +400,7 @@ mod tests {
         all
     }
 
-    /// Adler-32, as in the checksum that header blocks begin with.
+    /// The checksum is Adler-32; header blocks begin with it.
     #[test]
     fn the_dictionary_is_that_of_the_protocol() {
         let (a, b) = dictionary().iter().fold((1_u32, 0), |(a, b), byte| {
@@ -416,7 +418,7 @@ mod tests {
         let passes = [
             frame(0x8003_0002, 0, b"a reply"),
             frame(5, 0, refused),
-            // A program's own words.
+            // A program's own data.
             frame(3, 1, reset),
             frame(1, 1, b""),
             frame(7, 0, &vec![b'x'; EXAMINED + 1]),
@@ -448,7 +450,8 @@ mod tests {
         }
     }
 
-    /// A runtime that was reset after one of two frames reads the other one never, and the session would hang.
+    /// If a connection is reset after one of two frames, the runtime never reads the other one, and the session would
+    /// hang.
     #[test]
     fn a_report_passes_where_the_runtime_may_hold_data() {
         let report = frame(1, 0, b"read: connection reset by peer");
@@ -468,7 +471,7 @@ mod tests {
     }
 
     proptest! {
-        /// No bytes panic, and what the runtime sends passes when no error stream is known.
+        /// No bytes cause a panic, and the runtime's bytes pass when no error stream is known.
         #[test]
         fn any_bytes_pass(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
             let mut session = Session::new();
@@ -476,7 +479,7 @@ mod tests {
             session.sent(&client, now);
             let mut whole = [session.received(&runtime, now), session.from_runtime.begun.clone()].concat();
             prop_assert_eq!(&whole, &runtime);
-            // Frames that are almost right.
+            // Frames with a few wrong bytes.
             let mut session = Session::new();
             let mut frames = opened();
             for (at, byte) in flips {

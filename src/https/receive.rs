@@ -1,4 +1,4 @@
-//! Bodies of requests: bounded in size and in time.
+//! Receives the bodies of requests, with limits on size and time.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use hyper::http::request::Parts;
 
 use super::Place;
 
-/// Why a body is not there.
+/// Why a body was not received.
 #[derive(Debug, thiserror::Error)]
 pub enum NotReceived {
-    /// It is longer than this, in bytes.
+    /// The body is longer than this number of bytes.
     #[error("the body is longer than {0} bytes")]
     TooLong(usize),
-    /// It took longer than this.
+    /// The body did not arrive within this time.
     #[error("the body did not arrive within {} s", .0.as_secs_f32())]
     TooSlow(Duration),
     /// The connection broke.
@@ -23,8 +23,8 @@ pub enum NotReceived {
     Broken(String),
 }
 
-/// Reads a request's body of at most `most` bytes, which must be complete within `patience`. Meanwhile the connection
-/// makes room for others if room is short.
+/// Reads a request's body of at most `most` bytes, which must be complete within `patience`. Until then, the connection
+/// may be closed to make room for others.
 pub async fn receive(
     request: Request<Incoming>,
     most: usize,

@@ -1,42 +1,42 @@
-//! The little of SPDY/3.1 that runtimes speak for commands: opening streams and moving their data.
+//! The part of SPDY/3.1 that runtimes use for commands: opening streams and moving their data.
 
 use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
-/// The stream ends with this.
+/// Flag of a stream's last frame.
 pub(super) const FIN: u8 = 1;
-/// Opens a stream.
+/// Type of a frame that opens a stream.
 pub(super) const SYN_STREAM: u16 = 1;
 const SYN_REPLY: u16 = 2;
 const RST_STREAM: u16 = 3;
 const PING: u16 = 6;
 const GOAWAY: u16 = 7;
-/// The largest frame that is taken: runtimes write what they have read, a few pages at most.
+/// Maximum size of an accepted frame. Runtimes write what they have read, a few pages at most.
 const LARGEST: usize = 1 << 20;
 
-/// What comes from the other side.
+/// A frame of the peer.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Frame {
     /// Opens a stream, with a compressed header block.
     Open(u32, Vec<u8>),
-    /// Of a stream, and whether it is the stream's last.
+    /// Data of a stream, and whether they are the stream's last.
     Data(u32, Vec<u8>, bool),
-    /// A stream was ended, not as it should.
+    /// A stream was aborted.
     Reset(u32),
-    /// A question to be answered with the same number.
+    /// A ping, which must be answered with the same number.
     Ping(u32),
-    /// Nothing more comes.
+    /// The peer has closed the connection.
     End,
-    /// Something that needs no answer.
+    /// Any other frame; needs no answer.
     Other,
 }
 
-/// The other side's frames.
+/// Reads the peer's frames.
 pub struct Reader<R>(pub R);
 
 impl<R: AsyncRead + Unpin> Reader<R> {
-    /// The next one.
+    /// Reads the next frame.
     pub async fn next(&mut self) -> io::Result<Frame> {
         let mut head = [0; 8];
         match self.0.read_exact(&mut head).await {
@@ -69,14 +69,14 @@ impl<R: AsyncRead + Unpin> Reader<R> {
     }
 }
 
-/// Our own frames.
+/// Writes our frames.
 pub struct Writer<W> {
     to: W,
     streams: u32,
 }
 
-/// A header block. It is compressed as one must, but with blocks that are stored as they are: then nothing of the
-/// preset dictionary is needed but its checksum, once.
+/// Encodes a header block. SPDY requires zlib compression; stored blocks satisfy it, and of the preset dictionary they
+/// need only its checksum, once.
 fn headers(pairs: &[(&str, &str)], first: bool) -> Vec<u8> {
     let mut plain = u32::try_from(pairs.len())
         .unwrap_or(0)
@@ -92,7 +92,7 @@ fn headers(pairs: &[(&str, &str)], first: bool) -> Vec<u8> {
         vec![]
     };
     for stored in [plain.as_slice(), &[]] {
-        // The empty one after it makes the other side hand out what it has.
+        // The empty block after it flushes the peer's decompressor.
         let length = u16::try_from(stored.len()).unwrap_or(u16::MAX);
         block.push(0);
         block.extend(length.to_le_bytes());
@@ -103,7 +103,7 @@ fn headers(pairs: &[(&str, &str)], first: bool) -> Vec<u8> {
 }
 
 impl<W: AsyncWrite + Unpin> Writer<W> {
-    /// To a connection that has just been upgraded.
+    /// Writes to a connection that has just been upgraded.
     pub fn new(to: W) -> Writer<W> {
         Writer { to, streams: 0 }
     }
@@ -116,7 +116,7 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
         self.to.write_all(&frame).await
     }
 
-    /// Opens a stream; the answer is its number.
+    /// Opens a stream; returns its number.
     pub async fn open(&mut self, pairs: &[(&str, &str)]) -> io::Result<u32> {
         let id = self.streams * 2 + 1;
         let mut body = id.to_be_bytes().to_vec();
@@ -127,7 +127,7 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
         Ok(id)
     }
 
-    /// Accepts a stream that the other side has opened.
+    /// Accepts a stream that the peer has opened.
     pub async fn reply(&mut self, stream: u32) -> io::Result<()> {
         let mut body = stream.to_be_bytes().to_vec();
         body.extend(headers(&[], self.streams == 0));
@@ -144,7 +144,7 @@ impl<W: AsyncWrite + Unpin> Writer<W> {
         self.to.write_all(data).await
     }
 
-    /// Answers a question.
+    /// Answers a ping.
     pub async fn pong(&mut self, number: u32) -> io::Result<()> {
         self.control(PING, &number.to_be_bytes()).await
     }
@@ -158,10 +158,10 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Any bytes are frames, an end or an error, in no more steps than there are frames in them.
+        /// Any bytes yield frames, an end or an error, in no more steps than there are frames.
         #[test]
         fn any_bytes_are_read_to_their_end(bytes in vec(any::<u8>(), 0..300), short in vec(0_u8..12, 0..20)) {
-            // Lengths that fit now and then: small numbers where the length stands.
+            // Small numbers in the place of the length, so that some lengths fit.
             let mut stream = vec![];
             for (i, length) in short.iter().enumerate() {
                 let head = bytes.get(i * 5..i * 5 + 5).unwrap_or(&[0x80, 3, 0, 6, 0]);

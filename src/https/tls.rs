@@ -1,4 +1,4 @@
-//! What TLS is spoken with: our certificate and key, and the CAs whose clients count.
+//! TLS settings: our certificate and key, and the CAs that verify client certificates.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,26 +16,26 @@ use rustls::{
 
 use super::BoxError;
 
-/// How often files are looked at; a handshake in between uses what is known.
+/// Minimum interval between two checks of the files; a handshake in between uses the current settings.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The files that TLS is spoken with.
+/// The files of the TLS settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {
     /// Our certificate chain, PEM.
     pub certificate: PathBuf,
     /// Its key, PEM.
     pub key: PathBuf,
-    /// The CAs whose client certificates count, PEM; none where no certificate counts.
+    /// The CAs that verify client certificates, PEM; `None` if no client certificate is accepted.
     pub client_ca: Option<PathBuf>,
 }
 
-/// How TLS is spoken.
+/// TLS versions and algorithms.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Protocol {
-    /// In its version 1.3 alone; else also in 1.2.
+    /// Only TLS 1.3; otherwise also 1.2.
     pub only_tls13: bool,
-    /// The cipher suites of 1.2, by their names; empty for all.
+    /// The cipher suites of TLS 1.2, by name; empty for all.
     pub suites: Vec<String>,
     /// The key exchange groups, by their numbers in IANA's registry; empty for the library's choice.
     pub groups: Vec<u16>,
@@ -53,7 +53,7 @@ impl Protocol {
             .cipher_suites
             .retain(|suite| suite.tls13().is_some() || self.suites.is_empty() || asked(suite));
         if !self.groups.is_empty() {
-            // All that the library has, not only what it offers by itself, in its own order.
+            // All groups of the library, not only its defaults, in its own order.
             provider.kx_groups = rustls::crypto::aws_lc_rs::ALL_KX_GROUPS.to_vec();
             provider
                 .kx_groups
@@ -69,8 +69,9 @@ impl Protocol {
     }
 }
 
-/// Takes any certificate whose key the client has. Whether it is trusted is judged after the handshake, so that who shows
-/// one that is not is answered with words, not with an alert (Go's `RequestClientCert`, as kubelet and apiserver have it).
+/// Accepts any certificate for which the client has the key, as kubelet and apiserver do (Go's `RequestClientCert`).
+/// Trust is checked after the handshake, so that a client with an untrusted certificate gets an HTTP response and not a
+/// TLS alert.
 #[derive(Debug)]
 struct AnyClient(Arc<dyn ClientCertVerifier>);
 
@@ -119,16 +120,16 @@ impl ClientCertVerifier for AnyClient {
     }
 }
 
-/// A certificate that a client has shown, and the key of which it has.
+/// A certificate that a client has presented, and for which the client has the key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     der: Vec<u8>,
-    /// Until when it is trusted, in seconds since 1970; none if it is not.
+    /// End of the trust, in seconds since 1970; `None` if the certificate is not trusted.
     until: Option<i64>,
 }
 
 impl Certificate {
-    /// One (DER) that is trusted as long as it says.
+    /// A certificate (DER) that is trusted until it expires.
     #[must_use]
     pub fn trusted(der: Vec<u8>) -> Certificate {
         let until = x509_parser::parse_x509_certificate(&der)
@@ -137,13 +138,14 @@ impl Certificate {
         Certificate { der, until }
     }
 
-    /// One (DER) that no authority vouches for.
+    /// A certificate (DER) that is not trusted.
     #[must_use]
     pub fn untrusted(der: Vec<u8>) -> Certificate {
         Certificate { der, until: None }
     }
 
-    /// The certificate (DER), if it is trusted and has not ended: a connection may last longer than that.
+    /// Returns the certificate (DER), if it is trusted and has not expired: a connection may last longer than a
+    /// certificate.
     #[must_use]
     pub fn holds(&self) -> Option<&[u8]> {
         let now = i64::try_from(UnixTime::now().as_secs()).unwrap_or(i64::MAX);
@@ -153,14 +155,14 @@ impl Certificate {
     }
 }
 
-/// What a connection is begun with, and how its client's certificate is judged.
+/// The settings of a new connection, and the verifier of its client's certificate.
 pub(super) struct Settings {
     pub(super) server: Arc<ServerConfig>,
     judge: Option<Arc<dyn ClientCertVerifier>>,
 }
 
 impl Settings {
-    /// Judges the chain that a client has shown; none if it has shown none.
+    /// Verifies the chain that a client has presented; `None` if it has presented none.
     pub(super) fn judge(&self, chain: Option<&[CertificateDer<'_>]>) -> Option<Certificate> {
         let (judge, (own, others)) = (self.judge.as_ref()?, chain?.split_first()?);
         let judged = judge.verify_client_cert(own, others, UnixTime::now());
@@ -183,7 +185,7 @@ struct State {
     config: Arc<Settings>,
 }
 
-/// The present settings; those of files are read anew when a file changes.
+/// The current settings; those from files are reloaded when a file changes.
 pub struct Tls {
     files: Option<(TlsFiles, Protocol)>,
     state: Mutex<State>,
@@ -254,7 +256,7 @@ impl TlsFiles {
 }
 
 impl Tls {
-    /// From files, which are followed.
+    /// Reads settings from files and follows the files' changes.
     pub fn follow(files: TlsFiles, protocol: Protocol) -> Result<Tls, BoxError> {
         let (stamp, config) = (files.stamp(), Arc::new(files.load(&protocol)?));
         Ok(Tls {
@@ -267,7 +269,7 @@ impl Tls {
         })
     }
 
-    /// From PEM texts that stay.
+    /// Creates settings from PEM texts, which do not change.
     pub fn fixed(chain: &str, key: &str, client_ca: &str) -> Result<Tls, BoxError> {
         let config = Arc::new(config(
             chain.as_bytes(),
@@ -285,7 +287,7 @@ impl Tls {
         })
     }
 
-    /// The settings as they are now. Files that cannot be used leave those of before.
+    /// Returns the current settings. If changed files cannot be used, the previous settings stay.
     pub(super) fn current(&self) -> Arc<Settings> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((files, protocol)) = self
@@ -314,8 +316,8 @@ impl Tls {
     }
 }
 
-/// The settings of a client with a certificate (PEM) that trusts a CA (PEM). It speaks HTTP/1.1: what it asks for may
-/// leave HTTP.
+/// Returns the settings of a client with a certificate (PEM) that trusts a CA (PEM). The client uses HTTP/1.1, because
+/// its requests may leave HTTP.
 pub fn client(chain: &str, key: &str, ca: &str) -> Result<ClientConfig, BoxError> {
     let chain = CertificateDer::pem_slice_iter(chain.as_bytes()).collect::<Result<Vec<_>, _>>()?;
     let key = PrivateKeyDer::from_pem_slice(key.as_bytes())?;
@@ -370,7 +372,7 @@ mod tests {
             Authority(rcgen::CertifiedIssuer::self_signed(params, key).expect("an authority"))
         }
 
-        /// A certificate with its key, PEM, that ends in some year.
+        /// A certificate and its key, PEM, that expires in this year.
         fn client(&self, year: i32) -> (String, String) {
             let key = rcgen::KeyPair::generate().expect("a key");
             let mut params = rcgen::CertificateParams::default();

@@ -1,5 +1,5 @@
-//! Handing a request on to another server as it came, and the connection itself where both sides leave HTTP: SPDY and
-//! WebSocket alike. A redirect is never followed and never handed back (CVE-2018-1002102, CVE-2020-8559).
+//! Forwards a request to another server and, if both sides leave HTTP, the connection itself: SPDY and WebSocket alike.
+//! A redirect is neither followed nor returned (CVE-2018-1002102, CVE-2020-8559).
 
 use std::io;
 use std::pin::pin;
@@ -25,32 +25,32 @@ use super::pairs::Pairs;
 /// How long a server may be silent after its client has closed.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Why a request could not be handed on.
+/// Why a request could not be forwarded.
 #[derive(Debug, thiserror::Error)]
 pub enum TunnelError {
-    /// The other server did not answer as HTTP has it.
+    /// The other server did not answer with valid HTTP.
     #[error("the other side did not answer: {0}")]
     Talk(#[from] hyper::Error),
-    /// The request cannot be written.
+    /// The forwarded request cannot be built.
     #[error("the request cannot be handed on: {0}")]
     Request(#[from] hyper::http::Error),
-    /// It wants us to go elsewhere.
+    /// The other server answered with a redirect.
     #[error("the other side answered with a redirect to {0:?}, which is not followed")]
     Redirect(String),
 }
 
-/// What is asked of the other server.
+/// The request to the other server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outgoing {
-    /// Its name, for the `Host` header.
+    /// The server's name, for the `Host` header.
     pub host: String,
     /// Path and query.
     pub target: String,
-    /// Whether the server is a runtime that forwards ports: reports of connections that were reset do not reach the client.
+    /// Whether the server is a runtime that forwards ports: reports of reset connections do not reach the client.
     pub forwards_ports: bool,
 }
 
-/// Whether a request asks to leave HTTP.
+/// Whether a request is an upgrade, which leaves HTTP.
 #[must_use]
 pub fn is_upgrade(headers: &HeaderMap) -> bool {
     let asks = headers
@@ -61,7 +61,7 @@ pub fn is_upgrade(headers: &HeaderMap) -> bool {
     asks && headers.contains_key(UPGRADE)
 }
 
-/// The headers that go on: those between two neighbours stay behind, and so do credentials.
+/// Returns the headers to forward: without hop-by-hop headers and without credentials.
 fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
     let between = [
         TE,
@@ -89,8 +89,8 @@ fn headers(from: &HeaderMap, upgrade: bool) -> HeaderMap {
     to
 }
 
-/// Copies bytes both ways until both sides have closed. What the server sent arrives at a client that reads slowly, as long
-/// as the client makes progress. After the client has closed, the server may be silent for [`GRACE`].
+/// Copies bytes both ways until both sides have closed. A client that reads slowly gets everything that the server
+/// sent, as long as the client makes progress. After the client has closed, the server may be silent for [`GRACE`].
 async fn both_ways(
     client: impl AsyncRead + AsyncWrite,
     server: impl AsyncRead + AsyncWrite,
@@ -106,7 +106,7 @@ async fn both_ways(
                     tracing::debug!(%error, "the server of a tunnel closed before its client");
                 }
             }
-            // The server takes nothing more; bytes that stay unread would reset the client's connection.
+            // The server reads no more. Unread bytes of the client would reset the client's connection.
             Copied::NotWritten(_) => discard(&mut from_client, progress).await,
             Copied::NotRead(_) => {}
         }
@@ -138,8 +138,8 @@ async fn both_ways(
     }
 }
 
-/// Hands a request on over a fresh connection, and the answer back. Where the other side leaves HTTP, bytes go both ways
-/// until one side ends; `held` is kept until then.
+/// Forwards a request over a new connection and returns the answer. If the other side leaves HTTP, bytes are copied
+/// both ways until both sides have closed; `held` is kept until then.
 pub async fn tunnel(
     mut request: Request<Incoming>,
     outgoing: &Outgoing,
@@ -152,7 +152,7 @@ pub async fn tunnel(
             .headers()
             .get(UPGRADE)
             .is_some_and(|kind| kind.as_bytes().eq_ignore_ascii_case(b"SPDY/3.1"));
-    // Taken before the request is used up.
+    // Taken before the request is consumed.
     let inner = upgrade.then(|| hyper::upgrade::on(&mut request));
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
@@ -216,7 +216,7 @@ mod tests {
     use super::*;
     use crate::https::{Limits, serve, text};
 
-    /// A server that answers as `answer` says, and one in front of it that hands on.
+    /// A server that responds with `answer`, and a server in front of it that forwards requests.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {
         let limits = Limits {
             strangers_give_way: false,
@@ -322,7 +322,8 @@ mod tests {
                 let mut stream = TokioIo::new(on.await.expect("upgraded"));
                 stream.write_all(&vec![b'x'; LENGTH]).await.expect("sent");
                 stream.shutdown().await.expect("ended");
-                // As a runtime does: closing with pings unread would reset the connection and lose what it has sent.
+                // As a runtime does: closing with unread pings would reset the connection and lose the bytes that were
+                // sent.
                 let pings = tokio::io::copy(&mut stream, &mut tokio::io::sink()).await;
                 pings.expect("the client's end");
             });
@@ -371,7 +372,7 @@ mod tests {
             let mut said = String::new();
             stays.read_to_string(&mut said).await.expect("the end");
             assert_eq!(said, "bye");
-            // What the other side has to say yet arrives.
+            // The other side's remaining bytes arrive.
             stays.write_all(b"and you").await.expect("sent");
             let mut rest = String::new();
             ends.read_to_string(&mut rest).await.expect("the end");

@@ -1,9 +1,9 @@
-//! Turns at what costs processor time and can be asked for by anybody: TLS handshakes.
+//! Limits work that costs processor time and that any client can cause: TLS handshakes.
 //!
-//! Thousands of handshakes that begin at once would otherwise stand in the runtime's queue before every request of those
-//! who are known. Each step of a handshake takes a turn; there are fewer turns than processors, and none is held while the
-//! other side is waited for. Sources take turns one after the other, so one that begins thousands delays only itself; of
-//! one source the newest goes first, as who came long ago has most likely given up.
+//! Otherwise thousands of simultaneous handshakes would precede every request of authenticated clients in the runtime's
+//! queue. Each step of a handshake takes a turn. There are fewer turns than processors, and none is taken while the
+//! peer is awaited. Sources take turns one after the other, so a source that begins thousands of handshakes delays only
+//! itself. Within a source the newest goes first, because the client of an old one has most likely given up.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -13,7 +13,8 @@ use std::task::Poll;
 
 use tokio::sync::oneshot;
 
-/// Who asks: an IPv4 address, or the network of an IPv6 one, as a single host may have all addresses of it.
+/// The origin of a connection: an IPv4 address, or the network of an IPv6 address, because one host may own the whole
+/// network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Source(IpAddr);
 
@@ -31,11 +32,11 @@ pub(super) struct Turns(Mutex<State>);
 
 struct State {
     free: usize,
-    /// The sources in the order in which they get a turn, each with those who wait, the newest last.
+    /// The sources in the order in which they get a turn, each with its waiting tasks, the newest last.
     waiting: VecDeque<(Source, Vec<oneshot::Sender<Turn>>)>,
 }
 
-/// A turn, given to the next when it is dropped.
+/// A turn, which is passed to the next task when it is dropped.
 struct Turn(Option<Arc<Turns>>);
 
 impl Turns {
@@ -46,7 +47,7 @@ impl Turns {
         })))
     }
 
-    /// As many as leave processors to others: half of them, but one at least.
+    /// Leaves processors for other work: there are turns for half of them, but at least one.
     pub fn for_this_machine() -> Arc<Turns> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Self::new((processors / 2).max(1))
@@ -66,7 +67,8 @@ impl Turns {
             let (sender, receiver) = oneshot::channel();
             match state.waiting.iter_mut().find(|(s, _)| *s == source) {
                 Some((_, senders)) => {
-                    // Those who have given up are forgotten now and then, so that they do not pile up below the newest.
+                    // Tasks that have given up are removed from time to time, so that they do not pile up below the
+                    // newest.
                     if senders.len() == senders.capacity() {
                         senders.retain(|s| !s.is_closed());
                     }
@@ -79,7 +81,7 @@ impl Turns {
         receiver.await.ok()
     }
 
-    /// Hands a turn to the newest of the source whose time it is.
+    /// Passes a turn to the newest task of the next source.
     fn pass(self: Arc<Self>) {
         let mut turn = Turn(Some(Arc::clone(&self)));
         loop {
@@ -99,13 +101,13 @@ impl Turns {
             let Some(next) = next else { continue };
             match next.send(turn) {
                 Ok(()) => return,
-                // It has given up.
+                // The task has given up.
                 Err(back) => turn = back,
             }
         }
     }
 
-    /// Runs `work` in turns: each of its steps waits for one, and gives it back whether or not the work is done.
+    /// Runs `work` in turns: each of its steps waits for a turn, and releases it whether or not the work is done.
     pub async fn run<F: Future>(self: &Arc<Self>, source: Source, work: F) -> F::Output {
         let mut work = pin!(work);
         loop {
@@ -115,7 +117,7 @@ impl Turns {
             if let Poll::Ready(output) = step {
                 return output;
             }
-            // The step has seen to it that this task is woken when the work can go on.
+            // The step has registered a waker for the time when the work can continue.
             let mut slept = false;
             std::future::poll_fn(|_| {
                 if std::mem::replace(&mut slept, true) {
@@ -167,7 +169,7 @@ mod tests {
             }));
             tokio::task::yield_now().await;
         }
-        // Whoever gives up costs nobody a turn.
+        // A task that gives up consumes no turn.
         tasks.remove(2).abort();
         tokio::task::yield_now().await;
         drop(held);

@@ -1,4 +1,4 @@
-//! Commands and forwarded ports over WebSockets, for runtimes that speak SPDY (kubelet spec, 13.4).
+//! Commands and forwarded ports over WebSockets (KEP-4006), for runtimes that speak SPDY.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -30,12 +30,12 @@ use super::full;
 use super::pairs::Pairs;
 use super::spdy::{Frame, Reader, Writer};
 
-/// The protocols that we turn into SPDY; older ones a runtime speaks itself.
+/// The protocols that are translated to SPDY; runtimes serve older ones themselves.
 const COMMAND: &str = "v5.channel.k8s.io";
 const FORWARD: &str = "SPDY/3.1+portforward.k8s.io";
-/// The largest message that is taken.
+/// Maximum size of an accepted message.
 const LARGEST: usize = 1 << 20;
-/// How much is read of a port at once.
+/// Number of bytes that are read at once for a forwarded port.
 const PIECE: usize = 32 << 10;
 
 /// The channels of a command, by their first byte.
@@ -46,7 +46,7 @@ const ERROR: u8 = 3;
 const RESIZE: u8 = 4;
 const CLOSE: u8 = 255;
 
-/// What a request's WebSocket carries.
+/// The content of a request's WebSocket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Carried {
     /// A command's streams.
@@ -55,7 +55,7 @@ pub enum Carried {
     Ports,
 }
 
-/// What a request asks to be turned into SPDY, if it does.
+/// Returns what a request offers for translation to SPDY; `None` if nothing.
 #[must_use]
 pub fn carried(headers: &HeaderMap) -> Option<Carried> {
     let websocket = headers
@@ -79,24 +79,24 @@ pub fn carried(headers: &HeaderMap) -> Option<Carried> {
 /// The streams of a command.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Channels {
-    /// Whether something goes in.
+    /// Whether the client sends input.
     pub stdin: bool,
-    /// Whether output comes.
+    /// Whether the client receives output.
     pub stdout: bool,
-    /// Whether errors come.
+    /// Whether the client receives errors.
     pub stderr: bool,
-    /// Whether it has a terminal, whose size changes.
+    /// Whether the command has a terminal, whose size changes.
     pub tty: bool,
 }
 
-/// What proves to a client that we understood it (RFC 6455, 4.2.2).
+/// Computes the header that proves to a client that its handshake was understood (RFC 6455, 4.2.2).
 fn accept(key: &HeaderValue) -> Option<HeaderValue> {
     let text = [key.as_bytes(), b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"].concat();
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA1_FOR_LEGACY_USE_ONLY, &text);
     HeaderValue::from_str(&base64::engine::general_purpose::STANDARD.encode(digest)).ok()
 }
 
-/// Has the runtime leave HTTP for SPDY. Any other answer of its is handed back.
+/// Upgrades a new connection to the runtime to SPDY. Any other answer of the runtime is returned.
 async fn spdy(
     outgoing: &Outgoing,
     protocol: &str,
@@ -126,7 +126,7 @@ async fn spdy(
     Ok(Ok(hyper::upgrade::on(answer).await?))
 }
 
-/// Serves a request's WebSocket with what a runtime serves over SPDY on a fresh connection. `held` is kept until it ends.
+/// Serves a request's WebSocket through a new SPDY connection to a runtime. `held` is kept until the session ends.
 pub async fn serve_socket(
     mut request: Request<Incoming>,
     carried: Carried,
@@ -189,7 +189,7 @@ fn broken(error: impl std::fmt::Display) -> io::Error {
     io::Error::other(error.to_string())
 }
 
-/// A message of a channel.
+/// Encodes a message of a channel.
 fn message(channel: u8, data: &[u8]) -> Message {
     let mut bytes = Vec::with_capacity(data.len() + 1);
     bytes.push(channel);
@@ -197,8 +197,9 @@ fn message(channel: u8, data: &[u8]) -> Message {
     Message::Binary(bytes.into())
 }
 
-/// Runs both directions of a session. After the end of the runtime's side, the client closes when it has read everything:
-/// until then its messages are read, as long as it makes progress. The client's end ends the session at once.
+/// Runs both directions of a session. After the runtime's side ends, the client closes when it has read
+/// everything. Until then its messages are read, as long as it makes progress. If the client's side ends, the session
+/// ends at once.
 async fn until_closed(
     outward: impl Future<Output = io::Result<()>>,
     inward: impl Future<Output = ()>,
@@ -235,7 +236,7 @@ async fn closed(
     sink.send(message).await.map_err(broken)
 }
 
-/// A command: each channel is a stream of the runtime's.
+/// Serves a command: each channel is a stream of the runtime.
 async fn command(
     socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
     channels: Channels,
@@ -256,7 +257,7 @@ async fn command(
     for (channel, kind, _) in wanted.into_iter().filter(|(_, _, wanted)| *wanted) {
         streams.insert(channel, writer.open(&[("streamtype", kind)]).await?);
     }
-    // The client learns that it may begin.
+    // Notifies the client that it may begin.
     let first = [STDOUT, STDERR, ERROR]
         .into_iter()
         .find(|c| streams.contains_key(c))
@@ -310,8 +311,8 @@ async fn outward(
     closed(&mut sink, ended).await
 }
 
-/// Hands the client's messages on to the runtime until the client closes. After the runtime has stopped reading, messages
-/// are discarded.
+/// Forwards the client's messages to the runtime until the client closes. After the runtime has stopped reading,
+/// messages are discarded.
 async fn inward(
     mut messages: impl Stream<Item = Result<Message, WebSocketError>> + Unpin,
     mut writer: Writer<impl AsyncWrite + Unpin>,
@@ -364,7 +365,7 @@ async fn inward(
     }
 }
 
-/// Forwarded ports: the socket carries the bytes of a connection that speaks SPDY.
+/// Serves forwarded ports: the WebSocket carries the bytes of an SPDY connection.
 async fn ports(
     socket: WebSocketStream<impl AsyncRead + AsyncWrite + Unpin>,
     runtime: impl AsyncRead + AsyncWrite + Unpin,
@@ -409,7 +410,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
-    /// A client's frame as its bytes; what is wrong with it is up to its parts.
+    /// The bytes of a client's frame, of which any part may be wrong.
     fn frame() -> impl Strategy<Value = Vec<u8>> {
         let parts = (
             any::<u8>(),
@@ -430,7 +431,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever both sides send, a command and forwarded ports end when they do, without a panic.
+        /// Whatever both sides send, the sessions of a command and of forwarded ports end with the peers, without a
+        /// panic.
         #[test]
         fn any_bytes_come_to_an_end(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
             let all = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");

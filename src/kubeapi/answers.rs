@@ -1,22 +1,22 @@
-//! Whether the apiserver answers, for work that waits until it does again.
+//! Tracks whether the apiserver answers, so that blocked work resumes as soon as it does.
 
 use tokio::sync::watch;
 
 #[derive(Debug, Default, PartialEq, Eq)]
 struct State {
-    /// The last request had no answer.
+    /// Whether the last request got no answer.
     is_silent: bool,
-    /// How often an answer followed silence.
+    /// Number of times that the apiserver answered after silence.
     recoveries: u64,
 }
 
-/// Follows the outcome of every request of the agent; clones are the same one.
+/// Records the outcome of every request of the agent. Clones share their state.
 #[derive(Debug, Clone, Default)]
 pub struct Answers(watch::Sender<State>);
 
 impl Answers {
-    /// Notes a request's outcome: the code of its answer. Without one, or with one of a proxy that does not reach the apiserver,
-    /// the apiserver is silent.
+    /// Records the outcome of a request; `code` is the HTTP status of its answer. The apiserver counts as silent if
+    /// there is no answer, or if a proxy answers that it cannot reach the apiserver (502 to 504).
     pub fn note(&self, code: Option<u16>) {
         let is_silent = matches!(code, None | Some(502..=504));
         self.0.send_if_modified(|state| {
@@ -27,7 +27,7 @@ impl Answers {
         });
     }
 
-    /// What waits for the next answer after silence.
+    /// Subscribes to the next answer after silence.
     #[must_use]
     pub fn subscribe(&self) -> Recovery {
         Recovery(Some(self.0.subscribe()))
@@ -39,15 +39,16 @@ impl Answers {
 pub struct Recovery(Option<watch::Receiver<State>>);
 
 impl Recovery {
-    /// Of an API that does not report its answers.
+    /// Never completes; for an API that does not record its answers.
     #[must_use]
     pub fn never() -> Recovery {
         Recovery(None)
     }
 
-    /// Returns when the apiserver has begun to answer since the subscription or the last call. Cancel-safe.
+    /// Waits until the apiserver answers again after silence. A recovery since the subscription or the last call
+    /// counts. Cancel-safe.
     pub async fn next(&mut self) {
-        // The sender lives as long as the connections.
+        // If the sender was dropped, the connections are closed and no recovery can follow.
         if let Some(changes) = &mut self.0
             && changes.changed().await.is_ok()
         {

@@ -1,7 +1,6 @@
-//! The calls of the API for one kind, with little code for each kind: requests, lists and watches are those of kube for an
-//! object that is not read yet; a kind's own code reads one object out of JSON that is parsed. With `kube::Api` itself each
-//! kind has a client, a watcher and deserialisers of its own: megabytes of program text, which stay in the memory of an
-//! agent that is idle (BENCHMARKS.md).
+//! Typed API calls with little generated code per kind. kube sends requests, lists and watches for [`Untyped`] objects.
+//! Only the decoding of one object from parsed JSON is specific to a kind. With `kube::Api<K>`, each kind would have
+//! its own client, watcher and deserialisers: megabytes of code that stay resident in an idle agent (BENCHMARKS.md).
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -20,10 +19,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-/// An object of any kind, parsed but not read.
+/// An object of any kind: parsed JSON, not decoded yet.
 #[derive(Debug, Clone)]
 pub struct Untyped {
-    /// Name, namespace, uid and version: what is needed to follow it.
+    /// Name, namespace, uid and resource version, which a watcher needs.
     meta: ObjectMeta,
     value: Value,
 }
@@ -44,7 +43,7 @@ impl<'de> Deserialize<'de> for Untyped {
 }
 
 impl Untyped {
-    /// Reads it as an object of its kind.
+    /// Decodes the object as kind `K`.
     pub fn read<K: DeserializeOwned>(self) -> Result<K, Error> {
         serde_json::from_value(self.value).map_err(Error::SerdeError)
     }
@@ -79,7 +78,7 @@ impl Resource for Untyped {
     }
 }
 
-/// The calls for objects of one kind, of one namespace or of all. Errors are those of kube.
+/// API calls for objects of kind `K`, in one namespace or in the whole cluster. Errors are those of kube.
 pub struct Api<K> {
     calls: kube::Api<Untyped>,
     kind: PhantomData<fn() -> K>,
@@ -104,14 +103,14 @@ impl<K: Resource> Api<K>
 where
     K::DynamicType: Default,
 {
-    /// Objects of the cluster, or of all namespaces.
+    /// Selects cluster-scoped objects, or the objects of all namespaces.
     #[must_use]
     pub fn all(client: Client) -> Api<K> {
         let kind = ApiResource::erase::<K>(&K::DynamicType::default());
         kube::Api::all_with(client, &kind).into()
     }
 
-    /// Objects of one namespace.
+    /// Selects the objects of one namespace.
     #[must_use]
     pub fn namespaced(client: Client, namespace: &str) -> Api<K>
     where
@@ -123,13 +122,13 @@ where
 }
 
 impl<K> Api<K> {
-    /// The connection.
+    /// Returns the underlying client.
     #[must_use]
     pub fn client(&self) -> Client {
         self.calls.clone().into_client()
     }
 
-    /// Events of a watch that begins anew by itself, for those who read the objects one by one.
+    /// Streams the events of a watch that restarts after errors; the caller decodes each object.
     pub fn watcher(
         self,
         config: watcher::Config,
@@ -137,7 +136,7 @@ impl<K> Api<K> {
         watcher(self.calls, config)
     }
 
-    /// Deletes the objects that `which` selects.
+    /// Deletes the objects that match `which`.
     pub async fn delete_collection(
         &self,
         params: &DeleteParams,
@@ -147,21 +146,21 @@ impl<K> Api<K> {
     }
 }
 
-/// Objects, and the version that a watch goes on from.
+/// The result of a list.
 pub struct Listed<K> {
     /// The objects.
     pub items: Vec<K>,
-    /// The version of the list.
+    /// The resource version of the list, from which a watch can continue.
     pub version: Option<String>,
 }
 
 impl<K: DeserializeOwned> Api<K> {
-    /// One object.
+    /// Gets one object.
     pub async fn get(&self, name: &str) -> Result<K, Error> {
         self.calls.get(name).await?.read()
     }
 
-    /// One object, or none if there is none of this name.
+    /// Gets one object, or `None` if it does not exist.
     pub async fn get_opt(&self, name: &str) -> Result<Option<K>, Error> {
         self.calls
             .get_opt(name)
@@ -170,7 +169,7 @@ impl<K: DeserializeOwned> Api<K> {
             .transpose()
     }
 
-    /// The objects that `which` selects.
+    /// Lists the objects that match `which`.
     pub async fn list(&self, which: &ListParams) -> Result<Listed<K>, Error> {
         let listed = self.calls.list(which).await?;
         Ok(Listed {
@@ -183,7 +182,7 @@ impl<K: DeserializeOwned> Api<K> {
         })
     }
 
-    /// One watch, from a version on.
+    /// Opens one watch for changes after resource version `version`.
     pub async fn watch(
         &self,
         which: &WatchParams,
@@ -207,7 +206,7 @@ impl<K: DeserializeOwned> Api<K> {
             .boxed())
     }
 
-    /// One object from a watch that begins anew by itself; none when it is gone.
+    /// Watches one object and restarts after errors; yields `None` when the object does not exist.
     pub fn watch_object(
         self,
         name: &str,
@@ -216,7 +215,7 @@ impl<K: DeserializeOwned> Api<K> {
         objects.map(|object| Ok(object?.map(Untyped::read)))
     }
 
-    /// Deletes an object; the answer is the object, if its deletion has only begun.
+    /// Deletes an object. Returns the object if its deletion has only begun.
     pub async fn delete(&self, name: &str, params: &DeleteParams) -> Result<Option<K>, Error> {
         let answer = self.calls.delete(name, params).await?;
         answer.left().map(Untyped::read).transpose()
@@ -231,7 +230,7 @@ impl<K: DeserializeOwned> Api<K> {
             .await
     }
 
-    /// Replaces an object by a newer version.
+    /// Replaces an object.
     pub async fn replace(&self, name: &str, params: &PostParams, object: &K) -> Result<K, Error>
     where
         K: Serialize,
@@ -255,7 +254,7 @@ impl<K: DeserializeOwned> Api<K> {
             .await
     }
 
-    /// Creates what stands below an object: a token, a binding.
+    /// Creates a subresource of an object: a token, a binding.
     pub async fn create_below<T: Serialize, A: DeserializeOwned>(
         &self,
         name: &str,
@@ -287,7 +286,7 @@ impl<K: DeserializeOwned> Api<K> {
         self.patch_below("status", name, params, patch).await
     }
 
-    /// Patches what stands below an object: its status, its approval.
+    /// Patches a subresource of an object: its status, its approval.
     pub async fn patch_below<P: Serialize + Debug>(
         &self,
         below: &str,
@@ -330,7 +329,7 @@ mod tests {
     fn an_object_is_known_by_name_before_it_is_read() {
         let metadata = json!({"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": {"l": "1"}});
         let event = json!({"type": "ADDED", "object": {"kind": "Pod", "apiVersion": "v1", "metadata": metadata}});
-        // In either order, as JSON has none.
+        // An event's fields may come in any order.
         let reversed = r#"{"object": {"metadata": {"name": "a"}}, "type": "ADDED"}"#;
         for (text, version) in [(&*event.to_string(), Some("7")), (reversed, None)] {
             let Ok(WatchEvent::<Untyped>::Added(object)) = serde_json::from_str(text) else {

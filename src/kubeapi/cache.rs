@@ -1,7 +1,7 @@
-//! A cache of one kind, kept by a watch: many readers, one task that writes.
+//! A cache of the objects of one kind. One task watches the API and writes; any number of readers share the result.
 //!
-//! A relist builds the new set aside and swaps it in, so readers never see half of one. The watch
-//! resumes by itself after errors, with a growing pause.
+//! A relist collects the new objects separately and then replaces all old ones, so readers never see half a list. After
+//! an error, the watch resumes with back-off.
 
 use crate::core::backoff::Doubling;
 use crate::core::lock::lock;
@@ -21,18 +21,18 @@ use super::api::{Api, Untyped};
 use super::client::chain;
 use super::failure::{ApiFailure, watch_failure};
 
-/// The pauses after a watch that failed, at first and at most.
+/// Back-off after a failed watch: initial and maximum delay.
 const PAUSES: Doubling = Doubling::new(Duration::from_millis(50), Duration::from_secs(5));
 
 /// Namespace and name.
 pub type Key = (String, String);
 type Map<K> = BTreeMap<Key, Arc<K>>;
-/// What a reader has not taken yet, by key.
+/// Changes that a reader has not taken yet, by key.
 type Pending<K> = Mutex<BTreeMap<Key, PendingChange<K>>>;
-/// The changes that a reader takes at once, by key.
+/// The changes that a reader takes in one call, by key.
 pub type Changes<K> = BTreeMap<Key, Changed<K>>;
 
-/// What became of one key since the reader took its changes last.
+/// The change of one key since the reader last took changes.
 #[derive(Debug)]
 pub struct Changed<K> {
     /// The object that has the key now.
@@ -40,57 +40,59 @@ pub struct Changed<K> {
     /// The last state of the object that the reader knew under the key, if that object was deleted or replaced by one
     /// with another uid.
     ///
-    /// An apiserver may write a deletion's last change and the deletion within a millisecond, so the last state may hold
-    /// what no other change of the key shows: for a pod, its `deletionGracePeriodSeconds`.
+    /// An apiserver may store the last update of an object and its deletion within a millisecond. The last state may
+    /// then hold data that no other change of the key shows: for a pod, its `deletionGracePeriodSeconds`.
     pub gone: Option<Arc<K>>,
 }
 
-/// A change that a reader has not taken yet. It holds two objects at most, however many came and went meanwhile.
+/// A change that a reader has not taken yet. It keeps at most two objects, however many were created and deleted
+/// meanwhile.
 struct PendingChange<K> {
     /// The newest state of the object that the reader knows; after its deletion, its last state.
     known: Option<Arc<K>>,
     now: Option<Arc<K>>,
 }
 
-/// One step of a key: the object before it, in its last state, and the object after it.
+/// One transition of a key: the last state of the object before it, and the object after it.
 struct Step<K> {
     key: Key,
     before: Option<Arc<K>>,
     after: Option<Arc<K>>,
 }
 
-/// What the halves of a cache share.
+/// State shared by the writer and the readers of a cache.
 struct Shared<K> {
     map: RwLock<Map<K>>,
-    /// Those who read key by key.
+    /// Readers that take changes key by key.
     readers: Mutex<Vec<Weak<Pending<K>>>>,
 }
 
-/// The objects of one kind as last seen. Clones share it; the watch ends with the last clone.
+/// The last known objects of one kind. Clones share the objects; dropping the last clone stops the watch.
 pub struct Cache<K> {
     shared: Arc<Shared<K>>,
-    /// Counts changes; 0 until the first complete list.
+    /// Number of changes; 0 until the first complete list.
     version: watch::Receiver<u64>,
     _task: Option<Arc<AbortOnDropHandle<()>>>,
 }
 
-/// The writing half of a cache: there is one, so only one task writes.
+/// The writing half of a cache. There is only one, so a single task writes.
 pub struct Writer<K> {
     shared: Arc<Shared<K>>,
     announce: watch::Sender<u64>,
 }
 
-/// Reads what has changed in a cache, key by key. A slow reader takes the newest state of each key.
+/// Reads the changes of a cache key by key. A slow reader gets the newest state of each key.
 pub struct ChangeReader<K> {
     pending: Arc<Pending<K>>,
     version: watch::Receiver<u64>,
 }
 
 impl<K: Resource> ChangeReader<K> {
-    /// Waits for changes. The first answer holds the first complete list; it is empty if that list is empty. Cancel-safe.
+    /// Waits for changes. The first result holds the first complete list, and is empty if that list is empty.
+    /// Cancel-safe.
     pub async fn next(&mut self) -> Changes<K> {
         if self.version.changed().await.is_err() {
-            // The watch has ended with the process.
+            // The writer was dropped: no more changes follow.
             return std::future::pending().await;
         }
         let taken = std::mem::take(&mut *lock(&self.pending));
@@ -106,7 +108,7 @@ impl<K: Resource> ChangeReader<K> {
     }
 }
 
-/// Whether both are states of one object.
+/// Whether both are states of the same object.
 fn is_same<K: Resource>(a: Option<&K>, b: Option<&K>) -> bool {
     match (a, b) {
         (Some(a), Some(b)) => a.meta().uid == b.meta().uid,
@@ -116,7 +118,8 @@ fn is_same<K: Resource>(a: Option<&K>, b: Option<&K>) -> bool {
 }
 
 impl<K: Resource> PendingChange<K> {
-    /// Takes in a step. False if there is nothing to hand on: the reader never knew what came and went.
+    /// Applies a step. Returns false if nothing remains to report: the object was created and deleted before the reader
+    /// saw it.
     fn follow(&mut self, step: &Step<K>) -> bool {
         let known = self.known.as_deref();
         if known.is_some() && is_same(known, step.before.as_deref()) {
@@ -130,7 +133,7 @@ impl<K: Resource> PendingChange<K> {
 }
 
 impl<K: Resource> Shared<K> {
-    /// Notes steps for every reader that is still there.
+    /// Records steps for every reader, and removes the readers that were dropped.
     fn note(&self, steps: &[Step<K>]) {
         let mut readers = lock(&self.readers);
         readers.retain(|reader| {
@@ -154,18 +157,18 @@ impl<K: Resource> Shared<K> {
 }
 
 impl<K: Resource> Writer<K> {
-    /// Makes a change and hands its steps to the readers.
+    /// Applies a change and passes its steps to the readers.
     fn change(&self, change: impl FnOnce(&mut Map<K>) -> Vec<Step<K>>) {
         let map = &self.shared.map;
         let mut map = map.write().unwrap_or_else(PoisonError::into_inner);
         let steps = change(&mut map);
-        // Under the map's lock: a reader that begins now gets a step either from the map or from here.
+        // Under the map's lock, so that a new reader gets each step exactly once: from the map or from here.
         self.shared.note(&steps);
         drop(map);
         self.announce.send_modify(|version| *version += 1);
     }
 
-    /// An object is there, or is there in a new version.
+    /// Inserts a new object or a new version of one.
     pub fn apply(&self, object: K) {
         self.change(|map| {
             let (key, object) = (key(&object), Arc::new(slim(object)));
@@ -175,12 +178,12 @@ impl<K: Resource> Writer<K> {
         });
     }
 
-    /// An object was deleted; `object` is its last state.
+    /// Removes a deleted object; `object` is its last state.
     pub fn delete(&self, object: K) {
         self.remove(key(&object), Some(object));
     }
 
-    /// An object was deleted; `last` is its last state, if that can be read.
+    /// Removes a deleted object; `last` is its last state if it could be decoded.
     fn remove(&self, key: Key, last: Option<K>) {
         self.change(|map| {
             let known = map.remove(&key);
@@ -191,12 +194,13 @@ impl<K: Resource> Writer<K> {
         });
     }
 
-    /// A complete list, which replaces everything.
+    /// Replaces the contents by a complete list.
     pub fn replace(&self, objects: Vec<K>) {
         self.replace_readable(objects, vec![]);
     }
 
-    /// A complete list of which some objects could not be read: they are there, so that what was known of them holds on.
+    /// Replaces the contents by a complete list in which some objects cannot be decoded. Those objects exist, so the
+    /// cache keeps their last known state.
     fn replace_readable(&self, objects: Vec<K>, unread: Vec<Unread>) {
         let mut listed: Map<K> = objects
             .into_iter()
@@ -240,7 +244,7 @@ impl<K> Clone for Cache<K> {
     }
 }
 
-/// The key of an object.
+/// Returns the namespace and name of an object.
 #[must_use]
 pub fn key<K: Resource>(object: &K) -> Key {
     let meta = object.meta();
@@ -250,7 +254,7 @@ pub fn key<K: Resource>(object: &K) -> Key {
     )
 }
 
-/// The revision of an object as a number.
+/// Returns the resource version of an object as a number; 0 if it has none.
 #[must_use]
 pub fn revision<K: Resource>(object: &K) -> u64 {
     object
@@ -266,7 +270,7 @@ where
     K: Resource + DeserializeOwned + Send + Sync + 'static,
     K::DynamicType: Default,
 {
-    /// A cache that is written by hand: for simulations.
+    /// Creates a cache without a watch; simulations write to it.
     #[must_use]
     pub fn by_hand() -> (Writer<K>, Cache<K>) {
         let shared = Arc::new(Shared {
@@ -287,7 +291,7 @@ where
         )
     }
 
-    /// Starts watching.
+    /// Starts a watch and returns the cache that it fills.
     #[must_use]
     pub fn start(api: Api<K>, config: watcher::Config) -> Cache<K> {
         let (writer, mut cache) = Self::by_hand();
@@ -300,23 +304,23 @@ where
     /// Waits for the first complete list.
     pub async fn synced(&self) {
         let mut version = self.version.clone();
-        // The sender lives as long as the task, which lives as long as `self`.
+        // The sender lives as long as the task, and the task as long as `self`.
         let _ = version.wait_for(|v| *v > 0).await;
     }
 
-    /// Whether the first complete list has come.
+    /// Whether the first complete list has arrived.
     #[must_use]
     pub fn is_synced(&self) -> bool {
         *self.version.borrow() > 0
     }
 
-    /// Tells of changes; take it before reading, so that none is missed.
+    /// Returns a receiver that is notified of changes. Subscribe before reading, so that no change is missed.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.version.clone()
     }
 
-    /// Begins to read changes key by key; what is here already comes first.
+    /// Returns a reader of changes, which first gets the objects that are in the cache already.
     #[must_use]
     pub fn read_changes(&self) -> ChangeReader<K> {
         let map = &self.shared.map;
@@ -328,12 +332,12 @@ where
         let pending = Arc::new(Mutex::new(map.iter().map(here).collect()));
         lock(&self.shared.readers).push(Arc::downgrade(&pending));
         drop(map);
-        // No clone of this receiver has seen anything: what came before is a change, too.
+        // No clone of this receiver has marked a version as seen, so earlier changes wake the new reader as well.
         let version = self.version.clone();
         ChangeReader { pending, version }
     }
 
-    /// One object.
+    /// Returns one object.
     #[must_use]
     pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<K>> {
         let map = self
@@ -344,7 +348,7 @@ where
         map.get(&(namespace.to_owned(), name.to_owned())).cloned()
     }
 
-    /// All objects in key order.
+    /// Returns all objects in key order.
     #[must_use]
     pub fn list(&self) -> Vec<Arc<K>> {
         let map = self
@@ -373,7 +377,7 @@ where
                 }
             }
             Ok(watcher::Event::Delete(object)) => {
-                // If the object cannot be decoded, its last known state counts.
+                // If the object cannot be decoded, its last known state is reported.
                 writer.remove(key(&object), object.read().ok());
             }
             Ok(watcher::Event::Init) => {
@@ -392,7 +396,7 @@ where
                 let failure = watch_failure(error);
                 let kind = K::kind(&K::DynamicType::default()).into_owned();
                 tracing::debug!(%failure, kind, "watch interrupted, it resumes by itself");
-                // At first and for a while a refusal is expected: an apiserver that has just started knows no roles yet.
+                // A refusal is expected for a while: an apiserver that has just started has not loaded its roles yet.
                 let lasts = pauses.is_longest() && matches!(failure, ApiFailure::Forbidden(_));
                 if lasts && !std::mem::replace(&mut refused, true) {
                     tracing::warn!(%failure, kind, "the apiserver lets this node not watch what it needs; it is tried until it does");
@@ -407,13 +411,13 @@ where
     }
 }
 
-/// An object that is there and cannot be read.
+/// An object that exists and cannot be decoded.
 struct Unread {
     key: Key,
     uid: Option<String>,
 }
 
-/// Reads an object. One that cannot be read is told to the log, and others are not disturbed by it.
+/// Decodes an object. An undecodable object is logged and skipped.
 fn read<K>(object: Untyped) -> Result<K, Unread>
 where
     K: Resource + DeserializeOwned,
@@ -428,7 +432,7 @@ where
     })
 }
 
-/// Drops what nobody here reads.
+/// Removes the managed fields, which no reader uses.
 fn slim<K: Resource>(mut object: K) -> K {
     object.meta_mut().managed_fields = None;
     object
@@ -482,7 +486,7 @@ mod tests {
         assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
     }
 
-    /// The pod `p` with a uid, and the grace period of its deletion.
+    /// The pod `p` with this uid and this deletion grace period.
     fn deleted(uid: &str, grace: Option<i64>) -> Pod {
         let mut pod = pod("p");
         pod.metadata.uid = Some(uid.into());
@@ -492,7 +496,7 @@ mod tests {
 
     type Shown = (String, Option<i64>);
 
-    /// What a reader takes of the pod `p`: the uid and the grace period of the pod that went, and of the pod that is there.
+    /// The change that a reader gets for pod `p`: uid and grace period of the old pod, and of the present pod.
     fn of_p(reader: &mut ChangeReader<Pod>) -> Option<(Option<Shown>, Option<Shown>)> {
         let mut changes = reader.next().now_or_never()?;
         let change = changes.remove(&(String::new(), "p".into()))?;
@@ -504,7 +508,7 @@ mod tests {
         Some((shown(change.gone), shown(change.now)))
     }
 
-    /// What the watch brings of the pod `p`, whose uid was `a`, and what a reader takes of it.
+    /// A test case: its name, the events for the pod `p` with uid `a`, and the change that a reader gets.
     type Case = (
         &'static str,
         fn(&Writer<Pod>),
@@ -612,7 +616,7 @@ mod tests {
         assert_eq!(lock(&reader.pending).len(), 0);
     }
 
-    /// A ConfigMap that no release of this agent can read.
+    /// A ConfigMap with data of the wrong type, which cannot be decoded.
     fn unreadable(name: &str, uid: &str) -> Value {
         let mut object = map(9, "", false);
         object["metadata"]["name"] = json!(name);
@@ -635,7 +639,7 @@ mod tests {
         fake.say("MODIFIED", &map(2, "second", false));
         until("the next event", || text().as_deref() == Some("second")).await;
 
-        // The watch has to begin anew, and the list has the object in a form that cannot be read.
+        // The watch must restart, and the list has the object in an undecodable form.
         let expired = json!({"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"});
         let relist = async |object: Value, version: u64| {
             *lock(&fake.items) = vec![object];

@@ -1,4 +1,4 @@
-//! Connections to an apiserver.
+//! Clients for an apiserver, made from a kubeconfig.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::pool;
 use super::proxy::{self, Proxy};
 use crate::core::node::signing;
 
-/// Why no connection can be made.
+/// Why no client can be created.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The file is missing or cannot be read.
@@ -24,7 +24,7 @@ pub enum ConnectError {
         "the kubeconfig {path} cannot be read ({why}); name another with --kubeconfig, or create it"
     )]
     Read {
-        /// The file.
+        /// The kubeconfig.
         path: PathBuf,
         /// The cause.
         why: String,
@@ -32,20 +32,21 @@ pub enum ConnectError {
     /// The file is not a usable kubeconfig.
     #[error("the kubeconfig {path} cannot be used: {why}")]
     Use {
-        /// The file.
+        /// The kubeconfig.
         path: PathBuf,
         /// The cause.
         why: String,
     },
 }
 
-/// A client for the current context of a kubeconfig file. Nothing is sent yet.
+/// Creates a client for the current context of a kubeconfig. Nothing is sent yet.
 pub async fn connect(path: &Path) -> Result<kube::Client, ConnectError> {
     connect_as(path, None, None, Pace::default()).await
 }
 
-/// The same, as the node: while the pair of a certificate and its key in `own` is good, it takes the place of the
-/// kubeconfig's credentials, which only began it. Each answer is reported, and requests are sent at a pace.
+/// Creates a client for the node. The kubeconfig's credentials are only needed to obtain the first certificate. While
+/// the certificate in the file `own` is valid, it and its key replace them. `report` receives every answer, and `pace`
+/// limits the rate of requests.
 pub async fn connect_as(
     path: &Path,
     own: Option<PathBuf>,
@@ -74,14 +75,14 @@ pub async fn connect_as(
     Ok(kube::client::ClientBuilder::new(connections, namespace).build())
 }
 
-/// What a kubeconfig says, the files that say it, and the proxy on the way.
+/// The configuration from a kubeconfig, the files that it depends on, and the proxy to the server.
 struct Target {
     config: kube::Config,
     files: Vec<PathBuf>,
     proxy: Proxy,
 }
 
-/// The credentials of a pair that the node keeps itself, if it is there and has not ended.
+/// Returns the credentials in the node's own certificate file, if it exists and has not expired.
 fn kept(own: &Path, now: Timestamp) -> Option<AuthInfo> {
     let (_, ends) = signing::lifetime(&std::fs::read(own).ok()?)?;
     let path = own.to_str().filter(|_| ends > now)?;
@@ -92,7 +93,7 @@ fn kept(own: &Path, now: Timestamp) -> Option<AuthInfo> {
     })
 }
 
-/// A user's client certificate, PEM, if it can be read.
+/// Returns a user's client certificate (PEM), if it can be read.
 fn certificate(user: &AuthInfo) -> Option<Vec<u8>> {
     match (&user.client_certificate_data, &user.client_certificate) {
         (Some(data), _) => base64::engine::general_purpose::STANDARD.decode(data).ok(),
@@ -131,7 +132,7 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
     })
 }
 
-/// The roots, PEM, by which a kubeconfig's current context knows its apiserver.
+/// Returns the certificate authorities (PEM) with which a kubeconfig's current context verifies its apiserver.
 pub async fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
     let roots = read(path, None).await.and_then(|target| {
         let roots = target.config.root_cert.filter(|roots| !roots.is_empty());
@@ -148,7 +149,7 @@ pub async fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
     Ok(pem.into_bytes())
 }
 
-/// What a kubeconfig says, made ready: pools that speak HTTP/2 where the server does.
+/// Prepares the connections to a target: pools that use HTTP/2 if the server does.
 fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Error> {
     let Target {
         config,
@@ -169,8 +170,8 @@ fn material(target: Target, report: Option<Report>) -> Result<Material, kube::Er
     })
 }
 
-/// Gets a text of at most `limit` bytes from a URL, within ten seconds. Certificates are verified as the
-/// system does.
+/// Fetches a text of at most `limit` bytes from a URL, within ten seconds. Certificates are verified with the system's
+/// certificate authorities.
 pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Result<String, String> {
     let get = async {
         let target: hyper::Uri = url
@@ -204,7 +205,7 @@ pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Resul
         .map_err(|_| format!("{url} did not answer within 10s"))?
 }
 
-/// An error with its causes in one line.
+/// Formats an error with its causes in one line.
 #[must_use]
 pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
@@ -219,7 +220,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The HTTP code of an API refusal, if it is one.
+/// Returns the HTTP status if the apiserver refused the request; `None` for other errors.
 #[must_use]
 pub fn code(error: &kube::Error) -> Option<u16> {
     match error {
@@ -232,7 +233,7 @@ pub fn code(error: &kube::Error) -> Option<u16> {
 mod tests {
     use super::*;
 
-    /// A certificate that ends in a hundred years.
+    /// A certificate that expires in a hundred years.
     const GOOD: &str = "\
 -----BEGIN CERTIFICATE-----
 MIIBcDCCARWgAwIBAgIUDFrmQxnI4n8sDVOv1D1w60MjNrUwCgYIKoZIzj0EAwIw

@@ -1,12 +1,14 @@
-//! The connections behind one client: requests on one that is never crowded, watches on others, as many as they need.
+//! The connections behind one client. Requests share one connection and never use up its streams; watches share as many
+//! other connections as they need.
 //!
-//! A kube-apiserver allows 100 streams on a connection (`--http2-max-streams-per-connection`), and a watch holds one for
-//! as long as it lives: on a common connection a few hundred ConfigMaps in use would leave no room for a patch. Every
-//! request has a deadline; one that is missed gives the connection up, as a peer that was cut off says nothing.
+//! A kube-apiserver allows 100 streams on a connection (`--http2-max-streams-per-connection`), and each watch occupies
+//! one. On a shared connection, the watches of a few hundred ConfigMaps would leave no stream for a patch. Every
+//! request has a deadline. A request that misses it discards its connection, because a peer that was cut off sends
+//! nothing.
 //!
-//! When the key material on disk changes (a renewed certificate, a rewritten kubeconfig), all connections are opened
-//! anew: an apiserver judges the certificate that a connection was opened with, at every request. Watches end in between
-//! two events, and their owners resume them from the version they have seen.
+//! When the key material on disk changes (a renewed certificate, a rewritten kubeconfig), all connections are replaced.
+//! An apiserver checks, at every request, the certificate with which the connection was opened. Watches then end
+//! between two events, and their owners resume them from the last version that they have seen.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -31,47 +33,48 @@ use super::failure::Undelivered;
 use super::pace::Pace;
 use crate::core::lock::lock;
 
-/// How many requests of one client are under way at once, of the 100 that an apiserver allows.
+/// Maximum number of concurrent requests of one client; an apiserver allows 100 streams.
 const AT_ONCE: usize = 32;
-/// How many watches share a connection, of the 100 streams that an apiserver allows.
+/// Maximum number of watches on one connection; an apiserver allows 100 streams.
 const WATCHES: usize = 80;
-/// An answer begins within this time, and does not pause for longer; what a watch says may.
+/// Maximum time until an answer begins, and between two parts of it. A watch may be silent for longer.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// A request that its caller gives up after this time, while nobody was answered on its connection, has shown as much as one
-/// that missed the deadline: a heartbeat waits for ten seconds and no longer.
+/// If a caller drops a request after this time, the connection is discarded as after a missed deadline, unless it has
+/// answered another request meanwhile. A heartbeat, for example, waits for ten seconds only.
 const UNANSWERED: Duration = Duration::from_secs(5);
-/// How much longer than it was asked for a watch may last. A load balancer keeps a connection up whose other half is gone.
+/// Extra time that a watch may last beyond its `timeoutSeconds`. A load balancer keeps a connection open after it has
+/// lost the server behind it.
 const OVERDUE: Duration = Duration::from_secs(30);
-/// How often it is looked at most, before a request, whether the key material has changed.
+/// Minimum interval between two checks of the key material before requests.
 const LOOK: Duration = Duration::from_secs(1);
-/// How often it is looked at least: a client whose watches say nothing makes no requests.
+/// Maximum interval between two checks: a client whose watches are silent sends no requests.
 const LOOK_IDLE: Duration = Duration::from_secs(10);
-/// A connection on which nobody has been answered for this long may have been closed.
+/// A connection that has answered no request for this long may have been closed.
 const IDLE: Duration = Duration::from_secs(60);
-/// The largest refusal that is read.
+/// Maximum number of bytes that are read of a refusal.
 const REFUSAL: usize = 4096;
 
-/// Something that sends requests.
+/// A service that sends requests.
 pub(super) type Http = BoxCloneSyncService<Request<Body>, Response<Incoming>, BoxError>;
 
-/// What one reading of the key material came to.
+/// The result of reading the key material.
 pub(super) struct Material {
     /// Opens a new pool of connections.
     pub(super) open: Box<dyn Fn() -> Http + Send + Sync>,
-    /// Adds to a request what every request has, and hands it to the pool that it [carries](carried).
+    /// Adds the headers that all requests have, and passes a request to the pool that it [carries](carried).
     pub(super) front: Http,
-    /// The files that it depends on.
+    /// The files from which it was read.
     pub(super) files: Vec<PathBuf>,
 }
 
-/// Reads the key material; an error is a sentence.
+/// Reads the key material; the error is a sentence.
 pub(super) type Read = Box<dyn Fn() -> BoxFuture<'static, Result<Material, String>> + Send + Sync>;
 
-/// The pool that a request is meant for.
+/// The pool over which a request is sent.
 #[derive(Clone)]
 struct Pool(Http);
 
-/// Sends a request over the pool that it carries.
+/// Sends a request over the pool in its extensions.
 pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incoming>, BoxError> {
     match request.extensions_mut().remove::<Pool>() {
         Some(Pool(http)) => http.oneshot(request).await,
@@ -79,7 +82,8 @@ pub(super) async fn carried(mut request: Request<Body>) -> Result<Response<Incom
     }
 }
 
-/// By what a changed file is known; a renamed one has another number.
+/// Modification time, inode and size of a file: a change alters one of them. A file renamed to this path has another
+/// inode.
 type Stamp = Option<(SystemTime, u64, u64)>;
 
 fn stamp(path: &Path) -> Stamp {
@@ -92,13 +96,13 @@ fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
     files.iter().map(|file| stamp(file)).collect()
 }
 
-/// A pool that should hold one connection: where there may be none yet, one request goes ahead and opens it.
+/// A pool that should hold one connection. While there may be none, one request goes first and opens it.
 struct Lane {
     pool: Pool,
     front: Http,
-    /// Requests or watches under way.
+    /// Number of requests or watches in progress.
     open: AtomicUsize,
-    /// When somebody was answered last.
+    /// When the last answer arrived.
     answered: Mutex<Option<Instant>>,
     first: tokio::sync::Mutex<()>,
 }
@@ -138,7 +142,7 @@ impl Lane {
     }
 }
 
-/// A place on a lane, held while its request or watch lives.
+/// A slot on a lane, occupied while its request or watch lives.
 struct Place(Arc<Lane>);
 
 impl Place {
@@ -154,8 +158,8 @@ impl Drop for Place {
     }
 }
 
-/// A request that has been sent and not been answered. Where its caller goes away, nobody else may find out that the
-/// connection is dead.
+/// A request that was sent and not answered. If its caller drops it, no other request may find out that the connection
+/// is dead.
 struct Waiting<'a> {
     generation: &'a Generation,
     lane: Arc<Lane>,
@@ -172,7 +176,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// The connections of one state of the key material.
+/// The connections for one state of the key material.
 struct Generation {
     material: Material,
     stamps: Vec<Stamp>,
@@ -192,8 +196,8 @@ impl Generation {
         })
     }
 
-    /// A place for a watch: on the first connection that has room, else on a new one. Connections without watches are
-    /// closed.
+    /// Returns a slot for a watch: on the first connection with room, otherwise on a new one. Connections without
+    /// watches are closed.
     fn watch_place(&self) -> Place {
         let mut lanes = lock(&self.watches);
         lanes.retain(|lane| lane.open.load(Ordering::Relaxed) > 0);
@@ -215,7 +219,7 @@ impl Generation {
         Place::on(&lock(&self.requests))
     }
 
-    /// Sends a request; there is nothing where it was not answered in time.
+    /// Sends a request; returns `None` if it was not answered within `limit`.
     async fn ask(
         &self,
         lane: &Arc<Lane>,
@@ -236,7 +240,7 @@ impl Generation {
         answer
     }
 
-    /// Nothing more is sent on a connection that did not answer in time.
+    /// Discards a connection that did not answer in time: no more requests use it.
     fn give_up(&self, lane: &Arc<Lane>) {
         let mut requests = lock(&self.requests);
         if Arc::ptr_eq(&requests, lane) {
@@ -246,7 +250,7 @@ impl Generation {
     }
 }
 
-/// When the key material was looked at, and what was found that cannot be used.
+/// When the key material was checked last, and the state of the files that could not be used.
 struct Look {
     at: Instant,
     unusable: Vec<Stamp>,
@@ -261,10 +265,10 @@ struct Shared {
 }
 
 impl Shared {
-    /// The connections to use now.
+    /// Returns the connections to use now; replaces them if the key material has changed.
     async fn current(&self) -> Arc<Generation> {
         let generation = Arc::clone(&lock(&self.generation));
-        // Whoever comes while another looks takes what there is.
+        // While another caller checks the files, the existing connections are used.
         let Ok(mut look) = self.look.try_lock() else {
             return generation;
         };
@@ -278,7 +282,7 @@ impl Shared {
         }
         match (self.read)().await {
             Ok(material) => {
-                // Of before the reading: what changes meanwhile is found by the next look.
+                // Stamps from before the reading: the next check finds what changes meanwhile.
                 let fresh = if material.files == generation.material.files {
                     found
                 } else {
@@ -314,7 +318,7 @@ impl Shared {
             request: what.clone(),
             after: DEADLINE,
         };
-        // Watches wait for nobody: there is a place for each.
+        // Watches are not limited: each gets a slot at once.
         let permit = match watch {
             true => None,
             false => Some(
@@ -362,7 +366,7 @@ fn is_watch(uri: &Uri) -> bool {
     pairs.any(|pair| matches!(pair, "watch=true" | "watch=1"))
 }
 
-/// How long a watch may last: what it was asked for (`timeoutSeconds`), and a little more.
+/// Maximum duration of a watch: its `timeoutSeconds` and a margin.
 fn watch_limit(uri: &Uri) -> Option<Duration> {
     let mut pairs = uri.query().unwrap_or_default().split('&');
     let seconds = pairs.find_map(|pair| pair.strip_prefix("timeoutSeconds="))?;
@@ -370,7 +374,7 @@ fn watch_limit(uri: &Uri) -> Option<Duration> {
     Some(seconds + OVERDUE)
 }
 
-/// Events have a pace of their own.
+/// Whether a request is about events, which have a rate limit of their own.
 fn is_event(uri: &Uri) -> bool {
     uri.path().split('/').any(|part| part == "events")
 }
@@ -380,7 +384,7 @@ fn is_json(answer: &Response<Incoming>) -> bool {
     kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/json"))
 }
 
-/// What the apiserver's flow control refuses has no Status, and says in a header when to come again.
+/// Reads a refusal of the apiserver's flow control. It has no Status, and its `Retry-After` header says when to retry.
 async fn busy(answer: Response<Incoming>) -> Undelivered {
     let seconds = answer
         .headers()
@@ -399,14 +403,14 @@ async fn busy(answer: Response<Incoming>) -> Undelivered {
     }
 }
 
-/// When a body ends early.
+/// When a body ends before the server ends it.
 enum Flow {
-    /// When nothing has come for a while.
+    /// When no data have arrived for a while.
     Answer {
         pause: Pin<Box<Sleep>>,
         request: String,
     },
-    /// When its connection is to be opened anew, and no event is half said; or when it lasts longer than it should.
+    /// When its connection is to be replaced and no event is incomplete, or when it lasts longer than its limit.
     Watch {
         ended: Pin<Box<WaitForCancellationFutureOwned>>,
         overdue: Option<Pin<Box<Sleep>>>,
@@ -414,7 +418,7 @@ enum Flow {
     },
 }
 
-/// The body of an answer. It holds its place on the connection.
+/// The body of an answer. It occupies its slot on the connection.
 pub(super) struct Answer {
     inner: Incoming,
     flow: Flow,
@@ -479,7 +483,7 @@ impl hyper::body::Body for Answer {
     }
 }
 
-/// The service that a kube client sends its requests to.
+/// The service through which a kube client sends its requests.
 #[derive(Clone)]
 pub(super) struct Connections(Arc<Shared>);
 
@@ -502,7 +506,7 @@ impl Connections {
         tokio::spawn(async move {
             loop {
                 tokio::time::sleep(LOOK_IDLE).await;
-                // The client may be gone.
+                // The client may have been dropped.
                 let Some(shared) = looking.upgrade() else {
                     return;
                 };
@@ -550,7 +554,7 @@ mod tests {
         }
     }
 
-    /// Connections over what `send` answers, and how often pools were opened.
+    /// Connections over the service `send`, and the number of pools opened.
     async fn over(send: Http) -> (Connections, Arc<AtomicUsize>) {
         let opened = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&opened);
@@ -595,7 +599,7 @@ mod tests {
         }
     }
 
-    /// Sends over HTTP/1.1 to a server that says one event of a watch, and `rest`, and then nothing.
+    /// Sends over HTTP/1.1 to a server that sends one event of a watch and `rest`, and then nothing.
     fn one_event_then(rest: &'static str) -> Http {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
         let send = move |request: Request<Body>| async move {

@@ -1,5 +1,5 @@
-//! Why a request to the apiserver had no success, as a class that callers decide by. The texts are for people;
-//! this file is the only one that looks into a text, where the apiserver tells two conflicts apart by nothing else.
+//! Classes of failed requests to the apiserver, by which callers decide. The texts are for people. Only this file
+//! searches a text, because nothing else in the apiserver's answer separates two kinds of conflict.
 
 use std::time::Duration;
 
@@ -9,47 +9,48 @@ use kube::runtime::watcher;
 
 use super::client::chain;
 
-/// Why a request had no success; the text is the apiserver's message, or the transport's with its causes.
+/// Why a request failed. The text is the apiserver's message, or the transport's error with its causes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiFailure {
-    /// There is no such object (404).
+    /// The object does not exist (404).
     #[error("{0}")]
     NotFound(String),
-    /// The name is taken (409, AlreadyExists).
+    /// The name is in use (409, AlreadyExists).
     #[error("{0}")]
     AlreadyExists(String),
-    /// The name belongs to an object with another uid than the request demands: the one that was meant is gone (409 for
-    /// preconditions, 422 on `metadata.uid` for patches).
+    /// The name belongs to an object with another uid than the request demands, so the intended object was deleted. The
+    /// status is 409 for preconditions, and 422 on `metadata.uid` for patches.
     #[error("{0}")]
     Replaced(String),
-    /// The object has changed since it was read (409): read it again, then try again.
+    /// The object has changed since it was read (409): read it again, then retry.
     #[error("{0}")]
     Conflict(String),
-    /// Who we are is not known (401).
+    /// The apiserver does not accept our credentials (401).
     #[error("{0}")]
     Unauthorized(String),
-    /// We may not (403). Expected for a moment after a pod is bound, and after it is gone: a node may read only what its
-    /// pods refer to.
+    /// The request is not authorised (403). Expected for a moment after a pod is bound, and after its deletion: a node
+    /// may read only the objects to which its pods refer.
     #[error("{0}")]
     Forbidden(String),
     /// The apiserver will never accept this request (400, 413, 415, 422).
     #[error("{0}")]
     Invalid(String),
-    /// What was asked for has been compacted away (410): list anew.
+    /// The requested resource version has been compacted (410): list again.
     #[error("{0}")]
     Expired(String),
-    /// The apiserver wants fewer requests (429). An eviction that a budget forbids is one too.
+    /// The apiserver limits the rate of requests (429). It also refuses an eviction that a disruption budget forbids in
+    /// this way.
     #[error("{message}")]
     TooManyRequests {
         /// The apiserver's message.
         message: String,
-        /// How long it wants to be left alone, if it says.
+        /// How long to wait before the next request, if the apiserver gives a time.
         retry_after: Option<Duration>,
     },
-    /// No answer in time (408, 504, or our own deadline): what was asked may have been done.
+    /// No answer in time (408, 504, or our own deadline). The request may have been carried out.
     #[error("{0}")]
     Timeout(String),
-    /// The apiserver was not reached, or it is not able to answer now (500, 502, 503, the transport).
+    /// The apiserver was not reached, or cannot answer now (500, 502, 503, the transport).
     #[error("{0}")]
     Unavailable(String),
     /// Anything else.
@@ -58,13 +59,13 @@ pub enum ApiFailure {
 }
 
 impl ApiFailure {
-    /// Whether the object that was meant does not exist any more: there is nobody left to write to.
+    /// Whether the intended object does not exist any more, so that a retry has no purpose.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, ApiFailure::NotFound(_) | ApiFailure::Replaced(_))
     }
 
-    /// Whether the apiserver has judged the request. If not, nothing is known of the object, and the request may even
+    /// Whether the apiserver has decided the request. If not, the object's state is unknown, and the request may even
     /// have been carried out.
     #[must_use]
     pub fn is_answer(&self) -> bool {
@@ -84,7 +85,7 @@ impl ApiFailure {
         !self.is_answer() || matches!(self, ApiFailure::Forbidden(_))
     }
 
-    /// How long the apiserver wants to be left alone, if it says.
+    /// How long to wait before the next request, if the apiserver gives a time.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -94,7 +95,7 @@ impl ApiFailure {
     }
 }
 
-/// What our own end of a connection refuses or gives up.
+/// Failures that our own side of the connection finds.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Undelivered {
     /// The deadline has passed.
@@ -105,12 +106,12 @@ pub enum Undelivered {
         /// The deadline.
         after: Duration,
     },
-    /// The apiserver refused without a Status, as its flow control does before it looks at a request.
+    /// The apiserver refused without a Status, as its flow control does before a request is handled.
     #[error("the server wants fewer requests: {message}")]
     Busy {
-        /// Its message.
+        /// The apiserver's message.
         message: String,
-        /// How long it wants to be left alone, if it says.
+        /// How long to wait before the next request, if the apiserver gives a time.
         retry_after: Option<Duration>,
     },
 }
@@ -154,8 +155,8 @@ impl From<Status> for ApiFailure {
     }
 }
 
-/// Whether a conflict is about the uid that the request demanded. The apiserver's Status has no field for it
-/// (`storage.Preconditions.Check`); a conflict of versions says "the object has been modified".
+/// Whether a conflict is about the uid that the request demanded. The apiserver's Status has no field for this
+/// (`storage.Preconditions.Check`); the message of a version conflict has the words "the object has been modified".
 fn is_about_uid(message: &str) -> bool {
     message.contains("UID in precondition")
 }
@@ -180,11 +181,11 @@ impl From<kube::Error> for ApiFailure {
     }
 }
 
-/// What our own end gave up, found among an error's causes.
+/// Finds an [`Undelivered`] among the causes of an error.
 fn undelivered<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Undelivered> {
     let mut cause = Some(error);
     while let Some(this) = cause {
-        // What an io::Error was made of is not among its causes.
+        // The error inside an io::Error is not one of its sources.
         let inner = this
             .downcast_ref::<std::io::Error>()
             .and_then(std::io::Error::get_ref);
@@ -199,7 +200,7 @@ fn undelivered<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a U
     None
 }
 
-/// Why a watch has ended or has not begun.
+/// Classifies the error that ended a watch or prevented its start.
 #[must_use]
 pub fn watch_failure(error: watcher::Error) -> ApiFailure {
     match error {
@@ -294,7 +295,7 @@ mod tests {
             message: "later".into(),
             retry_after: Some(Duration::from_secs(1)),
         };
-        // As a body's error it is wrapped in others.
+        // kube wraps the error of a body in other errors.
         let wrapped = kube::Error::ReadEvents(std::io::Error::other(busy));
         assert_eq!(
             ApiFailure::from(wrapped).retry_after(),

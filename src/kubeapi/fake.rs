@@ -1,4 +1,4 @@
-//! An API for tests of those who list and watch.
+//! A fake apiserver for tests of code that lists and watches.
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,17 +13,17 @@ use tokio::sync::{broadcast, mpsc};
 
 use crate::core::lock::lock;
 
-/// An API with ConfigMaps: what it answers to a list, and the lines of its watches.
+/// An API with ConfigMaps: the answer to a list, and the lines of its watches.
 #[derive(Clone)]
 pub struct Fake {
     pub items: Arc<Mutex<Vec<Value>>>,
-    /// The HTTP status of an answer to a list instead of the items.
+    /// The HTTP status with which lists are refused; `None` answers with the items.
     refusal: Arc<Mutex<Option<u16>>>,
     lines: broadcast::Sender<String>,
     watching: Arc<AtomicUsize>,
 }
 
-/// Counts a watch for as long as its body lives.
+/// Counts a watch while its body lives.
 struct Open(Arc<AtomicUsize>);
 
 impl Drop for Open {
@@ -55,12 +55,12 @@ impl Fake {
             .send(json!({"type": kind, "object": object}).to_string());
     }
 
-    /// Answers lists with this HTTP status, or with the items again.
+    /// Refuses lists with this HTTP status; `None` answers with the items again.
     pub fn fail_lists(&self, status: Option<u16>) {
         *lock(&self.refusal) = status;
     }
 
-    /// How many watches are open.
+    /// Returns the number of open watches.
     pub fn watches(&self) -> usize {
         self.watching.load(Ordering::Relaxed)
     }
@@ -116,7 +116,7 @@ impl Fake {
     }
 }
 
-/// Waits for what comes soon.
+/// Waits up to ten seconds for the condition.
 pub async fn until(what: &str, condition: impl Fn() -> bool) {
     for _ in 0..1000 {
         if condition() {

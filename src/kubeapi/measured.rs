@@ -1,4 +1,4 @@
-//! What an apiserver answers to our requests: told of each as it is answered.
+//! Reports the outcome of each request to an apiserver.
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -9,10 +9,10 @@ use hyper::{Request, Response};
 use tokio::time::Instant;
 use tower::Service;
 
-/// Is told of a request: its method, the host, the code of the answer if there was one, and how long it took.
+/// Receives a request's method, host, status code (`None` without an answer) and duration.
 pub type Report = Arc<dyn Fn(&str, &str, Option<u16>, Duration) + Send + Sync>;
 
-/// A service whose requests are reported.
+/// A service that reports its requests.
 #[derive(Clone)]
 pub(super) struct Measured<S> {
     pub(super) inner: S,

@@ -1,4 +1,4 @@
-//! The Kubernetes API as a client sees it: connections from a kubeconfig, watched caches.
+//! The client side of the Kubernetes API: connections from a kubeconfig, watched caches.
 
 pub mod answers;
 mod api;

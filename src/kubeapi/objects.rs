@@ -1,9 +1,10 @@
-//! Single objects, each watched for as long as somebody uses it: ConfigMaps and Secrets of pods that run here
-//! (kubelet spec, 9.8). A node may read only what its own pods refer to, one object at a time.
+//! Watches single objects, ConfigMaps and Secrets, while pods of this node use them. A node may list and watch only the
+//! objects to which its own pods refer, one at a time (`plugin/pkg/auth/authorizer/node/node_authorizer.go`). The
+//! kubelet does the same in `pkg/kubelet/util/manager/watch_based_manager.go`.
 //!
-//! An immutable object has no watch (KEP-1412). Each new user lists it again, because a name may refer to another object by
-//! now: all users then read the object that exists, as they do after a mutable object was replaced. The kubelet keeps the
-//! deleted object for new pods as long as another pod refers to its name.
+//! An immutable object has no watch (KEP-1412). Each new user lists it again, because its name may refer to another
+//! object by now. All users then read the object that exists, as they do after a mutable object was replaced. The
+//! kubelet differs: it keeps the deleted object for new pods as long as another pod refers to its name.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -26,28 +27,29 @@ use super::cache::Key;
 use super::failure::ApiFailure;
 use crate::core::lock::lock;
 
-/// How long an object is watched that nobody uses any more: the next pod of a Job often wants the same.
+/// How long an unused object stays watched: the next pod of a Job often needs the same object.
 const LINGER: Duration = Duration::from_secs(5);
-/// How long a reader waits for the first answer.
+/// Maximum time that a reader waits for the first answer.
 const FIRST_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-/// The pauses after a watch that failed.
+/// Initial and maximum delay after a failed watch.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// The longest pause after a refusal. Refusals are expected for a moment: an apiserver grants a node the objects of a pod
-/// a little after it has bound the pod, and of all pods a little after its own start.
+/// Maximum delay after a refusal. Refusals are expected for a moment. An apiserver authorises a node for a pod's
+/// objects a little after it has bound the pod. After its own start, it does so for all pods a little later.
 const FORBIDDEN: Duration = Duration::from_secs(30);
-/// Whoever asks for an object ends the pause, but not before this long: with the next pod its authorisation may have come.
+/// A reader that requests an object ends the delay, but not before this time: with a new pod, the authorisation may
+/// have arrived.
 const ASKED: Duration = Duration::from_secs(1);
 
-/// Is told that an object has changed. Must not block.
+/// Called when an object has changed. Must not block.
 pub type OnChange = Arc<dyn Fn() + Send + Sync>;
 
-/// What can be watched so.
+/// A kind whose objects can be watched one by one.
 pub trait Referable:
     Resource<Scope = NamespaceResourceScope> + Clone + DeserializeOwned + Debug + Send + Sync + 'static
 {
-    /// The kind in the words of messages, for instance `configmap`.
+    /// The kind as messages name it, for instance `configmap`.
     const KIND: &'static str;
-    /// Whether it never changes: then it need not be watched.
+    /// Whether the object never changes and so needs no watch.
     fn is_immutable(&self) -> bool;
 }
 
@@ -77,12 +79,12 @@ enum Seen<K> {
 #[derive(Debug, Clone)]
 struct View<K> {
     seen: Seen<K>,
-    /// The number of registrations that the request for this answer covers.
+    /// Number of registrations before the request for this answer.
     covers: u64,
 }
 
 impl<K: Referable> View<K> {
-    /// Whether the object may have been replaced since: it has no watch, and a user registered after the request.
+    /// Whether another object may have replaced this one: it has no watch, and a user registered after the request.
     fn is_outdated(&self, registrations: u64) -> bool {
         matches!(&self.seen, Seen::Here(object) if object.is_immutable())
             && self.covers < registrations
@@ -91,13 +93,13 @@ impl<K: Referable> View<K> {
 
 struct Entry<K> {
     seen: watch::Receiver<View<K>>,
-    /// How many users have registered so far.
+    /// Number of users that have registered so far.
     registrations: watch::Sender<u64>,
-    /// Who is told of changes, by token.
+    /// The callbacks of the users, by token.
     users: Arc<Mutex<BTreeMap<u64, OnChange>>>,
-    /// Ends the pause after a watch that failed.
+    /// Ends the delay after a failed watch.
     asked: Arc<Notify>,
-    /// Since when nobody uses it.
+    /// When the last user stopped using it; `None` while it is in use.
     idle: Option<Instant>,
     _task: AbortOnDropHandle<()>,
 }
@@ -108,7 +110,7 @@ struct Registry<K> {
 }
 
 impl<K> Registry<K> {
-    /// Ends the watches that nobody has used for a while; the answer is when the next one is to end.
+    /// Stops the watches that have been unused for a while; returns when the next one is due.
     fn sweep(&mut self) -> Option<Instant> {
         let over = |entry: &Entry<K>| entry.idle.is_some_and(|since| since.elapsed() >= LINGER);
         self.entries.retain(|_, entry| !over(entry));
@@ -117,11 +119,11 @@ impl<K> Registry<K> {
     }
 }
 
-/// The objects of one kind. Clones are the same one.
+/// The watched objects of one kind. Clones share their state.
 pub struct Watched<K> {
     client: Client,
     registry: Arc<Mutex<Registry<K>>>,
-    /// Somebody has stopped using something.
+    /// Notified when a user stops using an object.
     idle: Arc<Notify>,
     _janitor: Arc<AbortOnDropHandle<()>>,
 }
@@ -137,23 +139,23 @@ impl<K> Clone for Watched<K> {
     }
 }
 
-/// Somebody who uses objects. Dropping it ends that.
+/// The registration of a user of objects. Dropping it ends the use.
 pub struct Following(Vec<Box<dyn FnOnce() + Send + Sync>>);
 
 impl Following {
-    /// Nothing is followed.
+    /// Registers for no object.
     #[must_use]
     pub fn nothing() -> Following {
         Following(vec![])
     }
 
-    /// Something is followed until `end`, which must not block.
+    /// Returns a registration that calls `end` when it is dropped. `end` must not block.
     #[must_use]
     pub fn until(end: impl FnOnce() + Send + Sync + 'static) -> Following {
         Following(vec![Box::new(end)])
     }
 
-    /// Both together.
+    /// Combines two registrations.
     #[must_use]
     pub fn and(mut self, mut other: Following) -> Following {
         self.0.append(&mut other.0);
@@ -171,7 +173,7 @@ impl<K: Referable> Watched<K>
 where
     K::DynamicType: Default,
 {
-    /// Nothing is watched yet.
+    /// Creates an empty registry.
     #[must_use]
     pub fn new(client: Client) -> Watched<K> {
         let registry: Arc<Mutex<Registry<K>>> = Arc::new(Mutex::new(Registry {
@@ -226,7 +228,7 @@ where
         }
     }
 
-    /// Keeps objects of a namespace watched; `on_change` is told of every change after the first sight.
+    /// Watches objects in a namespace and calls `on_change` for every change after the initial list.
     #[must_use]
     pub fn follow<'a>(
         &self,
@@ -261,7 +263,7 @@ where
         Following(ends)
     }
 
-    /// An object as last seen; the first time, as soon as the API has answered.
+    /// Returns an object as last seen; for a new object, waits for the first answer of the API.
     pub async fn get(&self, namespace: &str, name: &str) -> Result<Arc<K>, ApiFailure> {
         let key = (namespace.to_owned(), name.to_owned());
         let (mut seen, registrations) = {
@@ -275,7 +277,7 @@ where
                 // A reader that has not registered, for instance of a driver's Secret, may belong to a new pod.
                 entry.registrations.send_modify(|number| *number += 1);
             }
-            // Somebody reads it: it stays for another while.
+            // A reader needs the object, so its idle time starts again.
             entry.idle = entry.idle.map(|_| Instant::now());
             if matches!(entry.seen.borrow().seen, Seen::Unreachable(_)) {
                 entry.asked.notify_one();
@@ -288,7 +290,7 @@ where
                 K::KIND
             ))
         };
-        // A refusal may be taken back in a moment.
+        // A refusal may be withdrawn in a moment, so wait.
         let is_known = |view: &View<K>| {
             !view.is_outdated(registrations)
                 && !matches!(
@@ -312,21 +314,21 @@ where
         }
     }
 
-    /// How many objects are watched.
+    /// Returns the number of watched objects.
     #[must_use]
     pub fn len(&self) -> usize {
         lock(&self.registry).entries.len()
     }
 
-    /// Whether nothing is watched.
+    /// Whether no object is watched.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Watches an object until it is dropped. What goes wrong is told to those who ask for the object, who put it into their
-/// pod's events: in the log it would stand once a try.
+/// Watches an object until the task is dropped. Failures go to the callers that request the object, which put them into
+/// their pod's events; the log would repeat them at each retry.
 async fn follow<K: Referable>(mut watcher: Watcher<K>, name: String, asked: Arc<Notify>)
 where
     K::DynamicType: Default,
@@ -343,7 +345,7 @@ where
                 (from, pause) = (None, PAUSE.0);
                 continue;
             }
-            // Servers end watches after some minutes. One that ends them at once is not asked without a pause.
+            // Servers end watches after some minutes. If a server ends one at once, the next request waits.
             Ok(Over::ForNow) if begun.elapsed() > PAUSE.1 => {
                 pause = PAUSE.0;
                 continue;
@@ -365,22 +367,22 @@ where
     }
 }
 
-/// The pause after a watch that failed; whoever asks for the object ends it.
+/// Waits after a failed watch; a caller that requests the object shortens the delay.
 async fn rest(pause: Duration, asked: &Notify) {
     let least = pause.min(ASKED);
     tokio::time::sleep(least).await;
     let _ = tokio::time::timeout(pause - least, asked.notified()).await;
 }
 
-/// How a watch has ended.
+/// Why a watch stopped.
 enum Over {
-    /// The server has ended it.
+    /// The server ended it.
     ForNow,
-    /// The object is immutable: it needs no request before another user registers.
+    /// The object is immutable: no request is needed before another user registers.
     UntilRegistration,
 }
 
-/// What one object is watched with.
+/// The state needed to watch one object.
 struct Watcher<K> {
     api: Api<K>,
     fields: String,
@@ -393,7 +395,7 @@ impl<K: Referable> Watcher<K>
 where
     K::DynamicType: Default,
 {
-    /// Lists, if it is not known `from` which version to go on, and watches.
+    /// Lists the object unless `from` is the version to continue from, and watches it.
     async fn look(&self, from: &mut Option<String>) -> Result<Over, ApiFailure> {
         let version = match from.clone() {
             Some(version) => version,
@@ -432,15 +434,15 @@ where
         *self.registrations.borrow()
     }
 
-    /// Waits until a user registers that the last answer does not cover. An error says that the entry was removed.
+    /// Waits until a user registers that the last answer does not cover. Fails if the entry was removed.
     async fn next_registration(&mut self) -> Result<(), watch::error::RecvError> {
         let covers = self.sender.borrow().covers;
         let is_new = |number: &u64| *number > covers;
         self.registrations.wait_for(is_new).await.map(|_| ())
     }
 
-    /// Records that a request failed. The last answer stays valid: an apiserver that does not answer takes nothing away.
-    /// A refusal does: no pod of this node may read the object any more.
+    /// Records a failed request. The last answer stays valid if the apiserver does not answer. If it refuses, an
+    /// outdated answer becomes invalid: no pod of this node may read the object any more.
     fn unreachable(&self, failure: ApiFailure) {
         let covers = self.registered();
         self.sender.send_if_modified(|view| {
@@ -455,7 +457,8 @@ where
         });
     }
 
-    /// Says what is there, and tells the users of a change after the first sight. Whether it is there for good.
+    /// Records the object's state, and calls the users' callbacks on a change after the initial list. Returns whether
+    /// the object is immutable.
     fn show(&self, object: Option<K>, covers: u64) -> bool {
         let now = match object {
             Some(mut object) => {
@@ -567,7 +570,7 @@ mod tests {
         assert_eq!(read.data.as_ref().expect("data")["k"], "b");
     }
 
-    /// The data of the object that a new user reads, with its registration.
+    /// The data that a new user reads, with its registration.
     async fn read_by_new_user(watched: &Watched<ConfigMap>) -> (Option<String>, Following) {
         let on_change: OnChange = Arc::new(|| ());
         let following = watched.follow("n", ["m".to_owned()].iter(), &on_change);
@@ -597,14 +600,14 @@ mod tests {
         let (read, new_user) = read_by_new_user(&watched).await;
         assert_eq!(read, value("b"));
         assert_eq!(changes.load(Ordering::Relaxed), 1);
-        // No pod refers to the name any more, and its entry lingers.
+        // No pod refers to the name any more, and its entry is still cached.
         drop((old_user, new_user));
         replace(3, "c");
         let (read, user) = read_by_new_user(&watched).await;
         assert_eq!((read, watched.len()), (value("c"), 1));
         lock(&fake.items).clear();
         assert_eq!(read_by_new_user(&watched).await.0, None, "deleted");
-        // A mutable object in its place has a watch.
+        // A mutable object in its place is watched.
         until("the watch", || fake.watches() == 1).await;
         *lock(&fake.items) = vec![map(9, "d", false)];
         fake.say("ADDED", &map(9, "d", false));

@@ -1,4 +1,4 @@
-//! At what pace requests are sent to an apiserver (`kubeAPIQPS`, `kubeAPIBurst`).
+//! Limits the rate of requests to an apiserver (`kubeAPIQPS`, `kubeAPIBurst`).
 
 use std::collections::HashMap;
 use std::hash::{Hash as _, Hasher as _};
@@ -12,21 +12,21 @@ use crate::core::bucket::Bucket;
 use crate::core::digest::Fnv64;
 use crate::core::lock::lock;
 
-/// After how many seconds a request counts half for the usage of its object.
+/// After this many seconds, a request counts half for the usage of its object.
 const HALF_LIFE: f64 = 60.0;
-/// Usage that is too small to matter.
+/// A smaller usage is forgotten.
 const NEGLIGIBLE: f64 = 0.1;
-/// How many objects have a usage at most.
+/// Maximum number of objects with a usage.
 const MAX_OBJECTS: usize = 4096;
 
-/// A request that waits.
+/// A request that waits for a token.
 struct Waiting {
     ticket: u64,
     object: u64,
     granted: oneshot::Sender<()>,
 }
 
-/// How many requests were sent about an object, the older ones counting less.
+/// The number of requests for an object; older requests count less.
 #[derive(Clone, Copy)]
 struct Usage {
     requests: f64,
@@ -42,16 +42,16 @@ impl Usage {
 
 struct Queue {
     bucket: Bucket,
-    /// In the order of arrival.
+    /// In order of arrival.
     waiting: Vec<Waiting>,
     usage: HashMap<u64, Usage>,
     tickets: u64,
-    /// The last token went to the request that had waited longest.
+    /// Whether the last token went to the request that had waited longest.
     was_oldest: bool,
 }
 
 impl Queue {
-    /// Counts a request about an object.
+    /// Counts a request for an object.
     fn count(&mut self, object: u64) {
         if self.usage.len() >= MAX_OBJECTS {
             self.usage.retain(|_, usage| usage.now() > NEGLIGIBLE);
@@ -67,8 +67,9 @@ impl Queue {
         self.usage.insert(object, usage);
     }
 
-    /// Grants a token to the next request: by turns to the one that has waited longest, and to the one whose object was used
-    /// least. So each request is sent in the end, and one of a healthy pod does not wait for all retries of other pods.
+    /// Grants a token to a waiting request: alternately to the one that has waited longest, and to the one whose object
+    /// was used least. So every request is sent eventually, and a request of a healthy pod does not wait for all
+    /// retries of other pods.
     fn grant(&mut self) {
         while !self.waiting.is_empty() {
             let oldest = !self.was_oldest;
@@ -81,7 +82,7 @@ impl Queue {
             let at = if oldest { 0 } else { least() };
             self.was_oldest = oldest;
             let next = self.waiting.remove(at);
-            // A caller that has gone takes no token.
+            // A caller that has given up consumes no token.
             if next.granted.send(()).is_ok() {
                 self.count(next.object);
                 return;
@@ -90,17 +91,17 @@ impl Queue {
     }
 }
 
-/// So many requests a second, and so many at once.
+/// A limit on the requests per second, with a burst.
 pub struct Pace {
     queue: Mutex<Queue>,
-    /// Held by the waiting request that waits for the next token; others wait for their grant.
+    /// Locked by the request that waits for the next token; other requests wait for their grant.
     leader: tokio::sync::Mutex<()>,
     is_limited: bool,
-    /// What the bucket's times are counted from: a machine's clock may be set.
+    /// Origin of the bucket's times. Monotonic, because a machine's clock may be set.
     begun: Instant,
 }
 
-/// Removes a request that its caller has given up.
+/// Removes a request from the queue when its caller drops it.
 struct Place<'a> {
     pace: &'a Pace,
     ticket: u64,
@@ -114,7 +115,7 @@ impl Drop for Place<'_> {
 }
 
 impl Pace {
-    /// `rate` requests a second (0: any number), at most `burst` at once.
+    /// Allows `rate` requests a second (0: any number) and `burst` at once.
     #[must_use]
     pub fn new((rate, burst): (f64, f64)) -> Pace {
         Pace {
@@ -138,7 +139,7 @@ impl Pace {
             .unwrap_or(Timestamp::MAX)
     }
 
-    /// Waits until one more request about the object of this path may be sent. Dropping it takes nothing.
+    /// Waits until a request for the object at this path may be sent. Dropping the future consumes no token.
     pub async fn wait(&self, path: &str) {
         if !self.is_limited {
             return;
@@ -162,7 +163,7 @@ impl Pace {
         };
         let lead = async {
             let _leader = self.leader.lock().await;
-            // Until this request itself has been granted a token.
+            // Until this request has been granted a token.
             loop {
                 let taken = {
                     let mut queue = lock(&self.queue);
@@ -181,14 +182,14 @@ impl Pace {
             }
         };
         tokio::select! {
-            // The leader has granted this one a token, or is this one.
+            // The leader granted this request a token, or this request was the leader.
             _ = &mut granted => {}
             () = lead => {}
         }
     }
 }
 
-/// The object of a request's path without its subresource, as a hash.
+/// Hashes the object of a request's path, without its subresource.
 fn object_of(path: &str) -> u64 {
     let parts = path.split('/').skip_while(|part| *part != "namespaces");
     let mut hasher = Fnv64::default();
@@ -201,7 +202,7 @@ fn object_of(path: &str) -> u64 {
 }
 
 impl Default for Pace {
-    /// Any number.
+    /// No limit.
     fn default() -> Pace {
         Pace::new((0.0, 1.0))
     }
@@ -243,7 +244,7 @@ mod tests {
         format!("/api/v1/namespaces/n/pods/{pod}/status")
     }
 
-    /// 500 pods retry all the time and use up the rate.
+    /// 500 pods retry continuously and use up the rate.
     #[tokio::test(start_paused = true)]
     async fn a_request_of_a_healthy_pod_does_not_wait_for_the_retries_of_others() {
         let pace = Arc::new(Pace::new((50.0, 100.0)));
@@ -262,11 +263,11 @@ mod tests {
             pace.wait(&status_of(&format!("healthy-{number}"))).await;
             assert!(begun.elapsed().as_millis() <= 60, "{:?}", begun.elapsed());
         }
-        // Each retry is sent in the end: one that waits is overtaken by no more than one for each before it.
+        // Each retry is sent eventually: for each request before it, at most one other request overtakes it.
         let begun = Instant::now();
         pace.wait(&status_of("broken-7")).await;
         assert!(begun.elapsed().as_secs() <= 21, "{:?}", begun.elapsed());
-        // Callers that give up take nothing.
+        // Callers that give up consume nothing.
         retries.iter().for_each(tokio::task::JoinHandle::abort);
         tokio::task::yield_now().await;
         pace.wait(&status_of("broken-7")).await;

@@ -1,4 +1,4 @@
-//! What the agent asks of the API for its pods: a narrow trait, and the real thing over kube.
+//! The API calls that the agent needs for its pods: a narrow trait, and its implementation over kube.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, OnceLock};
@@ -33,7 +33,7 @@ use crate::core::volume::certificates::CertificateSource;
 use crate::core::volume::claims::Grown;
 use crate::core::volume::resize::{self, Resize};
 
-/// A service-account token. Never printed.
+/// A service-account token. Has no `Debug`, so that it is never logged.
 #[derive(Clone)]
 pub struct Token {
     /// The token.
@@ -42,21 +42,22 @@ pub struct Token {
     pub expires: Timestamp,
 }
 
-/// A token is fetched anew at this age at the latest.
+/// Maximum age of a token; an older one is requested again.
 const OLD: SignedDuration = SignedDuration::from_hours(24);
 
-/// A token that was issued, and when.
+/// A token and the time of its issue.
 #[derive(Clone)]
 pub struct Issued {
     /// The token.
     pub token: Token,
-    /// When.
+    /// When it was issued.
     pub at: Timestamp,
 }
 
 impl Issued {
-    /// Whether it need not be fetched anew yet: for four fifths of the life that the server granted, which may be another
-    /// than was asked for, and at most for a day (`requiresRefresh` in the kubelet's token manager).
+    /// Whether the token need not be requested again yet (`requiresRefresh` in `pkg/kubelet/token/token_manager.go`). A
+    /// token is fresh for four fifths of the granted lifetime, which may differ from the requested one, and at most for
+    /// a day.
     #[must_use]
     pub fn is_fresh(&self, now: Timestamp) -> bool {
         let granted = self.token.expires.duration_since(self.at);
@@ -65,58 +66,58 @@ impl Issued {
     }
 }
 
-/// The token that a pod asks for.
+/// A request for a pod's token.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenFor<'a> {
-    /// The pod it is bound to.
+    /// The pod to which the token is bound.
     pub pod: &'a Pod,
-    /// The audience; empty for the API's own.
+    /// The audience; empty for the apiserver.
     pub audience: &'a str,
-    /// The lifetime in seconds.
+    /// The requested lifetime in seconds.
     pub seconds: i64,
-    /// The uid that the pod's service account has to have, where that matters.
+    /// The uid that the pod's service account must have; `None` for any.
     pub account_uid: Option<&'a str>,
 }
 
-/// The certificate that a pod asks for.
+/// A request for a pod's certificate.
 #[derive(Debug, Clone, Copy)]
 pub struct CertificateFor<'a> {
     /// The pod.
     pub pod: &'a Pod,
-    /// The node it is on.
+    /// The pod's node.
     pub node: &'a Node,
-    /// Signer, longest lifetime and words for the signer.
+    /// Signer, maximum lifetime and annotations for the signer.
     pub source: &'a CertificateSource,
-    /// A PKCS#10 request made with the key, DER.
+    /// A PKCS#10 request, DER, signed with the pod's key.
     pub request: &'a [u8],
 }
 
-/// A claim, and the volume it is bound to if it is.
+/// A claim, and its volume if the claim is bound.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Binding {
     /// The claim.
     pub claim: PersistentVolumeClaim,
-    /// Its volume, once it is bound.
+    /// The volume; `None` until the claim is bound.
     pub volume: Option<PersistentVolume>,
 }
 
-/// gRPC's code of a driver that serves no more volumes on a node.
+/// gRPC status of a driver that can attach no more volumes to a node.
 const RESOURCE_EXHAUSTED: i32 = 8;
 
-/// What has become of attaching a volume.
+/// The progress of attaching a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Attachment {
-    /// Its attacher has not done it yet.
+    /// The attacher has not attached the volume yet.
     Awaited,
-    /// It is being deleted: its attacher detaches the volume, or is about to.
+    /// The VolumeAttachment is being deleted: the attacher detaches the volume, or is about to.
     Detaching,
-    /// It is attached, and its attacher tells the node this.
+    /// The volume is attached; the map is the attacher's metadata for the node.
     Done(HashMap<String, String>),
-    /// It cannot be attached; its attacher tries on.
+    /// Attaching failed; the attacher retries.
     Failed {
-        /// The attacher's words.
+        /// The attacher's message.
         message: String,
-        /// The driver serves no more volumes on this node.
+        /// The driver can attach no more volumes to this node.
         is_full: bool,
     },
 }
@@ -126,7 +127,7 @@ impl From<Option<VolumeAttachment>> for Attachment {
         let Some(found) = found else {
             return Attachment::Awaited;
         };
-        // While it is being deleted it still says that it is attached.
+        // During its deletion, its status is still `attached`.
         if found.metadata.deletion_timestamp.is_some() {
             return Attachment::Detaching;
         }
@@ -145,7 +146,7 @@ impl From<Option<VolumeAttachment>> for Attachment {
     }
 }
 
-/// The API's side of pods.
+/// The API calls for pods.
 #[async_trait]
 pub trait PodApi: Send + Sync + 'static {
     /// Patches a pod's status (strategic merge).
@@ -155,43 +156,43 @@ pub trait PodApi: Send + Sync + 'static {
         name: &str,
         patch: &Value,
     ) -> Result<Pod, ApiFailure>;
-    /// A pod, as it is now.
+    /// Gets a pod; not cached.
     async fn pod(&self, namespace: &str, name: &str) -> Result<Pod, ApiFailure>;
-    /// Removes a pod at once, if it still has this uid.
+    /// Deletes a pod at once, if it still has this uid.
     async fn delete(&self, namespace: &str, name: &str, uid: &str) -> Result<(), ApiFailure>;
-    /// Reports when the apiserver answers again after it had not.
+    /// Reports when the apiserver answers again after silence.
     fn recovery(&self) -> Recovery {
         Recovery::never()
     }
     /// Creates a (mirror) pod.
     async fn create(&self, pod: &Pod) -> Result<Pod, ApiFailure>;
-    /// A ConfigMap.
+    /// Gets a ConfigMap.
     async fn config_map(&self, namespace: &str, name: &str) -> Result<Arc<ConfigMap>, ApiFailure>;
-    /// A Secret.
+    /// Gets a Secret.
     async fn secret(&self, namespace: &str, name: &str) -> Result<Arc<Secret>, ApiFailure>;
-    /// A service account, as it is now.
+    /// Gets a service account; not cached.
     async fn service_account(
         &self,
         namespace: &str,
         name: &str,
     ) -> Result<ServiceAccount, ApiFailure>;
-    /// A token bound to a pod.
+    /// Requests a token that is bound to a pod.
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure>;
-    /// A claim, as it is now, and the volume it is bound to.
+    /// Gets a claim and its volume; not cached.
     async fn claimed(&self, namespace: &str, name: &str) -> Result<Binding, ApiFailure>;
-    /// Tells a claim what becomes of its growth.
+    /// Publishes a step of a claim's resize in the claim's status.
     async fn claim_resize(&self, grown: &Grown, step: Resize<'_>) -> Result<(), ApiFailure>;
-    /// A claim of dynamic resources, as it is now.
+    /// Gets a ResourceClaim; not cached.
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure>;
-    /// What the cluster says of a storage driver.
+    /// Gets the CSIDriver object of a storage driver, if it exists.
     async fn csi_driver(&self, name: &str) -> Result<Option<CSIDriver>, ApiFailure>;
-    /// Whether a volume is attached.
+    /// Gets the state of a VolumeAttachment.
     async fn attachment(&self, name: &str) -> Result<Attachment, ApiFailure>;
-    /// The roots that the cluster trusts for its signers.
+    /// Lists the ClusterTrustBundles.
     async fn trust_bundles(&self) -> Result<Vec<Arc<ClusterTrustBundle>>, ApiFailure>;
-    /// Asks for a certificate; the answer is the request's name.
+    /// Creates a PodCertificateRequest and returns its name.
     async fn request_certificate(&self, request: CertificateFor<'_>) -> Result<String, ApiFailure>;
-    /// What has become of a request.
+    /// Gets a PodCertificateRequest.
     async fn certificate(
         &self,
         namespace: &str,
@@ -199,16 +200,16 @@ pub trait PodApi: Send + Sync + 'static {
     ) -> Result<PodCertificateRequest, ApiFailure>;
     /// Posts an event.
     async fn post_event(&self, event: &Event) -> Result<(), ApiFailure>;
-    /// Counts an event once more.
+    /// Patches an event's count.
     async fn count_event(
         &self,
         namespace: &str,
         name: &str,
         patch: &Value,
     ) -> Result<(), ApiFailure>;
-    /// The runtime's handler for a RuntimeClass.
+    /// Returns the runtime handler of a RuntimeClass.
     async fn runtime_handler(&self, class: &str) -> Result<String, ApiFailure>;
-    /// Keeps these objects of a namespace watched, so that reading them costs nothing; `on_change` is told of changes.
+    /// Watches these objects of a namespace, so that reads are cached; calls `on_change` for changes.
     fn follow(
         &self,
         namespace: &str,
@@ -216,14 +217,14 @@ pub trait PodApi: Send + Sync + 'static {
         secrets: &BTreeSet<String>,
         on_change: &OnChange,
     ) -> Following;
-    /// The services; `None` until they have been read once.
+    /// Returns the services; `None` until the first list has arrived.
     fn services(&self) -> Option<Vec<Arc<Service>>>;
 }
 
-/// How often a claim is read and written when others write it at the same time.
+/// Maximum number of attempts to patch a claim while others write it.
 const CLAIM_TRIES: u32 = 5;
 
-/// The API over kube.
+/// The API calls, over kube.
 pub struct KubePods {
     client: Client,
     answers: Answers,
@@ -234,10 +235,10 @@ pub struct KubePods {
     bundles: Lazy<ClusterTrustBundle>,
 }
 
-/// How long a question waits for the first list of a kind.
+/// Maximum time that a call waits for the first list of a kind.
 const SYNC: Duration = Duration::from_secs(1);
 
-/// All objects of a kind of which there are few, watched from the first question on.
+/// All objects of a kind that has few, watched from the first call on.
 struct Lazy<K>(OnceLock<Cache<K>>);
 
 impl<K> Lazy<K>
@@ -266,7 +267,8 @@ where
 }
 
 impl KubePods {
-    /// Starts watching services; other objects are watched while pods use them. `answers` follows the requests of `client`.
+    /// Starts a watch of services; other objects are watched while pods use them. `answers` records the requests of
+    /// `client`.
     #[must_use]
     pub fn new(client: Client, answers: Answers) -> KubePods {
         let services = Cache::start(
@@ -422,7 +424,7 @@ impl PodApi for KubePods {
                 .await;
             tries += 1;
             match patched.map_err(ApiFailure::from) {
-                // Who resizes the volume writes there as well.
+                // The resizer writes to the claim's status as well.
                 Err(ApiFailure::Conflict(_)) if tries < CLAIM_TRIES => {}
                 outcome => return outcome.map(drop),
             }
@@ -559,7 +561,7 @@ mod tests {
     #[test]
     fn a_token_is_fresh_for_four_fifths_of_the_granted_life() {
         let at = |second: i64| Timestamp::from_second(second).expect("a time");
-        // Granted seconds, its age, whether it is fresh.
+        // Granted seconds, age, whether it is fresh.
         for (granted, age, expected) in [
             (600, 0, true),
             (600, 479, true),

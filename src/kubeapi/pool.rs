@@ -1,4 +1,4 @@
-//! Pools of connections to an apiserver, straight or through a proxy.
+//! Pools of connections to an apiserver, direct or through a proxy.
 
 use std::error::Error;
 use std::time::Duration;
@@ -20,20 +20,20 @@ use super::connections::Http;
 use super::measured::{Measured, Report};
 use super::proxy::Proxy;
 
-/// How long opening a connection may take, the proxy and the handshake included.
+/// Maximum time to open a connection, including the proxy and the handshake.
 const CONNECT: Duration = Duration::from_secs(5);
-/// A connection on which nothing comes is asked whether it is alive this often, and given up when it has not
-/// answered for this long: a server that was cut off says nothing.
+/// HTTP/2 keep-alive: the interval of pings on a connection without data, and the time to wait for an answer before it
+/// is closed. A server that was cut off sends nothing.
 const ALIVE: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
-/// A connection on which nothing is said is probed by the kernel after this time, this often, and closed after so many
-/// probes without an answer: over HTTP/1.1 there is nothing else to ask with.
+/// TCP keep-alive: the idle time before the first probe, the interval, and the number of unanswered probes before the
+/// kernel closes the connection. HTTP/1.1 has no ping of its own.
 const PROBED: (Duration, Duration, u32) = (Duration::from_secs(20), Duration::from_secs(5), 3);
 
-/// Who asks: audit logs show it, and managed fields what stands before the slash.
+/// The user agent. Audit logs show it, and managed fields show the part before the slash.
 const USER_AGENT: &str = concat!("holdfast/", env!("CARGO_PKG_VERSION"), " (linux)");
 
-/// A pool without connections; they are opened as requests need them. Each answer is reported.
+/// Creates a pool that opens connections as requests need them. `report` receives each answer.
 pub(super) fn open(proxy: &Proxy, tls: &ClientConfig, report: Option<Report>) -> Http {
     let mut plain = HttpConnector::new();
     plain.enforce_http(false);
@@ -76,7 +76,7 @@ fn https(
         .https_or_http()
 }
 
-/// A pool over streams that `connector` opens.
+/// Creates a pool over the streams that `connector` opens.
 fn over<C>(connector: C, tls: &ClientConfig, report: Option<Report>) -> Http
 where
     C: Service<Uri> + Clone + Send + Sync + 'static,
@@ -85,7 +85,7 @@ where
     C::Error: Into<Box<dyn Error + Send + Sync>>,
 {
     let secured: HttpsConnector<C> = https(tls).enable_all_versions().wrap_connector(connector);
-    // Around the handshake too: whoever listens need not speak.
+    // The timeout includes the handshake: a server may accept a connection and never send anything.
     let mut connector = TimeoutConnector::new(secured);
     connector.set_connect_timeout(Some(CONNECT));
     let client: Client<_, kube::client::Body> = Client::builder(TokioExecutor::new())
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    /// The timer of the connection to a local port: 2 is that of keepalive.
+    /// The kernel's timer of the connection to a local port; 2 is keepalive.
     fn timer(port: u16) -> Option<String> {
         let table = std::fs::read_to_string("/proc/net/tcp").expect("the table of connections");
         let mut rows = table.lines().map(|row| row.split_whitespace());

@@ -1,5 +1,5 @@
-//! Through which proxy an apiserver is reached: `proxy-url` of the kubeconfig's cluster, or else what the environment
-//! says (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), as client-go has it.
+//! Selects the proxy to an apiserver: `proxy-url` of the kubeconfig's cluster, otherwise the environment
+//! (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), as client-go does.
 
 use std::net::IpAddr;
 
@@ -11,17 +11,17 @@ use kube::config::Kubeconfig;
 /// The proxy on the way to a server.
 #[derive(Debug, Clone)]
 pub(super) enum Proxy {
-    /// There is none.
+    /// No proxy.
     None,
-    /// Asked with `CONNECT`.
+    /// An HTTP proxy, used with `CONNECT`.
     Http {
         uri: Uri,
         /// `Proxy-Authorization`, for a URL with a user.
         auth: Option<HeaderValue>,
     },
-    /// The same behind TLS, which is verified as the apiserver's is.
+    /// The same over TLS; its certificate is verified like the apiserver's.
     Https { uri: Uri, auth: Option<HeaderValue> },
-    /// SOCKS 5; the proxy resolves names.
+    /// SOCKS 5; the proxy resolves host names.
     Socks5 {
         uri: Uri,
         /// User and password.
@@ -29,7 +29,7 @@ pub(super) enum Proxy {
     },
 }
 
-/// What the current context's cluster names as its proxy.
+/// Returns the `proxy-url` of the current context's cluster.
 pub(super) fn named(file: &Kubeconfig) -> Option<String> {
     let current = file.current_context.as_ref()?;
     let context = file.contexts.iter().find(|c| c.name == *current)?;
@@ -39,7 +39,7 @@ pub(super) fn named(file: &Kubeconfig) -> Option<String> {
     url.filter(|url| !url.is_empty())
 }
 
-/// Whether a server is on this machine: the environment's proxy is for others.
+/// Whether a server is on this machine: the environment's proxy does not apply to it.
 fn is_here(server: &Uri) -> bool {
     let host = server.host().unwrap_or_default();
     let bare = host.trim_start_matches('[').trim_end_matches(']');
@@ -47,12 +47,12 @@ fn is_here(server: &Uri) -> bool {
 }
 
 impl Proxy {
-    /// The proxy on the way to `server`; `own` is what the kubeconfig names. An error is a sentence.
+    /// Selects the proxy to `server`; `own` is the kubeconfig's `proxy-url`. The error is a sentence.
     pub(super) fn towards(server: &Uri, own: Option<&str>) -> Result<Proxy, String> {
         let found = match own {
             Some(url) => {
                 let matcher = Matcher::builder().all(url).build();
-                // Not the URL: it may have a password.
+                // The message omits the URL, which may contain a password.
                 Some(matcher.intercept(server).ok_or(
                     "proxy-url is not a URL: it is http://, https:// or socks5://, a host and a port",
                 )?)

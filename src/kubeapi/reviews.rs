@@ -1,4 +1,4 @@
-//! Asking the apiserver who somebody is and what they may do: TokenReview and SubjectAccessReview.
+//! Authentication and authorisation by the apiserver: TokenReview and SubjectAccessReview.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use kube::api::PostParams;
 use super::api::Api;
 use super::failure::ApiFailure;
 
-/// Somebody who has shown who they are.
+/// An authenticated user.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Identity {
     /// The user's name.
@@ -26,7 +26,7 @@ pub struct Identity {
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
-/// Something somebody wants to do with a node.
+/// A request for a node's subresource that needs authorisation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeAsk<'a> {
     /// The verb.
@@ -37,12 +37,12 @@ pub struct NodeAsk<'a> {
     pub subresource: &'a str,
 }
 
-/// The API's side of authentication and authorisation.
+/// Authentication and authorisation by the apiserver.
 #[async_trait]
 pub trait Reviews: Send + Sync + 'static {
-    /// Whose token this is; nobody's if it does not hold.
+    /// Returns the user of a token; `None` if the token is invalid.
     async fn who(&self, token: &str) -> Result<Option<Identity>, ApiFailure>;
-    /// Whether somebody may.
+    /// Whether a user is authorised.
     async fn may(&self, who: &Identity, ask: &NodeAsk<'_>) -> Result<bool, ApiFailure>;
 }
 

@@ -1,4 +1,4 @@
-//! Asking the apiserver for a certificate, and waiting for it.
+//! Requests a certificate from the apiserver and waits for it.
 
 use std::time::Duration;
 
@@ -15,23 +15,23 @@ use super::api::Api;
 use super::failure::ApiFailure;
 use crate::core::backoff::Doubling;
 
-/// How often it is looked whether a request was answered, at first and at most.
+/// Initial and maximum interval at which a request is polled.
 const LOOKS: Doubling = Doubling::new(Duration::from_millis(200), Duration::from_secs(5));
 
-/// A certificate that is asked for.
+/// A request for a certificate.
 #[derive(Debug, Clone)]
 pub struct CertificateRequest {
-    /// The request's name; none for one that the apiserver makes up.
+    /// The name of the CertificateSigningRequest; `None` lets the apiserver generate one.
     pub name: Option<String>,
-    /// Who shall sign it.
+    /// The signer's name.
     pub signer: &'static str,
-    /// What it shall be good for.
+    /// The key usages.
     pub usages: &'static [&'static str],
     /// PKCS#10, PEM.
     pub request: String,
 }
 
-/// Asks, and waits for at most `patience`; the answer is PEM.
+/// Creates the request and waits at most `patience` for the certificate, which is PEM.
 pub async fn obtain(
     client: &Client,
     wanted: &CertificateRequest,
@@ -58,7 +58,7 @@ pub async fn obtain(
         .map_err(ApiFailure::from)
     {
         Ok(made) => made.name_any(),
-        // The same key under the same name: what was asked before is waited for.
+        // A request with this name, and so for the same key, exists: wait for that one.
         Err(ApiFailure::AlreadyExists(why)) => {
             wanted.name.clone().ok_or(ApiFailure::AlreadyExists(why))?
         }

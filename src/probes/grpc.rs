@@ -10,7 +10,7 @@ use hyper_util::rt::TokioIo;
 use tonic::Code;
 use tonic::transport::{Endpoint, Uri};
 
-/// Asks for the health of `service`; the error is the text of the failure.
+/// Checks the health of `service`; the error is the text of the failure.
 pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> Result<(), String> {
     let address = if host.contains(':') {
         format!("[{host}]:{port}")
@@ -22,7 +22,7 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
     let endpoint = Endpoint::from_shared(format!("http://{address}"))
         .and_then(|e| e.user_agent(crate::core::version::PROBE_AGENT))
         .map_err(|e| e.to_string())?;
-    // Dialled by hand, so that the failure is the dial's own words.
+    // Dialled separately, so that the error is that of the dial.
     let (tell, mut dialled) = tokio::sync::oneshot::channel();
     let mut tell = Some(tell);
     let connector = tower::service_fn(move |_: Uri| {
@@ -30,7 +30,7 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
         async move {
             let result = super::connect(&target, port).await;
             if let Some(tell) = tell {
-                // Nobody listens any more after the deadline.
+                // After the deadline the receiver no longer exists.
                 let _ = tell.send(result.as_ref().err().cloned());
             }
             result.map(TokioIo::new).map_err(std::io::Error::other)

@@ -1,4 +1,4 @@
-//! An HTTP GET on a connection of its own.
+//! An HTTP GET on a new connection.
 
 use std::sync::{Arc, LazyLock};
 
@@ -17,10 +17,10 @@ use super::connect;
 use crate::core::pod::probe::{Http, OUTPUT_LIMIT, Reply, limited};
 use crate::core::serving::query;
 
-/// How many requests are made for one probe: the first, and those to which redirects lead.
+/// Maximum number of requests for one probe: the first one, and those to which redirects lead.
 const REQUESTS: usize = 10;
 
-/// Accepts every certificate: a probe asks whether a server answers, not who it is.
+/// Accepts every certificate: a probe checks whether a server answers, not its identity.
 #[derive(Debug)]
 struct Anyone(Arc<rustls::crypto::CryptoProvider>);
 
@@ -92,7 +92,7 @@ pub async fn get(request: &Http) -> Result<Reply, HttpError> {
     )))
 }
 
-/// A path without `.` and `..` (RFC 3986, 5.2.4).
+/// Removes `.` and `..` from a path (RFC 3986, 5.2.4).
 fn without_dots(path: &str) -> String {
     let mut parts = vec![];
     for part in path.split('/').skip(1) {
@@ -110,7 +110,7 @@ fn without_dots(path: &str) -> String {
     format!("/{}", parts.join("/"))
 }
 
-/// What a path and a query are relative to those of `from` (RFC 3986, 5.2.2).
+/// Resolves a path with a query relative to those of `from` (RFC 3986, 5.2.2).
 fn relative(from: &str, to: &str) -> String {
     let (base, base_query) = from.split_at(from.find('?').unwrap_or(from.len()));
     let (path, query) = to.split_at(to.find('?').unwrap_or(to.len()));
@@ -129,7 +129,7 @@ fn relative(from: &str, to: &str) -> String {
     format!("{path}{query}")
 }
 
-/// The request to which a redirect leads; none if that is another host.
+/// Returns the request to which a redirect leads; `None` if that is another host.
 fn follow(from: &Http, location: &str) -> Result<Option<Http>, HttpError> {
     let failed = |why: &dyn std::fmt::Display| {
         HttpError::Failed(format!(
@@ -230,7 +230,7 @@ async fn exchange(
         .map(str::to_owned);
     let mut body = Limited::new(answer.into_body(), OUTPUT_LIMIT);
     let mut bytes = Vec::new();
-    // A body that is too long or breaks off is cut: the status has said what counts.
+    // A body that is too long or breaks off is truncated: the status has already decided the result.
     while let Some(Ok(frame)) = body.frame().await {
         bytes.extend(frame.into_data().unwrap_or_default());
     }

@@ -1,8 +1,8 @@
-//! Asking over the network: what probes and lifecycle hooks send, and nothing else. What an answer means
-//! is decided in `core::probe`.
+//! The network requests of probes and lifecycle hooks, and nothing else. `core::pod::probe` decides what the answers
+//! mean.
 //!
-//! Every request has a deadline, reads a bounded body, uses a connection of its own, verifies no
-//! certificate and goes through no proxy (kubelet spec, 10.3).
+//! Every request has a deadline, reads a bounded body, uses a new connection, verifies no certificate and uses no proxy
+//! (`pkg/probe/http/http.go`).
 
 mod grpc;
 mod http;
@@ -13,10 +13,10 @@ use async_trait::async_trait;
 
 use crate::core::pod::probe::{Http, Reply};
 
-/// Why an HTTP request had no answer.
+/// Why an HTTP request failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HttpError {
-    /// The server spoke plain HTTP where TLS was asked for.
+    /// The server answered with plain HTTP where TLS was requested.
     #[error("server gave HTTP response to HTTPS client")]
     Plain,
     /// Anything else.
@@ -24,14 +24,14 @@ pub enum HttpError {
     Failed(String),
 }
 
-/// The network as probes see it.
+/// The network, as probes use it.
 #[async_trait]
 pub trait Dialer: Send + Sync + 'static {
-    /// An HTTP GET; redirects are followed on the same host, in ten requests at most.
+    /// Sends an HTTP GET; follows redirects on the same host, with ten requests at most.
     async fn http(&self, request: &Http, timeout: Duration) -> Result<Reply, HttpError>;
-    /// A connection, closed at once.
+    /// Opens a connection and closes it at once.
     async fn tcp(&self, host: &str, port: u16, timeout: Duration) -> Result<(), String>;
-    /// The health of a gRPC service.
+    /// Checks the health of a gRPC service.
     async fn grpc(
         &self,
         host: &str,

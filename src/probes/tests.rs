@@ -6,7 +6,7 @@ use hyper::body::Bytes;
 use hyper_util::rt::TokioIo;
 
 const SECOND: Duration = Duration::from_secs(1);
-/// For what answers: nobody waits for it, unless the machine is busy.
+/// Timeout of requests that are answered at once, unless the machine is busy.
 const LONG: Duration = Duration::from_secs(30);
 
 fn request(port: u16, path: &str) -> Http {
@@ -19,7 +19,7 @@ fn request(port: u16, path: &str) -> Http {
     }
 }
 
-/// A server that answers as the path says; the answer is its port.
+/// Starts a server whose answer depends on the path; returns its port.
 async fn server() -> u16 {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
         .await
@@ -57,7 +57,7 @@ async fn server() -> u16 {
                 )
             };
             tokio::spawn(async move {
-                // A client that goes away in the middle is part of the test.
+                // Clients that disconnect early are part of the test.
                 let _ = hyper::server::conn::http1::Builder::new()
                     .serve_connection(TokioIo::new(stream), hyper::service::service_fn(answer))
                     .await;
@@ -117,8 +117,8 @@ async fn connections_are_refused_in_the_words_people_search_for() {
         .expect("a port");
     let port = listener.local_addr().expect("an address").port();
     assert_eq!(Network.tcp("127.0.0.1", port, LONG).await, Ok(()));
-    // A port of this test's own at which nobody listens. One that was closed may be open for a moment more: a program that
-    // another test starts just now holds it until it is executed.
+    // A port of this test at which no server listens. A closed port may stay open for a moment, because a child process
+    // of another test has inherited it until exec.
     let closed = tokio::net::TcpSocket::new_v4().expect("a socket");
     let address = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
     closed.bind(address).expect("a port");

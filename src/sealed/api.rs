@@ -1,4 +1,4 @@
-//! The API as it is, or as it was last seen: what an apiserver that does not answer would say.
+//! The API, or its last answers while the apiserver does not answer.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::kubeapi::pods::{
     ApiFailure, Attachment, Binding, CertificateFor, PodApi, Token, TokenFor,
 };
 
-/// Asks the API; remembers, sealed, what it answered; and answers so itself when it cannot be reached.
+/// Calls the API and seals its answers. If the apiserver cannot be reached, returns the sealed answer.
 pub struct SealedApi {
     api: Arc<dyn PodApi>,
     keeper: Keeper,
@@ -37,13 +37,13 @@ struct SealedToken {
 }
 
 impl SealedApi {
-    /// Over an API.
+    /// Wraps an API.
     #[must_use]
     pub fn new(api: Arc<dyn PodApi>, keeper: Keeper) -> SealedApi {
         SealedApi { api, keeper }
     }
 
-    /// Notes an answer, or finds the one before.
+    /// Seals an answer. If there is none, returns the previous one.
     fn settle<T: Serialize + DeserializeOwned>(
         &self,
         kind: Kind,
@@ -59,7 +59,7 @@ impl SealedApi {
                 self.keeper.remove(kind, name);
                 Err(error)
             }
-            // A refusal stands; only silence is answered from memory.
+            // A refusal counts. Only a missing answer is replaced by a sealed one.
             Err(error) if error.is_answer() => Err(error),
             Err(error) => self.keeper.get(kind, name).ok_or(error),
         }
@@ -122,7 +122,7 @@ impl PodApi for SealedApi {
     }
 
     async fn token(&self, request: TokenFor<'_>) -> Result<Token, ApiFailure> {
-        // One that has expired is still a file that the pod's containers wait for.
+        // A sealed token is returned even if it has expired: the pod's containers wait for its file.
         let name = format!(
             "{}/{}",
             request.pod.uid().unwrap_or_default(),
@@ -147,7 +147,7 @@ impl PodApi for SealedApi {
         self.api.claim_resize(grown, step).await
     }
 
-    /// Not kept: whether a claim is still the pod's, only the apiserver can tell.
+    /// Not sealed: only the apiserver knows whether a claim still belongs to the pod.
     async fn device_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, ApiFailure> {
         self.api.device_claim(namespace, name).await
     }

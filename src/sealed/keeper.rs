@@ -1,4 +1,4 @@
-//! Writing what is to be sealed, in the background and in quiet moments: pods that start wait for no disk.
+//! Seals values in the background, while few pods start: pods that start wait for no disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -24,8 +24,8 @@ use crate::core::{
 use crate::kubeapi::Cache;
 use crate::sys::clock::Clock;
 
-/// How long nothing must have come before it is written, and how many times that it waits at most: the disk
-/// belongs to pods that start.
+/// How long no new value must arrive before all are written, and how often this wait is repeated at most. Pods that
+/// start have priority at the disk.
 const QUIET: Duration = Duration::from_secs(3);
 const AT_MOST: u32 = 20;
 
@@ -33,32 +33,33 @@ const AT_MOST: u32 = 20;
 const INDEX: &str = "index";
 /// The name of our own Node.
 const OWN: &str = "own";
-/// The name under which it is noted when an apiserver answered last, how often that is written, and how long it counts.
+/// The name of the time when an apiserver answered last. The interval at which that time is written. The age at which
+/// sealed values become invalid.
 const APISERVER: &str = "apiserver";
 const NOTED: SignedDuration = SignedDuration::from_hours(1);
 const COUNTS: SignedDuration = SignedDuration::from_hours(7 * 24);
 
 type Name = (Kind, String);
 
-/// Takes what is to be sealed; clones are the same one.
+/// Accepts values to seal. Clones share their state.
 #[derive(Clone)]
 pub struct Keeper(Arc<Inner>);
 
 struct Inner {
     vault: Vault,
-    /// What is to be written; `None` is to be removed.
+    /// Values to write; `None` removes the value.
     waiting: Mutex<BTreeMap<Name, Option<Vec<u8>>>>,
-    /// Digests of what has been taken, so that only changes are written.
+    /// Digests of accepted values, so that only changes are written.
     taken: Mutex<BTreeMap<Name, u64>>,
     services: Vec<Arc<Service>>,
     cut_off: AtomicBool,
-    /// Whether other pods than static ones are kept.
+    /// Whether values of other pods than static ones are sealed.
     keeps_pods: bool,
     clock: Clock,
-    /// When an apiserver answered last, in seconds since 1970; and the time that was noted.
+    /// When an apiserver answered last, in seconds since 1970; and the time that was written.
     confirmed: AtomicI64,
     noted: AtomicI64,
-    /// Of these kinds only these names are needed.
+    /// For these kinds, only these names are still needed.
     needed: Mutex<Option<BTreeMap<Kind, BTreeSet<String>>>>,
     news: Notify,
 }
@@ -71,10 +72,10 @@ fn digest(bytes: &[u8]) -> u64 {
 }
 
 impl Keeper {
-    /// Over a vault; writing begins at once.
+    /// Creates a keeper for a vault, and begins to write.
     #[must_use]
     pub(super) fn start(vault: Vault, offline: OfflineStart, clock: Clock) -> Keeper {
-        // A vault of before this was noted counts from now.
+        // A vault without this time is valid from now.
         let now = clock.now().as_second();
         let confirmed = vault.get(Kind::Confirmed, APISERVER).unwrap_or(now);
         let is_old = now - confirmed > COUNTS.as_secs();
@@ -123,12 +124,12 @@ impl Keeper {
         self.0.cut_off.load(Ordering::Relaxed)
     }
 
-    /// Says whether the API has not answered since the start.
+    /// Sets whether the API has not answered since the start.
     pub fn set_cut_off(&self, cut_off: bool) {
         self.0.cut_off.store(cut_off, Ordering::Relaxed);
     }
 
-    /// An apiserver has answered: what is kept is as it should be.
+    /// Records that an apiserver has answered: the sealed values are up to date.
     pub fn confirm(&self) {
         let now = self.0.clock.now().as_second();
         self.0.confirmed.store(now, Ordering::Relaxed);
@@ -139,7 +140,7 @@ impl Keeper {
         }
     }
 
-    /// Whether it is so long since an apiserver answered that what is kept does not count any more.
+    /// Whether the last answer of an apiserver is so old that the sealed values are no longer valid.
     fn is_old(&self) -> bool {
         let confirmed = self.0.confirmed.load(Ordering::Relaxed);
         self.0.clock.now().as_second() - confirmed > COUNTS.as_secs()
@@ -149,13 +150,13 @@ impl Keeper {
         self.0.keeps_pods || kind.is_for_static_pods()
     }
 
-    /// The services as they were before the start.
+    /// Returns the services from before the start.
     #[must_use]
     pub fn last_services(&self) -> &[Arc<Service>] {
         &self.0.services
     }
 
-    /// The pods that were bound here before the start.
+    /// Returns the pods that were bound to this node before the start.
     #[must_use]
     pub async fn last_pods(&self) -> Vec<Arc<Pod>> {
         let inner = Arc::clone(&self.0);
@@ -174,7 +175,7 @@ impl Keeper {
             })
     }
 
-    /// The Node as it was before the start, as far as admission reads it.
+    /// Returns the Node from before the start, with the fields that admission reads.
     #[must_use]
     pub async fn last_node(&self) -> Option<Node> {
         let keeper = self.clone();
@@ -187,7 +188,7 @@ impl Keeper {
             })
     }
 
-    /// Seals what admission reads of the Node: its labels, its taints, and its resources. A heartbeat changes none of them.
+    /// Seals the Node's fields that admission reads: labels, taints and resources. A heartbeat changes none of them.
     pub fn put_node(&self, node: &Node) {
         let status = node.status.as_ref();
         let kept = Node {
@@ -206,7 +207,7 @@ impl Keeper {
         self.put(Kind::Node, OWN, &kept);
     }
 
-    /// Seals a value soon, if it is another one than before.
+    /// Seals a value soon, if it has changed.
     pub fn put(&self, kind: Kind, name: &str, value: &impl Serialize) {
         let Some(content) = self
             .keeps(kind)
@@ -223,7 +224,7 @@ impl Keeper {
         }
     }
 
-    /// Removes what was sealed under a name.
+    /// Removes the value that was sealed under a name.
     pub fn remove(&self, kind: Kind, name: &str) {
         let name = (kind, name.to_owned());
         if lock(&self.0.taken).remove(&name).is_some() {
@@ -232,7 +233,7 @@ impl Keeper {
         }
     }
 
-    /// Of these kinds only these names are needed any more.
+    /// Records that for these kinds only these names are still needed.
     fn retain(&self, needed: BTreeMap<Kind, BTreeSet<String>>) {
         let unneeded = |name: &Name| {
             needed
@@ -245,7 +246,7 @@ impl Keeper {
         self.0.news.notify_one();
     }
 
-    /// What was sealed under a name, or is about to be.
+    /// Returns the value that was sealed under a name, or is about to be.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
         if !self.keeps(kind) || self.is_old() {
@@ -262,7 +263,7 @@ impl Keeper {
 async fn write(keeper: Keeper) {
     loop {
         keeper.0.news.notified().await;
-        // A burst is waited out, but not for ever.
+        // Waits until a burst is over, with a limit.
         for _ in 0..AT_MOST {
             if tokio::time::timeout(QUIET, keeper.0.news.notified())
                 .await
@@ -275,7 +276,8 @@ async fn write(keeper: Keeper) {
         let needed = lock(&keeper.0.needed).take();
         let inner = Arc::clone(&keeper.0);
         let done = tokio::task::spawn_blocking(move || {
-            // Before writing: what is written now may be of pods that came after this was decided.
+            // Removed before the batch is written: the batch may have values of pods that came after the names were
+            // collected.
             for (kind, names) in needed.into_iter().flatten() {
                 if let Err(error) = inner.vault.retain(kind, &names) {
                     tracing::warn!(%error, kind = kind.dir(), "what no pod needs any more is still sealed");
@@ -297,7 +299,7 @@ async fn write(keeper: Keeper) {
     }
 }
 
-/// The names under which the objects are sealed that these pods need.
+/// Returns the names of the sealed objects that these pods need.
 fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
     let mut needed: BTreeMap<Kind, BTreeSet<String>> = [
         Kind::Pods,
@@ -339,8 +341,7 @@ fn needed(pods: &[Arc<Pod>]) -> BTreeMap<Kind, BTreeSet<String>> {
     needed
 }
 
-/// Keeps the pods of the cache sealed, and the services; what no pod needs any more goes. Runs until the
-/// process ends.
+/// Seals the pods of the cache and the services, and removes what no pod needs any more. Runs until the process exits.
 pub async fn follow(
     keeper: Keeper,
     pods: Cache<Pod>,
@@ -387,7 +388,7 @@ pub async fn follow(
         if changes.changed().await.is_err() {
             return std::future::pending().await;
         }
-        // Statuses change often while pods start; one look after it is enough.
+        // Statuses change often while pods start; one pass after that is enough.
         tokio::time::sleep(QUIET).await;
     }
 }

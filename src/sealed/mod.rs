@@ -1,12 +1,12 @@
-//! What the agent must know to start its pods when no apiserver answers: the pods bound to it and the
-//! objects they need, each in a file that only root may read and only this node's key opens.
+//! Seals the data with which the agent starts its pods while no apiserver answers: the pods bound to it and the objects
+//! that they need. Each is in a file that only root can read and only this node's key can decrypt.
 //!
-//! AES-256-GCM with a random nonce for every writing; what a file is about is authenticated with it, so
-//! that one cannot be put in another's place. A file that does not open is as good as none. The key lies beside the files
-//! or, better, is a credential of the service that systemd unseals (`holdfast-sealed-key`).
+//! Every write uses AES-256-GCM with a random nonce. Kind and name of a value are authenticated with it, so that no
+//! file can be put in another's place. A file that cannot be decrypted counts as missing. The key lies next to the
+//! files or, better, is a credential of the service that systemd decrypts (`holdfast-sealed-key`).
 //!
-//! How much is kept is said by [`OfflineStart`](crate::core::node::offline::OfflineStart): by default nothing but what
-//! static pods need. What no apiserver has confirmed for a week is forgotten.
+//! [`OfflineStart`](crate::core::node::offline::OfflineStart) sets how much is sealed: by default only the data that
+//! static pods need. Data that no apiserver has confirmed for a week are discarded.
 
 mod api;
 mod keeper;
@@ -32,10 +32,10 @@ use crate::sys::clock::Clock;
 use crate::sys::file;
 
 const KEY_LENGTH: usize = 32;
-/// The largest file that is read.
+/// Maximum size of a file that is read.
 const LIMIT: u64 = 4 << 20;
 
-/// A kind of thing that is sealed; also its directory.
+/// A kind of sealed value; also its directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// Pods, by uid.
@@ -52,7 +52,7 @@ pub enum Kind {
     Services,
     /// Handlers of RuntimeClasses.
     Handlers,
-    /// Our own Node, as far as admission reads it.
+    /// Our own Node, with the fields that admission reads.
     Node,
     /// When an apiserver answered last.
     Confirmed,
@@ -71,7 +71,7 @@ impl Kind {
         Kind::Confirmed,
     ];
 
-    /// Whether static pods need it; what they may not refer to is for other pods.
+    /// Whether static pods need this kind. The other kinds are objects to which static pods may not refer.
     fn is_for_static_pods(self) -> bool {
         matches!(self, Kind::Services | Kind::Handlers | Kind::Confirmed)
     }
@@ -98,8 +98,8 @@ pub struct Vault {
 }
 
 impl Vault {
-    /// Opens the vault below `dir`. The key is `credential` where that file is, else `key` in the directory, which is made
-    /// where there is none.
+    /// Opens the vault below `dir`. The key is in the file `credential` if that exists, otherwise in `key` in the
+    /// directory, which is created if it is missing.
     pub fn open(dir: &Path, credential: Option<&Path>) -> anyhow::Result<Vault> {
         let make = |dir: &Path| {
             fs::DirBuilder::new()
@@ -122,7 +122,7 @@ impl Vault {
         };
         let bytes = match given {
             Some(bytes) => {
-                // What it could open is written anew with the other key.
+                // Values sealed with the old key are sealed again with the other one.
                 if_there(fs::remove_file(&beside))
                     .with_context(|| format!("{} cannot be removed", beside.display()))?;
                 bytes
@@ -144,7 +144,7 @@ impl Vault {
     }
 
     fn path(&self, kind: Kind, name: &str) -> PathBuf {
-        // A name says nothing and needs no escaping as its digest.
+        // As a digest, a name reveals nothing and needs no escaping.
         self.dir
             .join(kind.dir())
             .join(digest::sha256(name.as_bytes()))
@@ -154,19 +154,19 @@ impl Vault {
         format!("{}\u{0}{name}", kind.dir()).into_bytes()
     }
 
-    /// A value as it is sealed. The name stands in it: a listing has only digests.
+    /// Encodes a value for sealing. The name is included, because a directory listing has only digests.
     fn content(name: &str, value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
         serde_json::to_vec(&(name, value))
     }
 
-    /// The value of an opened content, if it is this name's.
+    /// Returns the value of decrypted content, if the content has this name.
     fn value<T: DeserializeOwned>(name: &str, content: &[u8]) -> Option<T> {
         let (inside, value): (String, T) = json::read(content).ok()?;
         (inside == name).then_some(value)
     }
 
-    /// Seals a content under a name. Blocking. A loss of power may lose what was written within the last
-    /// half minute, never what was written before: a file that is half there does not open.
+    /// Seals content under a name. Blocking. A power failure may lose content that was written within the last half
+    /// minute, but nothing older: a partial file cannot be decrypted.
     fn seal(&self, kind: Kind, name: &str, mut content: Vec<u8>) -> io::Result<()> {
         let nonce = self
             .key
@@ -194,13 +194,13 @@ impl Vault {
         Self::value(name, opened)
     }
 
-    /// What was sealed under a name. Blocking, but small.
+    /// Returns the value that was sealed under a name. Blocking, but short.
     #[must_use]
     pub fn get<T: DeserializeOwned>(&self, kind: Kind, name: &str) -> Option<T> {
         self.unseal(kind, name, &self.path(kind, name))
     }
 
-    /// Removes what is sealed under other names than these. Blocking.
+    /// Removes the values under other names than these. Blocking.
     pub fn retain(&self, kind: Kind, names: &BTreeSet<String>) -> io::Result<()> {
         let kept: BTreeSet<PathBuf> = names.iter().map(|name| self.path(kind, name)).collect();
         for entry in fs::read_dir(self.dir.join(kind.dir()))? {
@@ -212,13 +212,13 @@ impl Vault {
         Ok(())
     }
 
-    /// Removes what was sealed under a name. Blocking.
+    /// Removes the value that was sealed under a name. Blocking.
     pub fn remove(&self, kind: Kind, name: &str) -> io::Result<()> {
         if_there(fs::remove_file(self.path(kind, name)))
     }
 }
 
-/// A key from its file; nothing where there is none.
+/// Reads a key from its file; `None` if there is none.
 fn read_key(path: &Path, remedy: &str) -> anyhow::Result<Option<Vec<u8>>> {
     use std::io::Read as _;
     let mut bytes = vec![];
@@ -248,7 +248,7 @@ fn new_key(path: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The outcome of a removal; what was not there is removed.
+/// Treats the removal of a missing file as success.
 fn if_there(removed: io::Result<()>) -> io::Result<()> {
     match removed {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -256,11 +256,11 @@ fn if_there(removed: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// The name of the service's credential that is the key (`LoadCredentialEncrypted=` in its unit).
+/// The name of the service's credential with the key (`LoadCredentialEncrypted=` in its unit).
 const CREDENTIAL: &str = "holdfast-sealed-key";
 
-/// Begins to keep in `dir` what a start without an apiserver takes, by a key of the directory `credentials` where it has
-/// one. Where nothing is to be kept, what was kept before is removed.
+/// Starts to seal in `dir` the data for a start without an apiserver, with a key from the directory `credentials` if it
+/// has one. If nothing is to be sealed, earlier data are removed.
 pub fn start(
     dir: &Path,
     credentials: Option<&Path>,

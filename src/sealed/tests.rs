@@ -96,15 +96,15 @@ fn clock(days: i64) -> Clock {
     Clock::starting_at(start + jiff::SignedDuration::from_hours(24 * days))
 }
 
-/// Waits until so many are written; the answer is how many there are then.
+/// Waits until this number of values is written; returns the number that is written then.
 async fn written(dir: &Path, kind: Kind, expected: usize) -> usize {
     let count = || {
         fs::read_dir(dir.join(kind.dir()))
             .expect("a directory")
             .count()
     };
-    // Paused time: what is waited for is written in a thread, which takes real time. What is not to be written has a while
-    // to come all the same.
+    // Time is paused, but a thread writes the values in real time. Values that must not be written get some time to
+    // appear as well.
     for round in 0..30_000 {
         tokio::time::sleep(std::time::Duration::from_secs(1)).await;
         std::thread::sleep(std::time::Duration::from_millis(2));
@@ -130,7 +130,7 @@ async fn no_more_is_kept_than_is_asked_for_and_for_a_week() {
     assert_eq!(written(&path, Kind::Secrets, 1).await, 1);
     assert_eq!(written(&path, Kind::Confirmed, 1).await, 1);
 
-    // A week later it counts, after that no more.
+    // A week later the values are valid, after that no longer.
     let week = start("always", 7).expect("a keeper");
     assert_eq!(
         week.get::<String>(Kind::Secrets, "n/s").as_deref(),

@@ -1,4 +1,5 @@
-//! A private containerd: own root, state, socket and CNI directories. One of the system is left alone.
+//! Configures a private containerd with its own root, state, socket and CNI directories. A containerd of the system is
+//! left unchanged.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use crate::cri::{CriClient, Runtime as _};
 use crate::sys::machine;
 use crate::sys::process::find_program;
 
-/// Whether this process may lower `oom_score_adj`; without it containers must be told not to try.
+/// Whether this process may lower `oom_score_adj`. If not, containerd must be configured not to try it.
 fn may_lower_oom_score() -> bool {
     const CAP_SYS_RESOURCE: u64 = 1 << 24;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -28,17 +29,19 @@ fn toml(path: &Path) -> String {
     format!("{:?}", path.display().to_string())
 }
 
-/// What the machine has that containerd must be told of.
+/// Properties of the machine that containerd's configuration depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Machine {
-    /// systemd makes the cgroups.
+    /// Whether systemd creates the cgroups.
     pub systemd: bool,
-    /// A policy of SELinux is loaded. If it is not told, containerd gives no container a label, whatever its pod asks for.
+    /// Whether an SELinux policy is loaded. Without `enable_selinux`, containerd gives no container a label, whatever
+    /// its pod requests.
     pub selinux: bool,
 }
 
 impl Machine {
-    /// This one; `systemd` is what the agent is told, as both must make cgroups in the same way.
+    /// Detects this machine. `systemd` is the agent's cgroup driver, because agent and containerd must use the same
+    /// one.
     #[must_use]
     pub fn here(systemd: bool) -> Machine {
         Machine {
@@ -48,7 +51,7 @@ impl Machine {
     }
 }
 
-/// The configuration file.
+/// Returns containerd's configuration file.
 #[must_use]
 pub fn config(settings: &Settings, machine: Machine) -> String {
     let Machine { systemd, selinux } = machine;
@@ -74,8 +77,8 @@ pub fn config(settings: &Settings, machine: Machine) -> String {
     text
 }
 
-/// Refuses a runtime that has pods of another kubelet: two agents on one runtime would end each other's pods. A pod of ours
-/// has a directory below `agent`.
+/// Refuses a runtime that has pods of another kubelet: two agents on one runtime would stop each other's pods. A pod of
+/// ours has a directory below `agent`.
 pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<()> {
     let runtime =
         CriClient::new(endpoint, Duration::from_secs(10), None).map_err(anyhow::Error::msg)?;
@@ -94,7 +97,7 @@ pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<(
     }
 }
 
-/// The CNI network of the pods.
+/// Returns the CNI configuration of the pod network.
 #[must_use]
 pub fn network(settings: &Settings) -> serde_json::Value {
     serde_json::json!({
@@ -120,7 +123,7 @@ pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
     write_network(settings)
 }
 
-/// Writes the network's configuration, unless it is there.
+/// Writes the network's configuration, unless it is unchanged.
 pub fn write_network(settings: &Settings) -> anyhow::Result<()> {
     let dir = settings.dirs.data.join("cni/net.d");
     std::fs::create_dir_all(&dir)?;
@@ -145,7 +148,7 @@ fn cni_binary() -> anyhow::Result<PathBuf> {
     places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not beside {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
 }
 
-/// Waits until a runtime answers CRI v1 at `endpoint`; `alive` says whether waiting still makes sense.
+/// Waits until a runtime answers CRI v1 at `endpoint`, as long as `alive` returns true.
 pub async fn wait_ready(
     endpoint: &str,
     patience: Duration,
@@ -165,7 +168,7 @@ pub async fn wait_ready(
     }
 }
 
-/// Imports the bundled images; what is there already is left.
+/// Imports the bundled images that are missing or outdated.
 pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> {
     let ctr = find_program("ctr").context(
         "ctr is not installed; it comes with containerd (Debian: apt-get install containerd)",
@@ -181,7 +184,7 @@ pub fn import_images(settings: &Settings, endpoint: &str) -> anyhow::Result<()> 
     let listed = run(&["images", "list", "--quiet"])?;
     let present = String::from_utf8_lossy(&listed.stdout).into_owned();
     for (name, archive) in images::write_bundled(&settings.dirs.data.join("images"))? {
-        // The archives are the same for the same build; another build brings other digests.
+        // Archives of one build are equal; another build has other digests.
         let stamp = settings
             .dirs
             .data

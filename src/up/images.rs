@@ -10,13 +10,13 @@ use oci_spec::image::{
 
 /// The image of every sandbox.
 pub const PAUSE: &str = "holdfast.local/pause:1";
-/// The demo image; a second version is there for trying a rollout.
+/// The demo image; the second version is for trying a rollout.
 pub const DEMO: [&str; 2] = ["holdfast.local/demo:1", "holdfast.local/demo:2"];
 
 const PAUSE_PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pause"));
 const WEB_PROGRAM: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/web"));
 
-/// One file of an image.
+/// A file of an image.
 pub struct ImageFile<'a> {
     /// The path without a leading slash.
     pub path: &'a str,
@@ -30,7 +30,7 @@ pub struct ImageFile<'a> {
 pub struct Image<'a> {
     /// Its name with tag.
     pub name: &'a str,
-    /// Its only layer.
+    /// The files of its only layer.
     pub files: Vec<ImageFile<'a>>,
     /// The entry point.
     pub entrypoint: Vec<String>,
@@ -198,7 +198,7 @@ mod tests {
             std::fs::write(&file, program).expect("written");
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755))
                 .expect("executable");
-            // While a program that another test starts has not been executed it holds the file open for writing, too.
+            // Until a child of another test calls exec, it keeps this file open for writing, too.
             let begun = std::time::Instant::now();
             let mut child = loop {
                 let mut command = std::process::Command::new(&file);
@@ -210,7 +210,7 @@ mod tests {
                 }
             };
             let pid = nix::unistd::Pid::from_raw(i32::try_from(child.id()).expect("a pid"));
-            // Ready once the handler is there: SIGTERM is bit 14 of the caught signals.
+            // Ready once the handler is installed: SIGTERM is bit 14 of the caught signals.
             let caught = |status: &str| {
                 status
                     .lines()

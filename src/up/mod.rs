@@ -1,5 +1,5 @@
-//! `holdfast up`, `down` and `kubeconfig`: a whole cluster on this machine — containerd, control plane
-//! and agent as three processes that meet over sockets like strangers. Control plane and agent are supervised.
+//! `holdfast up`, `down` and `kubeconfig`: a whole cluster on this machine. containerd, control plane and agent are
+//! three processes that communicate only over sockets. Control plane and agent are supervised.
 
 mod containerd;
 pub mod images;
@@ -27,10 +27,10 @@ use crate::kubeapi::Api;
 use crate::sys::process::find_program;
 use crate::sys::systemd::Slices;
 
-/// The addresses of services.
+/// The address range of services.
 pub const SERVICE_RANGE: &str = "10.96.0.0/16";
 
-/// The names of what runs.
+/// The names of the processes.
 const PARTS: [&str; 3] = ["containerd", "control-plane", "agent"];
 
 struct Parts {
@@ -58,7 +58,7 @@ fn require_root(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Starts everything that does not run yet, and waits until the node is ready.
+/// Starts every part that does not run yet, and waits until the node is ready.
 pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     require_root("up")?;
     let dirs = &settings.dirs;
@@ -109,7 +109,7 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How the bundled API is used.
+/// Describes how to use the bundled API.
 fn own_api(settings: &Settings) -> String {
     let kubeconfig = settings.dirs.kubeconfig();
     format!(
@@ -121,8 +121,8 @@ fn own_api(settings: &Settings) -> String {
     )
 }
 
-/// Puts the node's kubeconfig and the authority that it knows where the agent and whoever asks it look for them. The answer
-/// is the control plane, as the node sees it.
+/// Installs the node's kubeconfig and its certificate authority where the agent and its clients expect them. Returns a
+/// client, and a description of the control plane.
 async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, String)> {
     let shown = kubeconfig.display();
     let there = fs::canonicalize(kubeconfig)
@@ -131,7 +131,7 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
     fs::create_dir_all(&pki)?;
     let authority = crate::kubeapi::client::authority(&there).await?;
     crate::sys::file::replace(&pki.join("ca.crt"), &authority)?;
-    // A link: the file is replaced when the node's certificate is renewed.
+    // A link, because the file is replaced when the node's certificate is renewed.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
         _ => std::os::unix::fs::symlink(&there, &link)?,
@@ -162,7 +162,7 @@ fn hint(part: &Part, ours: bool) -> String {
 
 fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     if part.pid().is_some() {
-        // It reads the network's file again when that changes; without it no pod starts or ends.
+        // containerd reloads the network's file when it changes. Without the file, no pod starts or stops.
         return containerd::write_network(settings);
     }
     let program = find_program("containerd")
@@ -170,7 +170,7 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
     containerd::install_network(settings)?;
     let config = settings.dirs.data.join("containerd.toml");
-    // Both must make cgroups in the same way.
+    // Agent and containerd must use the same cgroup driver.
     let systemd = own_fields(settings)?.is_some_and(|own| own["cgroupDriver"] == "systemd");
     fs::write(
         &config,
@@ -188,7 +188,7 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
     .map(drop)
 }
 
-/// The answer is whether it was started.
+/// Starts the control plane unless it runs. Returns whether it was started.
 fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool> {
     let dir = settings.dirs.data.join("control");
     let pki = Pki::open(&dir.join("pki"))?;
@@ -211,7 +211,7 @@ fn start_control_plane(settings: &Settings, part: &Part) -> anyhow::Result<bool>
         &["system:nodes"],
     )?;
     write(&settings.dirs.agent().join("kubeconfig"), node, &pair)?;
-    // The agent's own API: its clients are those of the cluster's CA, and its certificate is signed by it.
+    // The agent's own API: the cluster's CA verifies its clients and has signed its certificate.
     let certs = settings.dirs.agent().join("pki");
     fs::create_dir_all(&certs)?;
     let serving = pki.serving(&format!("system:node:{node}"), &[node], &[settings.node_ip])?;
@@ -253,7 +253,7 @@ async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Re
     }
 }
 
-/// The answer is whether it was started.
+/// Starts the agent unless it runs. Returns whether it was started.
 fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Result<bool> {
     if part.runs_supervised() {
         return Ok(false);
@@ -269,13 +269,14 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         "staticPodPath": manifests, "podLogsDir": settings.dirs.data.join("pods-logs"), "cgroupRoot": settings.cgroup(),
         "containerRuntimeEndpoint": endpoint, "maxPods": 110.min((1_i64 << (32 - settings.pod_cidr.prefix_len())) - 3),
         "serializeImagePulls": false, "failSwapOn": false,
-        // Nothing here looks for them: the machine's iptables stay as they are.
+        // No program expects these chains here: the machine's iptables stay unchanged.
         "makeIPTablesUtilChains": false,
         "port": settings.agent_port()?, "healthzPort": settings.healthz_port(),
         "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true}, "x509": {"clientCAFile": root.join("pki/ca.crt")}},
         "authorization": {"mode": "Webhook"},
     });
-    // A joined control plane gives no certificate to serve with: the agent signs its own, or asks for one where it is told to.
+    // A joined control plane issues no serving certificate: the agent signs its own, or requests one if it is
+    // configured to.
     if settings.join.is_none() {
         config["tlsCertFile"] = serde_json::json!(root.join("pki/serving.crt"));
         config["tlsPrivateKeyFile"] = serde_json::json!(root.join("pki/serving.key"));
@@ -298,13 +299,13 @@ fn start_agent(settings: &Settings, part: &Part, endpoint: &str) -> anyhow::Resu
         format!("--hostname-override={}", settings.node_name),
     ];
     if settings.join.is_none() {
-        // There is no other node that could have the pods meanwhile.
+        // No other node could run the pods meanwhile.
         arguments.push("--offline-start=always".into());
     }
     part.start_supervised(&own, &arguments)
 }
 
-/// The fields of the user's own configuration of the agent.
+/// Reads the fields of the user's own configuration of the agent.
 fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> {
     let Some(path) = &settings.agent_config else {
         return Ok(None);
@@ -320,7 +321,8 @@ fn own_fields(settings: &Settings) -> anyhow::Result<Option<serde_json::Value>> 
     Ok(Some(own))
 }
 
-/// What this process has started in vain is not started again and again; what ran before is left to its supervisor.
+/// Stops the restarts of a part that this process has started without success. A part that ran before keeps its
+/// supervisor.
 fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
     match started {
         true => part.release(),
@@ -328,7 +330,7 @@ fn give_up(part: &Part, started: bool) -> anyhow::Result<()> {
     }
 }
 
-/// Waits until the agent that runs now has said that its node is Ready; what one before it said does not count.
+/// Waits until the running agent has reported its node as Ready; reports of an earlier agent do not count.
 async fn wait_node(
     client: &kube::Client,
     name: &str,
@@ -352,7 +354,7 @@ async fn wait_node(
                 }
             }
             Ok(None) => {}
-            // The control plane may be about to be started again.
+            // The control plane may be about to restart.
             Err(error) => why = crate::kubeapi::client::chain(&error),
         }
         if part.is_lost(started) || tokio::time::Instant::now() > deadline {
@@ -367,8 +369,9 @@ async fn wait_node(
     }
 }
 
-/// Whether the process that runs now reported the condition: an agent does at its start, whatever the status was. Heartbeats
-/// are whole seconds. A start that seems to come is one before the clock was set back, and says nothing.
+/// Whether the running process reported the condition: an agent reports it at its start, even if the status is
+/// unchanged. Heartbeats have whole seconds. If the start is in the future, the clock was set back since, and every
+/// report counts.
 fn is_of(condition: &NodeCondition, part: &Part) -> bool {
     let (Some(heartbeat), Some(started)) = (&condition.last_heartbeat_time, part.started()) else {
         return false;
@@ -379,7 +382,7 @@ fn is_of(condition: &NodeCondition, part: &Part) -> bool {
     started > Timestamp::now() || heartbeat.0.as_second() >= started.as_second()
 }
 
-/// Stops everything and removes what pods had on this machine; with `purge` the data too.
+/// Stops everything and removes the pods' files, mounts and cgroups from this machine; with `purge` also the data.
 pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     require_root("down")?;
     let dirs = &settings.dirs;
@@ -424,7 +427,7 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// As [`remove_pods`], again for a while if it fails: a runtime takes a moment to read its network's file again.
+/// Calls [`remove_pods`], and retries for a while if it fails: a runtime takes a moment to reload its network's file.
 async fn remove_all_pods(settings: &Settings) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
     loop {
@@ -437,7 +440,7 @@ async fn remove_all_pods(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// Removes the sandboxes of this cluster's pods; in a private runtime that is all of them.
+/// Removes the sandboxes of this cluster's pods; in a private runtime these are all sandboxes.
 async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
     let endpoint = settings.endpoint();
     let runtime =
@@ -510,12 +513,12 @@ async fn tidy(settings: &Settings) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes a directory of pods, never across a mount: what somebody has mounted there is theirs.
+/// Removes a directory of pods, never across a mount: mounted files belong to other programs.
 fn remove_dir(dir: &Path) -> anyhow::Result<()> {
     Ok(crate::sys::removal::remove_tree(dir)?)
 }
 
-/// Says of every part whether it runs, and how often it was started again; an error if one does not run.
+/// Prints for every part whether it runs, and how often it was restarted. Fails if a part does not run.
 pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     let Parts {
         containerd,
@@ -536,8 +539,8 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a part of a cluster, whose files lie in `run` and `logs`, and starts it again whenever it ends; or becomes the part
-/// that the process `parent` starts.
+/// Runs a part of a cluster, whose files are in `run` and `logs`, and restarts it whenever it exits. With `parent`,
+/// becomes the part that this supervising process starts.
 pub fn supervise(
     name: &str,
     [run, logs]: [&Path; 2],
@@ -556,7 +559,7 @@ pub fn supervise(
     }
 }
 
-/// The kubeconfig's text.
+/// Returns the kubeconfig's text.
 pub fn kubeconfig(dirs: &Dirs) -> anyhow::Result<String> {
     let path = dirs.kubeconfig();
     fs::read_to_string(&path).with_context(|| {

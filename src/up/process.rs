@@ -1,5 +1,5 @@
-//! Long-running parts of a local cluster: started in the background, found again by a pid file that
-//! also says when the process started, so that a recycled pid is never mistaken for ours.
+//! Long-running parts of a local cluster. They run in the background and are found again by a pid file. The file also
+//! has the start time of the process, so that a recycled pid is never mistaken for ours.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -17,14 +17,14 @@ pub struct Part {
     /// The name, for messages and files.
     pub name: &'static str,
     pub(super) pid_file: PathBuf,
-    /// Where it writes.
+    /// The file with the part's output.
     pub log: PathBuf,
 }
 
 /// When a process started, in clock ticks since boot; `None` if there is no such process.
 pub(super) fn started_at(pid: i32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name is in parentheses and may hold anything; fields count from behind it.
+    // The name is in parentheses and may contain anything; fields count from after it.
     let rest = stat.rsplit_once(')')?.1;
     let fields: Vec<&str> = rest.split_whitespace().collect();
     if fields.first() == Some(&"Z") {
@@ -34,7 +34,7 @@ pub(super) fn started_at(pid: i32) -> Option<u64> {
 }
 
 impl Part {
-    /// The part `name` of the cluster whose files lie in `run` and `logs`.
+    /// Describes the part `name` of the cluster whose files are in `run` and `logs`.
     #[must_use]
     pub fn new(name: &'static str, run: &Path, logs: &Path) -> Part {
         Part {
@@ -44,27 +44,28 @@ impl Part {
         }
     }
 
-    /// The pid and the start that are noted, whether it still runs or not.
+    /// Returns the pid and the start time in the pid file, whether the process still runs or not.
     fn noted(&self) -> Option<(i32, u64)> {
         let text = fs::read_to_string(&self.pid_file).ok()?;
         let (pid, start) = text.trim().split_once(' ')?;
         Some((pid.parse().ok()?, start.parse().ok()?))
     }
 
-    /// Its pid, if it runs. A stale pid file stays: its supervisor may be writing the next one.
+    /// Returns the pid, if the part runs. A stale pid file is kept, because the supervisor may be writing the next one.
     #[must_use]
     pub fn pid(&self) -> Option<i32> {
         let (pid, start) = self.noted()?;
         (started_at(pid)? == start).then_some(pid)
     }
 
-    /// When the process that runs, or ran last, was noted, which it is before anything else ([`Part::become_it`]).
+    /// Returns when the running process, or the last one, wrote its pid file. A part writes it first of all
+    /// ([`Part::become_it`]).
     pub(super) fn started(&self) -> Option<std::time::SystemTime> {
         fs::metadata(&self.pid_file).ok()?.modified().ok()
     }
 
-    /// Starts it in the background. What is started first notes its own pid ([`Part::become_it`]), so that nothing runs that
-    /// is noted nowhere, wherever this process ends.
+    /// Starts the part in the background. The child first writes its own pid file ([`Part::become_it`]), so that every
+    /// process that runs can be found, even if this process is killed.
     pub fn start(&self, program: &Path, arguments: &[String]) -> anyhow::Result<Child> {
         let own = std::env::current_exe()?;
         let parent = std::process::id().to_string();
@@ -75,7 +76,7 @@ impl Part {
         let pid = i32::try_from(child.id())?;
         let noted = || self.noted().is_some_and(|(noted, _)| noted == pid);
         while !noted() {
-            // What ended after it was noted did start: the caller learns how it ended.
+            // If the child exited after it had written its pid file, it did start: the caller learns its status.
             if let Some(status) = child.try_wait()?
                 && !noted()
             {
@@ -90,7 +91,7 @@ impl Part {
         Ok(child)
     }
 
-    /// `holdfast supervise` for this part, with its log as output.
+    /// Returns the command `holdfast supervise` for this part, with its log as output.
     pub(super) fn command(
         &self,
         own: &Path,
@@ -125,7 +126,7 @@ impl Part {
         Ok(command)
     }
 
-    /// Waits until nobody else notes a pid in the part's directory, and keeps others from it until the answer is dropped.
+    /// Locks the part's directory for writing a pid file. The lock is released when the result is dropped.
     fn note_alone(&self) -> anyhow::Result<Option<fs::File>> {
         let dir = self
             .pid_file
@@ -142,14 +143,14 @@ impl Part {
         }
     }
 
-    /// Waits for a process that was started by a supervisor that has ended since: it has noted its pid when this returns, or
-    /// never will.
+    /// Waits for a process whose supervisor has exited: after this call, the process has written its pid file or never
+    /// will.
     pub(super) fn settle(&self) -> anyhow::Result<()> {
         self.note_alone().map(drop)
     }
 
-    /// Notes the pid of this process as the part's, and runs `program` in its place. Does nothing if `parent` no longer runs:
-    /// then another process may be the part.
+    /// Writes this process into the part's pid file, and runs `program` in its place. Fails if `parent` no longer runs,
+    /// because another process may be the part by then.
     pub fn become_it(
         &self,
         parent: u32,
@@ -165,19 +166,19 @@ impl Part {
                 self.name
             );
         }
-        // Replaced in one step, as others read it at any time.
+        // Replaced atomically, because other processes read it at any time.
         let text = format!("{pid} {start}\n");
         crate::sys::file::replace_soon(&self.pid_file, text.as_bytes()).with_context(|| {
             format!("the pid file {} cannot be written", self.pid_file.display())
         })?;
-        // Whoever has ended the parent meanwhile finds it there.
+        // From now on, a process that stops the parent finds this one in the pid file.
         drop(noting);
         let error = Command::new(program).args(arguments).exec();
         Err(error)
             .with_context(|| format!("{} cannot be started ({})", self.name, program.display()))
     }
 
-    /// The last lines of its log, for an error message.
+    /// Returns the last lines of the log, for an error message.
     #[must_use]
     pub fn last_words(&self) -> String {
         let text = fs::read(&self.log)
@@ -191,7 +192,7 @@ impl Part {
             .collect()
     }
 
-    /// Stops it, and first its supervisor: SIGTERM, and SIGKILL after `patience`. Says whether it ran.
+    /// Stops the supervisor and then the part: SIGTERM, and SIGKILL after `patience`. Returns whether the part ran.
     pub fn stop(&self, patience: Duration) -> anyhow::Result<bool> {
         self.release()?;
         let Some(pid) = self.pid() else {
@@ -203,7 +204,7 @@ impl Part {
             .with_context(|| format!("{} (pid {pid}) cannot be stopped", self.name))?;
         let deadline = std::time::Instant::now() + patience;
         while self.pid().is_some() {
-            // A child of this very process must be waited for to be gone.
+            // A child of this process remains a zombie until it is reaped.
             let _ = nix::sys::wait::waitpid(target, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
             if std::time::Instant::now() > deadline {
                 kill(target, Signal::SIGKILL)
@@ -215,7 +216,7 @@ impl Part {
         Ok(true)
     }
 
-    /// Removes the pid file of a process that has ended and that nothing starts again.
+    /// Removes the pid file of a process that has exited and is not restarted.
     fn forget(&self) -> anyhow::Result<()> {
         match fs::remove_file(&self.pid_file) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -226,8 +227,8 @@ impl Part {
     }
 }
 
-/// Ends the shims of a containerd that has stopped: those that it lost sight of, when whoever asked for a sandbox
-/// died meanwhile. `socket` is its own, by which they are told from all others.
+/// Kills the shims of a containerd that has stopped. containerd loses track of a shim if the caller that requested the
+/// sandbox died meanwhile. `socket` is containerd's own, which distinguishes its shims from those of others.
 pub fn end_shims(socket: &Path) {
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
@@ -243,7 +244,7 @@ pub fn end_shims(socket: &Path) {
             .windows(2)
             .any(|pair| pair[0] == b"-address" && pair[1] == socket.as_os_str().as_encoded_bytes());
         if program.starts_with(b"containerd-shim") && of_ours {
-            // It may have ended by itself.
+            // The shim may have exited already.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }

@@ -1,16 +1,16 @@
-//! Progress: one line a step on a terminal, quiet in a pipe.
+//! Shows progress: one line for each step on a terminal, nothing in a pipe.
 
 use std::io::{IsTerminal as _, Write as _};
 use std::time::Instant;
 
-/// Shows steps as they go.
+/// Shows steps as they run.
 pub struct Progress {
     terminal: bool,
     current: Option<(String, Instant)>,
 }
 
 impl Progress {
-    /// Looks whether anybody watches.
+    /// Detects whether stderr is a terminal.
     #[must_use]
     pub fn new() -> Progress {
         Progress {
@@ -27,18 +27,18 @@ impl Progress {
         }
     }
 
-    /// The next step begins; the one before has succeeded.
+    /// Begins the next step; the one before has succeeded.
     pub fn step(&mut self, what: &str) {
         self.finish();
         if self.terminal {
             eprint!(" … {what}");
-            // Nobody is told less if the terminal cannot be flushed.
+            // A failed flush only delays the output.
             let _ = std::io::stderr().flush();
         }
         self.current = Some((what.to_owned(), Instant::now()));
     }
 
-    /// All steps have succeeded.
+    /// Ends the last step; all steps have succeeded.
     pub fn done(mut self) {
         self.finish();
     }

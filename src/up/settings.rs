@@ -1,4 +1,4 @@
-//! What a local cluster is called and where its things lie.
+//! The names and directories of a local cluster.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -8,9 +8,9 @@ use anyhow::bail;
 /// The directories of one cluster.
 #[derive(Debug, Clone)]
 pub struct Dirs {
-    /// What lasts: store, certificates, images.
+    /// Files that persist: store, certificates, images.
     pub data: PathBuf,
-    /// What ends with the boot: sockets, pid files.
+    /// Files of the current boot: sockets, pid files.
     pub run: PathBuf,
     /// Logs of the parts.
     pub logs: PathBuf,
@@ -36,7 +36,7 @@ impl Dirs {
     }
 }
 
-/// What the directories and the cgroup of the cluster `name` are called.
+/// Returns the name of the directories and the cgroup of the cluster `name`.
 fn stem(name: &str) -> String {
     if name == "holdfast" {
         name.into()
@@ -52,30 +52,30 @@ pub struct Settings {
     pub name: String,
     /// Its directories.
     pub dirs: Dirs,
-    /// A runtime that is already there.
+    /// The endpoint of an existing runtime; `None` for a private one.
     pub containerd_endpoint: Option<String>,
     /// The port of the API.
     pub api_port: u16,
-    /// The addresses that the API listens on besides 127.0.0.1 and the node's.
+    /// The addresses on which the API listens in addition to 127.0.0.1 and the node's.
     pub api_bind_addresses: Vec<IpAddr>,
-    /// The port of the agent's HTTP API, if it is not the usual one.
+    /// The port of the agent's HTTP API; `None` for the default.
     pub agent_port: Option<u16>,
-    /// The addresses of the pods.
+    /// The address range of the pods.
     pub pod_cidr: ipnet::Ipv4Net,
-    /// The bridge they are on.
+    /// The bridge of the pods.
     pub bridge: String,
     /// The node's address.
     pub node_ip: IpAddr,
-    /// A KubeletConfiguration whose fields win over ours.
+    /// A KubeletConfiguration whose fields override ours.
     pub agent_config: Option<PathBuf>,
-    /// The kubeconfig of a node of another control plane, in the place of the bundled one.
+    /// The kubeconfig of a node of another control plane, which replaces the bundled one.
     pub join: Option<PathBuf>,
-    /// What the node is called.
+    /// The node's name.
     pub node_name: String,
 }
 
 impl Settings {
-    /// Checks and completes what the user gave.
+    /// Checks and completes the user's values.
     pub async fn new(
         name: &str,
         containerd_endpoint: Option<String>,
@@ -121,7 +121,7 @@ impl Settings {
         })
     }
 
-    /// Where the cluster `name` lies.
+    /// Returns the directories of the cluster `name`.
     #[must_use]
     pub fn dirs(name: &str) -> Dirs {
         let (data, run) = (
@@ -135,7 +135,8 @@ impl Settings {
         }
     }
 
-    /// The port of the agent's HTTP API: the kubelet's, for the API's own port; 1000 from it for another.
+    /// Returns the port of the agent's HTTP API. By default it is 10250 if the bundled API has port 6443, otherwise
+    /// 1000 above the API's port.
     pub fn agent_port(&self) -> anyhow::Result<u16> {
         let port = self.agent_port.or(if self.api_port == 6443 {
             Some(10250)
@@ -156,7 +157,8 @@ impl Settings {
         }
     }
 
-    /// The port on which the agent tells its health: the kubelet's, or none beside another cluster.
+    /// Returns the port of the agent's `/healthz`: 10248 if the bundled API has port 6443, otherwise 0, because another
+    /// cluster may use it.
     #[must_use]
     pub fn healthz_port(&self) -> u16 {
         if self.api_port == 6443 { 10248 } else { 0 }
@@ -170,13 +172,13 @@ impl Settings {
             .unwrap_or_else(|| format!("unix://{}", self.dirs.socket().display()))
     }
 
-    /// The same as a slice, where systemd makes cgroups: dashes would nest it.
+    /// Returns the cgroup as a slice, for systemd. Dashes would nest the slice.
     #[must_use]
     pub fn slice(&self) -> String {
         format!("{}.slice", stem(&self.name).replace('-', "_"))
     }
 
-    /// The cgroup below which its pods are.
+    /// Returns the cgroup that contains the cluster's pods.
     #[must_use]
     pub fn cgroup(&self) -> String {
         format!("/{}", stem(&self.name))

@@ -1,5 +1,5 @@
-//! Parts that are started again when they end: a small process beside each watches it, waits longer after every early
-//! end, and writes down what happened for `holdfast up status`.
+//! Restarts parts that exit. A small process for each part watches it, backs off longer after every early exit, and
+//! records what happened for `holdfast up status`.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
@@ -14,26 +14,26 @@ use serde::{Deserialize, Serialize};
 
 use super::process::{Part, started_at};
 
-/// The pause before a part is started again: at first, and at most.
+/// Initial and maximum back-off before a restart.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
-/// A part that has run for so long starts over with the first pause.
+/// After a part has run for this time, its back-off starts again with the initial value.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// How long a part without a supervisor may take to end before it is killed.
+/// How long a part without a supervisor may take to exit before it is killed.
 const STOP: Duration = Duration::from_secs(30);
 
-/// What a supervisor writes down.
+/// The state that a supervisor records.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    /// The supervisor's pid, and when it started in clock ticks since boot.
+    /// The supervisor's pid, and its start in clock ticks since boot.
     pub supervisor: (i32, u64),
-    /// How often it started its part again.
+    /// Number of restarts.
     pub restarts: u32,
-    /// How the part ended last, and when in seconds since 1970.
+    /// Cause of the part's last exit, and its time in seconds since 1970.
     pub last_end: Option<(String, i64)>,
 }
 
-/// The pause after a part that was started after `pause` ran for `lasted`.
+/// Returns the back-off of a part that was started after `pause` and ran for `lasted`.
 fn next_pause(pause: Duration, lasted: Duration) -> Duration {
     if lasted >= STEADY || pause.is_zero() {
         PAUSES.0
@@ -62,22 +62,22 @@ impl Part {
         serde_json::from_slice(&fs::read(self.state_file()).ok()?).ok()
     }
 
-    /// What its supervisor wrote down, if that runs.
+    /// Returns the state that the supervisor recorded, if the supervisor runs.
     #[must_use]
     pub fn supervised(&self) -> Option<State> {
         self.state()
             .filter(|s| started_at(s.supervisor.0) == Some(s.supervisor.1))
     }
 
-    /// Whether both it and its supervisor run.
+    /// Whether both the part and its supervisor run.
     #[must_use]
     pub fn runs_supervised(&self) -> bool {
         self.pid().is_some() && self.supervised().is_some()
     }
 
-    /// Starts it in the background with a supervisor beside it, unless both run. A supervisor whose part does not run is
-    /// replaced, so that nothing waits for its back-off; a part that has lost its supervisor is started again with one. The
-    /// answer is whether it was started.
+    /// Starts the part in the background with a supervisor, unless both run. A supervisor whose part does not run is
+    /// replaced, so that the start need not wait for its back-off. A part that has lost its supervisor is restarted
+    /// with one. Returns whether the part was started.
     pub fn start_supervised(&self, program: &Path, arguments: &[String]) -> anyhow::Result<bool> {
         if self.runs_supervised() {
             return Ok(false);
@@ -100,14 +100,14 @@ impl Part {
         Ok(true)
     }
 
-    /// Whether nobody will start it (again): one that this process has `started` must not end at all, for one that ran before
-    /// its supervisor is there.
+    /// Whether the part will not be started again. A part that this process has `started` must not exit at all; one
+    /// that ran before is restarted as long as its supervisor runs.
     #[must_use]
     pub fn is_lost(&self, started: bool) -> bool {
         self.pid().is_none() && (started || self.supervised().is_none())
     }
 
-    /// Ends its supervisor; the part itself goes on.
+    /// Kills the supervisor; the part keeps running.
     pub fn release(&self) -> anyhow::Result<()> {
         if let Some(state) = self.supervised() {
             let (pid, start) = state.supervisor;
@@ -118,7 +118,7 @@ impl Part {
                 )
             })?;
             while started_at(pid) == Some(start) {
-                // A child of this very process must be waited for to be gone.
+                // A child of this process remains a zombie until it is reaped.
                 let _ = nix::sys::wait::waitpid(
                     Pid::from_raw(pid),
                     Some(nix::sys::wait::WaitPidFlag::WNOHANG),
@@ -133,7 +133,7 @@ impl Part {
         }
     }
 
-    /// One line for `holdfast up status`, and whether the part runs.
+    /// Returns a line for `holdfast up status`, and whether the part runs.
     #[must_use]
     pub fn status(&self, now: i64) -> (String, bool) {
         let (pid, state) = (self.pid(), self.supervised());
@@ -160,7 +160,7 @@ impl Part {
     }
 }
 
-/// Runs a part and starts it again whenever it ends, until this process is killed.
+/// Runs a part and restarts it whenever it exits, until this process is killed.
 pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::Result<()> {
     let own = i32::try_from(std::process::id())?;
     let mut state = State {
@@ -172,7 +172,7 @@ pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::R
         crate::sys::file::replace_soon(&part.state_file(), &text)
             .with_context(|| format!("{} cannot be written", part.state_file().display()))
     };
-    // Without the file `holdfast down` would not find this process.
+    // Without the file, `holdfast down` would not find this process.
     write(&state)?;
     let mut pause = Duration::ZERO;
     loop {

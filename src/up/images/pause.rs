@@ -1,7 +1,7 @@
-//! The pause process: holds a pod's namespaces, reaps its orphans, and leaves on SIGTERM.
+//! The pause process: keeps a pod's namespaces, reaps its orphans, and exits on SIGTERM.
 //!
-//! Compiled by build.rs into a static binary without the standard library; libc's few functions are
-//! declared here.
+//! build.rs compiles it into a static binary without the standard library, so the few functions of libc are declared
+//! here.
 #![no_std]
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! The demo: a page on port 80 that says which pod serves it. Leaves at once on SIGTERM.
+//! The demo: a page on port 80 that names the pod that serves it. Exits at once on SIGTERM.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
