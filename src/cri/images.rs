@@ -83,6 +83,10 @@ impl CriClient {
     /// Lists all images, and which of them are in use.
     pub(super) async fn list_stock(&self) -> Result<Stock, RuntimeError> {
         let mountpoint = self.images_lie_on().await?.mountpoint;
+        let sandbox = self.sandbox_image().await?;
+        let mut images = self.list_images().await?;
+        // Listed after the images, as in `pkg/kubelet/images/image_gc_manager.go`: a listed image that a new container uses
+        // meanwhile counts as used.
         let containers = self.containers(None).await?;
         let names = |c: pb::Container| {
             [
@@ -96,9 +100,6 @@ impl CriClient {
             .flat_map(names)
             .filter(|name| !name.is_empty())
             .collect();
-        // Listed after the containers: an image that came into use in between seems unused.
-        let sandbox = self.sandbox_image().await?;
-        let mut images = self.list_images().await?;
         for image in &mut images {
             image.pinned |= sandbox
                 .as_ref()

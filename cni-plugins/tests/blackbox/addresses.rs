@@ -112,8 +112,7 @@ fn static_addresses_come_from_the_place_that_counts() {
         }
         world.ok("static", "DEL", &config(version, own.clone(), json!({})));
     }
-    // The runtime's request takes precedence over args. Args take
-    // precedence over CNI_ARGS and the configuration, which are combined.
+    // Precedence: the runtime's request, args, then CNI_ARGS combined with the configuration.
     let addresses = |config: &Value, env: &[(&str, &str)]| {
         let output = world.call("static", "ADD", config, env);
         let result: Value = serde_json::from_slice(&output.stdout).unwrap();

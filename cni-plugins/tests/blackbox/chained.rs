@@ -92,8 +92,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
         assert!(!ip(&["-n", &world.host, "link"]).contains("bwp"));
         world.ok("bridge", "DEL", &config);
     }
-    // The runtime's request applies if the configuration has no limits;
-    // containerd's value for "no burst" is not used as a burst.
+    // Without limits in the configuration the runtime's request applies; containerd's "no burst" means none.
     let (world, _, result) = bridged("1.1.0", json!({}));
     let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
     assert_eq!(

@@ -86,8 +86,7 @@ fn status(
 
 use ContainerState::{Exited, Running};
 
-/// A static pod after a restart of the agent: its init containers were removed from the runtime, and no status has
-/// them.
+/// A static pod after a restart of the agent: its init containers were removed from the runtime and from the status.
 #[test]
 fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_created_since() {
     let init = json!([{"name": "i", "image": "i"}, {"name": "s", "image": "i", "restartPolicy": "Always"}]);
