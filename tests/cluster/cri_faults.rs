@@ -216,7 +216,7 @@ fn the_agent_may_be_killed_at_every_call() {
 /// plugin then refuses to remove the container.
 #[test]
 fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
-    let bench = Bench::start("cri-d", 34, "");
+    let bench = Bench::start("cri-d", 16, "");
     let Bench {
         cluster,
         proxy,

@@ -325,7 +325,7 @@ fn a_pod_ends_whose_network_result_was_torn_by_a_loss_of_power() {
         "usr/bin/containerd",
     )) {
         let bin = containerd.parent().unwrap().to_owned();
-        torn(&format!("torn{i}"), 88 + i, Some(bin));
+        torn(&format!("torn{i}"), 13 + i, Some(bin));
     }
 }
 

@@ -410,7 +410,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
 #[test]
 fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
     let cluster = Cluster::start_configured(
-        "logs",
+        "rotated",
         21,
         "{containerLogMaxSize: 40Ki, containerLogMaxFiles: 3, containerLogMonitorInterval: 500ms}",
     );

@@ -31,6 +31,22 @@ fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a str> {
         .as_str()
 }
 
+/// Whether the API accepts that a container leaves the terminated state (`ValidateContainerStateTransition` and
+/// `ValidateInitContainerStateTransition` in `pkg/apis/core/validation/validation.go`).
+fn may_restart(pod: &Value, name: &Value, exit_code: i64) -> bool {
+    let containers = ["containers", "initContainers"]
+        .into_iter()
+        .flat_map(|list| pod["spec"][list].as_array().into_iter().flatten());
+    let has_rules = |c: &Value| c["restartPolicyRules"].is_array();
+    let own = containers.clone().find(|c| c["name"] == *name);
+    let policy = own.and_then(|c| c["restartPolicy"].as_str());
+    match policy.or_else(|| pod["spec"]["restartPolicy"].as_str()) {
+        Some("Never") => containers.clone().any(has_rules),
+        Some("OnFailure") => exit_code != 0 || containers.clone().any(has_rules),
+        _ => true,
+    }
+}
+
 /// The result of a status write.
 pub struct After<'a> {
     pub pod: &'a Value,
@@ -140,6 +156,12 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
         let Some(earlier) = statuses(before).find(|s| s["name"] == *name) else {
             continue;
         };
+        let state = |s: &Value| s["state"]["terminated"]["exitCode"].as_i64();
+        rule(
+            state(status).is_some()
+                || state(earlier).is_none_or(|code| may_restart(after, name, code)),
+            format!("the API refuses that {name} is not terminated any more: {earlier} {status}"),
+        );
         let count = |s: &Value| s["restartCount"].as_i64().unwrap_or(0);
         rule(
             count(status) >= count(earlier),

@@ -127,7 +127,7 @@ fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Val
     let base = base.as_ref().unwrap_or(&none);
     let wanted = match pod::is_mirror(object) {
         true => Cow::Borrowed(wanted),
-        false => status::allowed(base, wanted)?,
+        false => status::allowed(object, base, wanted)?,
     };
     let target = status::Target {
         uid: pod::uid(object),

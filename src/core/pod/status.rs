@@ -286,6 +286,15 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             status.last_state = Some(ended(facts, newest));
         }
         status.state = Some(waiting(reason, message));
+    } else if newest.state == ContainerState::Exited
+        && facts.stopped_to_restart.contains(&newest.id)
+        && !facts.ended
+    {
+        // The agent stopped the instance to start another one. An apiserver rejects every later status of a container that
+        // it saw terminated with exit code 0 and `OnFailure`, or with `Never` (`ValidateContainerStateTransition` in
+        // `pkg/apis/core/validation/validation.go`). The kubelet computes no status between the two instances.
+        status.last_state = Some(ended(facts, newest));
+        status.state = Some(waiting(initial, ""));
     }
     if role != Role::Ephemeral {
         status.allocated_resources = container

@@ -2,10 +2,13 @@
 
 use std::borrow::Cow;
 
-use k8s_openapi::api::core::v1::{PodCondition, PodStatus};
+use k8s_openapi::api::core::v1::{
+    ContainerStateTerminated, ContainerStatus, Pod, PodCondition, PodStatus,
+};
 use serde_json::{Value, json};
 
 use crate::core::pod;
+use crate::core::pod::actions::restarts_after;
 
 /// The condition types that the agent owns. Other components own all others.
 const OWN: &[&str] = &[
@@ -36,8 +39,63 @@ pub struct Target<'a> {
 /// whichever client wrote it. A different terminal status gets its phase, reason and message; a non-terminal status is
 /// not written at all. The kubelet reads the pod before each write too (`syncPod` in
 /// `pkg/kubelet/status/status_manager.go`), but overwrites a terminal status.
+///
+/// A container that must not leave the terminated state keeps the status that the API has, because the apiserver would
+/// reject the whole write.
 #[must_use]
-pub fn allowed<'a>(api: &PodStatus, wanted: &'a PodStatus) -> Option<Cow<'a, PodStatus>> {
+pub fn allowed<'a>(
+    pod: &Pod,
+    api: &PodStatus,
+    wanted: &'a PodStatus,
+) -> Option<Cow<'a, PodStatus>> {
+    let mut wanted = without_overwriting_end(api, wanted)?;
+    for exit in final_exits(pod, api) {
+        let leaves = |s: &ContainerStatus| s.name == exit.name && terminated(s).is_none();
+        let lists = [&wanted.container_statuses, &wanted.init_container_statuses];
+        if !lists.into_iter().flatten().flatten().any(leaves) {
+            continue;
+        }
+        let status = wanted.to_mut();
+        let lists = [
+            &mut status.container_statuses,
+            &mut status.init_container_statuses,
+        ];
+        for status in lists.into_iter().flatten().flatten() {
+            if leaves(status) {
+                status.clone_from(exit);
+            }
+        }
+    }
+    Some(wanted)
+}
+
+fn terminated(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
+    status.state.as_ref()?.terminated.as_ref()
+}
+
+/// The statuses of terminated containers that an apiserver keeps in the terminated state
+/// (`ValidateContainerStateTransition` and `ValidateInitContainerStateTransition` in
+/// `pkg/apis/core/validation/validation.go`).
+fn final_exits<'a>(pod: &Pod, api: &'a PodStatus) -> impl Iterator<Item = &'a ContainerStatus> {
+    let spec = pod::spec(pod);
+    let lists = [&api.container_statuses, &api.init_container_statuses];
+    lists.into_iter().flatten().flatten().filter(move |status| {
+        let mut containers = spec
+            .containers
+            .iter()
+            .chain(spec.init_containers.iter().flatten());
+        let container = containers.find(|c| c.name == status.name);
+        terminated(status).zip(container).is_some_and(|(exit, c)| {
+            !pod::may_restart_all(pod) && !restarts_after(pod, c, exit.exit_code)
+        })
+    })
+}
+
+/// Without the rule for containers.
+fn without_overwriting_end<'a>(
+    api: &PodStatus,
+    wanted: &'a PodStatus,
+) -> Option<Cow<'a, PodStatus>> {
     let of = |status: &PodStatus| {
         let texts = [&status.phase, &status.reason, &status.message];
         texts.map(Clone::clone)
@@ -196,3 +254,6 @@ pub fn substance(status: &PodStatus) -> PodStatus {
     }
     status
 }
+
+#[cfg(test)]
+mod tests;

@@ -45,6 +45,18 @@ fn status(
     ended: bool,
     previous: &PodStatus,
 ) -> PodStatus {
+    let stopped = BTreeSet::new();
+    status_of_stopped(pod, containers, problems, ended, previous, &stopped)
+}
+
+fn status_of_stopped(
+    pod: &Pod,
+    containers: Vec<observed::Container>,
+    problems: &Problems,
+    ended: bool,
+    previous: &PodStatus,
+    stopped_to_restart: &BTreeSet<String>,
+) -> PodStatus {
     let sandbox = Sandbox {
         id: "s".into(),
         attempt: 0,
@@ -69,7 +81,7 @@ fn status(
         devices: &devices::OfPod::new(),
         has_volumes: true,
         starting: &BTreeSet::new(),
-        stopped_to_restart: &BTreeSet::new(),
+        stopped_to_restart,
         wanted: &resize::wanted(pod),
         resize: &Resizing {
             actuated: resize::wanted(pod),
@@ -446,42 +458,6 @@ fn a_disruption_that_others_have_told_is_theirs() {
     }
 }
 
-/// Other components may write a terminal status: the pod garbage collector, or a kubelet that managed the node before.
-#[test]
-fn an_end_that_the_api_has_is_not_written_over() {
-    let of = |phase: &str, reason: Option<&str>, message: Option<&str>| PodStatus {
-        phase: Some(phase.into()),
-        reason: reason.map(Into::into),
-        message: message.map(Into::into),
-        host_ip: Some(phase.into()),
-        ..PodStatus::default()
-    };
-    let told = of("Failed", Some("Evicted"), None);
-    let cases = [
-        ("Running", None, None, false),
-        ("Pending", None, None, false),
-        ("Succeeded", None, None, true),
-        ("Failed", None, None, true),
-        ("Failed", Some("DeadlineExceeded"), Some("m"), true),
-        ("Failed", Some("Evicted"), None, true),
-    ];
-    for (phase, reason, message, is_written) in cases {
-        let wanted = of(phase, reason, message);
-        let expected = PodStatus {
-            phase: told.phase.clone(),
-            reason: told.reason.clone(),
-            message: None,
-            ..wanted.clone()
-        };
-        let expected = is_written.then_some(expected);
-        let allowed = allowed(&told, &wanted).map(std::borrow::Cow::into_owned);
-        assert_eq!(allowed, expected, "{phase} {reason:?}");
-        let lives = of("Running", None, None);
-        let over_running = super::allowed(&lives, &wanted);
-        assert_eq!(over_running.as_deref(), Some(&wanted), "{phase}");
-    }
-}
-
 #[test]
 fn addresses_that_change_take_the_place_of_those_before() {
     let status = |pod: &[&str], host: &[&str]| -> PodStatus {
@@ -795,6 +771,30 @@ fn container_ids_carry_the_name_of_the_runtime() {
         for id in [of.container_id.as_deref(), before] {
             let scheme = id.and_then(|id| id.split_once("://")).map(|(name, _)| name);
             assert_eq!(scheme, Some(expected), "{runtime:?}");
+        }
+    }
+}
+
+/// Between the exit of a stopped instance and the start of its replacement (a pull, a back-off) the container is never
+/// reported as terminated: with `Never`, or `OnFailure` and code 0, an apiserver rejects every later status.
+#[test]
+fn a_container_stopped_to_be_restarted_is_not_terminated() {
+    for policy in ["Always", "OnFailure", "Never"] {
+        let pod = a_pod(policy, json!([]));
+        let stopped: BTreeSet<String> = ["a0".to_owned()].into();
+        for (ended, is_waiting) in [(false, true), (true, false)] {
+            let (seen, none) = (vec![container("a", 0, Exited, 0)], PodStatus::default());
+            let status = status_of_stopped(&pod, seen, &Problems::new(), ended, &none, &stopped);
+            let of = &status.container_statuses.expect("a container")[0];
+            let (state, last) = (of.state.as_ref(), of.last_state.as_ref());
+            let reason = state.and_then(|s| s.waiting.as_ref()?.reason.as_deref());
+            let expected = is_waiting.then_some("ContainerCreating");
+            assert_eq!(reason, expected, "{policy} {ended}");
+            let exit = last
+                .and_then(|s| s.terminated.as_ref())
+                .map(|t| t.exit_code);
+            assert_eq!(exit, is_waiting.then_some(0), "{policy} {ended}");
+            assert_eq!(of.restart_count, 0);
         }
     }
 }
