@@ -410,7 +410,6 @@ tests/cluster/streams newer_kubectls_do_the_same 129
 tests/cluster/streams thousands_of_streams_leave_nothing_behind 104
 tests/cluster/volumes claims_are_bound_mounted_kept_and_given_back 217
 tests/cluster/volumes what_changes_in_the_api_changes_in_the_container 149
-tests/world/invariants of_status 121
 ";
 
 /// A function and its number of lines, from `fn` to its closing brace.

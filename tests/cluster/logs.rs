@@ -23,6 +23,16 @@ fn with_volume(pod: &str) -> String {
     )
 }
 
+/// Checkpoints require a runtime that supports them; this one reports that it does not. `post` returns the status code.
+fn checkpoints_are_refused(cluster: &Cluster, path: &str, post: impl Fn(&str) -> String) {
+    assert_eq!(post(&path.replace("talker", "nobody")), "404");
+    assert_eq!(post(&format!("{path}?timeout=soon")), "404");
+    assert_eq!(post(path), "500");
+    let url = format!("/api/v1/nodes/{}/proxy{path}", cluster.node_name());
+    let why = cluster.kubectl_refused(&["create", "--raw", &url, "-f", "/dev/null"]);
+    assert!(why.contains("(rpc error: code = "), "{why}");
+}
+
 #[test]
 fn what_a_container_says_is_read_in_every_way() {
     let cluster = Cluster::start_configured(
@@ -186,11 +196,8 @@ fn what_a_container_says_is_read_in_every_way() {
     ] {
         assert_eq!(curl(&admin, path), code, "{path}");
     }
-    // Checkpoints require a runtime that supports them; this one reports that it does not.
-    let post = [&admin[..], &["-X", "POST"]].concat();
-    assert_eq!(curl(&post, &checkpoint.replace("talker", "nobody")), "404");
-    assert_eq!(curl(&post, &format!("{checkpoint}?timeout=soon")), "404");
-    assert_eq!(curl(&post, &checkpoint), "500");
+    let post = |path: &str| curl(&[&admin[..], &["-X", "POST"]].concat(), path);
+    checkpoints_are_refused(&cluster, &checkpoint, post);
     // From now on more is logged, one JSON object per line, with the pod if the entry concerns one.
     assert_eq!(
         curl(

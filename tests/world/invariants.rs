@@ -130,54 +130,69 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
         "a container has two statuses".into(),
     );
     for status in statuses(after) {
-        let name = &status["name"];
-        let states = status["state"].as_object().map_or(0, serde_json::Map::len);
-        rule(states <= 1, format!("{name} is in {states} states"));
-        let id = bare(status["containerID"].as_str().unwrap_or_default());
-        let running = status["state"]["running"].is_object();
-        rule(
-            status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0,
-            format!("{name} is ready and does not run"),
-        );
-        rule(
-            !running || !id.is_empty(),
-            format!("{name} runs without an id"),
-        );
-        let probes = after["spec"]["containers"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .find(|c| c["name"] == *name)
-            .is_some_and(|c| c["readinessProbe"].is_object());
-        rule(
-            !(probes && running && status["ready"] == true) || probed.contains(id),
-            format!("{name} is ready though no probe of {id} has succeeded"),
-        );
-        let Some(earlier) = statuses(before).find(|s| s["name"] == *name) else {
-            continue;
-        };
-        let state = |s: &Value| s["state"]["terminated"]["exitCode"].as_i64();
-        rule(
-            state(status).is_some()
-                || state(earlier).is_none_or(|code| may_restart(after, name, code)),
-            format!("the API refuses that {name} is not terminated any more: {earlier} {status}"),
-        );
-        let count = |s: &Value| s["restartCount"].as_i64().unwrap_or(0);
-        rule(
-            count(status) >= count(earlier),
-            format!("the restart count of {name} went back: {earlier} {status}"),
-        );
-        let same =
-            status["containerID"].is_string() && status["containerID"] == earlier["containerID"];
-        rule(
-            !(same && earlier["state"]["terminated"].is_object() && running),
-            format!("{name} runs again under the id under which it had ended"),
-        );
-        rule(
-            !(same && earlier["state"]["terminated"].is_object())
-                || count(status) == count(earlier),
-            format!("{name} was counted twice"),
-        );
+        let earlier = statuses(before).find(|s| s["name"] == status["name"]);
+        broken.extend(of_container(after, status, earlier, probed));
     }
+    broken
+}
+
+/// Checks the status of one container.
+fn of_container(
+    pod: &Value,
+    status: &Value,
+    earlier: Option<&Value>,
+    probed: &BTreeSet<String>,
+) -> Vec<String> {
+    let mut broken = vec![];
+    let mut rule = |holds: bool, what: String| {
+        if !holds {
+            broken.push(what);
+        }
+    };
+    let name = &status["name"];
+    let states = status["state"].as_object().map_or(0, serde_json::Map::len);
+    rule(states <= 1, format!("{name} is in {states} states"));
+    let id = bare(status["containerID"].as_str().unwrap_or_default());
+    let running = status["state"]["running"].is_object();
+    rule(
+        status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0,
+        format!("{name} is ready and does not run"),
+    );
+    rule(
+        !running || !id.is_empty(),
+        format!("{name} runs without an id"),
+    );
+    let probes = pod["spec"]["containers"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|c| c["name"] == *name)
+        .is_some_and(|c| c["readinessProbe"].is_object());
+    rule(
+        !(probes && running && status["ready"] == true) || probed.contains(id),
+        format!("{name} is ready though no probe of {id} has succeeded"),
+    );
+    let Some(earlier) = earlier else {
+        return broken;
+    };
+    let state = |s: &Value| s["state"]["terminated"]["exitCode"].as_i64();
+    rule(
+        state(status).is_some() || state(earlier).is_none_or(|code| may_restart(pod, name, code)),
+        format!("the API refuses that {name} is not terminated any more: {earlier} {status}"),
+    );
+    let count = |s: &Value| s["restartCount"].as_i64().unwrap_or(0);
+    rule(
+        count(status) >= count(earlier),
+        format!("the restart count of {name} went back: {earlier} {status}"),
+    );
+    let same = status["containerID"].is_string() && status["containerID"] == earlier["containerID"];
+    rule(
+        !(same && earlier["state"]["terminated"].is_object() && running),
+        format!("{name} runs again under the id under which it had ended"),
+    );
+    rule(
+        !(same && earlier["state"]["terminated"].is_object()) || count(status) == count(earlier),
+        format!("{name} was counted twice"),
+    );
     broken
 }

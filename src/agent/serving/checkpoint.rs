@@ -69,7 +69,7 @@ pub async fn make(
         .runtime
         .checkpoint(&id, &path, Duration::from_secs(seconds.into()))
         .await;
-    done.map_err(|e| failed(&e.message))?;
+    done.map_err(|e| failed(&e))?;
     let mut response = text(StatusCode::OK, json!({"items": [path]}).to_string());
     response
         .headers_mut()

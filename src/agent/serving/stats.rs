@@ -150,14 +150,15 @@ async fn rooms(dirs: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, Room> {
 
 fn volume(at: Timestamp, root: &Room, namespace: &str, volume: &VolumeFigures) -> Value {
     let (used, all, free) = volume.bytes;
+    let (inodes_used, inodes, inodes_free) = volume.inodes;
     // A directory without its own limit can use the node's filesystem.
-    let (all, free) = if all == 0 {
-        (root.capacity, root.available)
+    let (all, free, inodes, inodes_free) = if all == 0 {
+        (root.capacity, root.available, root.inodes, root.inodes_free)
     } else {
-        (all, free)
+        (all, free, inodes, inodes_free)
     };
     let mut value = json!({"time": time(at), "name": volume.name, "usedBytes": used, "capacityBytes": all, "availableBytes": free,
-        "inodesUsed": volume.inodes.0, "inodes": volume.inodes.1, "inodesFree": volume.inodes.2});
+        "inodesUsed": inodes_used, "inodes": inodes, "inodesFree": inodes_free});
     if let Some(claim) = &volume.claim {
         value["pvcRef"] = json!({"name": claim, "namespace": namespace});
     }
@@ -323,5 +324,36 @@ mod tests {
             (&json!(40), &json!(9))
         );
         assert_eq!(shown["capacityBytes"], 5000);
+    }
+
+    #[test]
+    fn a_directory_has_the_capacity_and_the_inodes_of_its_filesystem() {
+        let root = Room {
+            capacity: 100,
+            available: 60,
+            free: 70,
+            inodes: 10,
+            inodes_free: 4,
+        };
+        let at = Timestamp::UNIX_EPOCH;
+        for (bytes, inodes, expected) in [
+            ((7, 0, 0), (3, 0, 0), [7, 100, 60, 3, 10, 4]),
+            // A driver need not report inodes.
+            ((7, 50, 43), (0, 0, 0), [7, 50, 43, 0, 0, 0]),
+            ((7, 50, 43), (3, 9, 6), [7, 50, 43, 3, 9, 6]),
+        ] {
+            let figures = VolumeFigures {
+                name: "v".into(),
+                namespace: "n".into(),
+                claim: None,
+                bytes,
+                inodes,
+                abnormal: None,
+            };
+            let shown = volume(at, &root, "n", &figures);
+            let keys = "usedBytes capacityBytes availableBytes inodesUsed inodes inodesFree";
+            let shown: Vec<_> = keys.split(' ').map(|key| shown[key].as_u64()).collect();
+            assert_eq!(shown, expected.map(Some));
+        }
     }
 }
