@@ -88,9 +88,10 @@ fuzz: ## Send the bundled API strange requests, and strange bytes to all that re
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
 
+# Optimised a little, as in .ci/run: the limits are absolute.
 soak: test-deps ## Run hostile clients beside pods that come and go, alone on a machine (MINUTES=10)
-	$(CARGO) build --locked -p holdfast-cni
-	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) $(CARGO) test --locked --test soak -- --nocapture
+	CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) build --locked -p holdfast-cni
+	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --test soak -- --nocapture
 
 rounds: test-deps ## Random pods and volumes, kills, full disks, vanishing devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni

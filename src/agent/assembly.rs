@@ -53,12 +53,16 @@ pub(super) fn runtime(
 }
 
 /// Retries until the runtime answers, then returns the cgroup driver that the runtime reports. A runtime that does not
-/// report its driver leaves the choice to the configuration (KEP-4033).
-async fn driver(runtime: &dyn Runtime, config: &Config) -> Driver {
+/// report its driver leaves the choice to the configuration (KEP-4033); a metric then announces that Kubernetes will stop
+/// supporting the runtime.
+async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics) -> Driver {
     let mut said = false;
     loop {
         match runtime.systemd_cgroups().await {
             Ok(answer) => {
+                if answer.is_none() {
+                    metrics.runtime_is_outdated();
+                }
                 return if answer.unwrap_or(config.systemd_cgroups) {
                     Driver::Systemd
                 } else {
@@ -267,7 +271,7 @@ pub async fn build(config: Config) -> anyhow::Result<Agent> {
         let (client, metrics) = (client.clone(), Arc::clone(&metrics));
         tokio::spawn(credentials::keep(kept, client, clock, metrics));
     }
-    let driver = driver(&*runtime, &config).await;
+    let driver = driver(&*runtime, &config, &metrics).await;
     share_all(&config, &*runtime).await;
     let host = host(&config, driver, &metrics)?;
     let machine = Machine::read(&config.root_dir);

@@ -258,6 +258,11 @@ impl Metrics {
         self.with(|r| r.count(IMAGE_VOLUMES_MOUNTED, &[], count));
     }
 
+    /// Records that the runtime does not report its cgroup driver.
+    pub fn runtime_is_outdated(&self) {
+        self.with(|r| r.add(LOSING_SUPPORT, &["1.37.0"], 1.0));
+    }
+
     /// Counts HTTPS lifecycle hooks that were answered over plain HTTP.
     pub fn hook_in_plain_http(&self) {
         self.with(|r| r.count(HOOKS_IN_PLAIN_HTTP, &[], 1));

@@ -572,6 +572,8 @@ fn own_metrics(node: &Node) {
         ) >= 1.0
     );
     for (begin, least) in [
+        // Debian's containerd is older than 2.0.
+        (r#"kubelet_cri_losing_support{version="1.37.0"}"#, 1.0),
         ("kubelet_pod_start_sli_duration_seconds_count", 1.0),
         ("kubelet_pod_start_total_duration_seconds_count", 1.0),
         (

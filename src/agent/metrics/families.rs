@@ -72,6 +72,13 @@ pub(super) const RUNTIME_SECONDS: Family = family(
     "Duration in seconds of runtime operations by operation type.",
     &["operation_type"],
 );
+/// The label is the first Kubernetes version without support for a runtime that lacks RuntimeConfig
+/// (`getCgroupDriverFromCRI` in `cmd/kubelet/app/server.go`).
+pub(super) const LOSING_SUPPORT: Family = family(
+    "kubelet_cri_losing_support",
+    "The Kubernetes version from which on the current runtime is not supported unless it is upgraded.",
+    &["version"],
+);
 pub(super) const RELIST: Family = family(
     "kubelet_pleg_relist_duration_seconds",
     "Duration in seconds for listing the runtime's pods.",
