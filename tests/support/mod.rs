@@ -297,13 +297,6 @@ impl Cluster {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs kubectl, which must fail, and returns its output.
-    pub fn kubectl_refused(&self, arguments: &[&str]) -> String {
-        let output = self.kubectl_command(arguments);
-        assert!(!output.status.success(), "kubectl {arguments:?} succeeded");
-        text(&output)
-    }
-
     /// A sample of the agent's metrics, by its name and labels.
     pub fn metric(&self, sample: &str) -> Option<f64> {
         let page = self.ask_node("/metrics");
