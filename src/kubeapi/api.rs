@@ -1,6 +1,7 @@
 //! Typed API calls with little generated code per kind. kube sends requests, lists and watches for [`Untyped`] objects.
 //! Only the decoding of one object from parsed JSON is specific to a kind. With `kube::Api<K>`, each kind would have
-//! its own client, watcher and deserialisers: megabytes of code that stay resident in an idle agent (BENCHMARKS.md).
+//! its own client, watcher and deserialisers: megabytes of code that stay resident in an idle agent
+//! (docs/BENCHMARKS-HISTORY.md, 2026-11-26).
 
 use std::borrow::Cow;
 use std::fmt::Debug;

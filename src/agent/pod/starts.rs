@@ -2,9 +2,9 @@
 //!
 //! Creating a sandbox keeps a processor busy: a network plugin, a shim and two runs of the runtime's binary.
 //! If 50 sandboxes are created together, they compete for processors and for the runtime's locks: none is
-//! ready soon, and all together take a fifth longer than a few at a time (BENCHMARKS.md). So sandboxes are
-//! created a few at a time, in the order of their requests. Work that can be postponed waits for an idle
-//! period between starts, as it would compete as well.
+//! ready soon, and all together take a fifth longer than a few at a time. So sandboxes are created a few at a
+//! time, in the order of their requests. Work that can be postponed waits for an idle period between starts,
+//! as it would compete as well.
 
 use std::pin::pin;
 use std::time::Duration;
