@@ -81,15 +81,24 @@ impl Store {
     }
 }
 
+fn create_dir(dir: &Path) -> io::Result<()> {
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700).create(dir)
+}
+
+/// Replaces a file. Creates its directory again if it was removed while the agent runs (`writeFile` in
+/// `pkg/kubelet/images/pullmanager/fs_pullrecords.go`): otherwise no image could be pulled until the next start.
+fn write(path: &Path, content: &[u8]) -> io::Result<()> {
+    path.parent().map_or(Ok(()), create_dir)?;
+    file::replace(path, content)
+}
+
 impl Records {
     /// Opens the records, and creates their directories below the root directory.
     pub fn open(root: &Path) -> io::Result<Records> {
         let dir = root.join("image_manager");
         for below in ["pulling", "pulled"] {
-            std::fs::DirBuilder::new()
-                .recursive(true)
-                .mode(0o700)
-                .create(dir.join(below))?;
+            create_dir(&dir.join(below))?;
         }
         Ok(Records(Arc::new(Store {
             dir,
@@ -118,9 +127,9 @@ impl Records {
     pub async fn begin(&self, image: &str) -> Result<Pull, HostError> {
         let (store, image) = (self.0.clone(), image.to_owned());
         let text = json!({"kind": "ImagePullIntent", "apiVersion": "kubelet.config.k8s.io/v1beta1", "image": image}).to_string();
-        let write = move || {
+        let note = move || {
             let _changing = lock(&store.changing);
-            file::replace(&store.intent(&image), text.as_bytes())?;
+            write(&store.intent(&image), text.as_bytes())?;
             *lock(&store.pulls).entry(image.clone()).or_default() += 1;
             Ok(Pull {
                 store: store.clone(),
@@ -128,7 +137,7 @@ impl Records {
                 ended: false,
             })
         };
-        blocking("that the image is pulled cannot be noted", write).await
+        blocking("that the image is pulled cannot be noted", note).await
     }
 }
 
@@ -153,7 +162,7 @@ impl Pull {
             let mut record = known.unwrap_or_default();
             record.image_ref = reference;
             record.note(&untagged, by, &now.to_string());
-            file::replace(&path, &serde_json::to_vec(&record)?)?;
+            write(&path, &serde_json::to_vec(&record)?)?;
             self.end()
         };
         blocking("who pulled the image cannot be noted", note).await
@@ -237,6 +246,19 @@ mod tests {
             record.expect("a record").credential_mapping["r/x"].kubernetes_secrets,
             [secret()]
         );
+    }
+
+    #[tokio::test]
+    async fn pulls_are_recorded_after_the_directory_was_removed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let records = Records::open(dir.path()).expect("opened");
+        let remove = || std::fs::remove_dir_all(dir.path().join("image_manager"));
+        remove().expect("removed");
+        let pull = records.begin(IMAGE).await.expect("an intent");
+        remove().expect("removed");
+        done(pull, By::Secret(secret())).await.expect("a record");
+        let (record, pulling) = records.read(IMAGE, ID).await.expect("read");
+        assert!(record.is_some() && !pulling);
     }
 
     #[tokio::test]
