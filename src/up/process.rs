@@ -21,13 +21,19 @@ pub struct Part {
     pub log: PathBuf,
 }
 
-/// When a process started, in clock ticks since boot; `None` if there is no such process.
+/// When a process started, in clock ticks since boot; `None` if there is no such process, or it has exited.
 pub(super) fn started_at(pid: i32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    start_in(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// The start in a process's `stat` file; `None` for a zombie. The first thread of a process may be a zombie while others
+/// still run: until the last of them has exited, the process is the parent of its children and holds its files.
+fn start_in(stat: &str) -> Option<u64> {
     // The name is in parentheses and may contain anything; fields count from after it.
     let rest = stat.rsplit_once(')')?.1;
     let fields: Vec<&str> = rest.split_whitespace().collect();
-    if fields.first() == Some(&"Z") {
+    let threads: u64 = fields.get(17)?.parse().ok()?;
+    if fields.first() == Some(&"Z") && threads <= 1 {
         return None;
     }
     fields.get(19)?.parse().ok()
@@ -247,5 +253,32 @@ pub fn end_shims(socket: &Path) {
             // The shim may have exited already.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_runs_until_its_last_thread_has_exited() {
+        let stat = |state: &str, threads: u32| {
+            format!("7 (a) b (c)) {state} 1 7 7 0 -1 4 0 0 0 0 0 0 0 0 20 0 {threads} 0 4711 0 0")
+        };
+        for (state, threads, expected) in [
+            ("R", 1, Some(4711)),
+            ("S", 9, Some(4711)),
+            ("Z", 2, Some(4711)),
+            ("Z", 1, None),
+            ("Z", 0, None),
+        ] {
+            assert_eq!(
+                start_in(&stat(state, threads)),
+                expected,
+                "{state} {threads}"
+            );
+        }
+        assert!(started_at(1).is_some());
+        assert_eq!(started_at(i32::MAX), None);
     }
 }
