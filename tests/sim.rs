@@ -19,6 +19,7 @@ mod shutdown;
 mod statics;
 mod world;
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
@@ -584,12 +585,10 @@ const FAILED_ONCE: [u64; 14] = [
 #[test]
 fn no_seed_breaks_an_invariant() {
     let number = |name: &str| std::env::var(name).ok().and_then(|v| v.parse::<u64>().ok());
-    let seeds: Vec<u64> = match number("HOLDFAST_SEED") {
-        Some(seed) => vec![seed],
+    let seeds: BTreeSet<u64> = match number("HOLDFAST_SEED") {
+        Some(seed) => [seed].into(),
         None => (1..=number("HOLDFAST_SEEDS").unwrap_or(200))
             .chain(FAILED_ONCE)
-            .collect::<std::collections::BTreeSet<_>>()
-            .into_iter()
             .collect(),
     };
     // Seeds are independent, so they run in parallel.

@@ -278,23 +278,20 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
     }
     let running = newest.state == ContainerState::Running;
     status.state = Some(state(facts, newest));
-    if let (Some((reason, message)), false) =
-        (facts.problems.get(&container.name), running || facts.ended)
-    {
+    let exited = newest.state == ContainerState::Exited;
+    let problem = facts.problems.get(&container.name);
+    let problem = problem.map(|(reason, message)| (reason.as_str(), message.as_str()));
+    // The agent stopped the instance to start another one. An apiserver rejects every later status of a container that it saw
+    // terminated with exit code 0 and `OnFailure`, or with `Never` (`ValidateContainerStateTransition` in
+    // `pkg/apis/core/validation/validation.go`). The kubelet computes no status between the two instances.
+    let restarts = exited && facts.stopped_to_restart.contains(&newest.id);
+    let waits_for = problem.or_else(|| restarts.then_some((initial, "")));
+    if let (Some((reason, message)), false) = (waits_for, running || facts.ended) {
         // The container will be restarted but cannot be yet, so its exit becomes the last state.
-        if newest.state == ContainerState::Exited {
+        if exited {
             status.last_state = Some(ended(facts, newest));
         }
         status.state = Some(waiting(reason, message));
-    } else if newest.state == ContainerState::Exited
-        && facts.stopped_to_restart.contains(&newest.id)
-        && !facts.ended
-    {
-        // The agent stopped the instance to start another one. An apiserver rejects every later status of a container that
-        // it saw terminated with exit code 0 and `OnFailure`, or with `Never` (`ValidateContainerStateTransition` in
-        // `pkg/apis/core/validation/validation.go`). The kubelet computes no status between the two instances.
-        status.last_state = Some(ended(facts, newest));
-        status.state = Some(waiting(initial, ""));
     }
     if role != Role::Ephemeral {
         status.allocated_resources = container

@@ -2,14 +2,27 @@
 //! deadline. Pure.
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodStatus};
+use k8s_openapi::api::core::v1::{ContainerStateTerminated, ContainerStatus, Pod, PodStatus};
 
 use crate::core::pod::{self, qos};
 use crate::core::time::{self, seconds};
 
-fn has_ended(status: &ContainerStatus) -> bool {
-    let state = status.state.as_ref();
-    state.is_some_and(|s| s.terminated.is_some())
+/// The exit of a container that is terminated.
+pub(super) fn exit(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
+    status.state.as_ref()?.terminated.as_ref()
+}
+
+/// Restores the earlier status of a container. A name is unique among all containers of a pod.
+pub(super) fn restore(status: &mut PodStatus, earlier: &ContainerStatus) {
+    let lists = [
+        &mut status.container_statuses,
+        &mut status.init_container_statuses,
+        &mut status.ephemeral_container_statuses,
+    ];
+    let mut all = lists.into_iter().flatten().flatten();
+    if let Some(container) = all.find(|c| c.name == earlier.name) {
+        container.clone_from(earlier);
+    }
 }
 
 /// Restores a terminal status that was published before: the phase with its reason and message, and the statuses of
@@ -18,25 +31,14 @@ pub fn keep_end(status: &mut PodStatus, told: &PodStatus) {
     status.phase.clone_from(&told.phase);
     status.reason.clone_from(&told.reason);
     status.message.clone_from(&told.message);
-    for (list, before) in [
-        (&mut status.container_statuses, &told.container_statuses),
-        (
-            &mut status.init_container_statuses,
-            &told.init_container_statuses,
-        ),
-        (
-            &mut status.ephemeral_container_statuses,
-            &told.ephemeral_container_statuses,
-        ),
-    ] {
-        for container in list.iter_mut().flatten() {
-            let mut before = before.iter().flatten();
-            let ended = before.find(|b| b.name == container.name && has_ended(b));
-            if let Some(ended) = ended {
-                container.clone_from(ended);
-            }
-        }
-    }
+    let lists = [
+        &told.container_statuses,
+        &told.init_container_statuses,
+        &told.ephemeral_container_statuses,
+    ];
+    let all = lists.into_iter().flatten().flatten();
+    all.filter(|c| exit(c).is_some())
+        .for_each(|c| restore(status, c));
 }
 
 /// The status of a pod that admission rejected before it was started. It has no container statuses.

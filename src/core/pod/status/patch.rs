@@ -2,11 +2,10 @@
 
 use std::borrow::Cow;
 
-use k8s_openapi::api::core::v1::{
-    ContainerStateTerminated, ContainerStatus, Pod, PodCondition, PodStatus,
-};
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod, PodCondition, PodStatus};
 use serde_json::{Value, json};
 
+use super::end;
 use crate::core::pod;
 use crate::core::pod::actions::restarts_after;
 
@@ -49,28 +48,14 @@ pub fn allowed<'a>(
     wanted: &'a PodStatus,
 ) -> Option<Cow<'a, PodStatus>> {
     let mut wanted = without_overwriting_end(api, wanted)?;
-    for exit in final_exits(pod, api) {
-        let leaves = |s: &ContainerStatus| s.name == exit.name && terminated(s).is_none();
+    for earlier in final_exits(pod, api) {
+        let leaves = |s: &ContainerStatus| s.name == earlier.name && end::exit(s).is_none();
         let lists = [&wanted.container_statuses, &wanted.init_container_statuses];
-        if !lists.into_iter().flatten().flatten().any(leaves) {
-            continue;
-        }
-        let status = wanted.to_mut();
-        let lists = [
-            &mut status.container_statuses,
-            &mut status.init_container_statuses,
-        ];
-        for status in lists.into_iter().flatten().flatten() {
-            if leaves(status) {
-                status.clone_from(exit);
-            }
+        if lists.into_iter().flatten().flatten().any(leaves) {
+            end::restore(wanted.to_mut(), earlier);
         }
     }
     Some(wanted)
-}
-
-fn terminated(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
-    status.state.as_ref()?.terminated.as_ref()
 }
 
 /// The statuses of terminated containers that an apiserver keeps in the terminated state
@@ -78,16 +63,17 @@ fn terminated(status: &ContainerStatus) -> Option<&ContainerStateTerminated> {
 /// `pkg/apis/core/validation/validation.go`).
 fn final_exits<'a>(pod: &Pod, api: &'a PodStatus) -> impl Iterator<Item = &'a ContainerStatus> {
     let spec = pod::spec(pod);
+    let may_restart_all = pod::may_restart_all(pod);
     let lists = [&api.container_statuses, &api.init_container_statuses];
     lists.into_iter().flatten().flatten().filter(move |status| {
-        let mut containers = spec
+        let init = spec.init_containers.iter().flatten();
+        let container = spec
             .containers
             .iter()
-            .chain(spec.init_containers.iter().flatten());
-        let container = containers.find(|c| c.name == status.name);
-        terminated(status).zip(container).is_some_and(|(exit, c)| {
-            !pod::may_restart_all(pod) && !restarts_after(pod, c, exit.exit_code)
-        })
+            .chain(init)
+            .find(|c| c.name == status.name);
+        let exited = end::exit(status).zip(container);
+        !may_restart_all && exited.is_some_and(|(exit, c)| !restarts_after(pod, c, exit.exit_code))
     })
 }
 

@@ -7,14 +7,15 @@
 //!
 //! The submodule `apply` applies an input to the worker's state. `plan` computes the operations
 //! (`pkg/kubelet/pod_workers.go` and `SyncPod` upstream), `stop` the order in which containers stop. `adopt` takes over
-//! the status in the API, and `audit` checks terminating pods periodically.
+//! the status in the API, `event_effect` decides which runtime events change anything, and `audit` checks terminating pods
+//! periodically.
 
 mod adopt;
 mod apply;
 mod audit;
 mod clock;
+mod event_effect;
 mod input;
-mod news;
 mod plan;
 mod stop;
 mod stored;

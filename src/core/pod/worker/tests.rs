@@ -358,7 +358,7 @@ fn deadlines_move_with_the_clock() {
     }
 }
 
-/// Found by tests/recovery.rs: another input arrived while a sidecar was being started, and the pod then reported no
+/// Found by tests/cluster/recovery.rs: another input arrived while a sidecar was being started, and the pod then reported no
 /// wait.
 #[test]
 fn a_pod_whose_container_is_being_started_is_never_well() {

@@ -1,6 +1,7 @@
 //! Events of the runtime: echoes of the worker's own operations cause no observation, and all other events do.
 
-use super::super::news::{News, news};
+use super::super::event_effect::EventEffect::{self, Defer, Known, Observe};
+use super::super::event_effect::event_effect;
 use super::*;
 use crate::core::pod::observed::{EventKind, RuntimeEvent};
 
@@ -42,7 +43,7 @@ type Case = (
     Vec<Op>,
     &'static str,
     EventKind,
-    News,
+    EventEffect,
 );
 
 fn cases() -> Vec<Case> {
@@ -52,32 +53,26 @@ fn cases() -> Vec<Case> {
     let (start, hooked) = (|| vec![starting(false)], || vec![starting(true)]);
     vec![
         // The change is already known, or is older than the known state.
-        (Some(Running), vec![], "c0", EventKind::Created, News::None),
-        (Some(Running), vec![], "c0", EventKind::Started, News::None),
-        (Some(Exited), vec![], "c0", EventKind::Started, News::None),
-        (Some(Created), start(), "c0", EventKind::Created, News::None),
-        (None, vec![], "box0", EventKind::Created, News::None),
-        (None, making(), "box0", EventKind::Started, News::None),
+        (Some(Running), vec![], "c0", EventKind::Created, Known),
+        (Some(Running), vec![], "c0", EventKind::Started, Known),
+        (Some(Exited), vec![], "c0", EventKind::Started, Known),
+        (Some(Created), start(), "c0", EventKind::Created, Known),
+        (None, vec![], "box0", EventKind::Created, Known),
+        (None, making(), "box0", EventKind::Started, Known),
         // A running operation may have caused the event.
-        (None, making(), "box1", EventKind::Created, News::Later),
-        (None, start(), "c0", EventKind::Created, News::Later),
-        (
-            Some(Created),
-            start(),
-            "c0",
-            EventKind::Started,
-            News::Later,
-        ),
+        (None, making(), "box1", EventKind::Created, Defer),
+        (None, start(), "c0", EventKind::Created, Defer),
+        (Some(Created), start(), "c0", EventKind::Started, Defer),
         // No operation explains the event, or the container must be observed at once.
-        (None, vec![], "c0", EventKind::Created, News::Look),
-        (None, looking(), "c0", EventKind::Started, News::Look),
-        (None, hooked(), "c0", EventKind::Started, News::Look),
-        (Some(Created), vec![], "c0", EventKind::Started, News::Look),
-        (Some(Unknown), vec![], "c0", EventKind::Started, News::Look),
+        (None, vec![], "c0", EventKind::Created, Observe),
+        (None, looking(), "c0", EventKind::Started, Observe),
+        (None, hooked(), "c0", EventKind::Started, Observe),
+        (Some(Created), vec![], "c0", EventKind::Started, Observe),
+        (Some(Unknown), vec![], "c0", EventKind::Started, Observe),
         // Exits and removals, whatever the worker knows.
-        (Some(Running), start(), "c0", EventKind::Stopped, News::Look),
-        (Some(Exited), vec![], "c0", EventKind::Stopped, News::Look),
-        (None, making(), "box0", EventKind::Deleted, News::Look),
+        (Some(Running), start(), "c0", EventKind::Stopped, Observe),
+        (Some(Exited), vec![], "c0", EventKind::Stopped, Observe),
+        (None, making(), "box0", EventKind::Deleted, Observe),
     ]
 }
 
@@ -93,11 +88,11 @@ fn an_event_is_news_if_it_tells_what_is_not_known() {
             known.state = state;
             observed.containers.push(known);
         }
-        let told = news(Some(&observed), &in_flight, &event(id, kind));
+        let told = event_effect(Some(&observed), &in_flight, &event(id, kind));
         assert_eq!(told, expected, "{state:?} {in_flight:?} {id} {kind:?}");
     }
-    let told = news(None, &[], &event("c0", EventKind::Created));
-    assert_eq!(told, News::Look, "nothing has been seen yet");
+    let told = event_effect(None, &[], &event("c0", EventKind::Created));
+    assert_eq!(told, Observe, "nothing has been seen yet");
 }
 
 /// A start whose events arrive before its calls return needs no more observations than a start without events.

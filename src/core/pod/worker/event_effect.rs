@@ -6,13 +6,13 @@ use crate::core::pod::observed::{ContainerState, EventKind, ObservedPod, Runtime
 
 /// The effect of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum News {
-    /// None: the worker already knows the change.
-    None,
+pub(super) enum EventEffect {
+    /// No effect: the worker already knows the change.
+    Known,
     /// Undecided until the running operation completes that may have caused the event.
-    Later,
+    Defer,
     /// The pod must be observed.
-    Look,
+    Observe,
 }
 
 /// Whether an operation completes as soon as the runtime has carried it out, which supplies the id of the sandbox or
@@ -30,24 +30,28 @@ fn tells_soon(op: &Op) -> bool {
 
 /// Determines the effect of an event from the worker's state and its running operations. Exits and removals always need
 /// an observation, as the runtime has more details.
-pub(super) fn news(observed: Option<&ObservedPod>, in_flight: &[Op], event: &RuntimeEvent) -> News {
+pub(super) fn event_effect(
+    observed: Option<&ObservedPod>,
+    in_flight: &[Op],
+    event: &RuntimeEvent,
+) -> EventEffect {
     let Some(observed) = observed else {
-        return News::Look;
+        return EventEffect::Observe;
     };
     let container = observed.containers.iter().find(|c| c.id == event.id);
     let is_known = match event.kind {
-        EventKind::Stopped | EventKind::Deleted => return News::Look,
+        EventKind::Stopped | EventKind::Deleted => return EventEffect::Observe,
         _ if observed.sandboxes.iter().any(|s| s.id == event.id) => true,
         EventKind::Created => container.is_some(),
         EventKind::Started => container
             .is_some_and(|c| matches!(c.state, ContainerState::Running | ContainerState::Exited)),
     };
     if is_known {
-        News::None
+        EventEffect::Known
     } else if in_flight.iter().any(tells_soon) {
-        News::Later
+        EventEffect::Defer
     } else {
-        News::Look
+        EventEffect::Observe
     }
 }
 
@@ -57,11 +61,11 @@ impl Worker {
         if matches!(self.state, State::Finished { .. }) {
             return self.apply_late_event(&event);
         }
-        match news(self.observed.as_deref(), &self.in_flight, &event) {
-            News::None => return false,
-            News::Later if self.events.contains(&event) => return false,
-            News::Later => self.events.push(event),
-            News::Look => self.look = true,
+        match event_effect(self.observed.as_deref(), &self.in_flight, &event) {
+            EventEffect::Known => return false,
+            EventEffect::Defer if self.events.contains(&event) => return false,
+            EventEffect::Defer => self.events.push(event),
+            EventEffect::Observe => self.look = true,
         }
         true
     }
