@@ -64,6 +64,7 @@ async fn happen(world: &World, agent: &mut JoinHandle<()>, step: u64) {
         24 => world.replace_some_pod(),
         25 => world.hurry_some_deletion(),
         26 | 27 => world.resize_some_pod(),
+        28 => world.change_some_image(),
         _ => {}
     }
 }

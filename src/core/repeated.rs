@@ -13,7 +13,7 @@ use super::varying::masked;
 /// Delays after a logged failure before a repetition is logged.
 const PAUSES: Doubling = Doubling::new(Duration::from_secs(60), Duration::from_secs(3600));
 /// Maximum number of remembered failures; beyond it, the failure with the oldest log entry is forgotten.
-const MAX_REMEMBERED: usize = 256;
+const MAX_REMEMBERED: usize = 1024;
 
 #[derive(Debug, Clone, Copy)]
 struct Logged {

@@ -138,3 +138,32 @@ fn while_a_hook_goes_on_only_readiness_is_probed() {
         agent.abort();
     });
 }
+
+/// Whatever its restart policy, a pod whose container gets another image runs the new one: the exit of the instance that
+/// the agent stopped completes no pod, also if the runtime is observed before the next instance starts.
+#[test]
+fn another_image_restarts_a_container_of_any_policy() {
+    for seed in 1..=12 {
+        simulate(seed, async {
+            let world = World::new(seed);
+            let agent = world.start_agent();
+            for policy in ["Always", "OnFailure", "Never"] {
+                world.create_plain_pod(policy, policy);
+            }
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            for rounds in 1..=4 {
+                for policy in ["Always", "OnFailure", "Never"] {
+                    world.change_image(policy);
+                }
+                tokio::time::sleep(Duration::from_secs(60)).await;
+                for policy in ["Always", "OnFailure", "Never"] {
+                    let starts = world.starts_of(policy, "c0");
+                    assert_eq!(starts, 1 + rounds, "seed {seed}, {policy}");
+                }
+                assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
+            }
+            assert_eq!(world.broken(), Ok(()), "seed {seed}");
+            agent.abort();
+        });
+    }
+}

@@ -1,6 +1,7 @@
 //! Containers that must not run again or not in this sandbox, and calls that are cancelled or blocked.
 
 use super::*;
+use holdfast::core::pod::container_hash;
 
 /// The sandbox that a call is stopping, until this is dropped.
 pub(super) struct Stopping(World, String);
@@ -116,6 +117,11 @@ impl State {
             || container["lifecycle"].is_object()
             || container["resizePolicy"].is_array()
             || self.told_to_stop.contains(id);
+        // Another image requires another instance, whatever the policy and exit code.
+        let hash = container_hash(&serde_json::from_value(container.clone()).unwrap());
+        if self.containers[id].container.hash != Some(hash) {
+            return;
+        }
         let is_final = match spec["restartPolicy"].as_str() {
             // Whatever the policy, a resize may require another instance.
             Some("Never") => !container["resizePolicy"].is_array(),
@@ -144,7 +150,37 @@ impl State {
     }
 }
 
+impl State {
+    /// `kubectl set image`: gives a container of a pod another image.
+    fn change_image(&mut self, uid: &str, container: usize) {
+        let image = format!("i:{}", self.revision + 2);
+        let pod = self.pods.get_mut(uid).unwrap();
+        pod["spec"]["containers"][container]["image"] = image.into();
+        let generation = pod["metadata"]["generation"].as_i64().unwrap();
+        pod["metadata"]["generation"] = (generation + 1).into();
+        self.publish(uid);
+    }
+}
+
 impl World {
+    /// Changes the image of the first container of a pod.
+    pub fn change_image(&self, name: &str) {
+        let uid = self.uid(name);
+        self.state().change_image(&uid, 0);
+    }
+
+    /// Changes the image of a regular container of some pod.
+    pub fn change_some_image(&self) {
+        let Some(uid) = self.some_uid() else {
+            return;
+        };
+        let mut state = self.state();
+        let containers = state.pods[&uid]["spec"]["containers"].as_array().unwrap();
+        let count = containers.len() as u64;
+        let container = usize::try_from(state.pick(count)).unwrap();
+        state.change_image(&uid, container);
+    }
+
     pub(super) fn stopping(&self, sandbox: &str) -> Stopping {
         let key = (self.2, sandbox.to_owned());
         self.state().stopping.insert(key);

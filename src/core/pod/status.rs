@@ -315,10 +315,13 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
 }
 
 /// Whether the container is restarted regardless of its policy and exit code. This applies if it was removed because
-/// all containers restart, or stopped in order to be restarted.
+/// all containers restart, or stopped in order to be restarted, until its next instance runs.
 fn comes_back(facts: &Facts<'_>, status: &ContainerStatus) -> bool {
     let newest = facts.observed.newest(&status.name);
-    let is_restarted = newest.is_some_and(|c| facts.stopped_to_restart.contains(&c.id));
+    let is_restarted = newest.is_some_and(|c| {
+        let starts = c.state == ContainerState::Created && !facts.ended;
+        starts || facts.stopped_to_restart.contains(&c.id)
+    });
     let waiting = status.state.as_ref().and_then(|s| s.waiting.as_ref());
     is_restarted || waiting.is_some_and(|w| w.reason.as_deref() == Some(RESTARTING_ALL))
 }

@@ -3,6 +3,8 @@ use crate::core::pod::observed::Sandbox;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 
+mod restarts;
+
 const AS_READ: Target<'_> = Target {
     uid: "u",
     version: Some("7"),
@@ -771,30 +773,6 @@ fn container_ids_carry_the_name_of_the_runtime() {
         for id in [of.container_id.as_deref(), before] {
             let scheme = id.and_then(|id| id.split_once("://")).map(|(name, _)| name);
             assert_eq!(scheme, Some(expected), "{runtime:?}");
-        }
-    }
-}
-
-/// Between the exit of a stopped instance and the start of its replacement (a pull, a back-off) the container is never
-/// reported as terminated: with `Never`, or `OnFailure` and code 0, an apiserver rejects every later status.
-#[test]
-fn a_container_stopped_to_be_restarted_is_not_terminated() {
-    for policy in ["Always", "OnFailure", "Never"] {
-        let pod = a_pod(policy, json!([]));
-        let stopped: BTreeSet<String> = ["a0".to_owned()].into();
-        for (ended, is_waiting) in [(false, true), (true, false)] {
-            let (seen, none) = (vec![container("a", 0, Exited, 0)], PodStatus::default());
-            let status = status_of_stopped(&pod, seen, &Problems::new(), ended, &none, &stopped);
-            let of = &status.container_statuses.expect("a container")[0];
-            let (state, last) = (of.state.as_ref(), of.last_state.as_ref());
-            let reason = state.and_then(|s| s.waiting.as_ref()?.reason.as_deref());
-            let expected = is_waiting.then_some("ContainerCreating");
-            assert_eq!(reason, expected, "{policy} {ended}");
-            let exit = last
-                .and_then(|s| s.terminated.as_ref())
-                .map(|t| t.exit_code);
-            assert_eq!(exit, is_waiting.then_some(0), "{policy} {ended}");
-            assert_eq!(of.restart_count, 0);
         }
     }
 }
