@@ -123,14 +123,24 @@ pub fn install_network(settings: &Settings) -> anyhow::Result<()> {
     write_network(settings)
 }
 
+fn network_file(settings: &Settings) -> PathBuf {
+    settings.dirs.data.join("cni/net.d/10-holdfast.conflist")
+}
+
+/// Returns the address range of the pods in the network's configuration; `None` if there is none.
+pub fn pod_range(settings: &Settings) -> Option<String> {
+    let text = std::fs::read(network_file(settings)).ok()?;
+    let network: serde_json::Value = serde_json::from_slice(&text).ok()?;
+    let range = network.pointer("/plugins/0/ipam/ranges/0/0/subnet")?;
+    range.as_str().map(str::to_owned)
+}
+
 /// Writes the network's configuration, unless it is unchanged.
 pub fn write_network(settings: &Settings) -> anyhow::Result<()> {
-    let dir = settings.dirs.data.join("cni/net.d");
-    std::fs::create_dir_all(&dir)?;
-    let (file, text) = (
-        dir.join("10-holdfast.conflist"),
-        network(settings).to_string(),
-    );
+    let (file, text) = (network_file(settings), network(settings).to_string());
+    if let Some(dir) = file.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
     if std::fs::read_to_string(&file).is_ok_and(|is| is == text) {
         return Ok(());
     }

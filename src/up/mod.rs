@@ -71,6 +71,7 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
         std::os::unix::fs::PermissionsExt::from_mode(0o700),
     )?;
     let parts = parts(dirs);
+    refuse_changes(settings, &parts)?;
     let mut progress = Progress::new();
     let endpoint = settings.endpoint();
 
@@ -106,6 +107,28 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     progress.done();
 
     println!("Holdfast is running: node {node} is Ready on {runtime}, {told}");
+    Ok(())
+}
+
+/// Refuses values that a running cluster does not have: its files would no longer describe it.
+fn refuse_changes(settings: &Settings, parts: &Parts) -> anyhow::Result<()> {
+    let refuse = |flag: &str, is: String, wanted: String| -> anyhow::Result<()> {
+        if is == wanted {
+            return Ok(());
+        }
+        let name = &settings.name;
+        bail!(
+            "{flag}: the cluster {name} runs with {is}, not with {wanted}: repeat `up` with {flag} {is}, or stop the cluster first (holdfast down --name {name})"
+        );
+    };
+    if let Some(port) = parts.control.argument("--api-port") {
+        refuse("--api-port", port, settings.api_port.to_string())?;
+    }
+    if parts.containerd.pid().is_some()
+        && let Some(range) = containerd::pod_range(settings)
+    {
+        refuse("--pod-cidr", range, settings.pod_cidr.to_string())?;
+    }
     Ok(())
 }
 

@@ -64,6 +64,14 @@ impl Part {
         (started_at(pid)? == start).then_some(pid)
     }
 
+    /// Returns the value of an argument `NAME=VALUE` of the running process.
+    #[must_use]
+    pub(super) fn argument(&self, name: &str) -> Option<String> {
+        let line = fs::read(format!("/proc/{}/cmdline", self.pid()?)).ok()?;
+        let mut arguments = line.split(|b| *b == 0).map(String::from_utf8_lossy);
+        arguments.find_map(|one| Some(one.strip_prefix(name)?.strip_prefix('=')?.to_owned()))
+    }
+
     /// Returns when the running process, or the last one, wrote its pid file. A part writes it first of all
     /// ([`Part::become_it`]).
     pub(super) fn started(&self) -> Option<std::time::SystemTime> {

@@ -451,6 +451,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     kill("control-plane");
     cluster.up();
     assert_eq!(running(&cluster.pods()), 5);
+    values_of_another_cluster_are_refused(&cluster);
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=2"]);
     cluster.wait("two and the static one", || cluster.pods().len() == 3);
 
@@ -459,6 +460,34 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     cluster.wait("no pods", || cluster.pods().is_empty());
     // A mirror pod may be removed before the resources of its static pod.
     cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+}
+
+/// `up` with a port or an address range that the running cluster does not have names the cluster's, and changes nothing.
+fn values_of_another_cluster_are_refused(cluster: &Cluster) {
+    let files = [
+        "kubeconfig",
+        "agent/kubeconfig",
+        "cni/net.d/10-holdfast.conflist",
+    ];
+    let read = || files.map(|file| std::fs::read_to_string(cluster.data().join(file)).unwrap());
+    let (before, port) = (read(), (16_400 + cluster.number).to_string());
+    for (arguments, expected) in [
+        (
+            vec!["--api-port", "16497"],
+            format!("with --api-port {port}, or"),
+        ),
+        (vec!["--api-port", &port], "with --pod-cidr 10.".to_owned()),
+    ] {
+        let mut up = std::process::Command::new(support::holdfast());
+        up.args(["up", "--name", &cluster.name]).args(&arguments);
+        let output = up.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && said.contains(&expected),
+            "{said}"
+        );
+    }
+    assert_eq!(read(), before);
 }
 
 #[test]
