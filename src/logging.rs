@@ -1,6 +1,8 @@
 //! The process's log: its format, and its verbosity, which may change at run time. Also its traces, over OpenTelemetry:
 //! spans whose target begins with `trace` are traced and not logged.
 
+mod repetitions;
+
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -9,6 +11,7 @@ use opentelemetry::trace::TracerProvider as _;
 use opentelemetry_otlp::WithExportConfig as _;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{Sampler, SdkTracerProvider};
+use repetitions::Limited;
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -95,10 +98,13 @@ pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), Str
     let lines = if json {
         lines
             .fmt_fields(JsonFields::new())
-            .event_format(Json)
+            .event_format(Limited::new(Json, repetitions::count_in_json))
             .boxed()
     } else {
-        lines.boxed()
+        let format = tracing_subscriber::fmt::format().with_ansi(false);
+        lines
+            .event_format(Limited::new(format, repetitions::count_in_text))
+            .boxed()
     };
     let traced = match traces {
         None => None,
@@ -238,8 +244,16 @@ mod tests {
     use std::io::Write;
     use std::sync::{Arc, Mutex};
 
+    /// Where a test's log goes.
     #[derive(Clone, Default)]
-    struct Kept(Arc<Mutex<Vec<u8>>>);
+    pub(super) struct Kept(Arc<Mutex<Vec<u8>>>);
+
+    impl Kept {
+        pub(super) fn lines(&self) -> Vec<String> {
+            let text = String::from_utf8(self.0.lock().expect("kept").clone()).expect("text");
+            text.lines().map(str::to_owned).collect()
+        }
+    }
 
     impl Write for Kept {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -266,9 +280,9 @@ mod tests {
                 .in_scope(|| tracing::warn!(error = "it \"broke\"", tries = 3, "a line"));
             tracing::info!("another");
         });
-        let text = String::from_utf8(kept.0.lock().expect("kept").clone()).expect("text");
-        let lines: Vec<Value> = text
+        let lines: Vec<Value> = kept
             .lines()
+            .iter()
             .map(|l| serde_json::from_str(l).expect("JSON"))
             .collect();
         let first = &lines[0];
