@@ -3,6 +3,7 @@
 
 mod border;
 mod commands;
+mod connections;
 mod ending;
 mod listeners;
 mod paced;
@@ -14,11 +15,10 @@ mod tunnel;
 mod turns;
 mod websocket;
 
-use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -30,16 +30,15 @@ use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::Notify;
-use tokio::task::AbortHandle;
-use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 
 use crate::sys::link;
+use connections::{Connection, Connections, OnEnd};
 use turns::{Source, Turns};
 
 pub use border::{Panicked, end_process_on_panic, guard};
 pub use commands::{CommandStreams, Output, OutputKind, serve_command};
+pub use connections::Place;
 pub use listeners::Listeners;
 pub use paced::paced;
 pub use receive::{NotReceived, receive};
@@ -56,14 +55,12 @@ pub type Body = UnsyncBoxBody<Bytes, BoxError>;
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Maximum number of concurrent requests on an HTTP/2 connection: the default of a kube-apiserver.
 const STREAMS: u32 = 100;
-/// How long a new connection may take for its first request before it counts as idle.
-const FRESH: Duration = Duration::from_secs(1);
 
 /// The limits of a listener.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Maximum number of connections. If there are more, the connection that has been idle longest is closed, or else
-    /// one that is slow to send its request's body. If there is none of these, the new connection waits. A source with
+    /// Maximum number of connections. If there are more, those that have been idle longest are closed, or else
+    /// those that are slow to send the body of a request. If there are none of these, the new connection waits. A source with
     /// more than half of the maximum loses its connections first.
     pub connections: usize,
     /// Whether connections that are not authenticated are closed as well, even if they are busy.
@@ -105,97 +102,6 @@ pub fn text(status: StatusCode, text: impl Into<String>) -> Response<Body> {
 #[must_use]
 pub fn held(answer: Response<Body>, kept: impl Send + Unpin + 'static) -> Response<Body> {
     answer.map(|body| Held { body, _kept: kept }.boxed_unsync())
-}
-
-/// The connections of one listener.
-#[derive(Default)]
-struct Connections {
-    open: Mutex<BTreeMap<u64, Connection>>,
-    closed: Notify,
-}
-
-struct Connection {
-    /// Shared by the requests in progress: there are some if it has more than one owner.
-    busy: Arc<()>,
-    /// Shared, in the same way, by the requests whose body has not arrived yet.
-    receiving: Arc<()>,
-    /// Whether an authenticated client has sent a request on it.
-    vouched: bool,
-    /// When its last request began, or when it was opened.
-    since: Instant,
-    source: Source,
-    task: AbortHandle,
-}
-
-impl Connection {
-    /// The connection with the lowest value is closed first to make room; `None` if it must stay.
-    fn worth(&self, limits: Limits) -> Option<u8> {
-        let under_way = Arc::strong_count(&self.busy) - 1;
-        if under_way == 0 {
-            // A new connection gets time for its first request. Between two requests of an authenticated client, the
-            // next one may be in transit.
-            let new = self.since.elapsed() < FRESH;
-            Some(match limits.strangers_give_way {
-                true if self.vouched => 4,
-                true if new => 3,
-                _ => 0,
-            })
-        } else if Arc::strong_count(&self.receiving) > under_way {
-            Some(1)
-        } else {
-            (limits.strangers_give_way && !self.vouched).then_some(2)
-        }
-    }
-}
-
-impl Connections {
-    fn all(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Makes room for one more connection. If there are too many, the connection with the lowest value is closed, and
-    /// of several the oldest. So a client that merely keeps connections open does not exclude others.
-    async fn make_room(&self, limits: Limits) {
-        loop {
-            let closed = self.closed.notified();
-            {
-                let mut all = self.all();
-                if all.len() < limits.connections {
-                    return;
-                }
-                let mut held: BTreeMap<Source, usize> = BTreeMap::new();
-                for connection in all.values() {
-                    *held.entry(connection.source).or_default() += 1;
-                }
-                let greedy = held
-                    .into_iter()
-                    .find(|(_, count)| *count > limits.connections / 2);
-                let modest = |c: &Connection| greedy.is_none_or(|(source, _)| source != c.source);
-                let least = all
-                    .iter()
-                    .filter_map(|(id, c)| Some((modest(c), c.worth(limits)?, c.since, *id)))
-                    .min();
-                if let Some(connection) = least.and_then(|(.., id)| all.remove(&id)) {
-                    connection.task.abort();
-                    return;
-                }
-            }
-            closed.await;
-        }
-    }
-
-    /// Begins a request, which lasts as long as the returned value.
-    fn begin(&self, id: u64) -> Option<Arc<()>> {
-        let mut all = self.all();
-        let connection = all.get_mut(&id)?;
-        connection.since = Instant::now();
-        Some(Arc::clone(&connection.busy))
-    }
-
-    fn end(&self, id: u64) {
-        self.all().remove(&id);
-        self.closed.notify_waiters();
-    }
 }
 
 /// Serves until the process exits; without `tls` in plain text.
@@ -275,58 +181,7 @@ pub async fn serve<S, F>(
             ))
             .await;
         });
-        all.insert(
-            id,
-            Connection {
-                busy: Arc::default(),
-                receiving: Arc::default(),
-                vouched: false,
-                since: Instant::now(),
-                source,
-                task: task.abort_handle(),
-            },
-        );
-    }
-}
-
-/// A connection's entry among the others; every request has it among its extensions.
-#[derive(Clone)]
-pub struct Place {
-    connections: Arc<Connections>,
-    id: u64,
-}
-
-impl Place {
-    /// Marks the connection as authenticated: it is not closed to make room while it is busy.
-    pub fn vouch(&self) {
-        if let Some(connection) = self.connections.all().get_mut(&self.id) {
-            connection.vouched = true;
-        }
-    }
-
-    /// Closes the connection, even during a request.
-    fn close(&self) {
-        if let Some(connection) = self.connections.all().get(&self.id) {
-            connection.task.abort();
-        }
-    }
-
-    /// Marks a request's body as awaited while the returned value lives.
-    fn receive(&self) -> Option<Arc<()>> {
-        let all = self.connections.all();
-        Some(Arc::clone(&all.get(&self.id)?.receiving))
-    }
-}
-
-/// Removes the connection's entry, however the connection ends.
-struct OnEnd {
-    connections: Arc<Connections>,
-    id: u64,
-}
-
-impl Drop for OnEnd {
-    fn drop(&mut self) {
-        self.connections.end(self.id);
+        all.insert(id, Connection::new(source, task.abort_handle()));
     }
 }
 
@@ -399,6 +254,7 @@ async fn converse<S, F>(
 
 #[cfg(test)]
 mod tests {
+    use super::connections::FRESH;
     use super::*;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::{TcpListener, TcpStream};
