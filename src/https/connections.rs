@@ -13,7 +13,10 @@ use super::turns::Source;
 
 /// The part of a listener's connections that are closed at once to make room.
 const AT_ONCE: usize = 64;
-/// How long a new connection may take for its first request before it counts as idle.
+/// How often connections are checked again if none of them may be closed.
+const RECHECK: Duration = Duration::from_millis(100);
+/// How long a new connection may take for its first request before it counts as idle, and a request's body may take to
+/// arrive before the connection counts as slow.
 pub(super) const FRESH: Duration = Duration::from_secs(1);
 
 /// The connections of one listener.
@@ -52,16 +55,16 @@ impl Connection {
     /// The connection with the lowest value is closed first to make room; `None` if it must stay.
     fn worth(&self, limits: Limits) -> Option<u8> {
         let under_way = Arc::strong_count(&self.busy) - 1;
+        let new = self.since.elapsed() < FRESH;
         if under_way == 0 {
             // A new connection gets time for its first request. Between two requests of an authenticated client, the
             // next one may be in transit.
-            let new = self.since.elapsed() < FRESH;
             Some(match limits.strangers_give_way {
                 true if self.vouched => 4,
                 true if new => 3,
                 _ => 0,
             })
-        } else if Arc::strong_count(&self.receiving) > under_way {
+        } else if Arc::strong_count(&self.receiving) > under_way && !new {
             Some(1)
         } else {
             (limits.strangers_give_way && !self.vouched).then_some(2)
@@ -74,7 +77,8 @@ impl Connections {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes room for one more connection. If there are too many, some with the lowest value are closed. So a client that merely keeps connections open does not exclude others.
+    /// Makes room for one more connection. If there are too many, some with the lowest value are closed. So a client
+    /// that merely keeps connections open does not exclude others.
     pub(super) async fn make_room(&self, limits: Limits) {
         loop {
             let closed = self.closed.notified();
@@ -87,7 +91,8 @@ impl Connections {
                     return;
                 }
             }
-            closed.await;
+            // Time also makes a connection closable, and the end of its request does.
+            let _ = tokio::time::timeout(RECHECK, closed).await;
         }
     }
 
@@ -212,10 +217,15 @@ mod tests {
             assert!(close_least(&mut all, LIMITS));
             assert_eq!(all.keys().next(), Some(&(round * 4)), "the oldest first");
         }
-        // Then authenticated clients that are between two requests, but none that is busy.
+        // Then authenticated clients that are between two requests, but none that is busy or sends a new request.
         let busy: Vec<_> = all.values().map(|c| Arc::clone(&c.busy)).collect();
         assert!(!close_least(&mut all, LIMITS));
-        drop(busy);
+        let sending: Vec<_> = all.values().map(|c| Arc::clone(&c.receiving)).collect();
+        for connection in all.values_mut() {
+            connection.since = Instant::now();
+        }
+        assert!(!close_least(&mut all, LIMITS));
+        drop((busy, sending));
         assert!(close_least(&mut all, LIMITS));
         assert_eq!(all.len(), 151);
     }

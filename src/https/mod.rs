@@ -59,8 +59,8 @@ const STREAMS: u32 = 100;
 /// The limits of a listener.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Maximum number of connections. If there are more, those that have been idle longest are closed, or else
-    /// those that are slow to send the body of a request. If there are none of these, the new connection waits. A source with
+    /// Maximum number of connections. If there are more, those that have been idle longest are closed, or else those
+    /// that are slow to send the body of a request. If there are none of these, the new connection waits. A source with
     /// more than half of the maximum loses its connections first.
     pub connections: usize,
     /// Whether connections that are not authenticated are closed as well, even if they are busy.

@@ -359,11 +359,8 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
         format!("apiVersion: v1\nkind: Pod\nmetadata: {{name: static}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{}'}}]}}\n", DEMO[0]),
     )
     .unwrap();
-    std::fs::write(
-        cluster.data().join("agent/manifests/broken.yaml"),
-        "kind: Pod\nspec: [",
-    )
-    .unwrap();
+    let broken = cluster.data().join("agent/manifests/broken.yaml");
+    std::fs::write(broken, "kind: Pod\nspec: [").unwrap();
     cluster.kubectl(&[
         "create",
         "deployment",
