@@ -365,9 +365,7 @@ fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std
     std::fs::write(draft.path(), "nameserver 192.0.2.2\n").unwrap();
     draft.persist(resolv_conf).unwrap();
     cluster.wait_quietly("the agent to see it", || {
-        cluster
-            .log("agent")
-            .contains("resolver configuration changed")
+        cluster.log("agent").contains("DNS configuration changed")
     });
     assert!(of("after").contains("nameserver 192.0.2.2"));
     cluster.kubectl(&["delete", "pod", "before", "after"]);

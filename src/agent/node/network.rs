@@ -95,7 +95,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     try_resolver(config, node_ips).unwrap_or_else(|error| {
         tracing::error!(
             %error,
-            "cannot read the node's resolver configuration, so pods do not inherit it; retrying"
+            "cannot read the node's DNS configuration, so pods do not inherit it; retrying"
         );
         Resolver {
             cluster_dns: config.cluster_dns.clone(),
@@ -165,12 +165,12 @@ pub async fn follow(context: Arc<Context>) {
                 context.resolver.send_replace(Arc::new(found));
                 tracing::info!(
                     file = context.config.resolv_conf,
-                    "the node's resolver configuration changed; new sandboxes use it"
+                    "the node's DNS configuration changed; new sandboxes use it"
                 );
             }
             Ok(_) => {}
             Err(error) => {
-                tracing::debug!(%error, "cannot read the node's resolver configuration; keeping the last known one")
+                tracing::debug!(%error, "cannot read the node's DNS configuration; keeping the last known one")
             }
         }
     }

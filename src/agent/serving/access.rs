@@ -536,10 +536,6 @@ mod tests {
                 401
             );
         }
-        assert_eq!(
-            fixed.asked.load(Ordering::Relaxed),
-            3,
-            "each review is requested once"
-        );
+        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "one review each");
     }
 }
