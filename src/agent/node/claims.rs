@@ -216,7 +216,7 @@ impl ClaimManager {
         let saved = self.checkpoint.save(|| self.look(format::write)).await;
         let path = self.checkpoint.path().display();
         saved
-            .map_err(doing(format!("{path} cannot be written")))
+            .map_err(doing(format!("cannot write {path}")))
             .map_err(ClaimsFailed::Checkpoint)
     }
 

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_the_flag_are_not_restored_on_an_existing_node() {
+    fn custom_labels_of_the_flag_are_not_restored_on_an_existing_node() {
         let zone = "topology.kubernetes.io/zone";
         let with = |labels: &str| {
             config(Overrides {
