@@ -71,7 +71,7 @@ async fn driver(runtime: &dyn Runtime, config: &Config, metrics: &super::Metrics
             }
             Err(error) => {
                 if !std::mem::replace(&mut said, true) {
-                    tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried until it does");
+                    tracing::error!(%error, endpoint = config.runtime_endpoint, "the container runtime does not answer; is it running? retrying");
                 }
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
@@ -88,12 +88,12 @@ fn make_directories(config: &Config) -> anyhow::Result<()> {
     ] {
         let mut builder = std::fs::DirBuilder::new();
         let made = builder.recursive(true).mode(0o750).create(&dir);
-        made.with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+        made.with_context(|| format!("cannot create the directory {}", dir.display()))?;
     }
     for name in ["plugins", "plugins_registry"] {
         let dir = config.root_dir.join(name);
         let made = file::make_for_plugins(&dir);
-        made.with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+        made.with_context(|| format!("cannot create the directory {}", dir.display()))?;
     }
     Ok(())
 }
@@ -115,16 +115,16 @@ fn first_reported(config: &Config, ips: &[String]) -> Vec<NodeAddress> {
 fn share_mounts(config: &Config) {
     let (root, without) = (
         config.root_dir.display(),
-        "containers with mountPropagation Bidirectional below it do not start",
+        "containers that use mountPropagation Bidirectional below it do not start",
     );
     match mount::share(&config.root_dir) {
         Ok(Sharing::Shared) => {}
         Ok(Sharing::Occupied) => tracing::warn!(
-            "what is mounted below {root} is not seen by other mount namespaces, and {without}: volumes of an earlier agent are mounted there; drain the node and start the agent anew"
+            "mounts below {root} are not visible in other mount namespaces, and {without}: volumes of an earlier agent are mounted there; drain the node and restart the agent"
         ),
         Err(error) => tracing::warn!(
             %error,
-            "what is mounted below {root} cannot be made visible to other mount namespaces, and {without}: mount --make-rshared the filesystem that it is on"
+            "mounts below {root} cannot propagate to other mount namespaces, and {without}; run `mount --make-rshared` on the mount point of its filesystem"
         ),
     }
 }
@@ -147,7 +147,9 @@ async fn share_namespaces(runtime: &dyn Runtime) {
     }
     match netns::share(Path::new(netns::DIR)) {
         Ok(Sharing::Shared) => {}
-        Ok(Sharing::Occupied) => tracing::debug!("{} has namespaces already", netns::DIR),
+        Ok(Sharing::Occupied) => {
+            tracing::debug!("{} already contains network namespaces", netns::DIR)
+        }
         Err(error) => tracing::warn!(
             %error,
             "cannot make {} a shared mount: the first `ip netns add` will hide the namespaces of running pods",
@@ -168,7 +170,7 @@ fn cgroups(config: &Config, driver: Driver) -> anyhow::Result<Cgroups> {
         let name = &reserved.cgroup;
         if !cgroups.has(&Group::Reserved(name.clone())) {
             anyhow::bail!(
-                "there is no cgroup {name:?}, which is to be held to what is set aside for it (enforceNodeAllocatable): make it before the agent starts, or correct systemReservedCgroup and kubeReservedCgroup"
+                "the cgroup {name:?} does not exist, but enforceNodeAllocatable requires it: create it before the agent starts, or correct systemReservedCgroup and kubeReservedCgroup"
             );
         }
     }
@@ -217,7 +219,7 @@ fn tell_unread(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
             what,
-            "a strict reading of the configuration would refuse this"
+            "strict decoding of the configuration would reject this"
         );
     }
     for field in &config.not_honoured {

@@ -48,7 +48,7 @@ fn stopped(pod: &Pod, observed: &ObservedPod) -> Vec<String> {
     };
     let actions = actions::compute(pod, observed, &health, |_| 0);
     if actions.kill_pod {
-        let all = "all containers: the sandbox cannot be used any more";
+        let all = "all containers: the sandbox is no longer usable";
         return vec![format!("{} ({all})", pod::full_name(pod))];
     }
     let reasons = actions.restart_all.iter().chain(&actions.kill);
@@ -119,7 +119,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
         )
     })?;
     let _ = writeln!(report, "The runtime answers: {version}.");
-    let unlisted = |e| anyhow::anyhow!("the runtime's pods cannot be listed: {e}");
+    let unlisted = |e| anyhow::anyhow!("cannot list the runtime's pods: {e}");
     let mut running = vec![];
     for pod in runtime.list().await.map_err(unlisted)? {
         let observed = runtime.observe(&pod.uid).await.map_err(unlisted)?;
@@ -131,7 +131,7 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
     match &config.kubeconfig {
         None => report.push_str("No kubeconfig: only static pods would run.\n"),
         Some(path) if config.bootstrap_kubeconfig.is_some() && !path.exists() => {
-            report.push_str("There is no kubeconfig yet: a certificate would be asked for with the bootstrap kubeconfig first.\n");
+            report.push_str("The kubeconfig does not exist yet: the agent would first request a certificate with the bootstrap kubeconfig.\n");
             return Ok(report);
         }
         Some(path) => {
@@ -152,15 +152,18 @@ pub async fn run(config: &Config) -> anyhow::Result<String> {
     }
     let plan = plan(&wanted, &running);
     for (what, pods) in [
-        ("would go on undisturbed", &plan.kept),
-        ("would go on with containers started anew", &plan.disturbed),
+        ("would keep running", &plan.kept),
         (
-            "would be started anew under another uid: their manifests have changed since they were started",
+            "would keep running with restarted containers",
+            &plan.disturbed,
+        ),
+        (
+            "would be replaced under another uid: their manifests have changed since they started",
             &plan.replaced,
         ),
         ("would be started", &plan.started),
         (
-            "would be ended: the runtime has them and nobody wants them",
+            "would be stopped: the runtime has them, but no source defines them",
             &plan.ended,
         ),
     ] {
@@ -219,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_are_kept_started_or_ended() {
+    fn the_plan_keeps_starts_and_stops_pods() {
         let pod = |uid: &str, phase: &str| -> Pod {
             serde_json::from_value(json!({"metadata": {"name": &uid[..1], "namespace": "n", "uid": uid}, "status": {"phase": phase},
                 "spec": {"containers": [{"name": "c", "image": "i:2"}]}})).expect("a pod")

@@ -246,7 +246,7 @@ async fn ask_api(
         .map(|zoned| zoned.timestamp());
     let clock = theirs.map(|theirs| theirs.duration_since(clock.now()));
     let found = Api::<Node>::all(client).get_opt(node).await;
-    let found = found.map_err(|e| format!("the node's object: {}", chain(&e)))?;
+    let found = found.map_err(|e| format!("cannot read the Node object: {}", chain(&e)))?;
     Ok(ApiFacts {
         took,
         clock,

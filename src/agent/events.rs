@@ -166,7 +166,7 @@ impl Events {
             annotations,
         });
         if sent.is_err() {
-            self.dropped.count("too many wait for the apiserver");
+            self.dropped.count("too many events wait for the apiserver");
         }
     }
 
@@ -180,7 +180,7 @@ impl Events {
             }
         };
         if tokio::time::timeout(FLUSH, flush).await.is_err() {
-            tracing::warn!("the last events could not be posted in time");
+            tracing::warn!("the last events were not posted before the shutdown timeout");
         }
     }
 

@@ -644,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_ends_once() {
+    fn the_termination_of_a_container_is_counted_once() {
         let status = |state: serde_json::Value| -> PodStatus {
             let containers = serde_json::json!({"containerStatuses": [{"name": "c", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state}]});
             serde_json::from_value(containers).expect("a status")
@@ -662,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn the_start_of_a_node_is_told_once_and_only_where_it_is_new() {
+    fn startup_durations_are_recorded_once_and_only_for_a_new_node() {
         let at = |second| Timestamp::from_second(second).expect("a time");
         let metrics = Metrics::default();
         metrics.node_ready(at(50), at(10));
@@ -700,7 +700,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_pod_leaves_the_probes_of_a_newer_one_of_its_name() {
+    fn a_deleted_pod_leaves_the_probe_metrics_of_a_newer_pod_of_its_name() {
         let metrics = Metrics::default();
         let pod = |uid: &str| -> Pod {
             let metadata = serde_json::json!({"namespace": "n", "name": "p", "uid": uid});
@@ -738,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn images_are_of_a_size() {
+    fn images_have_size_classes() {
         let classes = [0, 10 << 20, (10 << 20) + 1, 2 << 30, 200 << 30].map(size_class);
         assert_eq!(
             classes,

@@ -112,7 +112,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     std::fs::write(dir.join("bootstrap.conf"), bootstrap("ffffffffffffffff")).unwrap();
     let agent = join(dir, 17_999, true);
     cluster.wait("the refusal", || {
-        log().contains("the node has no certificate yet") && log().contains("Unauthorized")
+        log().contains("the node's certificate failed") && log().contains("Unauthorized")
     });
     cluster.wait("the doctor's finding", || names_the_runtime(&log()));
     drop(agent);
@@ -236,7 +236,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     let agent = join(dir, 17_999, true);
     cluster.wait("another first certificate", || {
         std::fs::read_link(&current).unwrap() != second
-            && log().matches("the node has a certificate").count() == 2
+            && log().matches("received its certificate").count() == 2
     });
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     drop(agent);

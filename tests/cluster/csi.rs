@@ -182,7 +182,7 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     patch_finalizers(cluster, r#"["attacher.test/detach"]"#);
     patch_attachment(cluster, r#"{"status": {"attached": false}}"#);
     cluster.apply(&pod("second"));
-    told("second", "is awaited");
+    told("second", "waiting for its attacher");
     // A waiting pod has not mounted the volume: it is unstaged after the last pod that has.
     cluster.kubectl(&["delete", "pod", "waiting"]);
     cluster.wait("it to be unstaged", || driver.count("unstage") == 1);

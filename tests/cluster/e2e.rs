@@ -582,7 +582,7 @@ fn newer_runtimes_do_the_same_with_events() {
             cluster.pod("job")["status"]["phase"] == "Succeeded"
         });
         assert!(
-            !cluster.log("agent").contains("listed every second"),
+            !cluster.log("agent").contains("pods every second"),
             "this runtime has events"
         );
         let job = cluster.pod("job");

@@ -388,7 +388,7 @@ fn check_says_what_a_start_would_do(cluster: &Cluster) {
     assert!(
         checked.status.success()
             && report.contains(&format!(
-                "1 pods would go on undisturbed: busy_{}",
+                "1 pods would keep running: busy_{}",
                 cluster.namespace()
             )),
         "{report}"

@@ -209,7 +209,7 @@ fn limits_are_the_configured_ones(cluster: &Cluster) {
     assert!(files.contains(" 5432 "), "{files}");
     // In a container the right to lower the value may be missing; then the agent logs this.
     let is_set = of("oom_score_adj").trim() == "-998";
-    assert!(is_set || cluster.log("agent").contains("oomScoreAdj cannot be set"));
+    assert!(is_set || cluster.log("agent").contains("cannot set oomScoreAdj"));
 }
 
 #[test]
@@ -365,7 +365,7 @@ fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std
     std::fs::write(draft.path(), "nameserver 192.0.2.2\n").unwrap();
     draft.persist(resolv_conf).unwrap();
     cluster.wait_quietly("the agent to see it", || {
-        cluster.log("agent").contains("name resolution has changed")
+        cluster.log("agent").contains("DNS configuration changed")
     });
     assert!(of("after").contains("nameserver 192.0.2.2"));
     cluster.kubectl(&["delete", "pod", "before", "after"]);

@@ -119,7 +119,7 @@ fn let_grow(cluster: &Cluster, names: &[&str]) {
 fn victims(cluster: &Cluster) -> Vec<String> {
     let log = cluster.log("agent");
     let told = log.lines().filter(|line| {
-        line.contains("the pod is evicted: the node is short of")
+        line.contains("evicting the pod: the node is short of")
             && line.contains("ends_already=false")
     });
     let name = |line: &str| {

@@ -365,7 +365,7 @@ impl Poster {
                 self.dropped
                     .count(&format!("not posted for {MAX_AGE:?}: {failure}"));
             }
-            (Err(failure), _) => tracing::debug!(%failure, "the apiserver refused an event"),
+            (Err(failure), _) => tracing::debug!(%failure, "the apiserver rejected an event"),
         }
         self.busy.remove(&delivery.object);
     }

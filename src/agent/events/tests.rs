@@ -22,7 +22,7 @@ fn emitted(kind: Kind, reason: &str) -> Emitted {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_normal_event_waits_for_a_lull_and_a_warning_overtakes_it() {
+async fn a_normal_event_waits_until_starts_are_idle_and_a_warning_does_not() {
     let starts = Starts::for_processors(1);
     let (mut lull, begun) = (starts.lull(), Instant::now());
     let (mut waiting, busy) = (Waiting::default(), HashSet::new());
@@ -118,7 +118,7 @@ fn warn(events: &Events, pod: &str, message: &str) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_of_an_outage_arrive_after_it_in_order_and_are_counted() {
+async fn events_of_an_outage_are_posted_after_it_in_order_and_counted() {
     let sink = Sink::default();
     let events = sink.events();
     lock(&sink.0).is_down = true;
@@ -131,7 +131,7 @@ async fn events_of_an_outage_arrive_after_it_in_order_and_are_counted() {
     let requests = lock(&sink.0).requests;
     assert!(
         (8..=30).contains(&requests),
-        "the apiserver is spared: {requests}"
+        "back-off limits the requests: {requests}"
     );
     lock(&sink.0).is_down = false;
     tokio::time::sleep(Duration::from_secs(20)).await;
@@ -146,7 +146,7 @@ async fn events_of_an_outage_arrive_after_it_in_order_and_are_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_without_an_answer_delays_no_event_of_another_object() {
+async fn an_unanswered_request_delays_no_event_of_another_object() {
     let sink = Sink::default();
     let events = sink.events();
     lock(&sink.0).hangs_for = Some("stuck".into());
@@ -164,13 +164,17 @@ async fn a_request_without_an_answer_delays_no_event_of_another_object() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_event_is_dropped_and_too_many_events_are_counted() {
+async fn a_rejected_event_is_dropped_and_the_queue_is_bounded() {
     let sink = Sink::default();
     let events = sink.events();
     lock(&sink.0).refuses = true;
     warn(&events, "p", "refused");
     tokio::time::sleep(Duration::from_secs(60)).await;
-    assert_eq!(lock(&sink.0).requests, 1, "as upstream: it is not retried");
+    assert_eq!(
+        lock(&sink.0).requests,
+        1,
+        "as upstream: a rejected event is not retried"
+    );
     {
         let mut behaviour = lock(&sink.0);
         (behaviour.refuses, behaviour.is_down) = (false, true);
@@ -186,5 +190,5 @@ async fn a_refused_event_is_dropped_and_too_many_events_are_counted() {
     assert!(stored <= MAX_QUEUED + 16, "the queue is bounded: {stored}");
     warn(&events, "last", "m");
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert!(sink.stored().len() > stored, "posting goes on");
+    assert!(sink.stored().len() > stored, "posting continues");
 }

@@ -74,7 +74,7 @@ impl Tokens {
         let namespace = meta::namespace(caller.pod);
         let account = caller.accounts.account(namespace, name).await;
         let account = account.map_err(|e| {
-            format!("the service account {namespace}/{name} of the pod cannot be read: {e}")
+            format!("cannot read the pod's service account {namespace}/{name}: {e}")
         })?;
         let Some(annotations) = rules.annotations(&account) else {
             tracing::debug!(

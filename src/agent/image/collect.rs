@@ -24,7 +24,7 @@ use crate::host::HostError;
 #[derive(Debug, thiserror::Error)]
 pub enum CollectError {
     /// Images cannot be listed.
-    #[error("images cannot be listed: {0}")]
+    #[error("cannot list images: {0}")]
     Unlisted(RuntimeError),
     /// The filesystem of images cannot be measured.
     #[error("{0}")]
@@ -33,7 +33,7 @@ pub enum CollectError {
     #[error("invalid capacity 0 on image filesystem")]
     NoCapacity,
     /// Too little space could be freed.
-    #[error("Insufficient free disk space on the node's image filesystem ({percent}% of {capacity} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes{}). Remove what else fills the disk, or make it larger.", Self::and(.failed.as_deref()))]
+    #[error("Insufficient free disk space on the node's image filesystem ({percent}% of {capacity} bytes used). Failed to free sufficient space by deleting unused images (freed {freed} bytes{}). Remove other data from the disk, or enlarge it.", Self::and(.failed.as_deref()))]
     TooLittle {
         /// The used part of the filesystem.
         percent: u64,
@@ -92,7 +92,7 @@ pub async fn run(context: Arc<Context>) {
                 }
                 Err(error) => {
                     failures += 1;
-                    tracing::warn!(%error, failures, "unused images could not all be removed");
+                    tracing::warn!(%error, failures, "removing some unused images failed");
                     // A single failure emits no event: the runtime may have just restarted.
                     let repeated = (failures > 1).then_some("ImageGCFailed");
                     for reason in error.reason().into_iter().chain(repeated) {
@@ -169,7 +169,7 @@ pub async fn make_room(context: &Context, wanted: u64) -> Result<u64, CollectErr
     let mut ages = context.images.ages.lock().await;
     let Seen { images, at, .. } = see(context, &mut ages).await?;
     let unused = ages.unused(&images, context.config.image_rules.minimum_age, at);
-    let (freed, failed) = free(context, &unused, wanted, "the node is short of disk").await;
+    let (freed, failed) = free(context, &unused, wanted, "the node is short of disk space").await;
     match failed {
         Some(error) if freed == 0 => Err(error),
         _ => Ok(freed),
@@ -213,7 +213,7 @@ pub async fn collect(context: &Context) -> Result<Report, CollectError> {
         };
         let why = image.fate.to_string();
         if let Err(error) = remove(context, &image.id, image.bytes, (reason, &why)).await {
-            tracing::warn!(%error, "an image could not be removed");
+            tracing::warn!(%error, "removing an image failed");
             report.failures.insert(image.id.clone(), error.to_string());
         }
     }
@@ -241,7 +241,9 @@ async fn judge(context: &Context, ages: &mut Ages) -> Result<Report, CollectErro
         let pods = names(&image.id).into_iter();
         let pods = pods.filter_map(|name| users.get(&name)).flatten().cloned();
         match pods.collect::<BTreeSet<String>>() {
-            none if none.is_empty() => vec!["a container that has ended, or another's".to_owned()],
+            none if none.is_empty() => {
+                vec!["an exited container, or one that this agent does not manage".to_owned()]
+            }
             pods => pods.into_iter().collect(),
         }
     };
@@ -354,7 +356,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_could_not_be_freed_says_why_and_has_its_own_event() {
+    fn too_little_freed_space_names_the_failed_removal_and_has_its_own_reason() {
         let unremoved = CollectError::Unremoved {
             id: "sha256:1".into(),
             why: RuntimeError {

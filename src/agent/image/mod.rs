@@ -332,7 +332,7 @@ async fn allowed(context: &Context, name: &str, image: &Image, whose: For<'_>) -
         Ok(found) => found,
         Err(error) => {
             // Fail closed: an unreadable record must not grant access to the image.
-            tracing::warn!(%error, image = name, "the pod has to pull the image itself");
+            tracing::warn!(%error, image = name, "cannot read the image's pull record; the pod must pull the image");
             return false;
         }
     };
@@ -466,8 +466,8 @@ async fn attempt(
             .image(name)
             .await
             .map_err(|e| e.to_string())?;
-        let image =
-            image.ok_or_else(|| format!("the image {name:?} was pulled but is not there"))?;
+        let image = image
+            .ok_or_else(|| format!("the runtime pulled the image {name:?} but does not list it"))?;
         if let Some(pull) = noted {
             let now = context.clock.now();
             let done = pull.done(&image.id, untagged(name), by, now).await;

@@ -113,10 +113,12 @@ fn token_rules(definition: &Definition, are_on: bool) -> anyhow::Result<Option<R
     };
     let path = format!("providers[{}].tokenAttributes", definition.name);
     if !are_on {
-        bail!("{path}: remove it, or featureGates.{PLUGIN_TOKENS}: false");
+        bail!(
+            "{path}: the feature gate is disabled; remove the attributes, or featureGates.{PLUGIN_TOKENS}: false"
+        );
     }
     if definition.api_version != VERSIONS[0] {
-        bail!("{path}: plugins get tokens in {} alone", VERSIONS[0]);
+        bail!("{path}: only apiVersion {} supports tokens", VERSIONS[0]);
     }
     let rules = attributes.check();
     let rules = rules.map_err(|(field, remedy)| anyhow::anyhow!("{path}.{field}: {remedy}"))?;
@@ -314,7 +316,7 @@ impl Provider {
             .map_err(|_| anyhow::anyhow!("no answer within a minute"))??;
         if answer.api_version != self.definition.api_version {
             bail!(
-                "it answered in {:?}, asked in {:?}",
+                "the answer has apiVersion {:?}, the request {:?}",
                 answer.api_version,
                 self.definition.api_version
             );
@@ -339,7 +341,7 @@ impl Provider {
             "Image" => repository.to_owned(),
             "Registry" => repository.split('/').next().unwrap_or_default().to_owned(),
             "Global" => String::new(),
-            other => bail!("cacheKeyType {other:?} is not known: use Image, Registry or Global"),
+            other => bail!("unknown cacheKeyType {other:?}: use Image, Registry or Global"),
         };
         if !lasts.is_zero() {
             let cached = CachedCredentials {
@@ -360,7 +362,7 @@ impl Provider {
         };
         if answer.auth.values().any(|l| l.password == grant.token) {
             bail!(
-                "it answered with the token itself, which is good for one pod alone: set tokenAttributes.cacheType: Token"
+                "the plugin returned the service account token, which is valid for one pod only: set tokenAttributes.cacheType: Token"
             );
         }
         Ok(())
@@ -378,7 +380,7 @@ impl Provider {
             .kill_on_drop(true);
         let mut child = command
             .spawn()
-            .with_context(|| format!("{} cannot be run", self.program.display()))?;
+            .with_context(|| format!("cannot run {}", self.program.display()))?;
         let mut request = json!({"kind": "CredentialProviderRequest", "apiVersion": self.definition.api_version, "image": repository});
         if let Some(grant) = grant {
             request["serviceAccountToken"] = grant.token.as_str().into();
@@ -398,7 +400,7 @@ impl Provider {
             drop(stdin);
             stdout.take(LIMIT).read_to_end(&mut text).await
         };
-        talk.await.context("the plugin's answer cannot be read")?;
+        talk.await.context("cannot read the plugin's answer")?;
         let status = child.wait().await?;
         if !status.success() {
             bail!("the plugin exited with {status}");

@@ -120,7 +120,7 @@ impl Records {
             let pulling = intent.try_exists()?;
             Ok((record_in(&record)?, pulling))
         };
-        blocking("the record of who pulled the image cannot be read", read).await
+        blocking("cannot read the image's pull record", read).await
     }
 
     /// Writes the intent file of a pull. Without it, an image pulled before a crash would count as preloaded.
@@ -137,7 +137,7 @@ impl Records {
                 ended: false,
             })
         };
-        blocking("that the image is pulled cannot be noted", note).await
+        blocking("cannot record the start of the image pull", note).await
     }
 }
 
@@ -156,7 +156,7 @@ impl Pull {
             let _changing = lock(&store.changing);
             let path = store.record(&reference);
             let known = record_in(&path).unwrap_or_else(|error| {
-                tracing::warn!(%error, image = self.image, "the record of who pulled the image cannot be read, a new one is written");
+                tracing::warn!(%error, image = self.image, "cannot read the image's pull record; replacing it");
                 None
             });
             let mut record = known.unwrap_or_default();
@@ -165,7 +165,7 @@ impl Pull {
             write(&path, &serde_json::to_vec(&record)?)?;
             self.end()
         };
-        blocking("who pulled the image cannot be noted", note).await
+        blocking("cannot write the image's pull record", note).await
     }
 
     /// Records a failed pull.
@@ -176,8 +176,8 @@ impl Pull {
             let _changing = lock(&store.changing);
             self.end()
         };
-        if let Err(error) = blocking("it cannot be removed", end).await {
-            tracing::warn!(%error, image, "the note of a pull that failed stays");
+        if let Err(error) = blocking("cannot remove the pull intent", end).await {
+            tracing::warn!(%error, image, "the intent file of a failed image pull was not removed");
         }
     }
 
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_pulled_and_by_whom_is_found_again() {
+    async fn pull_records_survive_a_restart() {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::open(dir.path()).expect("opened");
         assert_eq!(records.read(IMAGE, ID).await, Ok((None, false)));
@@ -262,29 +262,29 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_note_goes_with_the_last_of_several_pulls() {
+    async fn a_pull_intent_is_removed_with_the_last_of_several_pulls() {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::open(dir.path()).expect("opened");
         let begin = async || records.begin(IMAGE).await.expect("noted");
         let pulling = async || records.read(IMAGE, ID).await.expect("read").1;
         let (first, second, third) = (begin().await, begin().await, begin().await);
         first.failed().await;
-        assert!(pulling().await, "two others are under way");
+        assert!(pulling().await, "two pulls are in progress");
         drop(second);
-        assert!(pulling().await, "another is under way");
+        assert!(pulling().await, "one pull is in progress");
         third.failed().await;
-        assert!(!pulling().await, "none is under way");
+        assert!(!pulling().await, "no pull is in progress");
         drop(begin().await);
         assert!(
             pulling().await,
-            "what came of a pull that was given up is not known"
+            "the outcome of a cancelled pull is unknown"
         );
         begin().await.failed().await;
         assert!(!pulling().await);
     }
 
     #[tokio::test]
-    async fn a_record_that_cannot_be_read_is_not_taken_for_none_and_is_written_anew() {
+    async fn an_unreadable_pull_record_is_an_error_and_is_replaced_by_the_next_pull() {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::open(dir.path()).expect("opened");
         std::fs::write(records.0.record(ID), "{").expect("written");

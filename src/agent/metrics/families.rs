@@ -39,7 +39,7 @@ pub const fn family(
 
 pub(super) const CGROUPS: Family = family(
     "kubelet_cgroup_manager_duration_seconds",
-    "Duration in seconds to make, change or remove a pod's cgroup.",
+    "Duration in seconds to create, update or remove a pod's cgroup.",
     &["operation_type"],
 );
 pub(super) const CONTAINERS: Family = family(
@@ -49,12 +49,12 @@ pub(super) const CONTAINERS: Family = family(
 );
 pub(super) const WORKER_START: Family = family(
     "kubelet_pod_worker_start_duration_seconds",
-    "Duration in seconds from the agent's first sight of a pod to the begin of work on it.",
+    "Duration in seconds from when the agent first sees a pod until it starts to work on it.",
     &[],
 );
 pub(super) const POD_START: Family = family(
     "kubelet_pod_start_duration_seconds",
-    "Duration in seconds from the agent's first sight of a pod to its running.",
+    "Duration in seconds from when the agent first sees a pod until the pod runs.",
     &[],
 );
 pub(super) const RUNTIME_TOTAL: Family = family(
@@ -76,7 +76,7 @@ pub(super) const RUNTIME_SECONDS: Family = family(
 /// (`getCgroupDriverFromCRI` in `cmd/kubelet/app/server.go`).
 pub(super) const LOSING_SUPPORT: Family = family(
     "kubelet_cri_losing_support",
-    "The Kubernetes version from which on the current runtime is not supported unless it is upgraded.",
+    "The Kubernetes version from which the current runtime is no longer supported unless it is upgraded.",
     &["version"],
 );
 pub(super) const RELIST: Family = family(
@@ -86,7 +86,7 @@ pub(super) const RELIST: Family = family(
 );
 pub(super) const INTERVAL: Family = family(
     "kubelet_pleg_relist_interval_seconds",
-    "Interval in seconds between two such listings.",
+    "Interval in seconds between two listings of the runtime's pods.",
     &[],
 );
 pub(super) const HTTP: Family = family(
@@ -171,7 +171,7 @@ pub(super) const PULLED: Family = family(
 );
 pub(super) const COLLECTED: Family = family(
     "kubelet_image_garbage_collected_total",
-    "Total number of images garbage collected, whether for room or for age.",
+    "Total number of images garbage collected, because of disk usage or age.",
     &["reason"],
 );
 pub(super) const STORAGE: Family = family(
@@ -212,25 +212,25 @@ pub(super) const SELINUX_POD: [Family; 2] = [
     ),
     family(
         "volume_manager_selinux_pod_context_mismatch_warnings_total",
-        "Number of times that the containers of a pod had different SELinux contexts for one volume, of an access mode with which that is no error.",
+        "Number of times that the containers of a pod had different SELinux contexts for one volume, with an access mode that allows this.",
         &["access_mode"],
     ),
 ];
 pub(super) const SELINUX_VOLUME: [Family; 2] = [
     family(
         "volume_manager_selinux_volume_context_mismatch_errors_total",
-        "Number of times that a pod could not be started because other pods have its volume with another SELinux context.",
+        "Number of times that a pod could not be started because other pods use its volume with another SELinux context.",
         &["volume_plugin", "access_mode"],
     ),
     family(
         "volume_manager_selinux_volume_context_mismatch_warnings_total",
-        "Number of pods whose volume other pods have with another SELinux context, of an access mode with which that is no error.",
+        "Number of pods whose volume other pods use with another SELinux context, with an access mode that allows this.",
         &["volume_plugin", "access_mode"],
     ),
 ];
 pub(super) const SELINUX_ADMITTED: Family = family(
     "volume_manager_selinux_volumes_admitted_total",
-    "Number of volumes whose SELinux context is clear, so that they can be mounted with it.",
+    "Number of volumes whose SELinux context is known, so that they can be mounted with it.",
     &["volume_plugin", "access_mode"],
 );
 pub(super) const CSI: Family = family(
@@ -345,7 +345,7 @@ pub(super) const RESIZES: Family = family(
 );
 pub(super) const DEFERRED_ACCEPTED: Family = family(
     "kubelet_pod_deferred_accepted_resizes_total",
-    "Cumulative number of resizes that were accepted after being deferred, by what made the room.",
+    "Cumulative number of resizes that were accepted after being deferred, by what freed the resources.",
     &["retry_trigger"],
 );
 pub(super) const INFEASIBLE: Family = family(
@@ -360,7 +360,7 @@ pub(super) const RESTARTED: Family = family(
 );
 pub(super) const ORPHANED: Family = family(
     "kubelet_orphaned_runtime_pods_total",
-    "Number of pods that have been detected in the container runtime and that neither the API nor a file or URL has.",
+    "Number of pods that have been detected in the container runtime and that neither the API nor a file or URL defines.",
     &[],
 );
 pub(super) const RESIZE_MS: Family = family(
@@ -385,7 +385,7 @@ pub(super) const HOOKS_IN_PLAIN_HTTP: Family = family(
 );
 pub(super) const SLEEPS_CUT: Family = family(
     "kubelet_sleep_action_terminated_early_total",
-    "Number of sleep hooks that ended before their time.",
+    "Number of sleep hooks that were terminated early.",
     &[],
 );
 /// Requests to the podresources API: the total, then one family for each kind.
@@ -419,12 +419,12 @@ pub(super) const POD_RESOURCES_ERRORS: Family = family(
 );
 pub(super) const HTTP_NOW: Family = family(
     "kubelet_http_inflight_requests",
-    "Number of the HTTP requests that are being answered.",
+    "Number of HTTP requests in flight.",
     &["method", "path", "server_type", "long_running"],
 );
 pub(super) const LISTED: Family = family(
     "kubelet_pleg_last_seen_seconds",
-    "When the runtime's pods were listed last, in seconds since 1970.",
+    "Time of the last listing of the runtime's pods, in seconds since the Unix epoch.",
     &[],
 );
 pub(super) const FIRST_NETWORK: Family = family(
@@ -434,17 +434,17 @@ pub(super) const FIRST_NETWORK: Family = family(
 );
 pub(super) const STARTUP_BEFORE: Family = family(
     "kubelet_node_startup_pre_kubelet_duration_seconds",
-    "Duration in seconds of the machine's start until the agent's.",
+    "Duration in seconds from the machine's start until the agent's start.",
     &[],
 );
 pub(super) const STARTUP_TRIED: Family = family(
     "kubelet_node_startup_pre_registration_duration_seconds",
-    "Duration in seconds from the agent's start to its first try to register the node.",
+    "Duration in seconds from the agent's start to its first attempt to register the node.",
     &[],
 );
 pub(super) const STARTUP_REGISTERED: Family = family(
     "kubelet_node_startup_registration_duration_seconds",
-    "Duration in seconds from the first try to register the node until it was registered.",
+    "Duration in seconds from the first attempt to register the node until it was registered.",
     &[],
 );
 pub(super) const STARTUP_READY: Family = family(

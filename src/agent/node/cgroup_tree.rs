@@ -133,7 +133,7 @@ fn tell(
             tracing::warn!(
                 %error,
                 ?group,
-                "a cgroup of the node cannot be set: pods may get more or less than they ask for; it is tried again"
+                "setting a cgroup of the node failed: pods may get more or less than they request; retrying"
             );
             if let Some((_, failure)) = said {
                 event(Kind::Warning, format!("{failure}: {error}"));
@@ -141,7 +141,7 @@ fn tell(
         }
         (Some((success, _)), None) => event(Kind::Normal, success),
         (None, None) if first => {}
-        (None, None) => tracing::info!(?group, "the cgroup could be set"),
+        (None, None) => tracing::info!(?group, "setting the cgroup of the node succeeded"),
     }
     let error = error.cloned();
     let now_told = Told {
@@ -210,7 +210,7 @@ async fn mend(context: &Context) {
                 is_new |= told.insert((cgroup.clone(), file), now).is_none();
             }
             let what = match what.join(", ") {
-                none if none.is_empty() => "it was removed".to_owned(),
+                none if none.is_empty() => "the cgroup was removed".to_owned(),
                 what => what,
             };
             match (is_new, error) {
@@ -219,14 +219,14 @@ async fn mend(context: &Context) {
                         cgroup,
                         what,
                         error,
-                        "somebody else has changed a cgroup, and it cannot be set back"
+                        "another process changed a cgroup, and restoring it failed"
                     );
                 }
                 (true, None) => {
                     tracing::warn!(
                         cgroup,
                         what,
-                        "somebody else has changed a cgroup; it is set back, now and from here on"
+                        "another process changed a cgroup; the agent restores it now and after further changes"
                     );
                 }
                 (false, error) => {
@@ -234,7 +234,7 @@ async fn mend(context: &Context) {
                         cgroup,
                         what,
                         error,
-                        "somebody else has changed a cgroup again"
+                        "another process changed a cgroup again"
                     );
                 }
             }

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_has_not_changed_is_not_written() {
+    async fn an_unchanged_checkpoint_is_not_written() {
         let dir = tempfile::tempdir().expect("a directory");
         let checkpoint = Checkpoint::new(dir.path().join("below/checkpoint"));
         let read = || checkpoint.read().expect("read");

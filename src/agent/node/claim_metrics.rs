@@ -8,12 +8,12 @@ use crate::core::serving::exposition::{Family, Page};
 
 const OPERATIONS: Family = family(
     "dra_operations_duration_seconds",
-    "Duration in seconds to have all resource claims of a pod prepared or given back.",
+    "Duration in seconds to prepare or unprepare all resource claims of a pod.",
     &["operation_name", "is_error"],
 );
 const CALLS: Family = family(
     "dra_grpc_operations_duration_seconds",
-    "Duration in seconds of calls to drivers of dynamic resources.",
+    "Duration in seconds of calls to DRA drivers.",
     &["driver_name", "method_name", "grpc_status_code"],
 );
 /// From 0.1 to 40 s, 15 buckets in a geometric series.

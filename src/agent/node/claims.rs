@@ -216,7 +216,7 @@ impl ClaimManager {
         let saved = self.checkpoint.save(|| self.look(format::write)).await;
         let path = self.checkpoint.path().display();
         saved
-            .map_err(doing(format!("{path} cannot be written")))
+            .map_err(doing(format!("cannot write {path}")))
             .map_err(ClaimsFailed::Checkpoint)
     }
 
@@ -430,7 +430,7 @@ pub async fn register(
         claim_metrics::called(&metrics, &own, method, code, took)
     });
     let driver = Driver::new(socket, services, report)?;
-    tracing::info!(driver = name, socket = %socket.display(), ?services, "a driver of dynamic resources is registered");
+    tracing::info!(driver = name, socket = %socket.display(), ?services, "DRA driver registered");
     {
         let mut state = context.claims.lock();
         let instances = state.drivers.entry(name.to_owned()).or_default();
@@ -466,7 +466,7 @@ async fn listen(context: Arc<Context>, name: String, driver: Driver) {
         match hear().await {
             Err(Unheard::Unsupported) => return,
             Err(error @ Unheard::Ended(_)) => {
-                tracing::debug!(driver = name, %error, "nothing is heard of the driver's devices' health");
+                tracing::debug!(driver = name, %error, "the stream of the driver's device health ended; reconnecting");
             }
             Ok(()) => {}
         }
@@ -541,7 +541,7 @@ async fn give_back_left(
     let listed = match context.runtime.list().await {
         Ok(listed) => listed,
         Err(error) => {
-            tracing::debug!(%error, "which pods have gone is not known: their resource claims are not given back yet");
+            tracing::debug!(%error, "cannot list the runtime's pods: resource claims of deleted pods are not released yet");
             return;
         }
     };

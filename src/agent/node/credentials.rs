@@ -120,7 +120,7 @@ pub fn own_pair(config: &Config) -> Option<PathBuf> {
 
 /// Creates a certificate request for the node, in PEM format.
 fn request(key: &KeyPair, node: &str, names: &[String]) -> Result<String, String> {
-    let failed = |e: rcgen::Error| format!("no request for a certificate can be made: {e}");
+    let failed = |e: rcgen::Error| format!("cannot create a certificate request: {e}");
     let mut params = CertificateParams::new(names.to_vec()).map_err(failed)?;
     params
         .distinguished_name
@@ -162,11 +162,11 @@ fn first_key(dir: &Path) -> Result<KeyPair, HostError> {
     {
         return Ok(key);
     }
-    let unmade = |e: rcgen::Error| HostError::failed(format!("no key can be made: {e}"));
+    let unmade = |e: rcgen::Error| HostError::failed(format!("cannot generate a key: {e}"));
     let key = KeyPair::generate().map_err(unmade)?;
     let kept = std::fs::create_dir_all(dir)
         .and_then(|()| file::replace(&path, key.serialize_pem().as_bytes()));
-    kept.map_err(doing(format!("the key {} cannot be kept", path.display())))?;
+    kept.map_err(doing(format!("cannot store the key {}", path.display())))?;
     Ok(key)
 }
 
@@ -195,7 +195,7 @@ fn kubeconfig(bootstrap: &Kubeconfig, pair: &Path) -> Result<String, String> {
         .iter()
         .find(|c| named.as_ref().is_none_or(|n| *n == c.name))
         .and_then(|c| c.cluster.clone());
-    let cluster = cluster.ok_or("the bootstrap kubeconfig has no cluster: it needs one with its server and certificate authority")?;
+    let cluster = cluster.ok_or("the bootstrap kubeconfig has no cluster: add one with its server and certificate authority")?;
     let text = json!({
         "apiVersion": "v1", "kind": "Config", "current-context": "default-context",
         "clusters": [{"name": "default-cluster", "cluster": cluster}],
@@ -223,7 +223,7 @@ async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
     if is_usable(kubeconfig_path, clock.now()) {
         return Ok(());
     }
-    tracing::info!(kubeconfig = %bootstrap_path.display(), "the node has no certificate of its own yet: one is asked for");
+    tracing::info!(kubeconfig = %bootstrap_path.display(), "the node has no certificate yet; requesting one");
     let file = Kubeconfig::read_from(bootstrap_path).map_err(|e| {
         anyhow::anyhow!(
             "--bootstrap-kubeconfig: {} cannot be used: {e}",
@@ -236,7 +236,7 @@ async fn bootstrap(config: &Config, clock: Clock) -> anyhow::Result<()> {
         match first(config, &client, &file, kubeconfig_path, clock).await {
             Ok(()) => return Ok(()),
             Err(error) => {
-                tracing::warn!(error, "the node has no certificate yet; it is tried again");
+                tracing::warn!(error, "requesting the node's certificate failed; retrying");
                 tokio::time::sleep(again.pause()).await;
             }
         }
@@ -274,23 +274,26 @@ async fn first(
     );
     blocking(move || {
         pair.keep(&certificate, &key.serialize_pem(), now)
-            .map_err(doing("the certificate cannot be kept"))?;
+            .map_err(doing("cannot store the certificate"))?;
         if let Some(parent) = target.parent() {
             std::fs::create_dir_all(parent)
-                .map_err(doing(format!("{} cannot be made", parent.display())))?;
+                .map_err(doing(format!("cannot create {}", parent.display())))?;
         }
         file::replace(&target, kubeconfig.as_bytes())
-            .map_err(doing(format!("{} cannot be written", target.display())))?;
+            .map_err(doing(format!("cannot write {}", target.display())))?;
         match std::fs::remove_file(dir.join("kubelet-client.key.tmp")) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(doing("the first key cannot be removed")(error))
+                Err(doing("cannot remove the key of the first request")(error))
             }
             _ => Ok(()),
         }
     })
     .await
     .map_err(text)?;
-    tracing::info!(node = config.node_name, "the node has a certificate");
+    tracing::info!(
+        node = config.node_name,
+        "the node has received its certificate"
+    );
     Ok(())
 }
 
@@ -430,7 +433,7 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
                 tracing::warn!(
                     error,
                     signer = kept.signer,
-                    "a certificate cannot be renewed yet; it is tried again"
+                    "renewing a certificate failed; retrying"
                 );
                 since = without(kept.pair.lifetime(), since, now);
                 let long = since.is_some_and(|since| now.duration_since(since) >= LOST);
@@ -449,7 +452,7 @@ async fn renew(
     client: &Client,
     now: Timestamp,
 ) -> Result<(), String> {
-    let key = KeyPair::generate().map_err(|e| format!("no key can be made: {e}"))?;
+    let key = KeyPair::generate().map_err(|e| format!("cannot generate a key: {e}"))?;
     let request = CertificateRequest {
         name: None,
         signer: kept.signer,
@@ -462,7 +465,7 @@ async fn renew(
     let pair = kept.pair.clone();
     blocking(move || {
         pair.keep(&certificate, &key.serialize_pem(), now)
-            .map_err(doing("the certificate cannot be kept"))
+            .map_err(doing("cannot store the certificate"))
     })
     .await
     .map_err(text)
@@ -474,7 +477,7 @@ mod tests {
     use crate::config::{Overrides, load};
 
     #[test]
-    fn the_newest_pair_is_behind_the_link_and_private() {
+    fn the_link_leads_to_the_newest_pair_which_only_its_owner_reads() {
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().expect("a directory");
         let pair = Pair::client(dir.path());
@@ -507,12 +510,12 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_a_certificate_knows_since_when() {
+    fn the_start_of_a_time_without_a_certificate_is_known() {
         let at = |second: i64| Timestamp::from_second(second).expect("a time");
         assert_eq!(
             without(Some((at(0), at(10))), Some(at(1)), at(9)),
             None,
-            "it has one again"
+            "the certificate is valid again"
         );
         assert_eq!(without(Some((at(0), at(10))), None, at(10)), Some(at(10)));
         assert_eq!(without(None, Some(at(3)), at(10)), Some(at(3)));
@@ -541,10 +544,13 @@ mod tests {
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1", "2001:db8::1"]));
         kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "it is looked at at once");
+        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
         assert!(due(&kept, None));
         let asked = kept.names();
-        assert!(!due(&kept, Some(asked)), "the signer gave what it gives");
+        assert!(
+            !due(&kept, Some(asked)),
+            "the signer has already answered for these names"
+        );
         kept.idle().await;
         assert!(begun.elapsed() >= LOOK);
     }
@@ -560,13 +566,13 @@ mod tests {
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1"]));
         kept.idle().await;
-        assert!(begun.elapsed() < LOOK, "it is looked at at once");
+        assert!(begun.elapsed() < LOOK, "the change is handled immediately");
         assert!(kept.can_be_asked_for());
         assert_eq!(kept.names(), ["n1", "192.0.2.1"]);
     }
 
     #[test]
-    fn the_first_request_is_asked_under_the_same_name_again() {
+    fn the_first_request_keeps_its_name_after_a_restart() {
         let dir = tempfile::tempdir().expect("a directory");
         let (one, two) = (
             first_key(dir.path()).expect("a key"),
@@ -585,11 +591,11 @@ mod tests {
     }
 
     #[test]
-    fn a_kubeconfig_is_usable_while_its_certificate_is() {
+    fn a_kubeconfig_is_usable_while_its_certificate_is_valid() {
         let dir = tempfile::tempdir().expect("a directory");
         let (path, pair) = (dir.path().join("kubeconfig"), Pair::client(dir.path()));
         let now = Timestamp::now();
-        assert!(!is_usable(&path, now), "it is missing");
+        assert!(!is_usable(&path, now), "the kubeconfig is missing");
         let start: Kubeconfig = serde_saphyr::from_str("clusters: [{name: a, cluster: {server: 'https://192.0.2.1'}}]\ncontexts: [{name: x, context: {cluster: a, user: u}}]\ncurrent-context: x").expect("a kubeconfig");
         std::fs::write(&path, kubeconfig(&start, &pair.current()).expect("text")).expect("written");
         assert!(!is_usable(&path, now), "its certificate is missing");

@@ -80,7 +80,7 @@ fn restored(checkpoint: &Checkpoint, now: Timestamp) -> Devices {
         Ok(Some(data)) => Devices::restored(data, now),
         Ok(None) => Devices::default(),
         Err(error) => {
-            tracing::error!(%error, file = %checkpoint.path().display(), "which container has which device is not known: the checkpoint cannot be used");
+            tracing::error!(%error, file = %checkpoint.path().display(), "cannot use the device checkpoint: the devices of running containers are unknown");
             Devices::default()
         }
     }
@@ -177,7 +177,7 @@ impl DeviceManager {
                 tracing::debug!(
                     uid,
                     resource,
-                    "a pod has gone while its devices were prepared"
+                    "the pod was deleted while its devices were allocated"
                 );
             }
         }
@@ -203,7 +203,7 @@ impl DeviceManager {
         let late = tokio::time::timeout(COMES_BACK, listed).await.is_err();
         if let Some(resource) = self.look(awaited).filter(|_| late) {
             return Err(format!(
-                "the device plugin of {resource} has not registered since the agent started: the container's devices may not be there yet"
+                "the device plugin of {resource} has not registered since the agent started: the container's devices may not be available yet"
             ));
         }
         for slot in self.look(|devices| devices.slots(uid, container)) {
@@ -213,7 +213,7 @@ impl DeviceManager {
                 _ => continue,
             };
             let told = if gone {
-                Err("the plugin has gone".to_owned())
+                Err("the plugin is not registered".to_owned())
             } else {
                 let ids = self.look(|devices| devices.ids(uid, &slot));
                 plugin.pre_start(ids).await.map_err(|e| e.to_string())
@@ -251,7 +251,7 @@ impl DeviceManager {
         if lost {
             tracing::warn!(
                 resource,
-                "a device plugin has gone: its devices are not given to pods until it is back"
+                "a device plugin is no longer available: its devices are not allocated until it registers again"
             );
         }
     }
@@ -270,7 +270,7 @@ pub(super) fn allocate(
         let Err(error) = context.devices.ask(&context, uid, &slots).await else {
             return answered(reply.send(Ok(())));
         };
-        tracing::warn!(%error, pod = %pod::full_name(&pod), "a pod does not get its devices");
+        tracing::warn!(%error, pod = %pod::full_name(&pod), "allocating the devices of a pod failed");
         context.devices.lock().devices.abandon(uid);
         // A dropped reply means that the pod is terminating, which releases its resources.
         if !reply.is_closed() {
@@ -305,7 +305,7 @@ pub async fn register(
     let plugin = Plugin::new(socket).map_err(|e| e.to_string())?;
     let options = plugin.options().await;
     let options = options.map_err(|e| format!("failed to get device plugin options: {e}"))?;
-    tracing::info!(resource, socket = %socket.display(), ?options, "a device plugin is registered");
+    tracing::info!(resource, socket = %socket.display(), ?options, "device plugin registered");
     context.devices.change(|state| {
         state.registrations += 1;
         let number = state.registrations;
@@ -342,14 +342,14 @@ async fn follow(context: Arc<Context>, resource: String, number: u64, plugin: Pl
                 tracing::info!(
                     resource,
                     devices = count,
-                    "a device plugin tells of its devices"
+                    "a device plugin reported its devices"
                 );
             }
         }
         Ok::<_, PluginError>(())
     };
     if let Err(error) = ended.await {
-        tracing::debug!(%error, resource, "the stream of a device plugin has broken");
+        tracing::debug!(%error, resource, "the stream of a device plugin broke");
     }
     let now = context.clock.now();
     context.devices.lose_registration(&resource, number, now);
@@ -376,7 +376,7 @@ impl Register for Registrar {
             tracing::warn!(
                 error,
                 resource = registration.resource,
-                "a device plugin could not be registered"
+                "registering a device plugin failed"
             );
         }
         outcome
@@ -407,7 +407,7 @@ pub async fn run(
     let listener = match listen(dir) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::warn!(%error, dir = %dir.display(), "no device plugin can be registered: the socket cannot be made");
+            tracing::warn!(%error, dir = %dir.display(), "device plugins cannot register: creating the socket failed");
             return std::future::pending().await;
         }
     };
@@ -430,7 +430,7 @@ async fn keep(context: &Context) {
         manager.change(|state| state.devices.expire(now));
         let saved = manager.save().await;
         if let Err(error) = &saved {
-            tracing::error!(%error, file = %manager.checkpoint.path().display(), "which container has which device could not be written down; it is tried again");
+            tracing::error!(%error, file = %manager.checkpoint.path().display(), "writing the device checkpoint failed; retrying");
         }
         let expiry = manager.look(Devices::next_expiry);
         let expiry =
@@ -475,7 +475,7 @@ async fn release_gone(context: &Context, mut roster: watch::Receiver<Roster>) {
         match context.runtime.list().await {
             Ok(listed) => break listed,
             Err(error) => {
-                tracing::debug!(%error, "which pods have gone is not known: their devices are not free yet");
+                tracing::debug!(%error, "cannot list the runtime's pods: devices of deleted pods are not released yet");
                 tokio::time::sleep(RETRY).await;
             }
         }
@@ -489,20 +489,23 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn plugins_sockets_go_only_when_no_agent_listens() {
+    async fn plugin_sockets_are_removed_only_if_no_agent_listens() {
         let dir = tempfile::tempdir().expect("a directory");
         let plugin = dir.path().join("plugin.sock");
         let _plugin = std::os::unix::net::UnixListener::bind(&plugin).expect("a socket");
         std::fs::write(dir.path().join(CHECKPOINT), "{}").expect("a file");
-        let first = listen(dir.path()).expect("nobody listens");
-        assert!(!plugin.exists(), "plugins register when their socket goes");
+        let first = listen(dir.path()).expect("no agent listens");
+        assert!(
+            !plugin.exists(),
+            "plugins register again when their socket is removed"
+        );
         assert!(dir.path().join(CHECKPOINT).exists());
         let _plugin = std::os::unix::net::UnixListener::bind(&plugin).expect("a socket");
         let error = listen(dir.path()).expect_err("an agent listens");
         assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse);
         assert!(plugin.exists(), "its plugins keep their sockets");
         drop(first);
-        listen(dir.path()).expect("the first agent has ended");
+        listen(dir.path()).expect("the first agent has exited");
         assert!(!plugin.exists());
     }
 }

@@ -15,12 +15,12 @@ pub async fn keep_chains() {
         let made = iptables::ensure().await;
         match &made {
             Ok(true) => {
-                tracing::info!("the iptables chains KUBE-IPTABLES-HINT and KUBE-FIREWALL were made")
+                tracing::info!("created the iptables chains KUBE-IPTABLES-HINT and KUBE-FIREWALL")
             }
             Err(error) if last.as_ref().err() != Some(error) => {
                 tracing::info!(
                     %error,
-                    "the iptables chains for kube-proxy and network plugins cannot be made; it is tried every minute, unless makeIPTablesUtilChains is false"
+                    "cannot create the iptables chains for kube-proxy and network plugins; retrying every minute; set makeIPTablesUtilChains to false if they are not needed"
                 );
             }
             Ok(false) | Err(_) => {}

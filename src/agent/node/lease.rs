@@ -31,7 +31,7 @@ pub(super) async fn keep(context: &Context) {
                 tokio::time::sleep(period).await;
             }
             Err(error) => {
-                tracing::warn!(%error, "the node's lease cannot be renewed; it is tried again");
+                tracing::warn!(%error, "renewing the node's lease failed; retrying");
                 tokio::time::sleep(pauses.pause()).await;
             }
         }

@@ -35,9 +35,9 @@ pub(super) async fn keep(context: &Context) {
                 release(all, patience).await;
             }
             Ok(Err(error)) => {
-                tracing::debug!(%error, "the runtime's networks cannot be listed; retrying")
+                tracing::debug!(%error, "cannot list the runtime's networks; retrying")
             }
-            Err(_) => tracing::debug!("the runtime's networks were not listed in time; retrying"),
+            Err(_) => tracing::debug!("listing the runtime's networks timed out; retrying"),
         }
         tokio::time::sleep(EVERY).await;
     }

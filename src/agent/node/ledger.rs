@@ -130,7 +130,7 @@ impl LedgerHandle {
 
     fn tell(&self, request: Request) {
         if self.requests.send(request).is_err() {
-            tracing::debug!("the ledger of pods has ended with the process");
+            tracing::debug!("the ledger of pods has stopped: the process is exiting");
         }
     }
 
@@ -363,7 +363,7 @@ impl Actor {
             let message = "Container runtime did not kill the pod within specified grace period.";
             tracing::warn!(
                 pod = pod::full_name(&victim),
-                "the pod does not end: the critical pod that it was to make room for waits no longer"
+                "the preempted pod did not terminate in time; the critical pod no longer waits for it"
             );
             let events = &self.context.events;
             events.pod(&victim, None, Kind::Warning, "ExceededGracePeriod", message);
@@ -388,7 +388,7 @@ impl Actor {
         let Some(node) = context.node.admitting(&waiting.pod) else {
             if self.before_node.is_empty() {
                 tracing::info!(
-                    "pods wait for admission until the apiserver has answered for the Node"
+                    "pods wait for admission until the apiserver has returned the Node object"
                 );
             }
             self.before_node.push(waiting);
@@ -515,9 +515,9 @@ impl Actor {
             Ok(Ok(())) => self.unsaved = false,
             Ok(Err(error)) => tracing::error!(
                 error = format!("{error:#}"),
-                "who has which processors and which memory is not written down: after a restart it may be given anew"
+                "writing the CPU and memory checkpoints failed: after a restart, exclusive CPUs and memory may be allocated twice"
             ),
-            Err(error) => tracing::error!(%error, "the checkpoints were not written"),
+            Err(error) => tracing::error!(%error, "the task that writes the checkpoints failed"),
         }
     }
 
@@ -559,7 +559,7 @@ impl Actor {
 /// Handles a reply whose receiver was dropped.
 pub(super) fn answered<T>(result: Result<(), T>) {
     if result.is_err() {
-        tracing::debug!("the worker that asked has turned to something else");
+        tracing::debug!("the requesting worker no longer waits for the answer");
     }
 }
 

@@ -78,7 +78,7 @@ async fn due(context: &Context) -> Vec<(RunningContainer, bool)> {
         Ok(running) => running,
         // Other tasks report that the runtime does not answer.
         Err(error) => {
-            tracing::debug!(%error, "no log is rotated: the runtime cannot say what runs");
+            tracing::debug!(%error, "no log is rotated: cannot list the running containers");
             return vec![];
         }
     };
@@ -103,13 +103,13 @@ impl Rotation {
             return;
         };
         if let Err(error) = moved {
-            tell(container, "a log was not rotated", &error);
+            tell(container, "rotating a log failed", &error);
             return;
         }
         let compressing = context.host.compress_log(&log);
         let compressed = self.compressions.take(&container.id, compressing).await;
         if let Some(Err(error)) = compressed {
-            tell(container, "a rotated log was not compressed", &error);
+            tell(container, "compressing a rotated log failed", &error);
         }
     }
 }
@@ -136,7 +136,7 @@ enum NotRotated {
     #[error("{0}")]
     Host(#[from] HostError),
     /// The runtime did not open a new log; the renamed log was restored.
-    #[error("the runtime does not open the log anew: {0}")]
+    #[error("the runtime did not reopen the log: {0}")]
     Runtime(#[from] RuntimeError),
 }
 

@@ -22,7 +22,7 @@ pub fn refusals(config: &Config) -> Vec<String> {
     let mut refusals = vec![];
     if !beneath::is_supported() {
         refusals.push(format!(
-            "this kernel ({}) does not have openat2, with which files below pods' directories are opened safely: use Linux 5.6 or newer",
+            "this kernel ({}) does not support openat2, which is required to open files below pods' directories safely: use Linux 5.6 or newer",
             machine::kernel()
         ));
     }
@@ -52,7 +52,7 @@ pub fn prepare(config: &Config) -> anyhow::Result<()> {
     }
     raise_open_files(config.max_open_files);
     if let Err(error) = process::set_oom_score_adj(config.oom_score_adj) {
-        tracing::warn!(%error, wanted = config.oom_score_adj, "oomScoreAdj cannot be set: this process may be killed before its pods when memory is short");
+        tracing::warn!(%error, wanted = config.oom_score_adj, "cannot set oomScoreAdj: this process may be killed before its pods when memory is short");
     }
     Ok(())
 }
@@ -63,7 +63,7 @@ fn unprotected() -> Option<String> {
         let found = machine::sysctl(name);
         (found.parse() != Ok(*wanted)).then(|| {
             let name = name.replace('/', ".");
-            format!("{name} is {found}, it must be {wanted}")
+            format!("{name} is {found}, but must be {wanted}")
         })
     });
     let wrong: Vec<String> = wrong.collect();
@@ -81,10 +81,12 @@ fn raise_open_files(wanted: u64) {
         Ok(limit) if limit < wanted => tracing::warn!(
             wanted,
             limit,
-            "fewer files can be open than maxOpenFiles says; raise LimitNOFILE of the service"
+            "the open file limit is below maxOpenFiles; raise LimitNOFILE= in the service unit"
         ),
         Ok(_) => {}
-        Err(error) => tracing::warn!(%error, wanted, "maxOpenFiles cannot be set"),
+        Err(error) => {
+            tracing::warn!(%error, wanted, "cannot set the open file limit (maxOpenFiles)")
+        }
     }
 }
 

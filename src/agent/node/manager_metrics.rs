@@ -14,47 +14,47 @@ use crate::core::serving::exposition::{Family, Page};
 
 const CPU_REQUESTS: Family = family(
     "kubelet_cpu_manager_pinning_requests_total",
-    "The number of containers that were to have processors of their own.",
+    "The number of containers that requested exclusive CPUs.",
     &[],
 );
 const CPU_ERRORS: Family = family(
     "kubelet_cpu_manager_pinning_errors_total",
-    "The number of containers that were to have processors of their own and got none.",
+    "The number of containers that requested exclusive CPUs and got none.",
     &[],
 );
 const MEMORY_REQUESTS: Family = family(
     "kubelet_memory_manager_pinning_requests_total",
-    "The number of containers that were to have memory from chosen NUMA nodes.",
+    "The number of containers that requested memory from assigned NUMA nodes.",
     &[],
 );
 const MEMORY_ERRORS: Family = family(
     "kubelet_memory_manager_pinning_errors_total",
-    "The number of containers that were to have memory from chosen NUMA nodes and got none.",
+    "The number of containers that requested memory from assigned NUMA nodes and got none.",
     &[],
 );
 const ADMISSIONS: Family = family(
     "kubelet_topology_manager_admission_requests_total",
-    "The number of pods whose resources were to be aligned.",
+    "The number of pods whose resources had to be aligned.",
     &[],
 );
 const ADMISSION_ERRORS: Family = family(
     "kubelet_topology_manager_admission_errors_total",
-    "The number of pods whose resources could not be aligned or given.",
+    "The number of pods whose resources could not be aligned or allocated.",
     &[],
 );
 const ADMISSION_MS: Family = family(
     "kubelet_topology_manager_admission_duration_ms",
-    "Duration in milliseconds to decide which resources of its own a pod gets.",
+    "Duration in milliseconds to decide which exclusive resources a pod gets.",
     &[],
 );
 const ALIGNED: Family = family(
     "kubelet_container_aligned_compute_resources_count",
-    "Cumulative number of containers or pods whose resources are aligned, by what they are aligned to.",
+    "Cumulative number of containers or pods whose resources are aligned, by alignment boundary.",
     &["scope", "boundary"],
 );
 const NOT_ALIGNED: Family = family(
     "kubelet_container_aligned_compute_resources_failure_count",
-    "Cumulative number of containers or pods whose resources could not be aligned, by what they were to be aligned to.",
+    "Cumulative number of containers or pods whose resources could not be aligned, by alignment boundary.",
     &["scope", "boundary"],
 );
 /// 0.05 × 2ⁿ, 15 buckets.
@@ -147,14 +147,14 @@ pub fn write(managers: &Managers, page: &mut Page) {
     page.single(
         "kubelet_cpu_manager_shared_pool_size_millicores",
         "gauge",
-        "The size of the processors that can be given to containers for themselves and are shared now, in millicores.",
+        "The size of the shared CPUs that can be allocated exclusively, in millicores.",
         &[],
         (shared * 1000) as f64,
     );
     page.single(
         "kubelet_cpu_manager_exclusive_cpu_allocation_count",
         "gauge",
-        "The number of processors that containers have for themselves.",
+        "The number of CPUs that are allocated exclusively.",
         &[],
         own.len() as f64,
     );
@@ -172,7 +172,7 @@ pub fn write(managers: &Managers, page: &mut Page) {
     page.family(
         name,
         "gauge",
-        "The number of processors that containers have for themselves, by NUMA node.",
+        "The number of CPUs that are allocated exclusively, by NUMA node.",
     );
     for (node, count) in by_node {
         page.sample(name, &[("numa_node", node.as_str())], count as f64, None);

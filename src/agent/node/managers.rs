@@ -26,7 +26,7 @@ const LIMIT: u64 = 16 << 20;
 fn read(root: &Path, name: &str) -> anyhow::Result<Option<String>> {
     let path = root.join(name);
     file::read_text_if_there(&path, LIMIT)
-        .with_context(|| format!("{} cannot be read", path.display()))
+        .with_context(|| format!("cannot read {}", path.display()))
 }
 
 /// Creates the configured managers, with the assignments that an earlier agent or a kubelet stored.
@@ -58,7 +58,7 @@ pub fn save(root: &Path, checkpoints: &[(&'static str, String)]) -> anyhow::Resu
     for (name, text) in checkpoints {
         let path = root.join(name);
         file::replace(&path, text.as_bytes())
-            .with_context(|| format!("{} cannot be written", path.display()))?;
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }
@@ -123,7 +123,7 @@ impl Binder {
             Ok(()) => self.failing = false,
             Err(error) if !std::mem::replace(&mut self.failing, true) => tracing::warn!(
                 error,
-                "containers cannot be bound to the processors and the memory that they should use; it is tried again"
+                "binding containers to their CPUs and NUMA nodes failed; retrying"
             ),
             Err(_) => {}
         }
@@ -177,7 +177,10 @@ async fn release_stale(
         gone.map(Into::into).collect()
     };
     for uid in stale {
-        tracing::info!(pod = uid, "the pod is gone: what it had for itself is free");
+        tracing::info!(
+            pod = uid,
+            "the pod was deleted: releasing its exclusive resources"
+        );
         context.ledger.release(&uid);
     }
 }

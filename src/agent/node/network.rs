@@ -25,7 +25,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     if !config.node_ips.is_empty() {
         return match machine.lacks(&config.node_ips) {
             Some(ip) => Err(format!(
-                "--node-ip: this machine has no address {ip}: name one that `ip address` shows; if it is still to come, it is waited for"
+                "--node-ip: this machine has no address {ip}; use one that `ip address` shows; the agent retries in case the address is added later"
             ).into()),
             None => Ok(config.node_ips.iter().map(ToString::to_string).collect()),
         };
@@ -39,7 +39,7 @@ pub async fn addresses(config: &Config) -> Result<Vec<String>, HostError> {
     let own = machine.of_node(name, &resolved, config.prefers_ipv6);
     let missing = || {
         HostError::failed(format!(
-            "no address is known for the node: the name {name:?} resolves to none of this machine's, and no interface with a default route has one; name one with --node-ip, or bring the network up"
+            "no address is known for the node: the name {name:?} resolves to no address of this machine, and no interface with a default route has an address; set --node-ip, or bring the network up"
         ))
     };
     own.map(|ip| vec![ip.to_string()]).ok_or_else(missing)
@@ -52,7 +52,7 @@ pub async fn first_addresses(config: &Config) -> Vec<String> {
         return vec![];
     }
     addresses(config).await.unwrap_or_else(|error| {
-        tracing::error!(%error, "the node has no address yet; it is looked for again");
+        tracing::error!(%error, "the node has no address yet; retrying");
         vec![]
     })
 }
@@ -95,7 +95,7 @@ pub fn resolver(config: &Config, node_ips: &[String]) -> Resolver {
     try_resolver(config, node_ips).unwrap_or_else(|error| {
         tracing::error!(
             %error,
-            "pods inherit no name resolution from the node; the file is tried again"
+            "cannot read the node's DNS configuration, so pods do not inherit it; retrying"
         );
         Resolver {
             cluster_dns: config.cluster_dns.clone(),
@@ -136,14 +136,14 @@ pub async fn follow(context: Arc<Context>) {
         let looked = of_host(&context).await;
         let error = looked.as_ref().err().cloned();
         if let Some(error) = error.as_ref().filter(|_| complaint != error) {
-            tracing::warn!(%error, "the node keeps the addresses that are known");
+            tracing::warn!(%error, "cannot determine the node's addresses; keeping the last known ones");
         }
         complaint = error;
         let found = looked.unwrap_or_default();
         context.node_ips.send_if_modified(|known| {
             let is_other = changed(known, &found);
             if is_other {
-                tracing::info!(?known, ?found, "the node has other addresses");
+                tracing::info!(?known, ?found, "the node's addresses changed");
                 *known = found;
             }
             is_other
@@ -165,11 +165,13 @@ pub async fn follow(context: Arc<Context>) {
                 context.resolver.send_replace(Arc::new(found));
                 tracing::info!(
                     file = context.config.resolv_conf,
-                    "the node's name resolution has changed: new sandboxes get it"
+                    "the node's DNS configuration changed; new sandboxes use it"
                 );
             }
             Ok(_) => {}
-            Err(error) => tracing::debug!(%error, "the node's name resolution stays as it was"),
+            Err(error) => {
+                tracing::debug!(%error, "cannot read the node's DNS configuration; keeping the last known one")
+            }
         }
     }
 }
@@ -180,7 +182,7 @@ mod tests {
     use crate::config::{Overrides, load};
 
     #[test]
-    fn a_resolver_configuration_that_is_away_is_told_from_an_empty_one() {
+    fn a_missing_resolver_configuration_is_an_error_and_not_empty() {
         let dir = tempfile::tempdir().expect("a directory");
         let mut config = load(None, &Overrides::default(), "n").expect("a configuration");
         config.resolv_conf = dir.path().join("resolv.conf").display().to_string();
@@ -188,7 +190,7 @@ mod tests {
         assert!(try_resolver(&config, &[]).is_err_and(|e| e.message.contains("resolv.conf")));
         assert_eq!(resolver(&config, &[]).cluster_dns, ["10.96.0.10"]);
         std::fs::write(&config.resolv_conf, "nameserver 192.0.2.53\n").expect("written");
-        let found = try_resolver(&config, &[]).expect("it is there now");
+        let found = try_resolver(&config, &[]).expect("the file exists");
         assert_eq!(
             (found.servers, found.cluster_dns.len()),
             (vec!["192.0.2.53".to_owned()], 1)
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_file_the_server_is_local_in_each_family_of_the_node() {
+    fn without_a_file_the_name_server_is_local_in_each_address_family_of_the_node() {
         for (node_ips, expected) in [
             (vec![], vec!["127.0.0.1"]),
             (vec!["192.0.2.1"], vec!["127.0.0.1"]),

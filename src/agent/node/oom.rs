@@ -18,7 +18,7 @@ pub async fn run(context: Arc<Context>, log: Option<PathBuf>) {
         tracing::warn!(
             %error,
             path = %path.display(),
-            "the kernel's log cannot be read: there are no events SystemOOM when the machine runs out of memory"
+            "cannot read the kernel's log: the agent emits no SystemOOM event when the machine runs out of memory"
         );
     }
     std::future::pending().await
@@ -33,7 +33,7 @@ async fn follow(context: &Context, path: PathBuf) -> std::io::Result<std::conver
             tracing::warn!(
                 process = kill.process,
                 pid = kill.pid,
-                "the machine has no memory left: the kernel has killed a process"
+                "the machine ran out of memory: the kernel killed a process"
             );
             let name = &context.config.node_name;
             let message = kill.message();

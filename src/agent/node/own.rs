@@ -130,7 +130,7 @@ impl OwnNode {
                 false
             }
             Err(error) => {
-                tracing::debug!(%error, "the Node object cannot be read; what is known of it counts");
+                tracing::debug!(%error, "cannot read the Node object; using the cached one");
                 false
             }
         }
@@ -178,17 +178,17 @@ impl OwnNode {
             (true, true) => {
                 let remedy = match self.registers {
                     true => {
-                        "the agent registers the node again when the object has been missing for a minute; to remove the node from the cluster, stop the agent before"
+                        "the agent registers the node again when the object has been missing for a minute; to remove the node from the cluster, stop the agent first"
                     }
-                    false => "create it again, as registerNode is false",
+                    false => "create the object again, because registerNode is false",
                 };
                 tracing::error!(
                     node = self.name,
                     remedy,
-                    "the Node object was deleted: the scheduler sends no pods here, and the control plane removes those that run"
+                    "the Node object was deleted: the scheduler assigns no pods to this node, and the control plane deletes its running pods"
                 );
             }
-            (true, false) => tracing::info!(node = self.name, "the Node object is back"),
+            (true, false) => tracing::info!(node = self.name, "the Node object exists again"),
             (false, _) => {}
         }
     }
@@ -243,7 +243,7 @@ pub(super) async fn follow(context: &Context) {
             }
             NodeChange::Absent => context.node.lose(),
             NodeChange::Interrupted(why) => {
-                tracing::debug!(why, "the watch of the Node was interrupted, it goes on");
+                tracing::debug!(why, "the watch of the Node was interrupted; retrying");
                 tokio::time::sleep(pauses.pause()).await;
                 continue;
             }

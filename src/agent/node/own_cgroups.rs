@@ -14,13 +14,14 @@ const PERIOD: Duration = Duration::from_secs(60);
 /// Moves the agent to its cgroup. An agent in a container stays in the container's cgroup.
 fn place_agent(to: &str) -> Result<(), String> {
     let is_on_host = process::is_on_host();
-    let is_on_host = is_on_host.map_err(|e| format!("the process namespace is not known: {e}"))?;
+    let is_on_host =
+        is_on_host.map_err(|e| format!("cannot determine the process namespace: {e}"))?;
     let is_there = meter::own_cgroup().as_deref().unwrap_or("/") == to;
     if !is_on_host || is_there {
         return Ok(());
     }
     let pid = std::process::id().try_into();
-    let pid = pid.map_err(|_| "this process has no id that a cgroup takes".to_owned())?;
+    let pid = pid.map_err(|_| "the id of this process is not valid in a cgroup".to_owned())?;
     cgroup::join(to, pid).map_err(|e| e.to_string())
 }
 
@@ -30,7 +31,7 @@ fn place(wanted: &OwnCgroups) -> Vec<String> {
     if let Some(to) = &wanted.system {
         match cgroup::move_processes("/", to) {
             Ok(0) => {}
-            Ok(moved) => tracing::info!(moved, to, "processes were moved out of the root cgroup"),
+            Ok(moved) => tracing::info!(moved, to, "moved processes out of the root cgroup"),
             Err(error) => failed.push(error.to_string()),
         }
     }
@@ -56,12 +57,12 @@ pub(super) async fn keep(context: &Context) {
                 for error in &failed {
                     tracing::warn!(
                         error,
-                        "a process could not be moved to its cgroup (kubeletCgroups, systemCgroups); it is tried every minute"
+                        "moving a process to its cgroup (kubeletCgroups, systemCgroups) failed; retrying every minute"
                     );
                 }
                 told = failed;
             }
-            Err(error) => tracing::warn!(%error, "processes could not be moved to their cgroups"),
+            Err(error) => tracing::warn!(%error, "moving processes to their cgroups failed"),
         }
         tokio::time::sleep(PERIOD).await;
     }

@@ -189,9 +189,9 @@ pub(super) async fn register(
         match once(context, api, status()).await {
             Ok(node) => return node,
             Err(error) if pauses.is_first() => {
-                tracing::error!(%error, node = context.config.node_name, "the node cannot be registered; it is tried until it can");
+                tracing::error!(%error, node = context.config.node_name, "registering the node failed; retrying");
             }
-            Err(error) => tracing::debug!(%error, "the node cannot be registered yet"),
+            Err(error) => tracing::debug!(%error, "registering the node failed; retrying"),
         }
         tokio::time::sleep(pauses.pause()).await;
     }
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn an_external_cloud_taints_and_is_told_the_address() {
+    fn an_external_cloud_provider_gets_a_taint_and_the_address() {
         let with = Overrides {
             cloud_provider: Some("external".into()),
             node_ip: Some("192.0.2.1,2001:db8::1".into()),
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_that_a_flag_gave_are_the_administrators_once_the_node_is_there() {
+    fn custom_labels_of_the_flag_are_not_restored_on_an_existing_node() {
         let zone = "topology.kubernetes.io/zone";
         let with = |labels: &str| {
             config(Overrides {
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_and_annotations_are_put_right() {
+    fn changed_labels_and_annotations_are_restored() {
         let config = config(Overrides::default());
         let mut node = fresh(&config, NodeStatus::default());
         assert_eq!(mended(&config, &node), None);

@@ -92,8 +92,8 @@ pub(super) async fn images(context: &Context, images: &watch::Sender<Option<Vec<
     loop {
         match tokio::time::timeout(LISTING, context.runtime.images()).await {
             Ok(Ok(found)) => publish(images, Some(largest(found, most))),
-            Ok(Err(error)) => tracing::debug!(%error, "images cannot be listed"),
-            Err(_) => tracing::debug!("images could not be listed in time"),
+            Ok(Err(error)) => tracing::debug!(%error, "cannot list the images"),
+            Err(_) => tracing::debug!("listing the images timed out"),
         }
         tokio::time::sleep(context.config.node_status_update).await;
     }
@@ -136,11 +136,11 @@ pub(super) async fn pod_addresses(context: &Context) {
         if let Some(cidrs) = wanted.filter(|w| told.as_ref() != Some(w)) {
             match context.runtime.tell_pod_cidrs(&cidrs).await {
                 Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
-                    tracing::warn!(%error, cidrs, "the runtime cannot be told the pod CIDR; it is tried again");
+                    tracing::warn!(%error, cidrs, "setting the runtime's pod CIDR failed; retrying");
                     again = Some(POLL.1);
                 }
                 _ => {
-                    tracing::info!(cidrs, "the runtime was told the pod CIDR");
+                    tracing::info!(cidrs, "set the runtime's pod CIDR");
                     told = Some(cidrs);
                 }
             }
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_images_are_told_with_digests_first() {
+    fn the_largest_images_are_reported_with_digests_first() {
         let image = |id: &str, size: u64, names: &[&str]| Image {
             id: id.into(),
             names: names.iter().map(|n| (*n).into()).collect(),
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn pod_cidrs_are_one_text() {
+    fn pod_cidrs_are_joined_by_commas() {
         let node = |spec: serde_json::Value| -> Node {
             serde_json::from_value(serde_json::json!({"metadata": {}, "spec": spec}))
                 .expect("a node")

@@ -50,7 +50,7 @@ pub async fn run(
         Err(error) => tracing::warn!(
             error,
             file = STATE_FILE,
-            "when the machine was shut down last cannot be read"
+            "cannot read the time of the machine's last shutdown"
         ),
     }
     let mut watch = Watch {
@@ -67,7 +67,7 @@ pub async fn run(
         if first {
             tracing::warn!(
                 error,
-                "a shutdown of the machine is not announced and does not wait for pods; it is tried again until it is and does"
+                "cannot watch for shutdowns of the machine: a shutdown would not wait for pods; retrying"
             );
         }
         tokio::time::sleep(pause).await;
@@ -95,7 +95,7 @@ impl Watch<'_> {
         let needed = self.context.config.shutdown.total();
         match announcer.listen(needed).await {
             Ok(mut announcements) => match self.follow(&mut *announcements, pauses).await {
-                Ok(()) => "logind or D-Bus has gone".into(),
+                Ok(()) => "the connection to logind or D-Bus was closed".into(),
                 Err(error) => error.to_string(),
             },
             Err(error) => error.to_string(),
@@ -117,7 +117,7 @@ impl Watch<'_> {
                 match announcements.inhibit().await {
                     Ok(inhibitor) => {
                         self.inhibitor = Some(inhibitor);
-                        tracing::info!("a shutdown of the machine waits for pods");
+                        tracing::info!("a shutdown of the machine will wait for pods");
                     }
                     // Announced since the query: begin immediately.
                     Err(LogindError::UnderWay) => self.begin(),
@@ -143,12 +143,12 @@ impl Watch<'_> {
         if self.ending.is_some() {
             return;
         }
-        tracing::warn!("the machine is being shut down: the pods of this node end");
+        tracing::warn!("the machine is shutting down: stopping the pods of this node");
         self.context.shutting_down.send_replace(true);
         self.tell("event");
         if self.inhibitor.is_none() {
             tracing::warn!(
-                "the shutdown does not wait for pods: it was announced before it could be delayed"
+                "the shutdown does not wait for pods: it was announced before the agent could delay it"
             );
         }
         let (context, call_off) = (Arc::clone(self.context), CancellationToken::new());
@@ -157,7 +157,7 @@ impl Watch<'_> {
             let mut told = BTreeSet::new();
             let ended = called_off.run_until_cancelled_owned(end_pods(&context, &mut told));
             if ended.await.is_some() {
-                tracing::info!("the pods have ended: the machine may be shut down");
+                tracing::info!("the pods have terminated: the machine may shut down");
             }
             drop(inhibitor);
             told
@@ -177,17 +177,17 @@ impl Watch<'_> {
         let mut anew = match told.await {
             Ok(told) => told,
             Err(error) => {
-                tracing::error!(%error, "which static pods have ended is not known");
+                tracing::error!(%error, "the set of terminated static pods is unknown");
                 BTreeSet::new()
             }
         };
         anew.extend(rejected(&self.context.roster.borrow()));
-        tracing::warn!("the shutdown of the machine was called off: the node takes pods again");
+        tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.context.shutting_down.send_replace(false);
         self.tell("cancellation");
         for uid in anew {
             if self.hints.send(Hint::StartAnew(uid)).await.is_err() {
-                tracing::debug!("the dispatcher has ended with the process");
+                tracing::debug!("the dispatcher has stopped: the process is exiting");
             }
         }
     }
@@ -214,7 +214,7 @@ async fn end_pods(context: &Arc<Context>, told: &mut BTreeSet<String>) {
     let noted = tokio::time::timeout(REPORT, note(context, times));
     let (noted, ()) = tokio::join!(noted, report(context));
     if noted.is_err() {
-        tracing::warn!(waited = ?REPORT, file = STATE_FILE, "the time of the shutdown is not written down yet");
+        tracing::warn!(waited = ?REPORT, file = STATE_FILE, "writing the time of the shutdown takes long; continuing without it");
     }
     let pods = context.ledger.pods().await;
     let phases = context.config.shutdown.phases(pods);
@@ -249,7 +249,7 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
         priority = phase.priority,
         period = ?phase.period,
         pods = names.join(" "),
-        "pods from this priority on end"
+        "stopping the pods of this shutdown phase"
     );
     for pod in &phase.pods {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -267,7 +267,7 @@ async fn end_phase(context: &Context, phase: &Phase, deadline: Instant) {
             .await
             .map(|p| pod::full_name(&p))
             .collect();
-        tracing::warn!(pods = late.join(" "), period = ?phase.period, "pods have not ended in time, or their volumes could not be unmounted");
+        tracing::warn!(pods = late.join(" "), period = ?phase.period, "pods did not terminate in time, or unmounting their volumes failed");
     }
 }
 
@@ -279,7 +279,7 @@ async fn flush(context: &Context, phase: &Phase, until: Instant) {
     if tokio::time::timeout_at(until, written).await.is_err() {
         tracing::warn!(
             priority = phase.priority,
-            "the apiserver does not know of all pods from this priority on that they have ended"
+            "the terminal statuses of this shutdown phase's pods were not all published in time"
         );
     }
 }
@@ -321,7 +321,7 @@ async fn report(context: &Context) {
         .await
         .is_err()
     {
-        tracing::warn!(waited = ?REPORT, "the apiserver does not know yet that the node shuts down; its pods end all the same");
+        tracing::warn!(waited = ?REPORT, "the Node object does not report the shutdown yet; stopping the pods nevertheless");
     }
 }
 
@@ -341,8 +341,10 @@ async fn note(context: &Context, times: Times) {
     match tokio::task::spawn_blocking(write).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
-            tracing::warn!(%error, file = STATE_FILE, "the times of the shutdown are not written down");
+            tracing::warn!(%error, file = STATE_FILE, "writing the times of the shutdown failed");
         }
-        Err(error) => tracing::error!(%error, "the times of the shutdown were not written down"),
+        Err(error) => {
+            tracing::error!(%error, "the task that writes the times of the shutdown failed")
+        }
     }
 }

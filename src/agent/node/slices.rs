@@ -60,13 +60,13 @@ impl Deletions {
             let deleted = within(REQUEST, api.delete_slices(node, driver.as_deref())).await;
             match deleted {
                 Ok(()) => {
-                    tracing::debug!(?driver, "ResourceSlices of this node are deleted");
+                    tracing::debug!(?driver, "deleted ResourceSlices of this node");
                     done.push(driver.clone());
                 }
                 // The apiserver does not serve dynamic resource allocation.
                 Err(ApiFailure::NotFound(_)) => done.push(driver.clone()),
                 Err(error) => {
-                    tracing::debug!(%error, ?driver, "ResourceSlices cannot be deleted yet");
+                    tracing::debug!(%error, ?driver, "deleting ResourceSlices failed; retrying");
                     due.at = Instant::now() + due.retry.pause();
                 }
             }
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_slices_of_a_driver_go_once_when_it_has_been_away() {
+    fn the_slices_of_an_absent_driver_are_deleted_once() {
         let mut deletions = Deletions::default();
         let begin = Instant::now();
         let after = |seconds| begin + Duration::from_secs(seconds);
@@ -128,7 +128,11 @@ mod tests {
         assert_eq!(due(&deletions), None);
         deletions.see("d", false, after(1));
         deletions.see("d", false, after(11));
-        assert_eq!(due(&deletions), Some(after(31)), "from when it went");
+        assert_eq!(
+            due(&deletions),
+            Some(after(31)),
+            "from when the driver disconnected"
+        );
         deletions.see("d", true, after(21));
         assert_eq!(due(&deletions), None, "an upgrade");
 
@@ -136,9 +140,13 @@ mod tests {
         deletions.due.clear();
         deletions.done.insert("d".into());
         deletions.see("d", false, after(50));
-        assert_eq!(due(&deletions), None, "they are gone already");
+        assert_eq!(due(&deletions), None, "the slices are already deleted");
         deletions.see("d", true, after(60));
         deletions.see("d", false, after(70));
-        assert_eq!(due(&deletions), Some(after(100)), "it was back");
+        assert_eq!(
+            due(&deletions),
+            Some(after(100)),
+            "the driver had registered again"
+        );
     }
 }

@@ -199,7 +199,7 @@ impl Rounds<'_> {
         if let Some(patch) = platform_patch(node) {
             tracing::warn!(
                 node = name,
-                "somebody changed the labels that tell the platform; they are put right"
+                "another client changed the platform labels; restoring them"
             );
             context
                 .node
@@ -351,7 +351,7 @@ pub(super) async fn keep(
             }
             Err(error) => {
                 if pauses.is_first() {
-                    tracing::error!(%error, node = context.config.node_name, "the Node object cannot be kept up to date; it is tried again");
+                    tracing::error!(%error, node = context.config.node_name, "updating the Node object failed; retrying");
                 }
                 // The cached Node may be outdated.
                 context.node.refresh().await;
@@ -379,7 +379,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_reports_what_the_agent_or_else_somebody_else_says() {
+    fn a_node_without_own_addresses_keeps_the_reported_ones() {
         let of = |address: &str| NodeAddress {
             type_: "InternalIP".into(),
             address: address.into(),
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn another_agents_devices_are_known_by_its_version() {
+    fn devices_of_another_agent_are_recognised_by_its_version() {
         for (version, expected) in [("v1.36.2", true), (REPORTED, false), ("", false)] {
             let info = json!({"nodeInfo": {"architecture": "", "bootID": "", "containerRuntimeVersion": "", "kernelVersion": "", "kubeProxyVersion": "",
                 "kubeletVersion": version, "machineID": "", "operatingSystem": "", "osImage": "", "systemUUID": ""}});

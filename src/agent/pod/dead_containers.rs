@@ -29,7 +29,7 @@ pub async fn run(context: Arc<Context>) {
                     failures.into_values().collect::<Vec<_>>().join("; ")
                 };
                 let error = result.map_or_else(|error| error, all);
-                tracing::warn!(error, "dead containers could not all be removed");
+                tracing::warn!(error, "removing some dead containers failed");
                 // A single failure emits no event: the runtime may have just restarted.
                 if std::mem::replace(&mut failing, true) {
                     let name = &context.config.node_name;

@@ -237,7 +237,7 @@ async fn use_sealed(
     }
     keeper.set_cut_off(true);
     let Some(wait) = offline.pods_after() else {
-        tracing::warn!(%offline, "no apiserver answers: only static pods are started, as --offline-start has it");
+        tracing::warn!(%offline, "no apiserver answers: starting only static pods, as --offline-start requires");
         return;
     };
     if until(wait).await.is_ok() {
@@ -247,7 +247,7 @@ async fn use_sealed(
     context.node.assume(keeper.last_node().await);
     tracing::warn!(
         pods = last.len(),
-        "no apiserver answers: the pods that were bound here before are started from what was kept"
+        "no apiserver answers: starting the pods that were bound to this node from their local copy"
     );
     found.send_replace(Some(last));
     // The dispatcher reads `found` until the process exits.
@@ -504,7 +504,7 @@ impl Dispatcher {
         tokio::spawn(async move {
             work.await;
             if finished.send(id).await.is_err() {
-                tracing::debug!("the dispatcher has ended with the process");
+                tracing::debug!("the dispatcher has stopped: the process is exiting");
             }
         });
         let uids = self.names.entry(full_name.clone()).or_default();
@@ -585,7 +585,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_manifest_is_handed_on_also_under_the_same_uid() {
+    fn a_changed_manifest_is_an_update_even_with_the_same_uid() {
         let update = |uid: &str, image: &str, version: Option<&str>| {
             let mut pod = Pod::default();
             pod.metadata.uid = Some(uid.into());
@@ -619,13 +619,13 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_changes_nothing_is_not_announced() {
+    fn an_event_without_a_change_notifies_nothing() {
         let mut roster = Roster::default();
         let uids = |uid: &str| BTreeSet::from([uid.to_owned()]);
         let (mirror, mut other) = (Arc::new(Pod::default()), Pod::default());
         assert!(
             !roster.set("p", BTreeSet::new(), None),
-            "nothing, as before"
+            "still without a pod"
         );
         assert!(roster.set("p", uids("1"), Some(&mirror)));
         assert!(!roster.set("p", uids("1"), Some(&Arc::new(Pod::default()))));
@@ -635,7 +635,7 @@ mod tests {
         assert!(roster.has("2") && roster.orphaned_mirrors.is_empty());
         assert!(roster.set("q", uids("2"), None));
         assert!(roster.set("p", BTreeSet::new(), None));
-        assert!(roster.has("2"), "it has another name still");
+        assert!(roster.has("2"), "another name still has this uid");
         assert!(roster.set("q", BTreeSet::new(), None));
         assert!(!roster.has("2") && roster.names.is_empty());
     }

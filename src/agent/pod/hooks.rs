@@ -51,7 +51,7 @@ pub async fn run(
         Hook::Http(request) => match context.dialer.http(&request, HTTP_LIMIT).await {
             Err(HttpError::Plain) => {
                 let message = format!(
-                    "the HTTPS hook of {} was answered in plain HTTP, and repeated so",
+                    "request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded",
                     request.host
                 );
                 plain(context, &request).await?;

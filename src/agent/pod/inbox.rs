@@ -125,7 +125,7 @@ mod tests {
     use crate::core::pod::worker::Network;
 
     #[test]
-    fn of_events_about_one_container_the_last_is_kept() {
+    fn only_the_last_event_of_a_container_is_kept() {
         let inbox = Inbox::default();
         let happened = |id: &str, kind| {
             Input::Happened(RuntimeEvent {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_the_same_lies_there_once_and_nothing_else_is_lost() {
+    fn equal_inputs_are_queued_once_and_no_other_is_lost() {
         let inbox = Inbox::default();
         let probed = |id: &str, result| Input::Probed {
             id: id.into(),
@@ -178,7 +178,7 @@ mod tests {
         let messages = inbox.messages();
         assert!(
             matches!(&messages[1], Message::Input(Input::Probed { id, result: false, .. }) if id == "a"),
-            "the newest result counts"
+            "the newest result is kept"
         );
     }
 }

@@ -394,7 +394,7 @@ mod tests {
     use crate::core::pod::worker::{Network, Rules, Update};
 
     #[test]
-    fn the_record_of_a_pod_that_has_gone_is_small_and_reads_as_before() {
+    fn the_record_of_a_deleted_pod_is_compressed_and_reads_as_before() {
         let pod = json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"}, "spec": {"containers": [{"name": "c", "image": "i"}]}});
         let pod: Arc<Pod> = Arc::new(serde_json::from_value(pod).expect("a pod"));
         let journals = Journals::default();

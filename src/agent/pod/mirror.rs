@@ -69,7 +69,7 @@ pub async fn reconcile(
                 }
             },
         };
-        tracing::debug!(reason, "the mirror pod waits");
+        tracing::debug!(reason, "the mirror pod is delayed");
         on_wait(&reason);
         let is_unknown = node.borrow().is_none();
         tokio::select! {
@@ -117,7 +117,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_mirror_tells_the_pods_source_its_hash_and_when_it_was_seen() {
+    fn a_mirror_has_the_source_hash_and_first_seen_time_of_its_pod() {
         let own = json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file", "kubernetes.io/config.seen": "t", "own": "x"});
         let pod = json!({"metadata": {"name": "p", "uid": "h", "annotations": own}, "spec": {"containers": []}});
         let pod: Pod = serde_json::from_value(pod).expect("a pod");

@@ -154,7 +154,7 @@ pub async fn sweep(context: Arc<Context>, mut roster: watch::Receiver<Roster>, c
                 look_at = look_at.min(removals.next().unwrap_or(look_at));
             }
             Err(error) => {
-                tracing::debug!(%error, "orphans are not looked for: the runtime cannot say what runs");
+                tracing::debug!(%error, "cannot list the runtime's pods; the search for orphans is delayed");
                 look_at = now + unseen.pause();
             }
         }
@@ -306,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_removal_waits_longer_each_time_and_holds_up_no_other() {
+    fn a_failed_removal_backs_off_and_delays_no_other() {
         let begun = Instant::now();
         let at = |seconds: u64| begun + Duration::from_secs(seconds);
         let of = |uids: &[&str]| uids.iter().map(|uid| (*uid).to_owned()).collect();
@@ -319,9 +319,13 @@ mod tests {
         assert_eq!(
             removals.begin(&of(&["a", "b", "c"]), at(1)),
             ["a", "c"],
-            "one that hangs is begun once"
+            "a hanging removal is started once"
         );
-        assert_eq!(removals.next(), None, "what is under way is not waited for");
+        assert_eq!(
+            removals.next(),
+            None,
+            "a removal in progress needs no retry"
+        );
         removals.ended("c", false, at(1));
         removals.ended("a", true, at(1));
         assert_eq!(removals.next(), Some(at(3)));
@@ -334,6 +338,6 @@ mod tests {
         assert_eq!(removals.next(), None);
         assert_eq!(removals.begin(&of(&["b"]), at(151)), ["b"]);
         removals.ended("b", true, at(151));
-        assert_eq!(removals.next(), Some(at(152)), "from the first pause again");
+        assert_eq!(removals.next(), Some(at(152)), "the back-off starts again");
     }
 }

@@ -169,7 +169,7 @@ impl Relist {
             Some(Ok(stream)) => self.stream = Some(stream),
             Some(Err(error)) if error.kind == RuntimeErrorKind::Unimplemented => {
                 tracing::info!(
-                    "the runtime has no container events; it is listed every second instead"
+                    "the runtime does not support container events; listing its pods every second instead"
                 );
                 self.has_events = false;
             }
@@ -188,7 +188,7 @@ impl Relist {
             Err(error) => {
                 self.was_away = true;
                 if !std::mem::replace(&mut self.failing, true) {
-                    tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? it is tried every second");
+                    tracing::error!(%error, endpoint = context.config.runtime_endpoint, "the container runtime does not answer; is it running? retrying every second");
                 }
                 Ok(())
             }

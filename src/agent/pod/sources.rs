@@ -132,11 +132,13 @@ async fn uids(context: &Context) -> KeptUids {
                 let load = move || KeptUids::load(&root, started);
                 match tokio::task::spawn_blocking(load).await {
                     Ok(uids) => return uids,
-                    Err(error) => tracing::error!(%error, "static pods cannot be looked up"),
+                    Err(error) => {
+                        tracing::error!(%error, "loading the uids of static pods failed; retrying")
+                    }
                 }
             }
             Err(error) => {
-                tracing::warn!(%error, "the runtime's pods cannot be listed; static pods wait for it");
+                tracing::warn!(%error, "cannot list the runtime's pods; static pods wait for the runtime");
             }
         }
         tokio::time::sleep(pauses.pause()).await;
@@ -176,7 +178,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 let rewritten = rewritten(&std::mem::take(&mut removed), &files, &listed);
                 files = listed;
                 for error in errors.iter().filter(|e| !reported.contains(*e)) {
-                    tracing::error!(%error, "a static pod manifest is skipped");
+                    tracing::error!(%error, "skipping a static pod manifest");
                 }
                 let now = context.clock.now();
                 tell(&found, |statics| {
@@ -192,7 +194,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                 if !reported.contains(&error) {
                     tracing::error!(
                         error,
-                        "the static pods cannot be read: those of before stay"
+                        "cannot read the static pods; keeping the earlier ones"
                     );
                 }
                 vec![error]
@@ -237,7 +239,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
             }
             // The pods of the last valid answer stay.
             Err(error) if error != reported => {
-                tracing::error!(%error, url, "the static pods of the URL cannot be read; it is tried again");
+                tracing::error!(%error, url, "cannot read the static pods of the URL; retrying");
                 reported = error;
             }
             Err(_) => {}
@@ -410,7 +412,10 @@ fn decode(text: &str) -> Result<serde_json::Value, String> {
     let documents = serde_saphyr::from_multiple_with_options::<serde_json::Value>(text, options)
         .map_err(|e| format!("not YAML or JSON: {e}"))?;
     // As in the kubelet, the first document counts; a trailing `---` starts no document.
-    documents.into_iter().next().ok_or("it is empty".into())
+    documents
+        .into_iter()
+        .next()
+        .ok_or("the manifest is empty".into())
 }
 
 /// Sets the defaults that the apiserver would set on a container.
@@ -526,7 +531,7 @@ mod tests {
     use kube::ResourceExt as _;
 
     #[test]
-    fn what_cannot_be_read_does_not_say_that_there_are_no_pods() {
+    fn an_unreadable_directory_does_not_mean_that_there_are_no_pods() {
         let dir = tempfile::tempdir().expect("a directory");
         let uids = KeptUids::load(dir.path(), vec![]);
         // A path component that is a file: the kernel's error differs from the one for a missing directory.
@@ -534,14 +539,14 @@ mod tests {
         let manifest = "---\napiVersion: v1\nkind: Pod\nmetadata: {name: p}\nspec: {containers: [{name: c, image: i}]}\n---\n";
         std::fs::write(&file, manifest).expect("written");
         assert!(read_dir(&file.join("manifests"), "n", &uids).is_err());
-        let listed = read_dir(&file, "n", &uids).expect("one file stands for itself");
+        let listed = read_dir(&file, "n", &uids).expect("a path to one file");
         assert_eq!(listed.pods.len(), 1);
         let none = read_dir(&dir.path().join("none"), "n", &uids);
         assert_eq!(none, Ok(Listed::default()));
     }
 
     #[test]
-    fn a_manifest_that_was_removed_and_written_again_appears_again() {
+    fn a_manifest_that_is_removed_and_rewritten_is_a_new_appearance() {
         let pods = |uids: &[&str]| {
             let pod = |uid: &&str| {
                 let mut pod = Pod::default();
@@ -577,12 +582,12 @@ mod tests {
         assert_eq!(list(&["1", "2"], &[]), first);
         let second = list(&["1", "2"], &["1"]);
         assert!(second["1"] != first["1"] && second["2"] == first["2"]);
-        assert_eq!(list(&["1"], &[]).len(), 1, "what is gone takes no room");
+        assert_eq!(list(&["1"], &[]).len(), 1, "a removed pod uses no memory");
         assert!(list(&["1", "2"], &[])["2"] != first["2"]);
     }
 
     #[test]
-    fn a_pod_keeps_the_time_at_which_it_was_seen_first() {
+    fn a_pod_keeps_its_first_seen_time() {
         let read = |image: &str| {
             let text = format!(
                 "{{apiVersion: v1, kind: Pod, metadata: {{name: a}}, spec: {{containers: [{{name: c, image: {image}}}]}}}}"
@@ -600,7 +605,7 @@ mod tests {
     }
 
     #[test]
-    fn a_url_gives_one_pod_or_many_or_an_error_and_none_is_half_read() {
+    fn a_url_gives_one_pod_or_a_list_and_an_invalid_list_is_an_error() {
         let one = r#"{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}"#;
         let read = |text: &str| parse_url(text, "http://x/", "n1");
         let pods = read(one).expect("one");
@@ -639,7 +644,7 @@ mod tests {
             }
             .pods(),
             None,
-            "every source counts"
+            "pods are known only when all sources are read"
         );
     }
 
@@ -679,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn good_files_are_kept_and_bad_ones_named() {
+    fn valid_manifests_are_kept_and_invalid_ones_named() {
         let dir = tempfile::tempdir().expect("a directory");
         let write =
             |name: &str, text: &str| std::fs::write(dir.path().join(name), text).expect("write");

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_few_are_made_at_a_time_in_their_order() {
+    async fn few_sandboxes_are_created_at_a_time_in_order() {
         let starts = Starts::for_processors(2);
         let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let begun = Instant::now();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_hangs_keeps_no_other_back_for_long() {
+    async fn a_hanging_creation_blocks_others_only_briefly() {
         let starts = Arc::new(Starts::for_processors(1));
         for _ in 0..3 {
             let starts = Arc::clone(&starts);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_that_is_given_up_leaves_its_slot() {
+    async fn a_cancelled_creation_releases_its_slot() {
         let starts = Starts::for_processors(1);
         for _ in 0..3 {
             let hangs = starts.sandbox(std::future::pending::<()>());
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_lull_is_waited_for_but_not_for_long() {
+    async fn the_wait_for_an_idle_period_is_limited() {
         let starts = Starts::for_processors(1);
         let mut lull = starts.lull();
         let begun = Instant::now();
@@ -178,13 +178,13 @@ mod tests {
         };
         let work = futures::future::join(work, starts.sandbox(sleep(Duration::from_secs(7))));
         tokio::select! {
-            _ = work => unreachable!("it goes on"),
+            _ = work => unreachable!("the loop does not return"),
             at = async { sleep(Duration::from_millis(1)).await; waited().await } => assert!((13..=50).contains(&at), "{at}"),
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_under_way_counts_until_it_is_done_is_given_up_or_takes_long() {
+    async fn a_start_counts_until_it_completes_is_cancelled_or_takes_long() {
         let starts = Starts::for_processors(1);
         let under_way = starts.under_way.subscribe();
         let after = |ms: u64| {

@@ -82,7 +82,7 @@ impl KeptUids {
             .map_err(Into::into)
             .and_then(|text| file::replace(&self.path, &text));
         if let Err(error) = written {
-            tracing::warn!(%error, path = %self.path.display(), "the uids of static pods are not kept: if a manifest is touched, its pod is started over at the next start of the agent");
+            tracing::warn!(%error, path = %self.path.display(), "writing the uids of static pods failed: if a manifest is touched, its pod restarts at the next start of the agent");
         }
     }
 }

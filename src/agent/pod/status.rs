@@ -210,11 +210,11 @@ async fn write(
                     let pause = pauses.pause();
                     let pod = pod::full_name(object);
                     if may_be_gone {
-                        tracing::debug!(%error, pod, retry_in = ?pause, "the apiserver refuses the pod's status: it may have removed the pod");
+                        tracing::debug!(%error, pod, retry_in = ?pause, "the apiserver rejected the pod's status; the pod may have been deleted");
                     } else if let Some(repetitions) =
                         failures.record((), &error.to_string(), clock.now())
                     {
-                        tracing::warn!(%error, pod, retry_in = ?pause, repetitions, "the pod's status could not be written");
+                        tracing::warn!(%error, pod, retry_in = ?pause, repetitions, "publishing the pod's status failed");
                     }
                     tokio::select! {
                         // The order is fixed, so that a simulated run replays exactly.
@@ -234,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_that_lasts_is_more_than_a_removed_pod() {
+    fn a_lasting_rejection_does_not_mean_a_deleted_pod() {
         let mut pauses = RETRY;
         let forbidden = ApiFailure::Forbidden("no relationship found".into());
         let mut quiet = Duration::ZERO;
@@ -245,7 +245,7 @@ mod tests {
         let timeout = ApiFailure::Timeout(String::new());
         assert!(
             !may_be_gone(&timeout, &RETRY),
-            "that says nothing of the pod"
+            "a timeout does not mean that the pod was deleted"
         );
     }
 }

@@ -222,7 +222,7 @@ impl Shell {
     /// Handles an input. If the clock was changed, this is handled first.
     fn take(&mut self, input: Input) -> Option<Option<Instant>> {
         if let Some(by) = self.clock.moved() {
-            tracing::info!(%by, "the clock was set, or this machine slept: deadlines move with it");
+            tracing::info!(%by, "the clock was set, or this machine was suspended; adjusting deadlines");
             self.turn(Input::ClockMoved(by))?;
         }
         self.turn(input)
@@ -318,7 +318,7 @@ impl Shell {
             );
         }
         if let Some(why) = &self.worker.waiting {
-            tracing::trace!(why, "the pod waits");
+            tracing::trace!(why, "the pod is waiting");
         }
     }
 

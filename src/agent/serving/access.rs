@@ -181,7 +181,7 @@ impl Access {
         let busy = || {
             text(
                 StatusCode::TOO_MANY_REQUESTS,
-                "too many tokens are under review: try again later",
+                "too many token reviews are in progress: try again later",
             )
         };
         let _taken = Taken::one(&self.taken, peer.address.ip()).ok_or_else(busy)?;
@@ -201,7 +201,7 @@ impl Access {
                 Err(unauthorized())
             }
             Err(error) => {
-                tracing::warn!(%error, "a token could not be reviewed");
+                tracing::warn!(%error, "reviewing a token failed");
                 Err(unauthorized())
             }
         }
@@ -257,14 +257,10 @@ impl Access {
                 Err(text(StatusCode::FORBIDDEN, why))
             }
             Err(error) => {
-                tracing::warn!(
-                    error,
-                    user = who.name,
-                    "it could not be decided whether somebody may"
-                );
+                tracing::warn!(error, user = who.name, "authorizing a request failed");
                 Err(text(
                     StatusCode::INTERNAL_SERVER_ERROR,
-                    "Authorization error: the apiserver could not be asked",
+                    "Authorization error: the apiserver did not answer",
                 ))
             }
         }
@@ -358,7 +354,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn every_identity_gets_what_it_may_and_nothing_else() {
+    async fn every_identity_has_only_its_own_permissions() {
         let access = Access::new(serving(""), "n", Some(Arc::new(Fixed::default())));
         let (nobody, admin, user) = (
             peer(None),
@@ -388,7 +384,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_certificate_that_is_not_trusted_is_nobodys_and_a_token_beside_it_counts() {
+    async fn an_untrusted_certificate_is_rejected_unless_a_valid_token_is_sent() {
         let untrusted = Peer {
             certificate: Some(Arc::new(Certificate::untrusted(vec![]))),
             ..peer(None)
@@ -409,7 +405,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_flood_of_tokens_is_turned_away_and_holds_up_nobody_else() {
+    async fn a_flood_of_tokens_is_rejected_and_delays_no_other_client() {
         let fixed = Arc::new(Fixed::default());
         let reviews = Arc::clone(&fixed) as Arc<dyn Reviews>;
         let access = Access::new(serving(""), "n", Some(reviews));
@@ -463,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_found() {
+    fn bearer_tokens_are_parsed() {
         for (value, expected) in [
             ("Bearer t", Some("t")),
             ("bearer t", Some("t")),
@@ -483,7 +479,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn settings_open_and_close_and_answers_are_remembered() {
+    async fn settings_control_access_and_answers_are_cached() {
         let nobody = peer(None);
         let open = Access::new(
             serving(
@@ -501,7 +497,7 @@ mod tests {
         assert_eq!(
             code(&alone, &nobody, None, "GET", "/pods").await,
             403,
-            "nobody can be asked: nothing is allowed"
+            "without an apiserver, nothing is allowed"
         );
         let without = Access::new(
             serving("authentication: {webhook: {enabled: false}}"),
@@ -522,7 +518,7 @@ mod tests {
         assert_eq!(
             code(&unreviewed, &nobody, Some("any"), "GET", "/pods").await,
             200,
-            "where no token is reviewed, none is wrong"
+            "without token reviews, no token is invalid"
         );
         let fixed = Arc::new(Fixed::default());
         let access = Access::new(
@@ -540,6 +536,6 @@ mod tests {
                 401
             );
         }
-        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "each question once");
+        assert_eq!(fixed.asked.load(Ordering::Relaxed), 3, "one review each");
     }
 }

@@ -463,7 +463,7 @@ pub async fn cadvisor(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let image = match tokio::time::timeout(figures::PATIENCE, server.of_images()).await {
         Ok(Ok((_, image))) => image.clone(),
         Ok(Err(error)) => {
-            tracing::debug!(%error, "the runtime does not say which image sandboxes have");
+            tracing::debug!(%error, "cannot read the sandbox image from the runtime");
             String::new()
         }
         Err(_) => String::new(),

@@ -83,7 +83,7 @@ fn prepare(dir: &Path) -> Result<(), HostError> {
         .recursive(true)
         .mode(0o700)
         .create(dir)
-        .map_err(doing(format!("{} cannot be made", dir.display())))?;
+        .map_err(doing(format!("cannot create {}", dir.display())))?;
     let room = Room::of(dir)?;
     if room.available < room.capacity / FREE {
         return Err(format!(

@@ -59,14 +59,14 @@ pub(super) async fn session(
     let prepared = match tasks.prepare(&container, &command, streams.tty).await {
         Ok(prepared) => prepared,
         Err(why) => {
-            tracing::debug!(container, why, "CRI serves a command with input");
+            tracing::debug!(container, why, "serving a command with input through CRI");
             return Ok(None);
         }
     };
     let fifos = match create_fifos(&server.context, &prepared.process, streams.tty).await {
         Ok(fifos) => fifos,
         Err(error) => {
-            tracing::warn!(%error, "creating the FIFOs of a command failed: CRI serves it, and short input may be lost");
+            tracing::warn!(%error, "creating the FIFOs of a command failed: serving it through CRI, and short input may be lost");
             return Ok(None);
         }
     };
@@ -118,7 +118,7 @@ async fn conduct(
     let status = command_status(&command, &ended);
     let sent = output.send(OutputKind::Status, status.as_bytes(), true);
     if let Err(error) = sent.await {
-        tracing::debug!(%error, "the client of a command has left");
+        tracing::debug!(%error, "the client of a command has disconnected");
     }
 }
 
@@ -259,7 +259,7 @@ async fn forward(mut from: PipeReader, mut to: Option<Output>, kind: OutputKind)
     if let Some(output) = to
         && let Err(error) = output.send(kind, &[], true).await
     {
-        tracing::debug!(%error, "the client of a command has left");
+        tracing::debug!(%error, "the client of a command has disconnected");
     }
 }
 
@@ -315,7 +315,11 @@ async fn outlive(process: ExecProcess, fifos: Fifos) {
         match tidy(&process, &fifos).await {
             Ok(()) => return,
             Err(error) => {
-                tracing::debug!(error, container = process.container(), "a command is left");
+                tracing::debug!(
+                    error,
+                    container = process.container(),
+                    "deleting a leftover command failed; retrying"
+                );
                 tokio::time::sleep(retries.pause()).await;
             }
         }

@@ -604,7 +604,7 @@ async fn count(server: &Arc<Server>, pod: &Arc<Pod>, layers: &OnceCell<Layers>) 
                 };
                 figures.volumes.push(own);
             }
-            Err(error) => tracing::debug!(%error, volume, "a volume could not be counted"),
+            Err(error) => tracing::debug!(%error, volume, "measuring a volume failed"),
         }
     }
     for (_, container) in pod::containers(pod) {
@@ -639,7 +639,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_of_the_node_are_those_that_have_cgroups() {
+    fn system_containers_are_those_with_a_known_cgroup() {
         let own = |agent: Option<&str>, system: Option<&str>| OwnCgroups {
             agent: agent.map(Into::into),
             system: system.map(Into::into),
@@ -656,7 +656,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn without_the_runtime_what_it_said_before_counts() {
+    async fn the_last_list_is_valid_while_the_runtime_does_not_answer() {
         let failed = || RuntimeError {
             kind: RuntimeErrorKind::Unavailable,
             code: None,

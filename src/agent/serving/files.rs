@@ -51,10 +51,10 @@ fn self_signed(
         .chain(addresses.iter().cloned())
         .collect();
     let made = rcgen::generate_simple_self_signed(names)
-        .map_err(|e| format!("no serving certificate can be made: {e}"))?;
+        .map_err(|e| format!("cannot generate a serving certificate: {e}"))?;
     let failed = |e: std::io::Error| {
         format!(
-            "the serving certificate cannot be kept in {}: {e}",
+            "cannot store the serving certificate in {}: {e}",
             dir.display()
         )
     };

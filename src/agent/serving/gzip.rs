@@ -55,7 +55,7 @@ mod tests {
     use crate::https::text;
 
     #[tokio::test]
-    async fn an_answer_is_compressed_for_who_takes_it_so() {
+    async fn an_answer_is_compressed_if_the_client_accepts_gzip() {
         for (accepted, packed) in [
             (None, false),
             (Some("identity"), false),

@@ -113,7 +113,7 @@ async fn until<T, A: Future<Output = Result<T, String>>>(
         let pause = match attempt().await {
             Ok(served) => {
                 if unserved.clear(part) {
-                    tracing::info!("{} can be served now", part.name());
+                    tracing::info!("{} is served now", part.name());
                 }
                 return served;
             }
@@ -130,7 +130,7 @@ async fn until<T, A: Future<Output = Result<T, String>>>(
 }
 
 fn tell(context: &Context, part: Part, why: &str) {
-    tracing::error!("{why}; it is tried until it works");
+    tracing::error!("{why}; retrying");
     if part != Part::Healthz {
         let node = &context.config.node_name;
         let events = &context.events;
@@ -174,7 +174,7 @@ pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
         context.unserved.settle();
         if !std::mem::replace(&mut said, true) {
             tracing::warn!(
-                "the agent's HTTP API has no serving certificate yet: it is asked for once the node has an address, and somebody has to approve it"
+                "the agent's HTTP API has no serving certificate yet: the agent requests it when the node has an address, and the CertificateSigningRequest must be approved"
             );
         }
         tokio::time::sleep(PAUSES.1).await;
@@ -203,7 +203,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[tokio::test(start_paused = true)]
-    async fn what_cannot_be_served_for_a_second_is_told_once_and_taken_back() {
+    async fn a_port_in_use_is_reported_once_and_cleared_later() {
         let unserved = Unserved::default();
         let (began, told) = (Instant::now(), RefCell::new(vec![]));
         // The port is in use for twelve seconds.
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_port_that_is_free_within_a_second_is_nobodys_concern() {
+    async fn a_port_that_is_free_within_a_second_is_not_reported() {
         let unserved = Unserved::default();
         let began = Instant::now();
         let attempt = || {
@@ -245,10 +245,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_the_port_is_named() {
+    async fn the_process_that_uses_the_port_is_named() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = taken.local_addr().expect("an address");
-        let why = bind(Part::Main, address).await.expect_err("it is taken");
+        let why = bind(Part::Main, address)
+            .await
+            .expect_err("the port is in use");
         let begins = format!("the kubelet API cannot be served on {address}: Address already in");
         assert!(
             why.starts_with(&begins) && why.ends_with("listens there"),
@@ -262,7 +264,7 @@ mod tests {
         let unserved = Unserved::default();
         unserved.set(Part::Healthz, "taken");
         assert_eq!(unserved.problems(), Vec::<String>::new());
-        assert!(!unserved.0.borrow().main, "nothing of the main part");
+        assert!(!unserved.0.borrow().main, "the main part has no problem");
         unserved.set(Part::ReadOnly, "this one too");
         unserved.set(Part::Main, "this one");
         assert_eq!(unserved.problems(), ["this one", "this one too"]);

@@ -31,7 +31,7 @@ pub async fn run(context: Arc<Context>) {
     let listener = match link::listen(&path) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::warn!(%error, socket = %path.display(), "`holdfast explain` will not work: the socket cannot be made");
+            tracing::warn!(%error, socket = %path.display(), "`holdfast explain` will not work: creating the socket failed");
             return std::future::pending().await;
         }
     };
@@ -46,7 +46,7 @@ pub async fn run(context: Arc<Context>) {
                 .serve_connection(TokioIo::new(stream), service);
             // Does not block on a client that has stopped reading.
             if tokio::time::timeout(ANSWERING, serve).await.is_err() {
-                tracing::debug!("a question on the local socket was given up");
+                tracing::debug!("a request on the local socket timed out");
             }
         }
     };
@@ -61,7 +61,7 @@ async fn fetching(context: &Context) -> Option<Fetching> {
             ..fetching
         }),
         Err(error) => {
-            tracing::debug!(%error, "the runtime does not say how far its pulls are");
+            tracing::debug!(%error, "cannot read the progress of pulls from the runtime");
             None
         }
     }
@@ -119,7 +119,7 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
     let [question @ ("explain" | "record"), namespace, name] = parts.as_slice() else {
         return say(
             StatusCode::NOT_FOUND,
-            "there are only /explain/NAMESPACE/NAME, /record/NAMESPACE/NAME and /gc here".into(),
+            "unknown path: use /explain/NAMESPACE/NAME, /record/NAMESPACE/NAME or /gc".into(),
         );
     };
     let answer = match *question {
@@ -132,7 +132,7 @@ async fn answer(context: &Context, request: &Request<Incoming>) -> Response<Full
         None => {
             let node = &context.config.node_name;
             let text = format!(
-                "the agent of node {node} knows no pod {namespace}/{name}: look with `kubectl get pod -o wide` which node it is bound to"
+                "the agent of node {node} knows no pod {namespace}/{name}: find the pod's node with `kubectl get pod -o wide`"
             );
             say(StatusCode::NOT_FOUND, text)
         }

@@ -199,7 +199,7 @@ pub async fn of_container(
     let observed = match context.runtime.observe(pod::uid(&known.pod)).await {
         Ok(observed) => observed,
         Err(error) => {
-            tracing::debug!(%error, container, "a log cannot be read without the runtime");
+            tracing::debug!(%error, container, "cannot read a log: the runtime does not answer");
             let told = status(known.told(), container);
             let id = told_id(told, &place.pod, container, options.previous).map_err(bad)?;
             return Err(bad(unavailable(id.as_deref(), &place.pod, container)));
@@ -285,7 +285,7 @@ async fn read_to_end(
                 (piece, next)
             }
             Err(error) => {
-                tracing::debug!(%error, "a log cannot be read any further");
+                tracing::debug!(%error, "reading a log failed");
                 return None;
             }
         };
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn the_previous_instance_is_the_one_that_the_status_tells() {
+    fn the_previous_instance_is_the_one_in_the_status() {
         use ContainerState::{Exited, Running};
         let told = |state: Value, last: Value| {
             known(
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn the_right_instance_is_read() {
+    fn the_requested_instance_is_read() {
         use ContainerState::{Created, Exited, Running};
         let none = known(Value::Null);
         let choose = |states: &[(u32, ContainerState)], previous| {
@@ -500,7 +500,7 @@ mod tests {
         assert_eq!(
             choose(&[(1, Created), (0, Exited)], false),
             Ok((0, false)),
-            "one that has not begun has said nothing"
+            "a created container has no log yet"
         );
         assert_eq!(choose(&[(0, Exited)], false), Ok((0, false)));
         assert!(choose(&[(0, Running)], true).is_err_and(|r| r.1 == "previous terminated container \"c\" in pod \"p\" not found"));
@@ -537,7 +537,7 @@ runs/- previous no previous terminated # not found
 runs/x:1 previous no unable to retrieve container logs for x:1";
 
     #[test]
-    fn what_has_no_log_is_told_in_the_kubelets_words() {
+    fn a_missing_log_has_the_kubelets_message() {
         let about = "container \"c\" in pod \"p\"";
         for case in WITHOUT_LOGS.lines().skip(1) {
             let words: Vec<&str> = case.splitn(4, ' ').collect();

@@ -53,7 +53,7 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
     let snapshot = match figures::snapshot(server, Depth::Figures).await {
         Ok(snapshot) => snapshot,
         Err(error) => {
-            tracing::debug!(%error, "there are no figures");
+            tracing::debug!(%error, "cannot read the figures of containers");
             scrape_error(&mut out, 1.0);
             return Ok(page(out));
         }
@@ -117,7 +117,7 @@ async fn resource(server: &Arc<Server>) -> Result<Response<Body>, Refusal> {
             machine.swap.0.saturating_sub(machine.swap.1) as f64,
         ),
     ] {
-        out.family(name, kind, "What the node used")
+        out.family(name, kind, "Resources that the node uses")
             .sample(name, &[], value, at);
     }
     scrape_error(&mut out, 0.0);
@@ -242,7 +242,7 @@ async fn what_runs(out: &mut Page, server: &Server) {
     let (running, ended) = tokio::join!(figures::running(server), ended);
     let running = match running {
         Ok(running) => running,
-        Err(error) => return tracing::debug!(%error, "it is not known what runs"),
+        Err(error) => return tracing::debug!(%error, "cannot list the running containers"),
     };
     let mut by_pod: BTreeMap<&str, usize> = BTreeMap::new();
     running
@@ -424,7 +424,7 @@ fn working_pods(out: &mut Page, roster: &KnownPods) {
     out.family(
         name,
         "gauge",
-        "Number of pods that the node works on, by where they are in their life.",
+        "Number of pods that the node works on, by their lifecycle.",
     );
     for lifecycle in ["sync", "terminating", "terminated"] {
         for is_static in [false, true] {
@@ -541,7 +541,7 @@ async fn own(server: &Arc<Server>) -> Response<Body> {
             out.single(
                 name,
                 "gauge",
-                "Seconds until the certificate ends; negative if it has.",
+                "Seconds until the certificate expires; negative if it has expired.",
                 &[],
                 left,
             );

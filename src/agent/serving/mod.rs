@@ -164,7 +164,7 @@ impl Server {
     async fn image_filesystem(&self) -> ImageFilesystem {
         let asked = self.context.runtime.image_filesystem().await;
         asked.unwrap_or_else(|error| {
-            tracing::debug!(%error, "the runtime does not say where its images are");
+            tracing::debug!(%error, "cannot read the runtime's image filesystem");
             ImageFilesystem::default()
         })
     }
@@ -282,7 +282,7 @@ pub async fn run(context: Arc<Context>, reviews: Option<Arc<dyn Reviews>>, sessi
         images: tokio::sync::OnceCell::new(),
     });
     if !serving.reviews && serving.anonymous {
-        tracing::warn!(address = %serving.main, "everybody may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
+        tracing::warn!(address = %serving.main, "every client may do everything over this agent's HTTP API: set authentication and authorization in its configuration");
     }
     let protocol = Protocol {
         only_tls13: serving.tls.only_tls13,

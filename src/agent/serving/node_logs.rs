@@ -79,7 +79,7 @@ async fn of_services(query: &LogQuery, services: &[String]) -> Result<Response<B
         // The program is stopped when this task returns or the client disconnects.
         let copy = pass_on(first, out, errors, sender);
         if tokio::time::timeout(SEARCH_TIMEOUT, copy).await.is_err() {
-            tracing::warn!("a search of the node's journal took too long and was ended");
+            tracing::warn!("a search of the node's journal timed out and was stopped");
         }
         drop(child);
     });
@@ -117,7 +117,7 @@ fn errors_of(child: &mut Child) -> JoinHandle<Vec<u8>> {
         if let Some(errors) = errors
             && let Err(error) = errors.take(PIECE as u64).read_to_end(&mut text).await
         {
-            tracing::debug!(%error, "the errors of a search cannot be read");
+            tracing::debug!(%error, "cannot read the error output of a search");
         }
         text
     })
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_a_program_says_of_its_failing_comes_last() {
+    async fn the_error_output_of_a_program_comes_last() {
         let mut command = Command::new("sh");
         command.args(["-c", "echo wrong >&2; echo out; exit 1"]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());

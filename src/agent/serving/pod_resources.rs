@@ -45,7 +45,7 @@ pub async fn run(context: Arc<Context>) {
     let listener = match listen(&dir) {
         Ok(listener) => listener,
         Err(error) => {
-            tracing::warn!(%error, dir = %dir.display(), "nobody can ask which container has which device: the socket cannot be made");
+            tracing::warn!(%error, dir = %dir.display(), "the podresources API is not available: creating the socket failed");
             return std::future::pending().await;
         }
     };
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_near_to_two_nodes_has_two_entries() {
+    fn a_device_of_two_numa_nodes_has_two_entries() {
         let row = |id: &str, numa: &[i64]| {
             let numa = numa.iter().copied().collect();
             ("example.com/thing".to_owned(), id.to_owned(), numa)

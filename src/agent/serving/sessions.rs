@@ -52,7 +52,7 @@ impl Sessions {
             )),
             Err(TryAcquireError::Closed) => Err(Refusal(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "the node's agent is stopping: try again when it has been started".into(),
+                "the node's agent is stopping: try again after it has restarted".into(),
             )),
         }
     }
@@ -65,12 +65,15 @@ impl Sessions {
         if open > 0 {
             tracing::info!(
                 open,
-                "the agent stops when the sessions of kubectl have ended, or in {}s",
+                "the agent stops when the sessions of kubectl are closed, or in {}s",
                 DRAIN.as_secs()
             );
         }
         if tokio::time::timeout(DRAIN, self.open.wait()).await.is_err() {
-            tracing::warn!(cut_off = self.open.len(), "sessions are cut off");
+            tracing::warn!(
+                cut_off = self.open.len(),
+                "closing sessions that are still open"
+            );
         }
     }
 }
@@ -81,11 +84,15 @@ mod tests {
     use tokio::time::Instant;
 
     #[tokio::test(start_paused = true)]
-    async fn a_stop_waits_for_sessions_and_not_for_ever() {
+    async fn a_stop_waits_for_sessions_with_a_timeout() {
         let sessions = Sessions::default();
         let begun = Instant::now();
         sessions.clone().drain().await;
-        assert_eq!(begun.elapsed(), Duration::ZERO, "nothing is waited for");
+        assert_eq!(
+            begun.elapsed(),
+            Duration::ZERO,
+            "without sessions, nothing delays the stop"
+        );
         assert!(
             sessions
                 .begin()
@@ -93,7 +100,7 @@ mod tests {
         );
         for (lasts, waits) in [(3, 3), (60, 10)] {
             let sessions = Sessions::default();
-            let session = sessions.begin().expect("there is room");
+            let session = sessions.begin().expect("a free slot");
             tokio::spawn(async move {
                 tokio::time::sleep(Duration::from_secs(lasts)).await;
                 drop(session);

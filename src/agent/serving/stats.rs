@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_and_images_have_the_room_of_the_disk_that_they_lie_on() {
+    fn layers_and_images_have_the_capacity_of_their_filesystem() {
         let (own, images) = (
             Room {
                 capacity: 100,

@@ -108,7 +108,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
             let wrong = |port: &String| {
                 Refusal(
                     StatusCode::BAD_REQUEST,
-                    format!("port {port:?} is not a port"),
+                    format!("invalid port {port:?}: use a number up to 65535"),
                 )
             };
             let ports = values("port")
@@ -123,7 +123,7 @@ async fn url(server: &Server, endpoint: &Endpoint, text: &str) -> Result<String,
             let sandbox = sandbox.ok_or_else(|| {
                 Refusal(
                     StatusCode::NOT_FOUND,
-                    format!("the sandbox of pod {:?} does not run", place.pod),
+                    format!("the sandbox of pod {:?} is not running", place.pod),
                 )
             })?;
             runtime
@@ -163,12 +163,12 @@ pub async fn hand_on(
     let url = url(server, endpoint, request.uri().query().unwrap_or_default()).await?;
     let uri: Uri = url
         .parse()
-        .map_err(|e| failed(format!("{url:?} is not a URL: {e}")))?;
+        .map_err(|e| failed(format!("invalid URL {url:?}: {e}")))?;
     let (Some("http"), Some(host), Some(target)) =
         (uri.scheme_str(), uri.authority(), uri.path_and_query())
     else {
         return Err(failed(format!(
-            "{url:?}: only http is served, as runtimes have it on the loopback device"
+            "unsupported URL {url:?}: only http is supported, as runtimes serve it on the loopback device"
         )));
     };
     let stream = TcpStream::connect((
@@ -178,7 +178,7 @@ pub async fn hand_on(
     .await
     .map_err(failed)?;
     if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "a stream may be slow");
+        tracing::debug!(%error, "cannot set TCP_NODELAY on a stream; it may be slow");
     }
     let outgoing = Outgoing {
         host: host.to_string(),
@@ -191,7 +191,7 @@ pub async fn hand_on(
 fn failed(what: impl Display) -> Refusal {
     Refusal(
         StatusCode::BAD_GATEWAY,
-        format!("the runtime's stream cannot be reached: {what}"),
+        format!("cannot connect to the runtime's stream: {what}"),
     )
 }
 
@@ -280,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_that_fail_tell_their_code() {
+    fn failed_commands_report_their_exit_code() {
         let command = ["ls".to_owned(), "/x".to_owned()];
         let done = |code| Exec {
             code,
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_of_the_runtime_have_their_codes() {
+    fn errors_of_the_runtime_have_their_http_statuses() {
         for (kind, code, expected) in [
             (RuntimeErrorKind::NotFound, Some("NotFound"), 404),
             (RuntimeErrorKind::Failed, Some("ResourceExhausted"), 429),

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_of_the_api_say_where_they_are_from_and_when_they_were_seen() {
+    fn pods_of_the_api_are_annotated_with_source_and_first_seen_time() {
         let seen: Timestamp = "2026-01-01T00:00:00.5Z".parse().expect("a time");
         let annotations = |pod: Pod| json!(marked(pod, seen).metadata.annotations);
         assert_eq!(
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_seen_first_once() {
+    fn the_first_seen_time_of_a_pod_does_not_change() {
         let mut pods = KnownPods::default();
         for (uid, second, first) in [("u", 10, 10), ("u", 20, 10), ("v", 30, 30), ("u", 40, 40)] {
             let known = Known {

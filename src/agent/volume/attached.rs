@@ -139,7 +139,7 @@ async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
     match is_listed(context, name).await {
         true => Ok(()),
         false => Err(format!(
-            "volumesAttached of node {node} does not list {name}; the attach-detach controller lists it when no other node has it that must not"
+            "volumesAttached of node {node} does not list {name}; the attach-detach controller lists it when no other node blocks the attachment"
         )),
     }
 }
@@ -148,7 +148,7 @@ async fn listed_for_us(context: &Context, name: &str) -> Result<(), String> {
 pub(super) fn unanswered(context: &Context, volume: &str) -> String {
     let node = &context.config.node_name;
     format!(
-        "the API does not answer whether volumesAttached of node {node} lists {volume}; it is asked again"
+        "the API does not answer whether volumesAttached of node {node} lists {volume}; retrying"
     )
 }
 
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_use_is_what_pods_have_and_what_an_agent_before_has_left() {
+    fn volumes_in_use_are_those_of_pods_and_of_an_earlier_agent() {
         let root = tempfile::tempdir().expect("a directory");
         let place = root.path().join(
             "plugins/kubernetes.io/iscsi/iface-default/192.0.2.7:3260-iqn.2024-01.test:x-lun-1",
@@ -196,7 +196,7 @@ mod tests {
         disks.set_reported(&[other.clone(), with]);
         assert_eq!(*reported.borrow(), all(&[&other]));
         disks.forget("u");
-        assert_eq!(*reported.borrow(), all(&[&other]), "another pod has it");
+        assert_eq!(*reported.borrow(), all(&[&other]), "another pod uses it");
         disks.forget("w");
         assert!(reported.borrow().is_empty() && disks.in_use().is_empty());
         // A late report must not add released disks again.

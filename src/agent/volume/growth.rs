@@ -234,7 +234,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGro
     }
     let told = context.api.claim_resize(grown, Resize::Begun);
     told.await
-        .map_err(|e| NotGrown::new(format!("the claim could not be told: {e}"), false))
+        .map_err(|e| NotGrown::new(format!("updating the claim's status failed: {e}"), false))
 }
 
 /// Publishes a failure in the claim's status, if the claim tracks the resize.
@@ -249,7 +249,7 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
         at: context.clock.now(),
     };
     if let Err(error) = context.api.claim_resize(grown, step).await {
-        tracing::warn!(%error, namespace, claim, "a claim was not told that its volume cannot be grown");
+        tracing::warn!(%error, namespace, claim, "publishing a failed expansion in the claim's status failed");
     }
 }
 
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_failure_gives_up_a_size_that_nobody_asks_for_any_more() {
+    fn a_second_failure_abandons_a_superseded_size() {
         let grown = |is_superseded: bool| Grown {
             namespace: "n".into(),
             claim: "c".into(),
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_driver_says_decides_about_the_next_try() {
+    fn the_drivers_error_decides_about_the_next_attempt() {
         for (certain, unready, expected) in [
             (false, false, Tried::Unknown),
             (true, false, Tried::Failed),

@@ -530,9 +530,10 @@ async fn passwords(
     else {
         return Ok(None);
     };
-    let secret = context.api.secret(namespace, name).await.map_err(|e| {
-        Problem::later(format!("the secret {namespace}/{name} cannot be read: {e}"))
-    })?;
+    let secret =
+        context.api.secret(namespace, name).await.map_err(|e| {
+            Problem::later(format!("cannot read the secret {namespace}/{name}: {e}"))
+        })?;
     let known = secret
         .data
         .iter()

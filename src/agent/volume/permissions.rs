@@ -53,7 +53,7 @@ mod tests {
     use std::time::Duration;
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_volume_is_told_of_until_its_files_are_given() {
+    async fn a_slow_ownership_change_emits_events_until_it_completes() {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("file"), "").expect("a file");
         let root = dir.path().to_owned();

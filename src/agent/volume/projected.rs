@@ -68,10 +68,11 @@ impl Held {
         }
         let bundles = certificates::bundles(volume);
         if !bundles.is_empty() {
-            let all =
-                context.api.trust_bundles().await.map_err(|e| {
-                    Problem::later(format!("the trust bundles cannot be read: {e}"))
-                })?;
+            let all = context
+                .api
+                .trust_bundles()
+                .await
+                .map_err(|e| Problem::later(format!("cannot read the trust bundles: {e}")))?;
             for source in bundles {
                 given
                     .bundles
@@ -157,13 +158,13 @@ impl Held {
             (Some(credential), Err(error)) => {
                 tracing::warn!(
                     %error,
-                    "a certificate cannot be renewed yet: the old one stays"
+                    "renewing a certificate failed; keeping the old one"
                 );
                 Ok(credential)
             }
             (None, Err(error)) => Err(error),
             (None, Ok(())) => Err(Problem::later(format!(
-                "the certificate of signer {} has ended before it came",
+                "the certificate of signer {} had expired when it was issued",
                 source.signer
             ))),
         }
@@ -207,7 +208,7 @@ async fn certify(
         let found = match context.api.certificate(&namespace, &asked.request).await {
             Err(ApiFailure::NotFound(_)) => {
                 certified.asked = None;
-                let why = format!("{about} was removed before it was answered");
+                let why = format!("{about} was deleted before its signer answered");
                 return Err(Problem::later(why));
             }
             other => other.map_err(|e| Problem::later(format!("{about} cannot be read: {e}")))?,
@@ -235,7 +236,7 @@ async fn certify(
         }
     }
     Err(Problem::later(format!(
-        "{about} is awaited: its signer {} has not decided yet",
+        "{about} is pending: its signer {} has not decided yet",
         source.signer
     )))
 }
@@ -259,7 +260,7 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
     let request = asked.map_err(|e| {
         let signer = &source.signer;
         Problem::later(format!(
-            "a certificate of signer {signer} cannot be asked for: {e}"
+            "requesting a certificate of signer {signer} failed: {e}"
         ))
     })?;
     Ok(Asked {
@@ -272,7 +273,7 @@ async fn ask(context: &Context, pod: &Pod, source: &CertificateSource) -> Result
 /// Generates a key of this kind (PEM), and a request signed with it (DER). Slow for RSA.
 fn make(kind: &str) -> Result<(String, Vec<u8>), HostError> {
     let failed =
-        |e: rcgen::Error| HostError::failed(format!("a key of type {kind} cannot be made: {e}"));
+        |e: rcgen::Error| HostError::failed(format!("cannot generate a key of type {kind}: {e}"));
     let key = match kind {
         "ED25519" => KeyPair::generate_for(&rcgen::PKCS_ED25519),
         "ECDSAP256" => KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256),
@@ -282,7 +283,7 @@ fn make(kind: &str) -> Result<(String, Vec<u8>), HostError> {
         "RSA4096" => KeyPair::generate_rsa_for(&rcgen::PKCS_RSA_SHA256, RsaKeySize::_4096),
         other => {
             return Err(format!(
-                "key type {other:?} is not known: use RSA3072, RSA4096, ECDSAP256, ECDSAP384, ECDSAP521 or ED25519"
+                "unknown key type {other:?}: use RSA3072, RSA4096, ECDSAP256, ECDSAP384, ECDSAP521 or ED25519"
             ).into());
         }
     };

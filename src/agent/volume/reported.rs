@@ -49,7 +49,7 @@ impl Reported {
         match tokio::time::timeout(REPORTING, says).await {
             Ok(Ok(_)) => Ok(()),
             _ => Err(format!(
-                "the node's status does not say yet that {volume} is in use"
+                "the node's status does not report {volume} as in use yet"
             )),
         }
     }

@@ -73,7 +73,7 @@ async fn layers(context: &Context, limited: &BTreeMap<String, (Arc<Pod>, Limits)
     }
     let layers = context.runtime.layers().await;
     layers.unwrap_or_else(|error| {
-        tracing::debug!(%error, "the runtime does not say what containers have written");
+        tracing::debug!(%error, "cannot read the containers' disk usage from the runtime");
         Layers::new()
     })
 }
@@ -83,13 +83,13 @@ async fn check(context: &Context, pod: &Pod, limits: &Limits, layers: &Layers) {
     match usage(context, pod, limits, layers).await {
         Ok(usage) => {
             if let Some((signal, message)) = limits.exceeded(&usage) {
-                tracing::warn!(pod = %pod::full_name(pod), message, "the pod is evicted");
+                tracing::warn!(pod = %pod::full_name(pod), message, "evicting the pod");
                 let eviction = Eviction::over_limit(pod::uid(pod), signal, message);
                 context.ledger.evict(eviction).await;
             }
         }
         Err(error) => {
-            tracing::warn!(%error, pod = %pod::full_name(pod), "what the pod uses of the disk cannot be counted")
+            tracing::warn!(%error, pod = %pod::full_name(pod), "measuring the pod's disk usage failed")
         }
     }
 }

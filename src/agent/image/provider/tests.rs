@@ -122,7 +122,7 @@ fn entry(password: &str) -> Entry {
 }
 
 #[tokio::test]
-async fn plugins_are_asked_once() {
+async fn credentials_of_plugins_are_cached() {
     let plugin = Plugin::new(VERSIONS[1], "");
     let providers = plugin.load(&plugin.definition("")).expect("loaded");
     let (api, pod) = (Api::default(), pod("p", "bot"));
@@ -137,7 +137,7 @@ async fn plugins_are_asked_once() {
     );
     assert_eq!(first, [(entry("word"), None)]);
     assert_eq!(first, second);
-    assert_eq!(plugin.asked().len(), 1, "the second answer is remembered");
+    assert_eq!(plugin.asked().len(), 1, "the second answer is cached");
     assert_eq!(
         plugin.asked()[0],
         json!({"kind": "CredentialProviderRequest", "apiVersion": VERSIONS[1], "image": "reg.example/x"})
@@ -147,7 +147,7 @@ async fn plugins_are_asked_once() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn mistakes_in_the_configuration_are_named() {
     let plugin = Plugin::new(VERSIONS[0], "");
     let tokens = |fields: &str| {
         plugin.definition(&format!(
@@ -163,7 +163,7 @@ fn mistakes_are_named() {
         (tokens(", audience: a"), "audience"),
         (
             older(tokens("")),
-            "credentialprovider.kubelet.k8s.io/v1 alone",
+            "only apiVersion credentialprovider.kubelet.k8s.io/v1 supports tokens",
         ),
         (plugin.definition("  extra: 1\n"), "extra"),
         (
@@ -236,7 +236,7 @@ fn bot() -> Option<ByAccount> {
 }
 
 #[tokio::test]
-async fn a_plugin_gets_a_token_and_annotations_and_its_answer_is_the_accounts() {
+async fn a_plugin_gets_a_token_and_annotations_and_its_answer_is_cached_by_account() {
     let api = Api {
         annotations: [("role", "r"), ("secret", "s")]
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
@@ -256,17 +256,17 @@ async fn a_plugin_gets_a_token_and_annotations_and_its_answer_is_the_accounts() 
             json!({"kind": "CredentialProviderRequest", "apiVersion": VERSIONS[0], "image": "reg.example/x",
             "serviceAccountToken": "token-p-0", "serviceAccountAnnotations": {"role": "r"}})
         ],
-        "the answer is good for all pods of the account"
+        "the answer is valid for all pods of the account"
     );
     assert_eq!(
         api.issued.load(Ordering::Relaxed),
         2,
-        "a token is kept while it is fresh"
+        "a token is reused while it is valid"
     );
 }
 
 #[tokio::test]
-async fn an_answer_is_good_for_one_token_where_the_plugin_says_so() {
+async fn with_cache_type_token_an_answer_is_cached_by_token() {
     let (api, attributes) = (
         Api::default(),
         "cacheType: Token, requireServiceAccount: true",
@@ -291,7 +291,7 @@ async fn an_answer_is_good_for_one_token_where_the_plugin_says_so() {
 }
 
 #[tokio::test]
-async fn without_an_account_or_an_annotation_a_plugin_is_asked_only_where_it_can_do_without() {
+async fn a_plugin_is_skipped_without_its_required_account_or_annotation() {
     let api = Api::default();
     let none = [pod("p", "")];
     let required = "cacheType: Token, requireServiceAccount: true";

@@ -94,7 +94,7 @@ impl Filesystems {
         let work = move || read(&dir).map_err(HostError::from);
         let room = self.calls.call(&key, self.patience, work).await;
         room.inspect_err(
-            |error| tracing::debug!(%error, dir = key, "the filesystem cannot be measured"),
+            |error| tracing::debug!(%error, dir = key, "cannot measure the filesystem"),
         )
         .ok()
     }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_filesystem_that_hangs_holds_up_no_other() {
+    async fn a_hanging_filesystem_delays_no_other() {
         let root = tempfile::tempdir().expect("a directory");
         let filesystems = Filesystems {
             read: |dir| {
@@ -222,12 +222,16 @@ mod tests {
             let Measured {
                 left,
                 separate_images,
-            } = found.expect("it goes on");
+            } = found.expect("the measurement completes");
             assert!(left.contains_key(&Signal::NodeFsAvailable));
             assert!(left.contains_key(&Signal::PidAvailable));
             assert!(!left.contains_key(&Signal::ImageFsAvailable));
             assert!(separate_images);
         }
-        assert_eq!(filesystems.calls.under_way(), 1, "it is asked once");
+        assert_eq!(
+            filesystems.calls.under_way(),
+            1,
+            "the hanging filesystem is read once"
+        );
     }
 }

@@ -102,7 +102,7 @@ async fn find_images(context: Arc<Context>, found: watch::Sender<Option<PathBuf>
         match context.runtime.stock().await {
             Ok(stock) => return found.send_modify(|dir| *dir = Some(stock.mountpoint)),
             Err(error) => {
-                tracing::debug!(%error, "the runtime does not say where its images are");
+                tracing::debug!(%error, "cannot read the runtime's image filesystem; retrying");
                 tokio::time::sleep(AGAIN).await;
             }
         }
@@ -223,7 +223,7 @@ impl Manager {
         if changed {
             tracing::warn!(
                 pressures = ?now, ?left,
-                "what the node is short of has changed"
+                "the node's pressures changed"
             );
         }
     }
@@ -293,7 +293,7 @@ impl Manager {
         let ended = self.ending.forget(|uid| here.contains(uid));
         for (uid, told) in &ended {
             let took = self.begun.elapsed().saturating_sub(*told);
-            tracing::info!(uid, ?took, "the evicted pod has ended");
+            tracing::info!(uid, ?took, "the evicted pod has terminated");
         }
         !ended.is_empty()
     }
@@ -324,7 +324,7 @@ impl Manager {
                 tracing::warn!(
                     pod = pod::full_name(&pod),
                     grace,
-                    "the evicted pod is to end sooner: the node is shorter of {} than when it was evicted",
+                    "shortening the grace period of the evicted pod: the node has less {} than when the pod was evicted",
                     threshold.signal.resource().name()
                 );
             }
@@ -367,7 +367,7 @@ impl Manager {
                 if !in_vain.is_empty() {
                     tracing::warn!(
                         pods = in_vain.join(", "),
-                        "evicted pods have not ended in time: another one goes"
+                        "evicted pods did not terminate in time; evicted another pod"
                     );
                 }
                 return true;
@@ -375,7 +375,7 @@ impl Manager {
         }
         tracing::debug!(
             signal = signal.name(),
-            "the node is short of something, and there is no pod whose eviction would help"
+            "the node is under pressure, but evicting a pod would not help"
         );
         false
     }
@@ -417,7 +417,7 @@ impl Manager {
             message = text,
             ranking,
             ends_already = !is_told,
-            "the pod is evicted: the node is short of {}",
+            "evicting the pod: the node is short of {}",
             resource.name()
         );
         true
@@ -455,15 +455,18 @@ impl Manager {
         match dead_containers::collect(&self.context, true).await {
             Ok((removed, failures)) => {
                 for error in failures.values() {
-                    tracing::warn!(error, "a dead container could not be removed");
+                    tracing::warn!(error, "removing a dead container failed");
                 }
                 if removed == 0 {
                     return false;
                 }
-                tracing::info!(removed, "dead containers were removed: the disk is short")
+                tracing::info!(
+                    removed,
+                    "removed dead containers: the node is short of disk space or inodes"
+                )
             }
             Err(error) => {
-                tracing::warn!(error, "dead containers could not be removed");
+                tracing::warn!(error, "removing dead containers failed");
                 return false;
             }
         }
@@ -480,9 +483,12 @@ impl Manager {
         };
         match collect::make_room(&self.context, wanted).await {
             Ok(0) => return false,
-            Ok(freed) => tracing::info!(freed, "unused images were removed: the disk is short"),
+            Ok(freed) => tracing::info!(
+                freed,
+                "removed unused images: the node is short of disk space or inodes"
+            ),
             Err(error) => {
-                tracing::warn!(%error, "unused images could not be removed");
+                tracing::warn!(%error, "removing unused images failed");
                 return false;
             }
         }

@@ -141,7 +141,7 @@ async fn on_disk(
     let layers = match part {
         Part::Files => Layers::new(),
         Part::Whole | Part::Layers => context.runtime.layers().await.unwrap_or_else(|error| {
-            tracing::warn!(%error, "the runtime does not say what containers have written");
+            tracing::warn!(%error, "cannot read the containers' disk usage from the runtime");
             Layers::new()
         }),
     };
@@ -151,7 +151,7 @@ async fn on_disk(
         let figures = match tokio::time::timeout_at(until, counting).await {
             Ok(figures) => figures,
             Err(_) => {
-                tracing::warn!(pod = pod::full_name(&pod), waited = ?COUNTING, "what the pod has on the disk could not be counted in time");
+                tracing::warn!(pod = pod::full_name(&pod), waited = ?COUNTING, "measuring the pod's disk usage timed out");
                 PodFigures::default()
             }
         };
@@ -169,7 +169,7 @@ async fn count(context: &Context, pod: &Pod, part: Part, layers: &Layers) -> Pod
                     figures.disk += used.bytes;
                     figures.inodes += used.inodes;
                 }
-                Err(error) => tracing::debug!(%error, volume, "a volume could not be counted"),
+                Err(error) => tracing::debug!(%error, volume, "measuring a volume failed"),
             }
         }
     }
@@ -201,7 +201,7 @@ mod tests {
 
     /// 100 pods, of which ten have a filesystem that hangs.
     #[tokio::test(start_paused = true)]
-    async fn few_pods_are_counted_at_a_time_and_those_that_hang_do_not_block_the_others() {
+    async fn few_pods_are_measured_at_a_time_and_hanging_ones_do_not_block_the_others() {
         let (places, now, most) = (
             Semaphore::new(WALKS),
             AtomicUsize::new(0),

@@ -27,7 +27,7 @@ impl image::SandboxMessage for Job {
                 let mut setup = self.tools.setup.subscribe();
                 let made = setup.wait_for(Option::is_some).await;
                 let made = made.map_err(|e| Fault::later(e.to_string()))?.clone();
-                made.ok_or_else(|| Fault::later("the pod is not prepared"))?
+                made.ok_or_else(|| Fault::later("the pod has no cgroup and directories yet"))?
             }
         };
         let node = node_config(self.context(), &self.pod, &setup);

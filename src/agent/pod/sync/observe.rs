@@ -24,7 +24,8 @@ impl Job {
         }
         let look = async {
             let observed = context.runtime.observe(pod::uid(&self.pod)).await;
-            observed.map_err(|e| Fault::from(e).within("the runtime cannot be asked about the pod"))
+            observed
+                .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))
         };
         let mut observed = self
             .log()
@@ -55,7 +56,7 @@ impl Job {
                     Ok(None) => {}
                     // As upstream: restarting at zero is better than not starting the container.
                     Err(error) => {
-                        tracing::warn!(%error, container = name, "restarts are counted from nought");
+                        tracing::warn!(%error, container = name, "cannot read the last attempt; restarts are counted from zero");
                     }
                 }
             }
@@ -95,7 +96,7 @@ impl Job {
         let (host, id) = (&self.context().host, &container.id);
         if let Err(error) = host.remove_container_cgroup(&self.pod, id).await {
             let name = &container.name;
-            tracing::warn!(%error, container = name, id, "processes of an ended container may be left");
+            tracing::warn!(%error, container = name, id, "processes of an exited container may remain");
         }
     }
 

@@ -56,7 +56,7 @@ impl Job {
         let observed = runtime
             .observe(pod::uid(&self.pod))
             .await
-            .map_err(|e| Fault::from(e).within("the runtime cannot be asked about the pod"))?;
+            .map_err(|e| Fault::from(e).within("cannot read the pod's state from the runtime"))?;
         let removals = observed
             .sandboxes
             .iter()

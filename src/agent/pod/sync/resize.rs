@@ -96,7 +96,7 @@ impl Job {
             .await
             && error.kind != RuntimeErrorKind::Unimplemented
         {
-            tracing::warn!(%error, "the runtime was not told the sandbox's new size");
+            tracing::warn!(%error, "updating the sandbox's size in the runtime failed");
         }
         Ok(())
     }

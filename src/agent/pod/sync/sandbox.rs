@@ -37,7 +37,7 @@ impl Job {
             // observes a sandbox that was created nevertheless.
             () = self.cut_off(&asked) => match asked.load(Ordering::Relaxed) {
                 false => Ok((Outcome::NotBegun, None)),
-                true => Err(Fault::later("the pod ends: making its sandbox was cancelled").into()),
+                true => Err(Fault::later("the pod is terminating: creating its sandbox was cancelled").into()),
             },
         }
     }

@@ -110,7 +110,7 @@ impl Job {
         match tokio::time::timeout(STARTED_TELLS, ask).await {
             Ok(Ok(container)) => container.map(Box::new),
             Ok(Err(error)) => {
-                tracing::debug!(%error, id, "the runtime does not tell of a started container");
+                tracing::debug!(%error, id, "cannot read the status of a started container");
                 None
             }
             Err(_) => None,
@@ -161,7 +161,7 @@ impl Job {
     pub(super) async fn starts_settle(&self) {
         let settled = self.tools.starts.wait();
         if tokio::time::timeout(START_ENDS, settled).await.is_err() {
-            tracing::warn!("the runtime is starting a container that is not wanted any more");
+            tracing::warn!("the runtime is still starting a container that is no longer needed");
         }
     }
 }
@@ -244,7 +244,7 @@ async fn begin_container(s: &Starting<'_>, start: &Start, images: &Pulled) -> St
         tracing::warn!(
             %error,
             container = name,
-            "log collectors will not find this container's log"
+            "linking the container's log failed: log collectors will not find it"
         );
     }
     let lifecycle = start.container.lifecycle.as_ref();
@@ -268,9 +268,7 @@ async fn create_container(
         let removed = s.context.runtime.remove_container(old).await;
         removed.map_err(|e| {
             failed(
-                Fault::from(e).within(
-                    "the instance that was made before and never started cannot be removed",
-                ),
+                Fault::from(e).within("an earlier instance that never started cannot be removed"),
             )
         })?;
     }

@@ -170,7 +170,7 @@ impl Job {
             let removed = self.context().runtime.remove_container(&kill.id).await;
             removed.map_err(|e| {
                 Fault::from(e).within(&format!(
-                    "container {} cannot be removed to start over",
+                    "container {} cannot be removed before the restart of all containers",
                     kill.name
                 ))
             })?;

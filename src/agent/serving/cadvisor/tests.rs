@@ -124,7 +124,7 @@ fn series(page: &str) -> Vec<&str> {
 
 /// Without cgroups of pods, the summary's usage of all pods is that of the machine.
 #[test]
-fn without_cgroups_of_pods_their_containers_are_shown_and_the_machine_once() {
+fn without_pod_cgroups_containers_are_shown_and_the_machine_once() {
     let mut snapshot = snapshot(1);
     snapshot.systems[0].cgroup = "/".into();
     // For example, agent and system processes in the same cgroup.
@@ -149,7 +149,7 @@ fn without_cgroups_of_pods_their_containers_are_shown_and_the_machine_once() {
 }
 
 #[test]
-fn no_series_is_there_twice_and_families_are_whole() {
+fn series_are_unique_and_families_are_contiguous() {
     let page = containers(&snapshot(3), true, "pause:3").into_text();
     let all = series(&page);
     let once: BTreeSet<&str> = all.iter().copied().collect();
@@ -167,7 +167,7 @@ fn no_series_is_there_twice_and_families_are_whole() {
 }
 
 #[test]
-fn samples_are_those_of_a_kubelet() {
+fn samples_equal_those_of_a_kubelet() {
     let page = containers(&snapshot(1), true, "pause:3").into_text();
     let cgroup = "/kubepods.slice/kubepods-burstable.slice/pod0b7c3f0e_00000.slice";
     let (sandbox, id) = (format!("{:064x}", 0), format!("{:064x}", 1000));
@@ -216,7 +216,7 @@ fn samples_are_those_of_a_kubelet() {
 
 /// Prints the cost of writing the page with `--nocapture`. Tests that the page grows linearly with the pods.
 #[test]
-fn the_page_of_a_full_node_grows_with_its_pods() {
+fn the_page_grows_linearly_with_the_pods() {
     let length = |pods: usize| {
         let snapshot = snapshot(pods);
         let clock = nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID;

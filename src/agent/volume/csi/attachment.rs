@@ -76,13 +76,13 @@ async fn attached_by_controller(
     {
         Attachment::Done(told) if is_listed => return Ok(told),
         Attachment::Done(_) => format!(
-            "volumesAttached of node {node} does not list {volume}, though VolumeAttachment {name} says that it is attached; the attach-detach controller lists it"
+            "volumesAttached of node {node} does not list {volume}, although VolumeAttachment {name} reports it as attached; waiting for the attach-detach controller"
         ),
         Attachment::Awaited => format!(
-            "VolumeAttachment {name} of driver {driver} is awaited; its attacher makes it so"
+            "VolumeAttachment {name} of driver {driver} is not attached yet; waiting for its attacher"
         ),
         Attachment::Detaching => format!(
-            "VolumeAttachment {name} of driver {driver} is being deleted; the volume is attached anew when its attacher has detached it"
+            "VolumeAttachment {name} of driver {driver} is being deleted; the volume is attached again after its attacher has detached it"
         ),
         Attachment::Failed { message, is_full } => {
             // The scheduler used an outdated limit (KEP-4876). Only drivers

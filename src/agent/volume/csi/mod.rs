@@ -714,7 +714,7 @@ pub async fn figures(context: &Context, uid: &str) -> Vec<VolumeFigures> {
             Err(error) => tracing::debug!(
                 %error,
                 volume = place.name,
-                "it cannot be told how full a volume is"
+                "cannot read the usage of a volume"
             ),
         }
     }

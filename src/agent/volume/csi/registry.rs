@@ -99,7 +99,7 @@ impl Sockets {
         match outcome {
             Ok(name) => socket.name = Some(name),
             Err(error) => {
-                tracing::warn!(error, socket = %path.display(), "a plugin could not be registered");
+                tracing::warn!(error, socket = %path.display(), "registering a plugin failed; retrying");
                 socket.next = Instant::now() + socket.retry.pause();
             }
         }
@@ -150,7 +150,7 @@ pub async fn run(context: Arc<Context>, nodes: Option<Arc<dyn NodeApi>>) {
     if let Err(error) = std::fs::create_dir(&dir)
         && error.kind() != std::io::ErrorKind::AlreadyExists
     {
-        tracing::warn!(%error, dir = %dir.display(), "no driver can be registered: the directory cannot be made");
+        tracing::warn!(%error, dir = %dir.display(), "drivers cannot register: creating the directory failed");
         return std::future::pending().await;
     }
     if nodes.is_some() {
@@ -246,7 +246,7 @@ async fn tell_of(
     match &told {
         Ok(()) => context.csi.set_problem(None),
         Err(error) => {
-            tracing::debug!(error, "the drivers could not be reported yet");
+            tracing::debug!(error, "publishing the drivers in the CSINode failed");
             if context.csi.problem().is_some() {
                 let why = format!("failed to initialize CSINode: {error}");
                 context.csi.set_problem(Some(why));
@@ -311,7 +311,7 @@ async fn refresh(context: Arc<Context>, name: String, registered: Registered) {
             }
         }
         Err(error) => {
-            tracing::debug!(%error, driver = name, "a driver does not say what it serves here")
+            tracing::debug!(%error, driver = name, "cannot read a driver's information about this node")
         }
     }
 }
@@ -341,13 +341,13 @@ fn forget_gone(
         let now = context.clock.now();
         if context.claims.lose(&name, &path) {
             // Other instances of the driver stay registered.
-            tracing::info!(driver = name, socket = %path.display(), "a driver of dynamic resources has gone");
+            tracing::info!(driver = name, socket = %path.display(), "DRA driver unregistered");
             continue;
         }
         if !was_driver && !context.devices.lose(&name, &path, now) {
             continue;
         }
-        tracing::info!(plugin = name, socket = %path.display(), "a plugin has gone");
+        tracing::info!(plugin = name, socket = %path.display(), "plugin unregistered");
         for other in known.values_mut() {
             if other.name.as_ref() == Some(&name) {
                 (other.name, other.next) = (None, Instant::now());
@@ -362,11 +362,14 @@ async fn register(context: &Arc<Context>, path: &Path) -> Result<String, String>
     let socket = &path.display().to_string();
     let plugin = ask(socket)
         .await
-        .map_err(|e| format!("it does not say who it is: {e}"))?;
+        .map_err(|e| format!("cannot read the plugin's information: {e}"))?;
     let outcome = accept(context, &plugin, socket).await;
-    tell(socket, outcome.clone())
-        .await
-        .map_err(|e| format!("{} could not be told the outcome: {e}", plugin.name))?;
+    tell(socket, outcome.clone()).await.map_err(|e| {
+        format!(
+            "cannot notify {} of the registration's outcome: {e}",
+            plugin.name
+        )
+    })?;
     outcome.map(|()| plugin.name)
 }
 
@@ -389,7 +392,7 @@ async fn accept(context: &Arc<Context>, plugin: &Plugin, socket: &str) -> Result
             register_resource_driver(context, &plugin.name, &plugin.versions, path, by).await
         }
         other => Err(format!(
-            "plugins of type {other:?} are not served by this version: it serves CSIPlugin, DevicePlugin and DRAPlugin"
+            "unsupported plugin type {other:?}: this version supports CSIPlugin, DevicePlugin and DRAPlugin"
         )),
     }
 }
@@ -406,7 +409,7 @@ async fn accept_driver(
         .any(|v| v.trim_start_matches('v').split('.').next() == Some("1"))
     {
         return Err(format!(
-            "driver {} speaks CSI {}, and version 1 is needed",
+            "driver {} supports CSI {}, but version 1 is required",
             plugin.name,
             plugin.versions.join(", ")
         ));
@@ -426,7 +429,7 @@ async fn accept_driver(
         driver = plugin.name,
         node_id = info.node_id,
         ?capabilities,
-        "a driver is registered"
+        "CSI driver registered"
     );
     // A restarted driver may have lost its staged volumes. They are staged again, which is idempotent.
     let own = csi::unique_name(&plugin.name, "");

@@ -52,7 +52,7 @@ pub async fn run(context: Arc<Context>) {
             () = context.csi.leaves.notified() => {}
             Some(ended) = tries.join_next() => {
                 if let Err(error) = ended {
-                    tracing::error!(%error, "unstaging a volume ended unexpectedly; it is tried again at the next start");
+                    tracing::error!(%error, "unstaging a volume ended unexpectedly; the next start of the agent retries it");
                 }
             }
         }
