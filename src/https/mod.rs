@@ -1,18 +1,18 @@
 //! HTTP and HTTPS listeners with limits on connections and on time. Certificates are reloaded when their files change,
 //! and tunnels carry connections that leave HTTP.
 
-mod border;
 mod commands;
 mod connections;
 mod ending;
+mod handshakes;
 mod listeners;
 mod paced;
 mod pairs;
+mod panic_boundary;
 mod receive;
 mod spdy;
 mod tls;
 mod tunnel;
-mod turns;
 mod websocket;
 
 use std::convert::Infallible;
@@ -34,13 +34,13 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::sys::link;
 use connections::{Connection, Connections, OnEnd};
-use turns::{Source, Turns};
+use handshakes::{HandshakeLimiter, Source};
 
-pub use border::{Panicked, end_process_on_panic, guard};
 pub use commands::{CommandStreams, Output, OutputKind, serve_command};
-pub use connections::Place;
+pub use connections::ConnectionSlot;
 pub use listeners::Listeners;
 pub use paced::paced;
+pub use panic_boundary::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
@@ -64,7 +64,7 @@ pub struct Limits {
     /// more than half of the maximum loses its connections first.
     pub connections: usize,
     /// Whether connections that are not authenticated are closed as well, even if they are busy.
-    pub strangers_give_way: bool,
+    pub evict_unauthenticated: bool,
     /// How long a connection may be without a request, or with an incomplete one. `None` for any time.
     pub idle: Option<Duration>,
 }
@@ -115,7 +115,7 @@ pub async fn serve<S, F>(
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let connections = Arc::new(Connections::default());
-    let turns = Turns::for_this_machine();
+    let limiter = HandshakeLimiter::for_this_machine();
     let (mut listeners, mut next) = (listeners.into(), 0);
     loop {
         let (socket, address) = match listeners.accept().await {
@@ -136,7 +136,7 @@ pub async fn serve<S, F>(
         next += 1;
         let (respond, tls, held, id) =
             (respond.clone(), tls.clone(), Arc::clone(&connections), next);
-        let (turns, source) = (Arc::clone(&turns), Source::from(address.ip()));
+        let (limiter, source) = (Arc::clone(&limiter), Source::from(address.ip()));
         // Registered before the task begins, so that the task finds its own entry.
         let mut all = connections.all();
         let task = tokio::spawn(async move {
@@ -144,7 +144,7 @@ pub async fn serve<S, F>(
                 connections: Arc::clone(&held),
                 id,
             };
-            let place = Place {
+            let slot = ConnectionSlot {
                 connections: held,
                 id,
             };
@@ -157,13 +157,13 @@ pub async fn serve<S, F>(
                     },
                     limits,
                     respond,
-                    place,
+                    slot,
                 )
                 .await;
             };
             let settings = tls.current();
             let acceptor = TlsAcceptor::from(Arc::clone(&settings.server));
-            let handshake = turns.run(source, acceptor.accept(socket));
+            let handshake = limiter.run(source, acceptor.accept(socket));
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, handshake).await else {
                 return;
             };
@@ -177,7 +177,7 @@ pub async fn serve<S, F>(
                 },
                 limits,
                 respond,
-                place,
+                slot,
             ))
             .await;
         });
@@ -216,14 +216,14 @@ async fn converse<S, F>(
     peer: Peer,
     limits: Limits,
     respond: S,
-    place: Place,
+    slot: ConnectionSlot,
 ) where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let service = service_fn(move |mut request: Request<Incoming>| {
-        let busy = place.connections.begin(place.id);
-        request.extensions_mut().insert(place.clone());
+        let busy = slot.connections.begin(slot.id);
+        request.extensions_mut().insert(slot.clone());
         let (respond, peer) = (respond.clone(), peer.clone());
         async move {
             let answer = guard(async move { respond(peer, request).await }).await;
@@ -317,7 +317,7 @@ mod tests {
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
             connections: 4,
-            strangers_give_way: false,
+            evict_unauthenticated: false,
             idle: None,
         };
         let gate = Arc::new(Gate::default());
@@ -369,14 +369,14 @@ mod tests {
             socket.connect(at).await.expect("connected")
         };
         // This connection is idle, and older than all others.
-        let mut modest = from(2).await;
-        assert!(ask(&mut modest, "/").await.contains("END"));
-        let mut greedy = vec![];
+        let mut small_client = from(2).await;
+        assert!(ask(&mut small_client, "/").await.contains("END"));
+        let mut large_client = vec![];
         for _ in 0..12 {
-            greedy.push(from(1).await);
+            large_client.push(from(1).await);
         }
-        closed(&mut greedy[0]).await;
-        assert!(ask(&mut modest, "/").await.contains("END"));
+        closed(&mut large_client[0]).await;
+        assert!(ask(&mut small_client, "/").await.contains("END"));
     }
 
     /// A server for tests. Waits for bodies on `/body`, sends an endless response on `/endless`, and panics on
@@ -386,7 +386,7 @@ mod tests {
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
             connections,
-            strangers_give_way: true,
+            evict_unauthenticated: true,
             idle: None,
         };
         let gate = Arc::new(Gate::default());
@@ -401,17 +401,17 @@ mod tests {
                         Err(error) => text(StatusCode::BAD_REQUEST, format!("{error} END")),
                     },
                     "/known" => {
-                        if let Some(place) = request.extensions().get::<Place>() {
-                            place.vouch();
+                        if let Some(slot) = request.extensions().get::<ConnectionSlot>() {
+                            slot.mark_authenticated();
                         }
                         held.pass().await;
                         text(StatusCode::OK, "END")
                     }
                     "/endless" => std::future::pending().await,
                     "/large" => {
-                        let place = request.extensions().get::<Place>().cloned();
+                        let slot = request.extensions().get::<ConnectionSlot>().cloned();
                         let body = Bytes::from(vec![b'x'; 64 << 20]);
-                        Response::new(paced(body, place.as_ref(), Duration::from_secs(2)))
+                        Response::new(paced(body, slot.as_ref(), Duration::from_secs(2)))
                     }
                     _ => text(StatusCode::OK, "END"),
                 }

@@ -219,7 +219,7 @@ mod tests {
     /// A server that responds with `answer`, and a server in front of it that forwards requests.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {
         let limits = Limits {
-            strangers_give_way: false,
+            evict_unauthenticated: false,
             connections: 8,
             idle: None,
         };
