@@ -75,7 +75,7 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                     504,
                     "Timeout",
                     format!(
-                        "Timeout: request did not complete within {} s; a write may have been done nevertheless",
+                        "Timeout: request did not complete within {} s; a write may have been applied nevertheless",
                         REQUEST_TIMEOUTS.1.as_secs()
                     ),
                 )
