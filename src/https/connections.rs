@@ -106,7 +106,7 @@ impl Connections {
 }
 
 /// Closes connections with the lowest value, and of these the oldest; returns whether there were any. Several are closed
-/// at once, because all connections are looked at: a burst of new ones would otherwise look at thousands for each, and
+/// at once, because all connections are read: a burst of new ones would otherwise read thousands for each, and
 /// every request in progress would wait for the lock.
 fn close_least(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
     let mut held: BTreeMap<Source, usize> = BTreeMap::new();
@@ -198,9 +198,9 @@ mod tests {
         }
     }
 
-    /// Numbers 0 to 99 are idle connections of strangers, 100 to 254 those of authenticated clients.
+    /// Numbers 0 to 99 are idle connections of unauthenticated clients, 100 to 254 those of authenticated clients.
     #[tokio::test(start_paused = true)]
-    async fn several_idle_ones_are_closed_at_once() {
+    async fn several_idle_connections_are_closed_at_once() {
         let mut all = BTreeMap::new();
         for id in 0..255_u64 {
             let source = u8::try_from(id % 200).expect("a byte");
@@ -210,7 +210,11 @@ mod tests {
         tokio::time::sleep(FRESH).await;
         for round in 1..=25_u64 {
             assert!(close_least(&mut all, LIMITS));
-            assert_eq!(all.keys().next(), Some(&(round * 4)), "the oldest first");
+            assert_eq!(
+                all.keys().next(),
+                Some(&(round * 4)),
+                "the oldest idle connections are closed first"
+            );
         }
         // Then authenticated clients that are between two requests, but none that is busy.
         let busy: Vec<_> = all.values().map(|c| Arc::clone(&c.busy)).collect();
@@ -221,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_source_loses_no_more_than_it_has_above_half() {
+    async fn a_source_loses_only_its_connections_above_half_of_the_maximum() {
         let mut all = BTreeMap::new();
         for id in 0..256_u64 {
             all.insert(id, connection(u8::from(id >= 126), false));

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sources_alternate_and_the_newest_of_one_goes_first() {
+    async fn sources_alternate_and_the_newest_handshake_of_a_source_is_first() {
         let limiter = HandshakeLimiter::new(1);
         let held = limiter.take(source(9)).await;
         let order = Arc::new(Mutex::new(vec![]));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_turn_is_held_while_the_other_side_is_waited_for() {
+    async fn no_turn_is_held_while_the_peer_is_awaited() {
         let limiter = HandshakeLimiter::new(1);
         let (go, gone) = oneshot::channel::<()>();
         let slow = tokio::spawn({
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_is_one_source() {
+    fn an_ipv6_network_is_one_source() {
         let source = |text: &str| Source::from(text.parse::<IpAddr>().expect("an address"));
         assert_eq!(source("2001:db8::1"), source("2001:db8::ffff:2"));
         assert_ne!(source("2001:db8::1"), source("2001:db8:0:1::1"));

@@ -131,7 +131,7 @@ pub async fn serve<S, F>(
         // Small responses and watch events must not wait for the acknowledgement of the previous one.
         let _ = socket.set_nodelay(true);
         if let Err(error) = link::keep_alive(&socket) {
-            tracing::debug!(%error, "a connection is not probed while it is silent");
+            tracing::debug!(%error, "enabling TCP keep-alive on a connection failed");
         }
         next += 1;
         let (respond, tls, held, id) =
@@ -248,7 +248,7 @@ async fn converse<S, F>(
         .serve_connection_with_upgrades(TokioIo::new(stream), service)
         .await
     {
-        tracing::debug!(error, "a connection ended early");
+        tracing::debug!(error, "a connection closed early");
     }
 }
 
@@ -260,7 +260,7 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     #[tokio::test]
-    async fn what_is_kept_with_an_answer_goes_with_the_last_of_its_body() {
+    async fn a_value_held_by_a_response_is_dropped_after_its_body() {
         use hyper::body::Body as _;
         let kept = Arc::new(());
         let answer = held(text(StatusCode::OK, "abc"), Arc::clone(&kept));
@@ -304,15 +304,15 @@ mod tests {
     async fn closed(stream: &mut TcpStream) {
         let mut byte = [0];
         let end = tokio::time::timeout(LONG, stream.read(&mut byte)).await;
-        let end = end.expect("it is closed in time");
+        let end = end.expect("the connection is closed in time");
         assert!(
             end.is_err() || end.is_ok_and(|n| n == 0),
-            "nothing was said"
+            "no bytes are received before the close"
         );
     }
 
     #[tokio::test]
-    async fn idle_connections_make_room_and_busy_ones_stay() {
+    async fn idle_connections_are_closed_to_make_room_and_busy_ones_stay() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
@@ -346,21 +346,21 @@ mod tests {
         let mut last = TcpStream::connect(at).await.expect("connected");
         let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("while the other is still answered");
+            .expect("a response while the other request is in progress");
         assert!(said.contains("200 OK"), "{said}");
         gate.open.notify_one();
         assert!(
             slow.await.expect("ended").contains("END"),
-            "whoever is answered is not cut off"
+            "a busy connection is not closed"
         );
         assert!(
             !ask(&mut idle[0], "/").await.contains("END"),
-            "the oldest idle one made room"
+            "the oldest idle connection was closed"
         );
     }
 
     #[tokio::test]
-    async fn a_source_with_most_of_the_connections_makes_room_first() {
+    async fn a_source_with_most_connections_loses_them_first() {
         let (at, _) = server(6, LONG).await;
         let from = |last: u8| async move {
             let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn slow_senders_and_strangers_keep_nobody_out() {
+    async fn slow_senders_and_unauthenticated_clients_do_not_block_others() {
         let (at, gate) = server(4, 2 * LONG).await;
         let known = tokio::spawn(async move {
             let mut stream = TcpStream::connect(at).await.expect("connected");
@@ -449,17 +449,17 @@ mod tests {
         let mut last = TcpStream::connect(at).await.expect("connected");
         let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("before the others' time is over");
+            .expect("a response before the timeouts of the others");
         assert!(said.contains("200 OK"), "{said}");
         gate.open.notify_one();
         assert!(
             known.await.expect("ended").contains("END"),
-            "whoever is known is not cut off"
+            "a busy connection of an authenticated client is not closed"
         );
     }
 
     #[tokio::test]
-    async fn strangers_give_way_to_idle_connections_of_who_is_known() {
+    async fn unauthenticated_connections_are_closed_before_idle_authenticated_ones() {
         let (at, gate) = server(4, LONG).await;
         let mut known = TcpStream::connect(at).await.expect("connected");
         gate.open.notify_one();
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_have_a_size_and_a_deadline() {
+    async fn bodies_have_a_size_limit_and_a_deadline() {
         let (at, _) = server(4, Duration::from_millis(500)).await;
         let post = |length: usize, body: &str| {
             format!(
@@ -497,7 +497,7 @@ mod tests {
     /// The kernel's buffers take some MiB of a response. A client that stops reading loses its connection, and a client
     /// that reads gets the whole response.
     #[tokio::test]
-    async fn who_does_not_read_an_answer_loses_the_connection() {
+    async fn a_client_that_stops_reading_a_response_is_disconnected() {
         let (at, _) = server(4, LONG).await;
         let get = "GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
         let mut reader = say(at, get).await;
@@ -513,7 +513,7 @@ mod tests {
         };
         tokio::time::timeout(LONG, closed)
             .await
-            .expect("it is closed");
+            .expect("the connection is closed");
         let mut rest = vec![];
         // Bytes in transit may still arrive.
         let _ = deaf.read_to_end(&mut rest).await;
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_an_answer() {
+    async fn a_panic_causes_an_error_response() {
         let (at, _) = server(4, LONG).await;
         let mut stream = say(
             at,

@@ -86,7 +86,7 @@ async fn watch(
     while tokio::time::timeout(patience, &mut gone).await.is_err() {
         let now = taken.load(Ordering::Relaxed);
         if now == before {
-            tracing::debug!("a client has stopped reading an answer; its connection is closed");
+            tracing::debug!("a client stopped reading a response; closing its connection");
             slot.close();
             return;
         }

@@ -19,7 +19,7 @@ pub enum NotReceived {
     #[error("the body did not arrive within {} s", .0.as_secs_f32())]
     TooSlow(Duration),
     /// The connection broke.
-    #[error("the body could not be read: {0}")]
+    #[error("reading the body failed: {0}")]
     Broken(String),
 }
 
