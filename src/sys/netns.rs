@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(
             names(&format!("{shared}{over}")),
             Vec::<String>::new(),
-            "they are peers"
+            "mounts of a shared directory propagate to it"
         );
         assert_eq!(names("1 1 0:1 / / rw - a b c\nx\n"), Vec::<String>::new());
     }
@@ -171,10 +171,15 @@ mod tests {
                 mounts::unmount(&old.point, MntFlags::MNT_DETACH).expect("unmounted");
             }
             mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).expect("mounted");
-            mount(none, "/run", none, private, none).expect("private, as without systemd");
+            mount(none, "/run", none, private, none).expect("made private, as without systemd");
             work();
         };
-        std::thread::scope(|scope| scope.spawn(thread).join().expect("it ends well"));
+        std::thread::scope(|scope| {
+            scope
+                .spawn(thread)
+                .join()
+                .expect("the thread does not panic")
+        });
     }
 
     /// Pins a namespace as a runtime does for a sandbox.
@@ -224,7 +229,7 @@ mod tests {
             let sandbox = pin("cni-1");
             add("first");
             assert!(hidden(dir).expect("read").is_empty());
-            unpin(&sandbox).expect("it is let go");
+            unpin(&sandbox).expect("the namespace is unpinned");
         });
     }
 }
