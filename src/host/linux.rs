@@ -720,7 +720,7 @@ fn check_unmounted(dir: &Path) -> Result<(), HostError> {
     let mounted = mount::below(dir)?;
     if let Some(mount) = mounted.first() {
         return Err(format!(
-            "something is still mounted at {}: unmount it; {} is kept until then",
+            "a filesystem is still mounted at {}: unmount it; {} is kept until then",
             mount.point.display(),
             dir.display()
         )

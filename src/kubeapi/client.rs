@@ -136,7 +136,9 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
 pub async fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
     let roots = read(path, None).await.and_then(|target| {
         let roots = target.config.root_cert.filter(|roots| !roots.is_empty());
-        roots.ok_or_else(|| "its cluster has no certificate authority".to_owned())
+        roots.ok_or_else(|| {
+            "its cluster has no certificate-authority or certificate-authority-data".to_owned()
+        })
     });
     let roots = roots.map_err(|why| ConnectError::Use {
         path: path.to_owned(),

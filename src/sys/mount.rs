@@ -532,7 +532,7 @@ mod tests {
         std::os::unix::fs::symlink(&root, &link).expect("link");
         let mounts = || below(&root).expect("listed").len();
         tmpfs(&root.join("a"), 0).expect("mounted");
-        assert_eq!(share(&link).expect("looked at"), Sharing::Occupied);
+        assert_eq!(share(&link).expect("checked"), Sharing::Occupied);
         assert_eq!(mounts(), 1);
         unmount_all(&root).expect("unmounted");
         for _ in 0..2 {
@@ -557,16 +557,16 @@ mod tests {
         std::os::unix::fs::symlink(&real, &link).expect("link");
         tmpfs(&link.join("a"), 0).expect("mounted");
         for root in [&real, &link] {
-            assert!(is_mounted(&root.join("a")).expect("looked at"));
-            assert!(!is_mounted(&root.join("b")).expect("looked at"));
-            assert!(!is_mounted(&root.join("c/d")).expect("looked at"));
+            assert!(is_mounted(&root.join("a")).expect("checked"));
+            assert!(!is_mounted(&root.join("b")).expect("checked"));
+            assert!(!is_mounted(&root.join("c/d")).expect("checked"));
             assert_eq!(below(root).expect("listed").len(), 1);
             assert_eq!(below(&root.join("a")).expect("listed").len(), 1);
         }
         // A bind mount of the same filesystem has the same device number.
         let found = super::super::beneath::Dir::open(&real.join("a")).expect("open");
         bind(&found.itself().expect("itself"), &link.join("b")).expect("bound");
-        assert!(is_mounted(&real.join("b")).expect("looked at"));
+        assert!(is_mounted(&real.join("b")).expect("checked"));
         drop(found);
         // A program that another test has just forked keeps the file open until its execve.
         let begun = std::time::Instant::now();

@@ -212,8 +212,8 @@ mod tests {
         let dir = Path::new(DIR);
         with_a_run_of_its_own(|| {
             let sandbox = pin("cni-1");
-            assert_eq!(share(dir).expect("looked at"), Sharing::Occupied);
-            assert!(!mounts::is_mounted(dir).expect("looked at"));
+            assert_eq!(share(dir).expect("checked"), Sharing::Occupied);
+            assert!(!mounts::is_mounted(dir).expect("checked"));
             add("first");
             assert_eq!(hidden(dir).expect("read"), std::slice::from_ref(&sandbox));
             let error = unpin(&sandbox).expect_err("the hidden mount is still there");

@@ -275,7 +275,7 @@ mod tests {
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
         // With `on_mismatch`, files below a root with the right group stay unchanged.
         std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
-        assert!(!set_group(root, 4242, true, false, &|| false).expect("looked at"));
+        assert!(!set_group(root, 4242, true, false, &|| false).expect("checked"));
         assert_eq!(stat("a/b/f").gid(), 0);
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);

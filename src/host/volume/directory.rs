@@ -229,7 +229,7 @@ mod tests {
         let (dir, disk) = (root.path().join("v"), root.path().join("disk"));
         for _ in 0..2 {
             write(&dir).expect("written, and checked again");
-            assert!(mount::is_mounted(&dir).expect("looked at") && mount::is_tmpfs(&dir));
+            assert!(mount::is_mounted(&dir).expect("checked") && mount::is_tmpfs(&dir));
             assert_eq!(mount::below(root.path()).expect("listed").len(), 1);
             assert_eq!(fs::read(dir.join("key")).expect("it is there"), b"value");
         }

@@ -525,7 +525,7 @@ pub(super) mod tests {
         let Some((_answers, _held)) = of_a_program(&point) else {
             return;
         };
-        let is_mounted = || mount::is_mounted(&point).expect("looked at");
+        let is_mounted = || mount::is_mounted(&point).expect("checked");
         // EBUSY means that the server may be fine: retry, however long that takes.
         host.force_after = Duration::ZERO;
         for _ in 0..2 {
@@ -608,12 +608,15 @@ pub(super) mod tests {
         let own = fs::read_link("/proc/self/ns/mnt").expect("a namespace");
         let begun = Instant::now();
         while fs::read_link(&seen).expect("a namespace") == own {
-            assert!(begun.elapsed().as_secs() < 60, "it has a namespace");
+            assert!(
+                begun.elapsed().as_secs() < 60,
+                "the process has a mount namespace"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         let text = b"this has been written to the volume last";
         fs::write(point.join("file"), text).expect("written");
-        let mounts = mount::below(&point).expect("looked at");
+        let mounts = mount::below(&point).expect("checked");
         let unstaged = unstage(&dir.path().join("pods"), &mounts[0]);
         let there = fs::read(&image).expect("read");
         other.kill().expect("ended");
@@ -662,7 +665,7 @@ pub(super) mod tests {
         let looked = host.patient.call(&key, Duration::ZERO, hang).await;
         let outcome = host.tear_down("u", &|_| ()).await;
         release.send(()).expect("it waits");
-        let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("looked at"));
+        let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("checked"));
         mount::unmount_all(&host.root).expect("unmounted");
         assert!(looked.is_err());
         assert_eq!(are_mounted, [true; 2]);
@@ -707,9 +710,9 @@ pub(super) mod tests {
             assert!(begun.elapsed().as_secs() < 60, "it has a file");
         }
         let unbound = host.unbind_sub_paths("u").await;
-        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("checked");
         let (left, published) = (is_mounted(&own), is_mounted(&of_driver));
-        let open = crate::sys::loop_device::of(&own).expect("looked at");
+        let open = crate::sys::loop_device::of(&own).expect("checked");
         for device in [&held, &device] {
             // One loop device is already detached.
             let _ = crate::sys::loop_device::detach(Path::new(device));
@@ -748,7 +751,7 @@ pub(super) mod tests {
             fs::create_dir_all(point).expect("mkdir");
             mount::tmpfs(point, 0).expect("mounted");
         }
-        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("checked");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         assert!(is_mounted(&volume.target));
         assert!(!is_mounted(&of_others) && !is_mounted(&unknown));
@@ -776,7 +779,7 @@ pub(super) mod tests {
         assert!(mounting.await.is_err(), "the call timed out");
         release.send(()).expect("it waits");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
-        assert!(!mount::is_mounted(&point).expect("looked at"));
+        assert!(!mount::is_mounted(&point).expect("checked"));
         assert_eq!(host.patient.under_way(), 0);
     }
 

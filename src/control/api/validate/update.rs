@@ -132,7 +132,7 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
             if set {
                 errors.push(FieldError::forbidden(
                     format!("{here}.{field}"),
-                    "an ephemeral container cannot have it",
+                    "cannot be set for an Ephemeral Container",
                 ));
             }
         }
