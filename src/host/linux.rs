@@ -418,9 +418,7 @@ impl PodHost for LinuxHost {
             make(&links, 0o755)?;
             match std::os::unix::fs::symlink(target, &link) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    Err(doing(format!("{} cannot be created", link.display()))(
-                        error,
-                    ))
+                    Err(doing(format!("creating {} failed", link.display()))(error))
                 }
                 _ => Ok(()),
             }
