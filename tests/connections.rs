@@ -151,7 +151,7 @@ impl Server {
         let (told, said) = (Arc::clone(&seen), lines.clone());
         let limits = Limits {
             connections: 1000,
-            strangers_give_way: false,
+            evict_unauthenticated: false,
             idle: None,
         };
         tokio::spawn(https::serve(
@@ -649,7 +649,7 @@ async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
     let address = listener.local_addr().unwrap();
     let limits = Limits {
         connections: 4,
-        strangers_give_way: false,
+        evict_unauthenticated: false,
         idle: None,
     };
     let answer = |_: Peer, request: Request<Incoming>| async move {

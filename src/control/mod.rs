@@ -80,7 +80,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     // A client certificate without other permissions than to call agents: it is presented
     // to any address that a node's status names.
     let own = pki.client("node-client", api::rbac::NODE_CLIENT, &[])?;
-    let broken = |e: crate::https::BoxError| anyhow::anyhow!("TLS cannot be set up: {e}");
+    let broken = |e: crate::https::BoxError| anyhow::anyhow!("setting up TLS failed: {e}");
     let (service_range, api_port) = (settings.service_range, settings.port);
     let is_ours = move |address: SocketAddr| {
         // An address belongs to this machine if it can be bound.
@@ -138,7 +138,7 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
         settings.dir.join("volumes"),
         crate::sys::machine::hostname(),
     );
-    tracing::info!(?listen, port, "the control plane serves");
+    tracing::info!(?listen, port, "the control plane is serving");
 
     // One task per part, so that long work of one does not delay others. A panic stops
     // the process (`https::end_process_on_panic`).
@@ -164,8 +164,8 @@ async fn named(name: &'static str, work: impl Future<Output = ()>) -> &'static s
 /// Waits until a part returns, which is always an error; the other parts are cancelled.
 async fn ended(mut parts: Parts) -> anyhow::Error {
     match parts.join_next().await {
-        Some(Ok(name)) => anyhow::anyhow!("{name} ended"),
-        Some(Err(error)) => anyhow::anyhow!("a part of the control plane ended: {error}"),
+        Some(Ok(name)) => anyhow::anyhow!("{name} stopped"),
+        Some(Err(error)) => anyhow::anyhow!("a part of the control plane stopped: {error}"),
         None => anyhow::anyhow!("the control plane has no parts"),
     }
 }
@@ -195,10 +195,12 @@ async fn send(api: &Api, method: &str, path: &str, body: &Value, fine: u16) -> a
     match api.answer(request).await {
         api::Answer::Body { code, .. } if code == 201 || code == fine => Ok(()),
         api::Answer::Body { code, body, .. } => anyhow::bail!(
-            "a bootstrap object was refused with {code}: {}",
+            "the API rejected a bootstrap object with {code}: {}",
             String::from_utf8_lossy(&body)
         ),
-        api::Answer::Watch(_) => anyhow::bail!("a bootstrap object was answered with a watch"),
+        api::Answer::Watch(_) => {
+            anyhow::bail!("the API answered the request for a bootstrap object with a watch")
+        }
     }
 }
 
@@ -358,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_api_listens_on_the_addresses_that_are_named() {
+    fn the_api_listens_on_the_configured_addresses() {
         let of = |advertise: &str, bind: &[&str]| {
             let settings = Settings {
                 dir: PathBuf::new(),
@@ -388,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn old_events_go_and_of_too_many_the_oldest() {
+    fn expired_events_are_deleted_and_the_oldest_above_the_limit() {
         let event = |minute: u32| {
             let object = json!({"metadata": {"name": format!("e{minute}"), "namespace": "n"},
                 "lastTimestamp": format!("2026-01-01T00:{minute:02}:00Z")});

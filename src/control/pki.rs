@@ -29,7 +29,7 @@ pub enum PkiError {
     },
     /// A key or certificate is invalid.
     #[error(
-        "certificates in {dir} cannot be made or used: {source}; if a file there is damaged, remove the directory and start anew"
+        "certificates in {dir} cannot be created or used: {source}; if a file there is damaged, remove the directory and start again"
     )]
     Crypto {
         /// The directory.
@@ -286,7 +286,7 @@ mod tests {
     use crate::core::node::signing::asked;
 
     #[test]
-    fn what_is_signed_is_what_was_asked() {
+    fn a_signed_certificate_equals_its_request() {
         let dir = tempfile::tempdir().expect("a directory");
         let pki = Pki::open(dir.path()).expect("a CA");
         let key = KeyPair::generate().expect("a key");
@@ -309,7 +309,10 @@ mod tests {
             is_as_asked(&block.contents, &other, client).is_err()
         };
         assert!(!differs(&|_| {}, false));
-        assert!(differs(&|_| {}, true), "a server's is no client's");
+        assert!(
+            differs(&|_| {}, true),
+            "a server's certificate is not a client's"
+        );
         assert!(differs(&|a| a.name = "system:node:m".into(), false));
         assert!(differs(
             &|a| a.organization = "system:masters".into(),

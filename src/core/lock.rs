@@ -1,5 +1,5 @@
 //! Mutexes that ignore poisoning. A panic while a mutex is locked either aborts the process, or fails a single request
-//! and leaves the guarded data consistent; see `https::border`.
+//! and leaves the guarded data consistent; see `https::panic_boundary`.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

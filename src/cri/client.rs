@@ -631,7 +631,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_that_breaks_is_a_runtime_that_cannot_be_reached() {
+    fn a_broken_connection_counts_as_an_unavailable_runtime() {
         let broken = || std::io::Error::from(std::io::ErrorKind::BrokenPipe);
         for (status, kind, code) in [
             (

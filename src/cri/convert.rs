@@ -208,7 +208,7 @@ mod tests {
     ];
 
     #[test]
-    fn an_ended_containers_message_is_in_the_file_that_was_mounted_for_it() {
+    fn the_termination_message_of_an_exited_container_is_in_the_mounted_file() {
         for (path, mounts, expected) in CASES {
             let mounts = mounts.iter().map(|(inside, here)| pb::Mount {
                 container_path: (*inside).into(),
@@ -235,7 +235,10 @@ mod tests {
             status.state = pb::ContainerState::ContainerRunning as i32;
             found.message_file = None;
             complete(&mut found, &status);
-            assert_eq!(found.message_file, None, "one that runs has no message yet");
+            assert_eq!(
+                found.message_file, None,
+                "a running container has no termination message"
+            );
         }
     }
 }

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pod_is_looked_at_when_cri_shows_the_end() {
+    async fn an_exit_event_is_sent_when_cri_shows_the_exit() {
         for late in [0, 1, 20, 700, 5000] {
             let late = Duration::from_millis(late);
             let (uid, after) = told(late).await;
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_says_of_what_it_is_and_what_is_not_known_is_looked_at() {
+    fn events_are_converted_and_unknown_types_count_as_stopped() {
         let kinds = [
             (0, EventKind::Created),
             (1, EventKind::Started),
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_removed_is_not_waited_for() {
+    async fn the_exit_of_a_removed_container_is_not_awaited() {
         let looks = Cell::new(0);
         let look = || async {
             looks.set(looks.get() + 1);
@@ -309,7 +309,7 @@ mod tests {
 
     /// A runtime that answers with errors, or not at all, has not removed the container.
     #[tokio::test(start_paused = true)]
-    async fn a_look_that_fails_is_repeated_until_the_audit() {
+    async fn failed_status_requests_are_repeated_until_the_audit() {
         for (failures, hangs) in [(1, false), (5, false), (1, true), (2, true)] {
             let looks = Cell::new(0);
             let look = || async {

@@ -114,7 +114,7 @@ impl Tasks {
         let found = clients.get(request).await;
         let found = found.map_err(|status| RuntimeError::from(status).to_string())?;
         let spec = found.into_inner().container.and_then(|c| c.spec);
-        let spec = spec.ok_or("containerd has no spec of the container")?;
+        let spec = spec.ok_or("containerd has no spec for the container")?;
         let request = pb::GetRequest {
             container_id: container.into(),
             exec_id: String::new(),
@@ -124,15 +124,21 @@ impl Tasks {
         let task = task.map_err(|status| RuntimeError::from(status).to_string())?;
         let task = task.into_inner().process.unwrap_or_default();
         if task.status != RUNNING {
-            return Err(format!("its task has the status {}", task.status));
+            return Err(format!(
+                "the container's task has status {} and is not running",
+                task.status
+            ));
         }
         // Sandboxes with `io_type = "streaming"` have no FIFOs of the host.
         if task.stdout.contains("://") {
-            return Err(format!("its streams are at {:?}", task.stdout));
+            return Err(format!(
+                "the container's streams are at {:?}, which is not supported",
+                task.stdout
+            ));
         }
         let spec = process_of(&spec.value, command, terminal)
             .ok_or("the container's spec has no process")?;
-        let id = new_id().ok_or("the system gives no random numbers")?;
+        let id = new_id().ok_or("reading the system's random numbers failed")?;
         Ok(PreparedExec {
             process: self.find(container, &id),
             spec,
@@ -298,7 +304,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_has_the_containers_process_with_its_own_arguments() {
+    fn an_exec_process_inherits_the_containers_process_except_arguments() {
         let process = |env: Value, terminal| {
             let spec = json!({"ociVersion": "1.1.0", "process": {
                 "args": ["sleep"], "commandLine": "x", "cwd": "/w", "env": env, "user": {"uid": 7},
@@ -331,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_are_random_and_fit_into_names() {
+    fn exec_ids_are_random_and_valid_names() {
         let (one, two) = (new_id().expect("a value"), new_id().expect("a value"));
         assert_ne!(one, two);
         assert!(one.len() == 64 && one.chars().all(|c| c.is_ascii_hexdigit()));

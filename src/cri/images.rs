@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pull_tells_whom_it_is_for() {
+    fn a_pull_request_contains_the_sandbox_config() {
         let sandbox = pb::PodSandboxConfig {
             metadata: Some(pb::PodSandboxMetadata {
                 namespace: "n".into(),

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operations_have_the_kubelets_names() {
+    fn operations_are_named_like_the_kubelets() {
         assert_eq!(
             operation("/runtime.v1.RuntimeService/RunPodSandbox"),
             Some("run_podsandbox")

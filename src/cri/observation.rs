@@ -379,7 +379,7 @@ mod tests {
     use crate::core::pod::cri_config::annotation;
 
     #[test]
-    fn the_oldest_are_forgotten_one_by_one() {
+    fn the_oldest_entries_are_dropped_first() {
         let mut remembered = Remembered::default();
         let count = REMEMBERED + 10;
         (0..count).for_each(|n| remembered.insert(n, n));
@@ -396,7 +396,7 @@ mod tests {
 
     /// A container's status alone gives the same container as its listing completed with the status.
     #[test]
-    fn a_status_tells_all_that_a_listing_does_but_the_sandbox() {
+    fn a_status_contains_all_fields_of_a_listing_except_the_sandbox() {
         let labels = || HashMap::from([(label::CONTAINER.to_owned(), "c".to_owned())]);
         let annotations = || HashMap::from([(annotation::RESTARTS.to_owned(), "4".to_owned())]);
         let image = |name: &str| {
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_container_is_final_when_it_was_seen_twice() {
+    fn an_exited_status_is_final_when_it_was_read_twice_unchanged() {
         let listed = pb::Container {
             id: "c".into(),
             labels: [(label::CONTAINER.to_owned(), "c".to_owned())].into(),
@@ -445,10 +445,10 @@ mod tests {
         };
         let mut ended = convert::container(&listed).expect("a container");
         let first = Detail::of(&ended, None).expect("a detail");
-        assert!(!first.is_final, "the OOM event may come yet");
+        assert!(!first.is_final, "an OOM event may still arrive");
         ended.reason = "OOMKilled".into();
         let second = Detail::of(&ended, Some(&first)).expect("a detail");
-        assert!(!second.is_final, "it has changed");
+        assert!(!second.is_final, "the reason has changed");
         assert!(Detail::of(&ended, Some(&second)).is_some_and(|d| d.is_final));
         ended.state = ContainerState::Running;
         assert!(Detail::of(&ended, None).expect("a detail").is_final);

@@ -97,7 +97,7 @@ pub struct Plugin {
 
 fn channel(path: &str) -> Result<Channel, CsiError> {
     socket::channel(path, CONNECTION).map_err(|e| CsiError {
-        text: format!("the socket {path:?} of a driver cannot be used: {e}"),
+        text: format!("CSI driver socket {path:?} cannot be used: {e}"),
         certain: true,
         infeasible: false,
         unready: false,
@@ -311,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_code_says_what_may_have_been_done_and_whether_a_call_is_repeated() {
+    fn status_codes_are_classified_as_certain_infeasible_or_unready() {
         for (code, certain, infeasible, unready) in [
             (Code::DeadlineExceeded, false, false, false),
             (Code::Unavailable, false, false, false),

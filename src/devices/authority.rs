@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn plugins_that_name_the_socket_by_its_path_are_registered() {
+    async fn plugins_that_send_the_socket_path_as_authority_are_registered() {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("socket");
         let listener = UnixListener::bind(&socket).expect("a socket");
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_an_authority_may_not_have_is_replaced() {
+    fn only_invalid_characters_of_an_authority_are_replaced() {
         // `%/-a`, and one bit of padding.
         let mut coded = [0x55, 0x85, 0x87];
         repair_coded(&mut coded);
@@ -401,7 +401,7 @@ mod tests {
         /// Whatever arrives, and in whatever pieces, the same number of bytes is passed on, and bytes outside HEADERS
         /// frames are unchanged.
         #[test]
-        fn any_bytes_are_handed_on(
+        fn arbitrary_bytes_are_forwarded(
             block in prop::collection::vec(any::<u8>(), 0..200),
             flags in any::<u8>(),
             rest in prop::collection::vec(any::<u8>(), 0..100),

@@ -145,7 +145,7 @@ impl Driver {
         let mut known = services.iter();
         let Some(service) = known.find(|s| SERVICES.contains(&s.as_str())) else {
             return Err(format!(
-                "the driver serves {services:?}, and one of {SERVICES:?} is needed"
+                "the driver serves {services:?}, but none of the supported {SERVICES:?}"
             ));
         };
         let channel = channel(socket).map_err(|e| e.to_string())?;
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_drivers_order_says_which_service_is_used() {
+    async fn the_first_supported_service_in_the_drivers_order_is_used() {
         let report: Report = Arc::new(|_, _, _| {});
         let new = |services: &[&str]| {
             let services: Vec<String> = services.iter().map(|s| (*s).to_owned()).collect();

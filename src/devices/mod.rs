@@ -159,7 +159,7 @@ impl Plugin {
         })
         .await?;
         let first = answer.container_responses.into_iter().next();
-        first.ok_or_else(|| PluginError("it has answered for no container".into()))
+        first.ok_or_else(|| PluginError("the allocation response has no container".into()))
     }
 
     /// Notifies the plugin that a container with these devices is about to start.

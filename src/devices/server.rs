@@ -116,7 +116,7 @@ where
                 .serve_connection(TokioIo::new(Lenient::new(stream)), service)
                 .await;
             if let Err(error) = served {
-                tracing::debug!(%error, "a connection to a socket of the agent has broken");
+                tracing::debug!(%error, "a connection to a socket of the agent failed");
             }
         }
     };

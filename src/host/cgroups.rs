@@ -251,7 +251,7 @@ impl Cgroups {
         let settings = values.clone().rounded_by_systemd().settings(unified);
         let is_there = sys::cgroup::exists(&path);
         if owner == Owner::Somebody && !is_there {
-            return Err(format!("there is no slice {name}").into());
+            return Err(format!("slice {name} does not exist").into());
         }
         let changes = sys::cgroup::differences(&path, &settings);
         if !is_there || !changes.is_empty() {
@@ -261,7 +261,7 @@ impl Cgroups {
         if unified && sys::cgroup::has_controller(Controller::HugeTlb) {
             // A pod without these limits is better than none, and its containers have them in any case.
             if let Err(error) = limit_huge_pages(path, settings).await {
-                tracing::debug!(name, %error, "the huge pages of a slice are not limited");
+                tracing::debug!(name, %error, "setting the huge page limits of a slice failed");
             }
         }
         Ok(changes)
@@ -455,7 +455,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn where_pods_have_no_cgroups_nothing_is_made_for_them() {
+    async fn no_cgroups_are_created_if_cgroups_per_qos_is_off() {
         let (uid, class) = ("flat-1", QosClass::Guaranteed);
         let cgroups = Cgroups::new("/", Driver::Cgroupfs).without_pods();
         let made = cgroups.ensure(class, uid, &Values::default()).await;

@@ -26,12 +26,12 @@ pub async fn remove_torn(sandbox: &str) -> bool {
     match blocking(move || remove_torn_below(Path::new(DIR), &of)).await {
         Ok(torn) => {
             for file in &torn {
-                tracing::warn!(file = %file.display(), sandbox, "the sandbox could not be stopped, as a loss of power has torn the cached result of its network plugin; that is removed");
+                tracing::warn!(file = %file.display(), sandbox, "a corrupt cached CNI result prevented stopping the sandbox; removed the file");
             }
             !torn.is_empty()
         }
         Err(error) => {
-            tracing::warn!(%error, sandbox, "the cached results of its network plugin cannot be looked through");
+            tracing::warn!(%error, sandbox, "searching the cached CNI results of a sandbox failed");
             false
         }
     }
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_torn_of_one_sandbox_goes_and_nothing_else() {
+    fn only_corrupt_cached_results_of_the_sandbox_are_removed() {
         let dir = tempfile::tempdir().expect("a directory");
         let whole = r#"{"kind": "cniCacheV1", "containerId": "abc"}"#;
         for (name, text) in [

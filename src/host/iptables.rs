@@ -30,7 +30,7 @@ impl Family {
         match self.run(table, arguments)? {
             (0, _) => Ok(true),
             (1, _) => Ok(false),
-            (code, said) => Err(format!("{} ended with {code}: {said}", self.0).into()),
+            (code, said) => Err(format!("{} exited with {code}: {said}", self.0).into()),
         }
     }
 
@@ -38,7 +38,7 @@ impl Family {
         match self.run(table, arguments)? {
             (0, _) => Ok(()),
             (code, said) => Err(format!(
-                "{} -t {table} {} ended with {code}: {said}",
+                "{} -t {table} {} exited with {code}: {said}",
                 self.0,
                 arguments.join(" ")
             )
@@ -111,12 +111,12 @@ mod tests {
     }
 
     #[test]
-    fn chains_are_made_once_and_again_after_a_flush() {
+    fn chains_are_created_once_and_restored_after_a_flush() {
         apart(|| {
             let family = Family("iptables");
             let rules = || family.run("filter", &["-S"]).expect("rules").1;
             assert_eq!(family.ensure(), Ok(true));
-            assert_eq!(family.ensure(), Ok(false), "all is there");
+            assert_eq!(family.ensure(), Ok(false), "all chains and rules exist");
             let made = rules();
             for part in [
                 "-A INPUT -j KUBE-FIREWALL",
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_iptables_says_so() {
+    fn missing_iptables_is_reported_with_the_remedy() {
         let missing = Family("no-such-iptables").ensure();
         assert!(missing.is_err_and(|e| e.message.contains("install")));
     }

@@ -98,7 +98,7 @@ pub(in crate::host) fn make(path: &Path, mode: u32) -> Result<(), HostError> {
         .mode(mode)
         .create(path)
         .map_err(doing(format!(
-            "the directory {} cannot be made",
+            "the directory {} cannot be created",
             path.display()
         )))
 }
@@ -257,11 +257,11 @@ impl PodHost for LinuxHost {
                 .filter_map(|e| read(&e.path()))
                 .collect();
             let free = pool.free(&taken);
-            let free = free.ok_or("all ranges of user ids are taken by other pods")?;
+            let free = free.ok_or("all ranges of user ids are allocated to other pods")?;
             make(&dir, 0o750)?;
             let text = serde_json::to_vec(&free)?;
             file::replace(&dir.join("userns"), &text)
-                .map_err(doing("the pod's user ids cannot be noted"))?;
+                .map_err(doing("recording the pod's user ids failed"))?;
             Ok(free)
         })
         .await
@@ -418,7 +418,7 @@ impl PodHost for LinuxHost {
             make(&links, 0o755)?;
             match std::os::unix::fs::symlink(target, &link) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    Err(doing(format!("{} cannot be made", link.display()))(error))
+                    Err(doing(format!("creating {} failed", link.display()))(error))
                 }
                 _ => Ok(()),
             }
@@ -508,7 +508,7 @@ impl PodHost for LinuxHost {
         blocking(move || {
             let compressed = place.open().and_then(|dir| dir.compress_older(&name));
             compressed.map_err(doing(format!(
-                "what was rotated of the log {name} of {} cannot be compressed",
+                "the rotated files of the log {name} of {} cannot be compressed",
                 place.name()
             )))
         })
@@ -718,7 +718,7 @@ fn check_unmounted(dir: &Path) -> Result<(), HostError> {
     let mounted = mount::below(dir)?;
     if let Some(mount) = mounted.first() {
         return Err(format!(
-            "something is still mounted at {}: unmount it; {} is kept until then",
+            "a filesystem is still mounted at {}: unmount it; {} is kept until then",
             mount.point.display(),
             dir.display()
         )
@@ -756,7 +756,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_termination_message_is_read_from_the_file_that_the_runtime_names() {
+    async fn a_termination_message_is_read_from_the_file_that_the_runtime_reports() {
         let root = tempfile::tempdir().expect("a directory");
         let (cgroups, logs) = (Cgroups::new("/", Driver::Cgroupfs), root.path().join("l"));
         let host = LinuxHost::new(root.path(), logs, cgroups, None, None);
@@ -779,7 +779,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn while_a_pod_has_logs_its_directory_is_found() {
+    async fn a_pods_directory_is_kept_until_its_logs_are_removed() {
         let root = tempfile::tempdir().expect("a directory");
         let (cgroups, logs) = (Cgroups::new("/", Driver::Cgroupfs), root.path().join("l"));
         let host = LinuxHost::new(root.path(), logs, cgroups, None, None);

@@ -41,9 +41,9 @@ pub use crate::sys::failure::{HostError, HostErrorKind};
 pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, HostError> + Send + 'static,
 ) -> Result<T, HostError> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|e| {
-        Err(format!("an operation on the filesystem ended unexpectedly: {e}").into())
-    })
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|e| Err(format!("a filesystem operation stopped unexpectedly: {e}").into()))
 }
 
 /// Rate-limits log messages about volumes and disks that no pod uses but that
@@ -60,7 +60,7 @@ impl Staying {
                 %error,
                 volume,
                 repetitions,
-                "volume that no pod uses stays for now, retrying"
+                "cleaning up an orphaned volume failed, retrying"
             );
         }
     }

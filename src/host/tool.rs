@@ -104,7 +104,7 @@ fn wait(program: &str, child: &mut Child, limit: Limit<'_>) -> Result<ExitStatus
             // The process may block in the kernel even now; only this thread waits for it.
             child.wait()?;
             return Err(format!(
-                "{program} had not ended after {}s and was killed",
+                "{program} did not exit within {}s and was killed",
                 start.elapsed().as_secs()
             )
             .into());
@@ -120,7 +120,7 @@ mod tests {
     use crate::sys::patient::Patient;
 
     #[test]
-    fn what_a_tool_says_and_how_it_ends_is_known() {
+    fn a_tools_output_and_exit_code_are_returned() {
         assert_eq!(tool("echo", &["hello"]), Ok((0, "hello".into())));
         assert_eq!(tool("false", &[]).map(|(code, _)| code), Ok(1));
         let missing = tool("no-such-tool", &[]).expect_err("it is missing");
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_tool_ends_when_nobody_wants_it_unless_it_writes_to_a_device() {
+    async fn a_cancelled_tool_is_killed_unless_it_writes_to_a_device() {
         let patient = Patient::default();
         let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let begun = Instant::now();
@@ -139,7 +139,10 @@ mod tests {
         });
         assert!(mounting.await.is_err());
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
-        assert!(begun.elapsed() < Duration::from_secs(90), "it was killed");
+        assert!(
+            begun.elapsed() < Duration::from_secs(90),
+            "the tool was killed"
+        );
         let dir = tempfile::tempdir().expect("a directory");
         let (go, done) = (dir.path().join("go"), dir.path().join("done"));
         let script = format!(
@@ -150,7 +153,7 @@ mod tests {
         let (began, begun) = std::sync::mpsc::channel::<()>();
         let formatting = patient.call_with("u/v", short, move |call| {
             call.doing("formatting");
-            began.send(()).expect("it is waited for");
+            began.send(()).expect("the receiver is alive");
             let held = File::open("/dev/null")?;
             tool_to_its_end("sh", &["-c", &script], held).map(|_| ())
         });
@@ -166,6 +169,6 @@ mod tests {
         assert!(cancelled.is_err_and(|e| e.message.contains("formatting")));
         std::fs::write(&go, "").expect("written");
         assert_eq!(patient.cancel("u/", long).await, Ok(()));
-        assert!(done.exists(), "it was waited for");
+        assert!(done.exists(), "the tool ran to completion");
     }
 }

@@ -27,7 +27,7 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
     }
     if find_program(GETSUBIDS).is_none() {
         tracing::warn!(
-            "there is a user {USER} and no {GETSUBIDS}: pods with user namespaces get any ids; install it (Debian: uidmap) for those of the user in /etc/subuid"
+            "the user {USER} exists, but {GETSUBIDS} is not installed: pods with user namespaces get arbitrary ids instead of those in /etc/subuid; install it (Debian: uidmap)"
         );
         return Ok(Pool::all(each));
     }
@@ -35,7 +35,7 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
         match tool(GETSUBIDS, arguments)? {
             (0, said) => Ok(said),
             (code, said) => Err(format!(
-                "{GETSUBIDS} {} ended with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove it",
+                "{GETSUBIDS} {} exited with code {code}: {}; give the user {USER} ids in /etc/subuid and /etc/subgid, or remove the user",
                 arguments.join(" "),
                 said.trim()
             )
@@ -45,7 +45,7 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
     let (users, groups) = (ask(&[USER])?, ask(&["-g", USER])?);
     if users != groups {
         return Err(format!(
-            "the user {USER} has other ids in /etc/subuid ({}) than in /etc/subgid ({}): make them equal",
+            "the ids of the user {USER} in /etc/subuid ({}) differ from those in /etc/subgid ({}): make them equal",
             users.trim(),
             groups.trim()
         )
@@ -53,7 +53,7 @@ pub fn pool(each: u32, pods: i64) -> Result<Pool, HostError> {
     }
     let ids = subordinate(&users).ok_or_else(|| {
         format!(
-            "the user {USER} needs exactly one range of ids in /etc/subuid and /etc/subgid, and {GETSUBIDS} says {:?}",
+            "the user {USER} needs exactly one range of ids in /etc/subuid and /etc/subgid, but {GETSUBIDS} reports {:?}",
             users.trim()
         )
     })?;

@@ -103,7 +103,7 @@ where
     let (client, server) = duplex(BUFFER);
     tokio::spawn(async move {
         if let Err(error) = serve(server, channels, command).await {
-            tracing::debug!(%error, "the session of a command did not begin");
+            tracing::debug!(%error, "starting the session of a command failed");
         }
     });
     client
@@ -143,7 +143,7 @@ async fn serve<F: Future<Output = ()>>(
     });
     let reading = async {
         if let Err(error) = receive(&mut reader, &output, input, sizes).await {
-            tracing::debug!(%error, "the client of a command has left");
+            tracing::debug!(%error, "the client of a command disconnected");
         }
         gone.cancel();
         std::future::pending::<()>().await;
@@ -172,7 +172,8 @@ async fn opened(
         match reader.next().await? {
             Frame::Open(id, block) => {
                 let kind = headers.value(&block, b"streamtype");
-                let kind = kind.ok_or_else(|| io::Error::other("a stream has no type"))?;
+                let kind =
+                    kind.ok_or_else(|| io::Error::other("a stream has no streamtype header"))?;
                 match wanted.iter().find(|w| **w == kind) {
                     Some(kind) => _ = ids.insert(kind, id),
                     None => tracing::debug!(
@@ -184,7 +185,11 @@ async fn opened(
             }
             Frame::Ping(number) => writer.pong(number).await?,
             Frame::Data(_, data, false) if data.is_empty() => {}
-            Frame::Data(..) => return Err(io::Error::other("data came before all streams")),
+            Frame::Data(..) => {
+                return Err(io::Error::other(
+                    "data arrived before all streams were opened",
+                ));
+            }
             Frame::End => return Err(io::ErrorKind::UnexpectedEof.into()),
             Frame::Reset(_) | Frame::Other => {}
         }
@@ -261,7 +266,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_command_has_the_streams_of_its_client() {
+    async fn a_command_gets_the_streams_that_its_client_opened() {
         let stream = serve_command(ALL, |mut streams: CommandStreams| async move {
             let mut all = vec![];
             while let Some(data) = streams.input.recv().await {
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_that_closes_ends_the_input_and_not_the_command() {
+    async fn a_client_that_disconnects_closes_stdin_but_does_not_stop_the_command() {
         let (done, ended) = tokio::sync::oneshot::channel();
         let stream = serve_command(ALL, |mut streams: CommandStreams| async move {
             assert_eq!(streams.input.recv().await, None);
@@ -307,11 +312,14 @@ mod tests {
             done.send(sent.is_err()).expect("a result");
         });
         drop(client(stream, &["stdin", "error", "stderr", "stdout"]).await);
-        assert!(ended.await.expect("a result"), "the client has left");
+        assert!(
+            ended.await.expect("a result"),
+            "the client has disconnected"
+        );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_client_that_opens_too_few_streams_has_no_command() {
+    async fn no_command_is_started_if_the_client_opens_too_few_streams() {
         let stream = serve_command(ALL, |_| async { panic!("it began") });
         let (mut reader, _writer) = client(stream, &["error", "stdin", "other"]).await;
         assert_eq!(reader.next().await.expect("a result"), Frame::End);

@@ -9,7 +9,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::Limits;
-use super::turns::Source;
+use super::handshakes::Source;
 
 /// The part of a listener's connections that are closed at once to make room.
 const AT_ONCE: usize = 64;
@@ -33,7 +33,7 @@ pub(super) struct Connection {
     /// Shared, in the same way, by the requests whose body has not arrived yet.
     receiving: Arc<()>,
     /// Whether an authenticated client has sent a request on it.
-    vouched: bool,
+    authenticated: bool,
     /// When its last request began, or when it was opened.
     since: Instant,
     source: Source,
@@ -45,7 +45,7 @@ impl Connection {
         Connection {
             busy: Arc::default(),
             receiving: Arc::default(),
-            vouched: false,
+            authenticated: false,
             since: Instant::now(),
             source,
             task,
@@ -53,21 +53,21 @@ impl Connection {
     }
 
     /// The connection with the lowest value is closed first to make room; `None` if it must stay.
-    fn worth(&self, limits: Limits) -> Option<u8> {
+    fn priority(&self, limits: Limits) -> Option<u8> {
         let under_way = Arc::strong_count(&self.busy) - 1;
         let new = self.since.elapsed() < FRESH;
         if under_way == 0 {
             // A new connection gets time for its first request. Between two requests of an authenticated client, the
             // next one may be in transit.
-            Some(match limits.strangers_give_way {
-                true if self.vouched => 4,
+            Some(match limits.evict_unauthenticated {
+                true if self.authenticated => 4,
                 true if new => 3,
                 _ => 0,
             })
         } else if Arc::strong_count(&self.receiving) > under_way && !new {
             Some(1)
         } else {
-            (limits.strangers_give_way && !self.vouched).then_some(2)
+            (limits.evict_unauthenticated && !self.authenticated).then_some(2)
         }
     }
 }
@@ -111,7 +111,7 @@ impl Connections {
 }
 
 /// Closes connections with the lowest value, and of these the oldest; returns whether there were any. Several are closed
-/// at once, because all connections are looked at: a burst of new ones would otherwise look at thousands for each, and
+/// at once, because all connections are read: a burst of new ones would otherwise read thousands for each, and
 /// every request in progress would wait for the lock.
 fn close_least(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
     let mut held: BTreeMap<Source, usize> = BTreeMap::new();
@@ -119,13 +119,13 @@ fn close_least(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
         *held.entry(connection.source).or_default() += 1;
     }
     let half = limits.connections / 2;
-    let greedy = held.into_iter().find(|(_, count)| *count > half);
+    let large_client = held.into_iter().find(|(_, count)| *count > half);
     let mut at_once = (limits.connections / AT_ONCE).max(1);
-    if let Some((_, count)) = greedy {
+    if let Some((_, count)) = large_client {
         at_once = at_once.min(count - half);
     }
-    let modest = |c: &Connection| greedy.is_none_or(|(source, _)| source != c.source);
-    let value = |c: &Connection| Some((modest(c), c.worth(limits)?));
+    let small_client = |c: &Connection| large_client.is_none_or(|(source, _)| source != c.source);
+    let value = |c: &Connection| Some((small_client(c), c.priority(limits)?));
     let mut closable: Vec<_> = all
         .iter()
         .filter_map(|(id, c)| Some((value(c)?, c.since, *id)))
@@ -145,16 +145,16 @@ fn close_least(all: &mut BTreeMap<u64, Connection>, limits: Limits) -> bool {
 
 /// A connection's entry among the others; every request has it among its extensions.
 #[derive(Clone)]
-pub struct Place {
+pub struct ConnectionSlot {
     pub(super) connections: Arc<Connections>,
     pub(super) id: u64,
 }
 
-impl Place {
+impl ConnectionSlot {
     /// Marks the connection as authenticated: it is not closed to make room while it is busy.
-    pub fn vouch(&self) {
+    pub fn mark_authenticated(&self) {
         if let Some(connection) = self.connections.all().get_mut(&self.id) {
-            connection.vouched = true;
+            connection.authenticated = true;
         }
     }
 
@@ -190,22 +190,22 @@ mod tests {
 
     const LIMITS: Limits = Limits {
         connections: 256,
-        strangers_give_way: true,
+        evict_unauthenticated: true,
         idle: None,
     };
 
-    fn connection(source: u8, is_vouched: bool) -> Connection {
+    fn connection(source: u8, is_authenticated: bool) -> Connection {
         let source = Source::from(std::net::IpAddr::from([127, 0, 0, source]));
         let task = tokio::spawn(std::future::pending::<()>());
         Connection {
-            vouched: is_vouched,
+            authenticated: is_authenticated,
             ..Connection::new(source, task.abort_handle())
         }
     }
 
-    /// Numbers 0 to 99 are idle connections of strangers, 100 to 254 those of authenticated clients.
+    /// Numbers 0 to 99 are idle connections of unauthenticated clients, 100 to 254 those of authenticated clients.
     #[tokio::test(start_paused = true)]
-    async fn several_idle_ones_are_closed_at_once() {
+    async fn several_idle_connections_are_closed_at_once() {
         let mut all = BTreeMap::new();
         for id in 0..255_u64 {
             let source = u8::try_from(id % 200).expect("a byte");
@@ -215,7 +215,11 @@ mod tests {
         tokio::time::sleep(FRESH).await;
         for round in 1..=25_u64 {
             assert!(close_least(&mut all, LIMITS));
-            assert_eq!(all.keys().next(), Some(&(round * 4)), "the oldest first");
+            assert_eq!(
+                all.keys().next(),
+                Some(&(round * 4)),
+                "the oldest idle connections are closed first"
+            );
         }
         // Then authenticated clients that are between two requests, but none that is busy or sends a new request.
         let busy: Vec<_> = all.values().map(|c| Arc::clone(&c.busy)).collect();
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_source_loses_no_more_than_it_has_above_half() {
+    async fn a_source_loses_only_its_connections_above_half_of_the_maximum() {
         let mut all = BTreeMap::new();
         for id in 0..256_u64 {
             all.insert(id, connection(u8::from(id >= 126), false));

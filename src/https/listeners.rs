@@ -101,7 +101,10 @@ mod tests {
             assert_eq!(client.local_addr().expect("an address"), peer);
         }
         let elsewhere = TcpStream::connect(("127.0.0.3", port)).await;
-        assert!(elsewhere.is_err(), "no other address is listened on");
+        assert!(
+            elsewhere.is_err(),
+            "the server does not listen on other addresses"
+        );
         let taken = Listeners::bind(&addresses[1..], port).map(|_| ());
         assert_eq!(
             taken.map_err(|(a, _)| a),
@@ -111,7 +114,7 @@ mod tests {
 
     /// The node's address may be assigned after the control plane has started.
     #[tokio::test]
-    async fn an_address_that_the_machine_lacks_is_listened_on() {
+    async fn an_address_that_the_machine_does_not_have_can_be_bound() {
         let absent = ["127.0.0.1", "192.0.2.7"].map(|a| a.parse().expect("an address"));
         assert!(Listeners::bind(&absent, 0).is_ok());
     }

@@ -1,18 +1,18 @@
 //! HTTP and HTTPS listeners with limits on connections and on time. Certificates are reloaded when their files change,
 //! and tunnels carry connections that leave HTTP.
 
-mod border;
 mod commands;
 mod connections;
 mod ending;
+mod handshakes;
 mod listeners;
 mod paced;
 mod pairs;
+mod panic_boundary;
 mod receive;
 mod spdy;
 mod tls;
 mod tunnel;
-mod turns;
 mod websocket;
 
 use std::convert::Infallible;
@@ -34,13 +34,13 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::sys::link;
 use connections::{Connection, Connections, OnEnd};
-use turns::{Source, Turns};
+use handshakes::{HandshakeLimiter, Source};
 
-pub use border::{Panicked, end_process_on_panic, guard};
 pub use commands::{CommandStreams, Output, OutputKind, serve_command};
-pub use connections::Place;
+pub use connections::ConnectionSlot;
 pub use listeners::Listeners;
 pub use paced::paced;
+pub use panic_boundary::{Panicked, end_process_on_panic, guard};
 pub use receive::{NotReceived, receive};
 pub use tls::{Certificate, Protocol, Tls, TlsFiles, client};
 pub use tunnel::{Outgoing, TunnelError, is_upgrade, tunnel};
@@ -64,7 +64,7 @@ pub struct Limits {
     /// more than half of the maximum loses its connections first.
     pub connections: usize,
     /// Whether connections that are not authenticated are closed as well, even if they are busy.
-    pub strangers_give_way: bool,
+    pub evict_unauthenticated: bool,
     /// How long a connection may be without a request, or with an incomplete one. `None` for any time.
     pub idle: Option<Duration>,
 }
@@ -115,7 +115,7 @@ pub async fn serve<S, F>(
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let connections = Arc::new(Connections::default());
-    let turns = Turns::for_this_machine();
+    let limiter = HandshakeLimiter::for_this_machine();
     let (mut listeners, mut next) = (listeners.into(), 0);
     loop {
         let (socket, address) = match listeners.accept().await {
@@ -131,12 +131,12 @@ pub async fn serve<S, F>(
         // Small responses and watch events must not wait for the acknowledgement of the previous one.
         let _ = socket.set_nodelay(true);
         if let Err(error) = link::keep_alive(&socket) {
-            tracing::debug!(%error, "a connection is not probed while it is silent");
+            tracing::debug!(%error, "enabling TCP keep-alive on a connection failed");
         }
         next += 1;
         let (respond, tls, held, id) =
             (respond.clone(), tls.clone(), Arc::clone(&connections), next);
-        let (turns, source) = (Arc::clone(&turns), Source::from(address.ip()));
+        let (limiter, source) = (Arc::clone(&limiter), Source::from(address.ip()));
         // Registered before the task begins, so that the task finds its own entry.
         let mut all = connections.all();
         let task = tokio::spawn(async move {
@@ -144,7 +144,7 @@ pub async fn serve<S, F>(
                 connections: Arc::clone(&held),
                 id,
             };
-            let place = Place {
+            let slot = ConnectionSlot {
                 connections: held,
                 id,
             };
@@ -157,13 +157,13 @@ pub async fn serve<S, F>(
                     },
                     limits,
                     respond,
-                    place,
+                    slot,
                 )
                 .await;
             };
             let settings = tls.current();
             let acceptor = TlsAcceptor::from(Arc::clone(&settings.server));
-            let handshake = turns.run(source, acceptor.accept(socket));
+            let handshake = limiter.run(source, acceptor.accept(socket));
             let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, handshake).await else {
                 return;
             };
@@ -177,7 +177,7 @@ pub async fn serve<S, F>(
                 },
                 limits,
                 respond,
-                place,
+                slot,
             ))
             .await;
         });
@@ -216,14 +216,14 @@ async fn converse<S, F>(
     peer: Peer,
     limits: Limits,
     respond: S,
-    place: Place,
+    slot: ConnectionSlot,
 ) where
     S: Fn(Peer, Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Response<Body>> + Send + 'static,
 {
     let service = service_fn(move |mut request: Request<Incoming>| {
-        let busy = place.connections.begin(place.id);
-        request.extensions_mut().insert(place.clone());
+        let busy = slot.connections.begin(slot.id);
+        request.extensions_mut().insert(slot.clone());
         let (respond, peer) = (respond.clone(), peer.clone());
         async move {
             let answer = guard(async move { respond(peer, request).await }).await;
@@ -248,7 +248,7 @@ async fn converse<S, F>(
         .serve_connection_with_upgrades(TokioIo::new(stream), service)
         .await
     {
-        tracing::debug!(error, "a connection ended early");
+        tracing::debug!(error, "a connection closed early");
     }
 }
 
@@ -260,7 +260,7 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     #[tokio::test]
-    async fn what_is_kept_with_an_answer_goes_with_the_last_of_its_body() {
+    async fn a_value_held_by_a_response_is_dropped_after_its_body() {
         use hyper::body::Body as _;
         let kept = Arc::new(());
         let answer = held(text(StatusCode::OK, "abc"), Arc::clone(&kept));
@@ -304,20 +304,20 @@ mod tests {
     async fn closed(stream: &mut TcpStream) {
         let mut byte = [0];
         let end = tokio::time::timeout(LONG, stream.read(&mut byte)).await;
-        let end = end.expect("it is closed in time");
+        let end = end.expect("the connection is closed in time");
         assert!(
             end.is_err() || end.is_ok_and(|n| n == 0),
-            "nothing was said"
+            "no bytes are received before the close"
         );
     }
 
     #[tokio::test]
-    async fn idle_connections_make_room_and_busy_ones_stay() {
+    async fn idle_connections_are_closed_to_make_room_and_busy_ones_stay() {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
             connections: 4,
-            strangers_give_way: false,
+            evict_unauthenticated: false,
             idle: None,
         };
         let gate = Arc::new(Gate::default());
@@ -346,21 +346,21 @@ mod tests {
         let mut last = TcpStream::connect(at).await.expect("connected");
         let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("while the other is still answered");
+            .expect("a response while the other request is in progress");
         assert!(said.contains("200 OK"), "{said}");
         gate.open.notify_one();
         assert!(
             slow.await.expect("ended").contains("END"),
-            "whoever is answered is not cut off"
+            "a busy connection is not closed"
         );
         assert!(
             !ask(&mut idle[0], "/").await.contains("END"),
-            "the oldest idle one made room"
+            "the oldest idle connection was closed"
         );
     }
 
     #[tokio::test]
-    async fn a_source_with_most_of_the_connections_makes_room_first() {
+    async fn a_source_with_most_connections_loses_them_first() {
         let (at, _) = server(6, LONG).await;
         let from = |last: u8| async move {
             let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
@@ -369,14 +369,14 @@ mod tests {
             socket.connect(at).await.expect("connected")
         };
         // This connection is idle, and older than all others.
-        let mut modest = from(2).await;
-        assert!(ask(&mut modest, "/").await.contains("END"));
-        let mut greedy = vec![];
+        let mut small_client = from(2).await;
+        assert!(ask(&mut small_client, "/").await.contains("END"));
+        let mut large_client = vec![];
         for _ in 0..12 {
-            greedy.push(from(1).await);
+            large_client.push(from(1).await);
         }
-        closed(&mut greedy[0]).await;
-        assert!(ask(&mut modest, "/").await.contains("END"));
+        closed(&mut large_client[0]).await;
+        assert!(ask(&mut small_client, "/").await.contains("END"));
     }
 
     /// A server for tests. Waits for bodies on `/body`, sends an endless response on `/endless`, and panics on
@@ -386,7 +386,7 @@ mod tests {
         let at = listener.local_addr().expect("an address");
         let limits = Limits {
             connections,
-            strangers_give_way: true,
+            evict_unauthenticated: true,
             idle: None,
         };
         let gate = Arc::new(Gate::default());
@@ -401,17 +401,17 @@ mod tests {
                         Err(error) => text(StatusCode::BAD_REQUEST, format!("{error} END")),
                     },
                     "/known" => {
-                        if let Some(place) = request.extensions().get::<Place>() {
-                            place.vouch();
+                        if let Some(slot) = request.extensions().get::<ConnectionSlot>() {
+                            slot.mark_authenticated();
                         }
                         held.pass().await;
                         text(StatusCode::OK, "END")
                     }
                     "/endless" => std::future::pending().await,
                     "/large" => {
-                        let place = request.extensions().get::<Place>().cloned();
+                        let slot = request.extensions().get::<ConnectionSlot>().cloned();
                         let body = Bytes::from(vec![b'x'; 64 << 20]);
-                        Response::new(paced(body, place.as_ref(), Duration::from_secs(2)))
+                        Response::new(paced(body, slot.as_ref(), Duration::from_secs(2)))
                     }
                     _ => text(StatusCode::OK, "END"),
                 }
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn slow_senders_and_strangers_keep_nobody_out() {
+    async fn slow_senders_and_unauthenticated_clients_do_not_block_others() {
         let (at, gate) = server(4, 2 * LONG).await;
         let known = tokio::spawn(async move {
             let mut stream = TcpStream::connect(at).await.expect("connected");
@@ -449,17 +449,17 @@ mod tests {
         let mut last = TcpStream::connect(at).await.expect("connected");
         let said = tokio::time::timeout(LONG, ask(&mut last, "/"))
             .await
-            .expect("before the others' time is over");
+            .expect("a response before the timeouts of the others");
         assert!(said.contains("200 OK"), "{said}");
         gate.open.notify_one();
         assert!(
             known.await.expect("ended").contains("END"),
-            "whoever is known is not cut off"
+            "a busy connection of an authenticated client is not closed"
         );
     }
 
     #[tokio::test]
-    async fn strangers_give_way_to_idle_connections_of_who_is_known() {
+    async fn unauthenticated_connections_are_closed_before_idle_authenticated_ones() {
         let (at, gate) = server(4, LONG).await;
         let mut known = TcpStream::connect(at).await.expect("connected");
         gate.open.notify_one();
@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bodies_have_a_size_and_a_deadline() {
+    async fn bodies_have_a_size_limit_and_a_deadline() {
         let (at, _) = server(4, Duration::from_millis(500)).await;
         let post = |length: usize, body: &str| {
             format!(
@@ -497,7 +497,7 @@ mod tests {
     /// The kernel's buffers take some MiB of a response. A client that stops reading loses its connection, and a client
     /// that reads gets the whole response.
     #[tokio::test]
-    async fn who_does_not_read_an_answer_loses_the_connection() {
+    async fn a_client_that_stops_reading_a_response_is_disconnected() {
         let (at, _) = server(4, LONG).await;
         let get = "GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
         let mut reader = say(at, get).await;
@@ -513,7 +513,7 @@ mod tests {
         };
         tokio::time::timeout(LONG, closed)
             .await
-            .expect("it is closed");
+            .expect("the connection is closed");
         let mut rest = vec![];
         // Bytes in transit may still arrive.
         let _ = deaf.read_to_end(&mut rest).await;
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_an_answer() {
+    async fn a_panic_causes_an_error_response() {
         let (at, _) = server(4, LONG).await;
         let mut stream = say(
             at,

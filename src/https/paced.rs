@@ -11,7 +11,7 @@ use http_body_util::BodyExt as _;
 use hyper::body::{Bytes, Frame, SizeHint};
 use tokio::sync::oneshot;
 
-use super::{Body, BoxError, Place, full};
+use super::{Body, BoxError, ConnectionSlot, full};
 
 /// The size of a piece: how much of a body is taken at a time, and the least progress that counts.
 const PIECE: usize = 64 << 10;
@@ -63,14 +63,14 @@ impl hyper::body::Body for Pieces {
 /// Returns a body whose connection is closed when the client takes nothing of it for `patience`. A body of one piece is
 /// sent without this limit, because it fits into the kernel's buffers.
 #[must_use]
-pub fn paced(bytes: Bytes, place: Option<&Place>, patience: Duration) -> Body {
-    let Some(place) = place.filter(|_| bytes.len() > PIECE).cloned() else {
+pub fn paced(bytes: Bytes, slot: Option<&ConnectionSlot>, patience: Duration) -> Body {
+    let Some(slot) = slot.filter(|_| bytes.len() > PIECE).cloned() else {
         return full(bytes);
     };
     let (sign, gone) = oneshot::channel();
     let taken = Arc::new(AtomicU64::new(0));
     let rest = Bytes::from_owner(Watched { bytes, _gone: sign });
-    tokio::spawn(watch(gone, Arc::clone(&taken), place, patience));
+    tokio::spawn(watch(gone, Arc::clone(&taken), slot, patience));
     Pieces { rest, taken }.boxed_unsync()
 }
 
@@ -78,7 +78,7 @@ pub fn paced(bytes: Bytes, place: Option<&Place>, patience: Duration) -> Body {
 async fn watch(
     mut gone: oneshot::Receiver<()>,
     taken: Arc<AtomicU64>,
-    place: Place,
+    slot: ConnectionSlot,
     patience: Duration,
 ) {
     let mut before = taken.load(Ordering::Relaxed);
@@ -86,8 +86,8 @@ async fn watch(
     while tokio::time::timeout(patience, &mut gone).await.is_err() {
         let now = taken.load(Ordering::Relaxed);
         if now == before {
-            tracing::debug!("a client has stopped reading an answer; its connection is closed");
-            place.close();
+            tracing::debug!("a client stopped reading a response; closing its connection");
+            slot.close();
             return;
         }
         before = now;

@@ -402,7 +402,7 @@ mod tests {
 
     /// The checksum is Adler-32; header blocks begin with it.
     #[test]
-    fn the_dictionary_is_that_of_the_protocol() {
+    fn the_dictionary_equals_that_of_spdy_3_1() {
         let (a, b) = dictionary().iter().fold((1_u32, 0), |(a, b), byte| {
             let a = (a + u32::from(*byte)) % 65_521;
             (a, (b + a) % 65_521)
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_of_resets_are_removed_and_everything_else_passes() {
+    fn error_frames_about_resets_are_removed_and_others_are_forwarded() {
         let reset = b"error forwarding port 80 to pod x, uid : read: connection reset by peer";
         let pipe = b"error forwarding port 80 to pod x, uid : write: broken pipe\n";
         let refused = b"error forwarding port 80 to pod x, uid : connection refused";
@@ -453,7 +453,7 @@ mod tests {
     /// If a connection is reset after one of two frames, the runtime never reads the other one, and the session would
     /// hang.
     #[test]
-    fn a_report_passes_where_the_runtime_may_hold_data() {
+    fn a_reset_is_forwarded_while_the_runtime_may_have_buffered_data() {
         let report = frame(1, 0, b"read: connection reset by peer");
         let after = |pauses: &[u64]| {
             let (mut session, mut now) = (Session::new(), Instant::now());
@@ -466,14 +466,14 @@ mod tests {
         };
         assert!(!after(&[]), "one frame");
         assert!(after(&[0]), "two at once");
-        assert!(!after(&[2000]), "the one before was written long ago");
+        assert!(!after(&[2000]), "the previous frame was written long ago");
         assert!(after(&[2000, 10]), "two at once, later");
     }
 
     proptest! {
         /// No bytes cause a panic, and the runtime's bytes pass when no error stream is known.
         #[test]
-        fn any_bytes_pass(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
+        fn arbitrary_bytes_are_passed_on(client in vec(any::<u8>(), 0..200), flips in vec((0_usize..400, any::<u8>()), 0..4), runtime in vec(any::<u8>(), 0..300)) {
             let mut session = Session::new();
             let now = Instant::now();
             session.sent(&client, now);

@@ -7,7 +7,7 @@ use hyper::Request;
 use hyper::body::{Bytes, Incoming};
 use hyper::http::request::Parts;
 
-use super::Place;
+use super::ConnectionSlot;
 
 /// Why a body was not received.
 #[derive(Debug, thiserror::Error)]
@@ -19,7 +19,7 @@ pub enum NotReceived {
     #[error("the body did not arrive within {} s", .0.as_secs_f32())]
     TooSlow(Duration),
     /// The connection broke.
-    #[error("the body could not be read: {0}")]
+    #[error("reading the body failed: {0}")]
     Broken(String),
 }
 
@@ -31,7 +31,10 @@ pub async fn receive(
     patience: Duration,
 ) -> (Parts, Result<Bytes, NotReceived>) {
     let (head, body) = request.into_parts();
-    let _receiving = head.extensions.get::<Place>().and_then(Place::receive);
+    let _receiving = head
+        .extensions
+        .get::<ConnectionSlot>()
+        .and_then(ConnectionSlot::receive);
     let collected = tokio::time::timeout(patience, Limited::new(body, most).collect()).await;
     let received = match collected {
         Ok(Ok(body)) => Ok(body.to_bytes()),

@@ -167,7 +167,7 @@ impl Settings {
         let (judge, (own, others)) = (self.judge.as_ref()?, chain?.split_first()?);
         let judged = judge.verify_client_cert(own, others, UnixTime::now());
         if let Err(error) = &judged {
-            tracing::debug!(%error, "a client's certificate is not trusted");
+            tracing::debug!(%error, "verifying a client certificate failed");
         }
         let der = own.to_vec();
         Some(match judged {
@@ -247,7 +247,7 @@ impl TlsFiles {
         );
         loaded.map_err(|e| {
             format!(
-                "{} and what belongs to it cannot be used: {e}",
+                "{} and its key cannot be used: {e}",
                 self.certificate.display()
             )
             .into()
@@ -304,11 +304,11 @@ impl Tls {
             match files.load(protocol) {
                 Ok(config) => {
                     state.config = Arc::new(config);
-                    tracing::info!(certificate = %files.certificate.display(), "the serving certificate was read anew");
+                    tracing::info!(certificate = %files.certificate.display(), "the serving certificate was reloaded");
                 }
                 Err(error) => tracing::error!(
                     error,
-                    "the new serving certificate cannot be used; the old one stays"
+                    "the new serving certificate is invalid; keeping the old one"
                 ),
             }
         }
@@ -333,7 +333,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_that_change_are_read_and_bad_ones_are_not_used() {
+    fn changed_certificate_files_are_reloaded_and_invalid_ones_ignored() {
         let dir = tempfile::tempdir().expect("a directory");
         let files = TlsFiles {
             certificate: dir.path().join("c"),
@@ -355,7 +355,10 @@ mod tests {
         let look = || tls.state.lock().expect("the state").looked -= LOOK;
         std::fs::write(&files.key, "nonsense").expect("written");
         look();
-        assert!(Arc::ptr_eq(&first, &tls.current()), "the old one stays");
+        assert!(
+            Arc::ptr_eq(&first, &tls.current()),
+            "the old certificate stays in use"
+        );
         write();
         look();
         assert!(!Arc::ptr_eq(&first, &tls.current()));
@@ -384,7 +387,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_clients_certificate_is_judged_after_the_handshake() {
+    async fn a_client_certificate_is_verified_after_the_handshake() {
         let (ours, other) = (Authority::new(), Authority::new());
         let served = rcgen::generate_simple_self_signed(["a".into()]).expect("a certificate");
         let (chain, key) = (served.cert.pem(), served.signing_key.serialize_pem());
@@ -416,17 +419,17 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_holds_until_its_end() {
+    fn a_certificate_is_valid_until_its_expiry() {
         let (pem, _) = Authority::new().client(2000);
         let der = CertificateDer::from_pem_slice(pem.as_bytes()).expect("a certificate");
         let mut certificate = Certificate::trusted(der.to_vec());
-        assert_eq!(certificate.holds(), None, "it has ended");
+        assert_eq!(certificate.holds(), None, "the certificate has expired");
         certificate.until = Some(i64::MAX);
         assert!(certificate.holds().is_some());
     }
 
     #[test]
-    fn versions_suites_and_groups_are_those_that_are_asked_for() {
+    fn the_configured_versions_suites_and_groups_are_used() {
         let of = |only_tls13: bool, suites: &[&str], groups: &[u16]| {
             let protocol = Protocol {
                 only_tls13,

@@ -29,13 +29,13 @@ const GRACE: Duration = Duration::from_secs(2);
 #[derive(Debug, thiserror::Error)]
 pub enum TunnelError {
     /// The other server did not answer with valid HTTP.
-    #[error("the other side did not answer: {0}")]
+    #[error("the backend did not respond: {0}")]
     Talk(#[from] hyper::Error),
     /// The forwarded request cannot be built.
-    #[error("the request cannot be handed on: {0}")]
+    #[error("the request cannot be forwarded: {0}")]
     Request(#[from] hyper::http::Error),
     /// The other server answered with a redirect.
-    #[error("the other side answered with a redirect to {0:?}, which is not followed")]
+    #[error("the backend responded with a redirect to {0:?}, which is not followed")]
     Redirect(String),
 }
 
@@ -158,7 +158,7 @@ pub async fn tunnel(
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
-            tracing::debug!(%error, "a connection that was handed on ended early");
+            tracing::debug!(%error, "a forwarded connection closed early");
         }
     });
     let (head, body) = request.into_parts();
@@ -198,7 +198,7 @@ pub async fn tunnel(
             };
             let outer = Pairs::new(TokioIo::new(outer), forwards_ports);
             if let Err(error) = both_ways(inner, outer, &progress).await {
-                tracing::debug!(%error, "a stream was cut off");
+                tracing::debug!(%error, "a stream was closed early");
             }
         });
         return Ok(back.body(full(""))?);
@@ -219,7 +219,7 @@ mod tests {
     /// A server that responds with `answer`, and a server in front of it that forwards requests.
     async fn pair(answer: fn(Request<Incoming>) -> Response<Body>) -> std::net::SocketAddr {
         let limits = Limits {
-            strangers_give_way: false,
+            evict_unauthenticated: false,
             connections: 8,
             idle: None,
         };
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connections_that_leave_http_carry_bytes_both_ways() {
+    async fn upgraded_connections_carry_bytes_in_both_directions() {
         let at = pair(|mut request| {
             let on = hyper::upgrade::on(&mut request);
             tokio::spawn(async move {
@@ -312,7 +312,7 @@ mod tests {
 
     /// The server closed long ago, and the client sends before it has read everything, as kubectl sends pings.
     #[tokio::test]
-    async fn a_client_that_reads_late_gets_everything() {
+    async fn a_client_that_reads_late_receives_all_data() {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
         const LENGTH: usize = 8 << 20;
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_end_of_either_side_ends_a_tunnel() {
+    async fn a_tunnel_closes_when_either_side_closes() {
         use tokio::io::{AsyncReadExt as _, duplex};
         use tokio::time::timeout;
 
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_go_on_without_credentials_and_redirects_do_not_come_back() {
+    async fn credentials_are_not_forwarded_and_redirects_are_not_returned() {
         let at = pair(|request| {
             let secret = request.headers().contains_key(AUTHORIZATION)
                 || request.headers().contains_key("impersonate-user");

@@ -106,7 +106,7 @@ async fn spdy(
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
-            tracing::debug!(%error, "a runtime's stream ended early");
+            tracing::debug!(%error, "a runtime's stream closed early");
         }
     });
     let request = Request::post(&outgoing.target)
@@ -164,7 +164,7 @@ pub async fn serve_socket(
             Carried::Ports => ports(socket, Pairs::new(outer, true), &progress).await,
         };
         if let Err(error) = done {
-            tracing::debug!(%error, "a stream was cut off");
+            tracing::debug!(%error, "a stream was closed early");
         }
     });
     let answer = Response::builder()
@@ -434,7 +434,7 @@ mod tests {
         /// Whatever both sides send, the sessions of a command and of forwarded ports end with the peers, without a
         /// panic.
         #[test]
-        fn any_bytes_come_to_an_end(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
+        fn sessions_with_arbitrary_bytes_terminate(frames in vec(frame(), 0..8), runtime in vec(any::<u8>(), 0..200), tty in any::<bool>()) {
             let all = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
             let ended = all.block_on(async {
                 for carried in [Carried::Command, Carried::Ports] {
@@ -462,7 +462,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_carried_is_what_we_can_turn() {
+    fn only_supported_subprotocols_are_translated() {
         let of = |upgrade: &str, protocols: &[&str]| {
             let mut headers = HeaderMap::new();
             headers.insert(UPGRADE, HeaderValue::from_str(upgrade).expect("a value"));
@@ -489,7 +489,7 @@ mod tests {
         assert_eq!(
             of("websocket", &["v4.channel.k8s.io"]),
             None,
-            "the runtime speaks this itself"
+            "the runtime implements this protocol"
         );
         assert_eq!(of("SPDY/3.1", &["v5.channel.k8s.io"]), None);
         let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_first_answer_after_silence_is_reported_once() {
+    async fn the_first_response_after_an_outage_is_reported_once() {
         let answers = Answers::default();
         let mut recovery = answers.subscribe();
         let mut recovered = async |codes: &[Option<u16>]| {
@@ -73,14 +73,14 @@ mod tests {
         };
         assert!(
             !recovered(&[Some(200), Some(404)]).await,
-            "it always answered"
+            "no outage, nothing to report"
         );
         assert!(!recovered(&[None, None, Some(503)]).await);
-        assert!(recovered(&[Some(403)]).await, "a refusal is an answer");
+        assert!(recovered(&[Some(403)]).await, "a rejection is a response");
         assert!(!recovered(&[Some(200)]).await);
         assert!(
             recovered(&[None, Some(200), None]).await,
-            "also if it is silent again"
+            "also if the apiserver fails to respond again"
         );
     }
 }

@@ -327,14 +327,14 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn an_object_is_known_by_name_before_it_is_read() {
+    fn metadata_is_available_before_an_object_is_decoded() {
         let metadata = json!({"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": {"l": "1"}});
         let event = json!({"type": "ADDED", "object": {"kind": "Pod", "apiVersion": "v1", "metadata": metadata}});
         // An event's fields may come in any order.
         let reversed = r#"{"object": {"metadata": {"name": "a"}}, "type": "ADDED"}"#;
         for (text, version) in [(&*event.to_string(), Some("7")), (reversed, None)] {
             let Ok(WatchEvent::<Untyped>::Added(object)) = serde_json::from_str(text) else {
-                panic!("{text} is no event");
+                panic!("{text} is not a watch event");
             };
             assert_eq!(object.meta().name.as_deref(), Some("a"));
             assert_eq!(object.meta().resource_version.as_deref(), version);
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_of_another_kind_or_form_is_refused() {
+    fn an_object_of_another_kind_or_type_is_rejected() {
         let read = |value: Value| -> Result<Pod, Error> {
             serde_json::from_value::<Untyped>(value)
                 .expect("any JSON")

@@ -395,11 +395,11 @@ where
             Err(error) => {
                 let failure = watch_failure(error);
                 let kind = K::kind(&K::DynamicType::default()).into_owned();
-                tracing::debug!(%failure, kind, "watch interrupted, it resumes by itself");
+                tracing::debug!(%failure, kind, "watch interrupted, resuming");
                 // A refusal is expected for a while: an apiserver that has just started has not loaded its roles yet.
                 let lasts = pauses.is_longest() && matches!(failure, ApiFailure::Forbidden(_));
                 if lasts && !std::mem::replace(&mut refused, true) {
-                    tracing::warn!(%failure, kind, "the apiserver lets this node not watch what it needs; it is tried until it does");
+                    tracing::warn!(%failure, kind, "the apiserver forbids this node to watch a kind that it needs; retrying");
                 }
                 let pause = pauses.pause();
                 tokio::time::sleep(failure.retry_after().unwrap_or(pause)).await;
@@ -427,7 +427,7 @@ where
     object.read().map_err(|error| {
         let kind = K::kind(&K::DynamicType::default()).into_owned();
         let (error, (namespace, name)) = (chain(&error), &key);
-        tracing::warn!(%error, kind, namespace, name, "an object of the API cannot be read and is ignored until it changes");
+        tracing::warn!(%error, kind, namespace, name, "decoding an API object failed; ignoring the object until it changes");
         Unread { key, uid }
     })
 }
@@ -459,12 +459,16 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_gets_the_keys_that_changed() {
+    fn a_reader_gets_the_changed_keys() {
         let (writer, cache) = Cache::<Pod>::by_hand();
         let mut early = cache.read_changes();
         assert_eq!(names(&mut early), None, "nothing has been listed yet");
         writer.replace(vec![]);
-        assert_eq!(names(&mut early), Some(vec![]), "an empty list says so");
+        assert_eq!(
+            names(&mut early),
+            Some(vec![]),
+            "an empty list counts as listed"
+        );
         writer.replace(vec![pod("a"), pod("b")]);
         writer.apply(pod("c"));
         let mut late = cache.read_changes();
@@ -483,7 +487,7 @@ mod tests {
         drop(late);
         writer.apply(pod("e"));
         let readers = cache.shared.readers.lock().expect("the readers");
-        assert_eq!(readers.len(), 1, "a reader that has gone is forgotten");
+        assert_eq!(readers.len(), 1, "a dropped reader is unregistered");
     }
 
     /// The pod `p` with this uid and this deletion grace period.
@@ -541,7 +545,7 @@ mod tests {
                 (shown("a", Some(0)), shown("b", None)),
             ),
             (
-                "many came and went: the reader knew the first",
+                "many were created and deleted: the reader knew the first",
                 |w| {
                     w.delete(deleted("a", Some(0)));
                     for n in 0..1000 {
@@ -589,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_gets_the_last_state_of_what_was_deleted_or_replaced() {
+    fn a_reader_gets_the_last_state_of_deleted_and_replaced_objects() {
         for (case, change, expected) in of_deletions().into_iter().chain(of_lists()) {
             let (writer, cache) = Cache::<Pod>::by_hand();
             let (mut reader, mut ignorant) = (cache.read_changes(), cache.read_changes());
@@ -605,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_reader_never_knew_takes_no_room() {
+    fn deleted_objects_unknown_to_every_reader_use_no_memory() {
         let (writer, cache) = Cache::<Pod>::by_hand();
         let reader = cache.read_changes();
         writer.replace(vec![]);
@@ -626,7 +630,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_object_that_cannot_be_read_disturbs_no_other_and_is_not_taken_for_gone() {
+    async fn an_undecodable_object_affects_no_other_and_does_not_count_as_deleted() {
         let fake = Fake::with(vec![unreadable("new", "a"), map(1, "first", false)]);
         let maps = Api::<ConfigMap>::namespaced(fake.client(), "n");
         let cache = Cache::start(maps, watcher::Config::default());
@@ -650,8 +654,12 @@ mod tests {
         };
         let version = *cache.changes().borrow();
         relist(unreadable("m", "u"), version).await;
-        assert_eq!(text().as_deref(), Some("second"), "it is still there");
+        assert_eq!(
+            text().as_deref(),
+            Some("second"),
+            "the last decodable version stays"
+        );
         relist(unreadable("m", "another"), version + 1).await;
-        assert_eq!(text(), None, "another has its name");
+        assert_eq!(text(), None, "the undecodable object has another uid");
     }
 }

@@ -122,7 +122,7 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
         .await
         .map_err(|e| chain(&e))?;
     if certificate(&config.auth_info).is_some_and(|pem| signing::is_version_1(&pem)) {
-        return Err("the user's client certificate is of version 1 of X.509, which cannot be used: issue it anew with an extension, for instance extendedKeyUsage=clientAuth".into());
+        return Err("the user's client certificate is X.509 version 1, which TLS clients do not support: issue a new one with an extension, for instance extendedKeyUsage=clientAuth".into());
     }
     let proxy = Proxy::towards(&config.cluster_url, own.as_deref())?;
     Ok(Target {
@@ -136,7 +136,9 @@ async fn read(path: &Path, own: Option<&Path>) -> Result<Target, String> {
 pub async fn authority(path: &Path) -> Result<Vec<u8>, ConnectError> {
     let roots = read(path, None).await.and_then(|target| {
         let roots = target.config.root_cert.filter(|roots| !roots.is_empty());
-        roots.ok_or_else(|| "its cluster has no certificate authority".to_owned())
+        roots.ok_or_else(|| {
+            "its cluster has no certificate-authority or certificate-authority-data".to_owned()
+        })
     });
     let roots = roots.map_err(|why| ConnectError::Use {
         path: path.to_owned(),
@@ -188,7 +190,7 @@ pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Resul
             .map_err(|e| e.to_string())?;
         let answer = client.send(request).await.map_err(|e| chain(&e))?;
         if answer.status() != hyper::StatusCode::OK {
-            return Err(format!("{url} answered {}", answer.status()));
+            return Err(format!("{url} responded with {}", answer.status()));
         }
         let body = http_body_util::Limited::new(
             answer.into_body(),
@@ -202,7 +204,7 @@ pub async fn fetch(url: &str, headers: &[(String, String)], limit: u64) -> Resul
     };
     tokio::time::timeout(Duration::from_secs(10), get)
         .await
-        .map_err(|_| format!("{url} did not answer within 10s"))?
+        .map_err(|_| format!("{url} did not respond within 10s"))?
 }
 
 /// Formats an error with its causes in one line.
@@ -248,7 +250,7 @@ GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
 ";
 
     #[tokio::test]
-    async fn the_authority_is_that_of_the_current_context_and_has_certificates() {
+    async fn the_ca_is_read_from_the_current_context_and_must_have_certificates() {
         let dir = tempfile::tempdir().expect("a directory");
         let (path, file) = (dir.path().join("kubeconfig"), dir.path().join("ca.crt"));
         std::fs::write(&file, GOOD).expect("written");
@@ -275,7 +277,7 @@ GAIhAOFDlwoQo6Feb/obJekaCiuea05mUm24Dn1X6VNZdR5U
     }
 
     #[tokio::test]
-    async fn a_client_certificate_of_version_1_is_refused_with_the_remedy() {
+    async fn a_client_certificate_of_x509_version_1_is_rejected_with_the_remedy() {
         const VERSION_1: &str = "\
 -----BEGIN CERTIFICATE-----
 MIIBFDCBuwIUR77pTm5AECDOhtJsHl3u6zUmEu0wCgYIKoZIzj0EAwIwDDEKMAgG
@@ -307,7 +309,7 @@ sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
     }
 
     #[tokio::test]
-    async fn a_renewed_pair_takes_the_place_of_what_the_kubeconfig_began_with() {
+    async fn a_renewed_client_certificate_replaces_the_kubeconfigs_credentials() {
         let dir = tempfile::tempdir().expect("a directory");
         let (path, own) = (
             dir.path().join("kubeconfig"),
@@ -324,10 +326,16 @@ sXUwCgYIKoZIzj0EAwIDSAAwRQIhAIEMtKIQgD8IMAAL5rttV0bQuiVXyyKOmIq7
             let used = user.client_certificate.as_deref();
             assert_eq!(used, own.to_str().filter(|_| is_used), "{content:?}");
             assert_eq!(user.token.is_none(), is_used, "{content:?}");
-            assert!(target.files.contains(&own), "a new one is seen");
+            assert!(
+                target.files.contains(&own),
+                "the file is watched for a new certificate"
+            );
         }
         let (_, ends) = signing::lifetime(GOOD.as_bytes()).expect("a certificate");
-        assert!(kept(&own, ends).is_none(), "it has ended");
+        assert!(
+            kept(&own, ends).is_none(),
+            "an expired certificate is not used"
+        );
         let alone = read(&path, None).await.expect("a target");
         assert!(alone.config.auth_info.token.is_some());
     }

@@ -292,14 +292,14 @@ impl Shared {
                 *lock(&self.generation) = Arc::clone(&fresh);
                 generation.ended.cancel();
                 tracing::info!(
-                    "the connections to the apiserver are opened anew: the kubeconfig or what it refers to has changed"
+                    "the kubeconfig or a file that it refers to has changed; reconnecting to the apiserver"
                 );
                 fresh
             }
             Err(error) => {
                 tracing::warn!(
                     error,
-                    "the changed kubeconfig cannot be used; the connections stay as they are"
+                    "the changed kubeconfig is invalid; keeping the existing connections"
                 );
                 look.unusable = found;
                 generation
@@ -542,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn watches_are_told_from_requests() {
+    fn watches_and_requests_are_distinguished() {
         for (uri, expected) in [
             ("/api/v1/pods?watch=true&resourceVersion=1", true),
             ("/api/v1/pods?fieldSelector=a&watch=1", true),
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_that_its_caller_gives_up_gives_up_its_connection_too() {
+    async fn cancelling_a_request_closes_its_connection() {
         let (mut connections, opened) = over(silent()).await;
         for (seconds, method, uri, pools) in [
             (4, "PUT", "/apis/coordination.k8s.io/v1/leases/n", 1),
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_watch_that_is_cut_off_silently_ends_a_little_after_its_time() {
+    async fn a_silently_broken_watch_ends_shortly_after_its_timeout() {
         for (rest, is_clean) in [("", true), ("{\"type\":", false)] {
             let (mut connections, _) = over(one_event_then(rest)).await;
             let watch = request("GET", "/api/v1/pods?watch=true&timeoutSeconds=290");
@@ -638,7 +638,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_request_without_an_answer_ends_in_time_and_gives_its_connection_up() {
+    async fn an_unanswered_request_times_out_and_closes_its_connection() {
         let (mut connections, opened) = over(silent()).await;
         for (method, uri, pools) in [
             ("PATCH", "/api/v1/namespaces/n/pods/p/status", 2),

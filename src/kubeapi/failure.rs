@@ -107,7 +107,7 @@ pub enum Undelivered {
         after: Duration,
     },
     /// The apiserver refused without a Status, as its flow control does before a request is handled.
-    #[error("the server wants fewer requests: {message}")]
+    #[error("the apiserver is throttling requests: {message}")]
     Busy {
         /// The apiserver's message.
         message: String,
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn statuses_have_their_class() {
+    fn each_status_code_has_its_class() {
         let uid = "Operation cannot be fulfilled on pods \"p\": Precondition failed: UID in precondition: 1, UID in object meta: 2";
         let version = "Operation cannot be fulfilled on pods \"p\": the object has been modified; please apply your changes to the latest version and try again";
         type Check = fn(&ApiFailure) -> bool;
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_our_own_end_gives_up_has_a_class_too() {
+    fn client_side_timeouts_have_a_class() {
         let given_up = Undelivered::Deadline {
             request: "GET /api".into(),
             after: Duration::from_secs(20),

@@ -353,7 +353,7 @@ where
             Ok(Over::ForNow) => {}
             Err(ApiFailure::Expired(_)) if from.take().is_some() => continue,
             Err(failure) => {
-                tracing::debug!(%failure, kind = K::KIND, name, "watch interrupted, it resumes by itself");
+                tracing::debug!(%failure, kind = K::KIND, name, "watch interrupted, resuming");
                 let most = match failure {
                     ApiFailure::Forbidden(_) => FORBIDDEN,
                     _ => PAUSE.1,
@@ -502,7 +502,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_object_is_watched_while_it_is_used_and_its_users_are_told() {
+    async fn an_object_is_watched_while_it_has_users_and_they_are_notified() {
         let fake = Fake::with(vec![]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let told = Arc::new(AtomicUsize::new(0));
@@ -521,14 +521,20 @@ mod tests {
         assert_eq!(
             told.load(Ordering::Relaxed),
             0,
-            "the first sight is no news"
+            "the initial list is not a change"
         );
         let say = |kind: &str, object: Value| fake.say(kind, &object);
         say("ADDED", map(2, "a", false));
-        until("both are told", || told.load(Ordering::Relaxed) == 2).await;
+        until("both users are notified", || {
+            told.load(Ordering::Relaxed) == 2
+        })
+        .await;
         drop(one);
         say("MODIFIED", map(3, "b", false));
-        until("the other is told", || told.load(Ordering::Relaxed) == 3).await;
+        until("the other user is notified", || {
+            told.load(Ordering::Relaxed) == 3
+        })
+        .await;
         assert_eq!(
             watched
                 .get("n", "m")
@@ -541,14 +547,18 @@ mod tests {
         );
         drop(two);
         tokio::time::sleep(LINGER / 2).await;
-        assert_eq!(watched.len(), 1, "it stays for a while");
+        assert_eq!(
+            watched.len(),
+            1,
+            "the watch continues for a while without users"
+        );
         tokio::time::sleep(LINGER).await;
         assert!(watched.is_empty());
-        until("the watch has ended", || fake.watches() == 0).await;
+        until("the watch is closed", || fake.watches() == 0).await;
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_cannot_change_is_not_watched() {
+    async fn immutable_objects_are_not_watched() {
         let fake = Fake::with(vec![map(1, "a", true)]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         assert_eq!(
@@ -580,7 +590,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_new_user_reads_the_immutable_object_that_replaced_another_one() {
+    async fn a_new_user_reads_the_replacement_of_an_immutable_object() {
         let fake = Fake::with(vec![map(1, "a", true)]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let changes = Arc::new(AtomicUsize::new(0));
@@ -617,7 +627,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_immutable_object_stays_readable_while_the_api_fails_unless_it_refuses() {
+    async fn an_immutable_object_is_readable_during_an_outage_but_not_when_forbidden() {
         let fake = Fake::with(vec![map(1, "a", true)]);
         let watched: Watched<ConfigMap> = Watched::new(fake.client());
         let (_, _user) = read_by_new_user(&watched).await;
@@ -626,7 +636,7 @@ mod tests {
         assert_eq!(read_by_new_user(&watched).await.0, value("a"));
         fake.fail_lists(Some(403));
         let (refused, _second) = read_by_new_user(&watched).await;
-        assert_eq!(refused, None, "no pod of this node may read it");
+        assert_eq!(refused, None, "the apiserver forbids reading the object");
         fake.fail_lists(None);
         tokio::time::sleep(ASKED).await;
         assert_eq!(read_by_new_user(&watched).await.0, value("a"));

@@ -215,7 +215,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_burst_goes_at_once_and_the_rest_at_the_rate_in_order() {
+    async fn a_burst_is_sent_immediately_and_the_rest_in_order_at_the_rate() {
         let (pace, begun) = (Arc::new(Pace::new((10.0, 5.0))), Instant::now());
         let wait = |number: u64| {
             let pace = Arc::clone(&pace);
@@ -246,7 +246,7 @@ mod tests {
 
     /// 500 pods retry continuously and use up the rate.
     #[tokio::test(start_paused = true)]
-    async fn a_request_of_a_healthy_pod_does_not_wait_for_the_retries_of_others() {
+    async fn a_pods_first_request_precedes_the_retries_of_others() {
         let pace = Arc::new(Pace::new((50.0, 100.0)));
         let retry = |number: u64| {
             let pace = Arc::clone(&pace);
@@ -277,11 +277,11 @@ mod tests {
         for _ in 0..100 {
             pace.wait(&status_of("broken-7")).await;
         }
-        assert!(begun.elapsed().is_zero(), "the burst is there again");
+        assert!(begun.elapsed().is_zero(), "the burst is available again");
     }
 
     #[test]
-    fn requests_about_one_object_count_together() {
+    fn requests_for_one_object_share_a_limit() {
         let pod = object_of("/api/v1/namespaces/n/pods/p");
         for (path, expected) in [
             ("/api/v1/namespaces/n/pods/p/status", true),

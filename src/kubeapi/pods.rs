@@ -388,7 +388,7 @@ impl PodApi for KubePods {
             })
         });
         status.ok_or_else(|| {
-            ApiFailure::Other("the TokenRequest was answered without a token".into())
+            ApiFailure::Other("the response to the TokenRequest contains no token".into())
         })
     }
 
@@ -415,7 +415,7 @@ impl PodApi for KubePods {
         loop {
             let claim = api.get(name).await?;
             if !resize::concerns(&claim, grown) {
-                let gone = format!("claim {namespace}/{name} was deleted and made again");
+                let gone = format!("claim {namespace}/{name} was deleted and created again");
                 return Err(ApiFailure::Replaced(gone));
             }
             let patch = resize::patch(&claim, step);
@@ -559,7 +559,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_fresh_for_four_fifths_of_the_granted_life() {
+    fn a_token_is_renewed_after_four_fifths_of_its_lifetime() {
         let at = |second: i64| Timestamp::from_second(second).expect("a time");
         // Granted seconds, age, whether it is fresh.
         for (granted, age, expected) in [
@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attachment_that_is_being_deleted_is_none() {
+    fn an_attachment_that_is_being_deleted_counts_as_missing() {
         let of = |deleted: bool, status: Value| {
             let deleted = deleted.then_some("2026-01-01T00:00:00Z");
             let found = json!({"metadata": {"name": "a", "deletionTimestamp": deleted}, "status": status,

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_on_which_nothing_is_said_is_probed() {
+    async fn idle_connections_are_probed() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.expect("a listener");
         let port = listener.local_addr().expect("an address").port();

@@ -54,7 +54,7 @@ impl Proxy {
                 let matcher = Matcher::builder().all(url).build();
                 // The message omits the URL, which may contain a password.
                 Some(matcher.intercept(server).ok_or(
-                    "proxy-url is not a URL: it is http://, https:// or socks5://, a host and a port",
+                    "proxy-url is not a valid URL: use http://, https:// or socks5:// with a host and a port",
                 )?)
             }
             None if is_here(server) => None,
@@ -75,7 +75,7 @@ impl Proxy {
                 Ok(Proxy::Socks5 { uri, auth })
             }
             other => Err(format!(
-                "proxy-url begins with {:?}, which is not supported: use http://, https:// or socks5://",
+                "proxy-url has the unsupported scheme {:?}: use http://, https:// or socks5://",
                 other.unwrap_or_default()
             )),
         }
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_proxy_is_one_of_four_kinds_or_refused_with_a_sentence() {
+    fn a_proxy_url_of_another_scheme_is_rejected() {
         let server: Uri = "https://10.0.0.1:6443".parse().expect("a URI");
         let of = |url: &str| Proxy::towards(&server, Some(url));
         assert!(matches!(

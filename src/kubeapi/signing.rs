@@ -75,7 +75,9 @@ pub async fn obtain(
             .unwrap_or_default();
         if let Some(certificate) = status.certificate.filter(|c| !c.0.is_empty()) {
             return String::from_utf8(certificate.0).map_err(|e| {
-                ApiFailure::Other(format!("the certificate of {name} is not PEM: {e}"))
+                ApiFailure::Other(format!(
+                    "the certificate of CertificateSigningRequest {name} is not PEM: {e}"
+                ))
             });
         }
         let refused = status

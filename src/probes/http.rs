@@ -153,7 +153,7 @@ fn follow(from: &Http, location: &str) -> Result<Option<Http>, HttpError> {
         }
     };
     let uri = absolute.parse::<Uri>().map_err(|e| failed(&e))?;
-    let host = uri.host().ok_or_else(|| failed(&"it names no host"))?;
+    let host = uri.host().ok_or_else(|| failed(&"it has no host"))?;
     if host.trim_start_matches('[').trim_end_matches(']') != from.host {
         return Ok(None);
     }
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn redirects_lead_where_the_request_says() {
+    fn redirects_are_resolved_relative_to_the_request() {
         let from = Http {
             tls: false,
             host: "10.0.0.1".into(),

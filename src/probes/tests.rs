@@ -68,7 +68,7 @@ async fn server() -> u16 {
 }
 
 #[tokio::test]
-async fn http_follows_its_own_host_and_bounds_what_it_reads() {
+async fn http_probes_follow_redirects_only_to_their_host_and_limit_the_body() {
     let port = server().await;
     let get = |path: &'static str| async move { Network.http(&request(port, path), LONG).await };
     assert_eq!(
@@ -111,7 +111,7 @@ async fn http_follows_its_own_host_and_bounds_what_it_reads() {
 }
 
 #[tokio::test]
-async fn connections_are_refused_in_the_words_people_search_for() {
+async fn connection_errors_have_the_kubelets_messages() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
         .await
         .expect("a port");
@@ -167,7 +167,7 @@ impl holdfast_proto::health::health_server::Health for Healthy {
 }
 
 #[tokio::test]
-async fn grpc_servers_are_asked_for_their_health() {
+async fn grpc_probes_request_the_health_of_the_service() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
         .await
         .expect("a port");

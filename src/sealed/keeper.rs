@@ -82,7 +82,7 @@ impl Keeper {
         if is_old {
             tracing::warn!(
                 days = (now - confirmed) / 86_400,
-                "no apiserver has confirmed for a week what was kept for a start without one: it is forgotten"
+                "no apiserver has confirmed the sealed data for a week; removing what was kept for starts without an apiserver"
             );
         }
         let keeps_pods = offline.pods_after().is_some();
@@ -92,7 +92,7 @@ impl Keeper {
                 continue;
             }
             if let Err(error) = vault.retain(kind, &BTreeSet::new()) {
-                tracing::warn!(%error, kind = kind.dir(), "what is not to be kept any more is still sealed");
+                tracing::warn!(%error, kind = kind.dir(), "removing sealed data that is no longer to be kept failed");
             }
         }
         let services = vault
@@ -170,7 +170,7 @@ impl Keeper {
         tokio::task::spawn_blocking(unseal)
             .await
             .unwrap_or_else(|error| {
-                tracing::error!(%error, "unsealing ended unexpectedly");
+                tracing::error!(%error, "the unsealing task failed");
                 vec![]
             })
     }
@@ -183,7 +183,7 @@ impl Keeper {
         tokio::task::spawn_blocking(unseal)
             .await
             .unwrap_or_else(|error| {
-                tracing::error!(%error, "unsealing ended unexpectedly");
+                tracing::error!(%error, "the unsealing task failed");
                 None
             })
     }
@@ -280,7 +280,7 @@ async fn write(keeper: Keeper) {
             // collected.
             for (kind, names) in needed.into_iter().flatten() {
                 if let Err(error) = inner.vault.retain(kind, &names) {
-                    tracing::warn!(%error, kind = kind.dir(), "what no pod needs any more is still sealed");
+                    tracing::warn!(%error, kind = kind.dir(), "removing sealed data that no pod needs failed");
                 }
             }
             for ((kind, name), value) in batch {
@@ -289,12 +289,12 @@ async fn write(keeper: Keeper) {
                     None => inner.vault.remove(kind, &name),
                 };
                 if let Err(error) = written {
-                    tracing::warn!(%error, kind = kind.dir(), "what a start without an apiserver would need is not kept");
+                    tracing::warn!(%error, kind = kind.dir(), "sealing data for a start without an apiserver failed");
                 }
             }
         });
         if let Err(error) = done.await {
-            tracing::error!(%error, "sealing ended unexpectedly");
+            tracing::error!(%error, "the sealing task failed");
         }
     }
 }

@@ -106,7 +106,7 @@ impl Vault {
                 .recursive(true)
                 .mode(0o700)
                 .create(dir)
-                .with_context(|| format!("{} cannot be made", dir.display()))
+                .with_context(|| format!("{} cannot be created", dir.display()))
         };
         make(dir)?;
         for kind in Kind::ALL {
@@ -116,7 +116,7 @@ impl Vault {
         let given = match credential {
             Some(path) => read_key(
                 path,
-                "write it anew, for instance with `head -c 32 /dev/urandom`",
+                "write a new key, for instance with `head -c 32 /dev/urandom`",
             )?,
             None => None,
         };
@@ -129,14 +129,15 @@ impl Vault {
             }
             None => match read_key(
                 &beside,
-                "remove it, and what was sealed with it is written anew",
+                "remove it; data that was sealed with it is sealed again with a new key",
             )? {
                 Some(bytes) => bytes,
                 None => new_key(&beside)?,
             },
         };
-        let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes)
-            .map_err(|_| anyhow::anyhow!("AES-256-GCM takes no key of {KEY_LENGTH} bytes"))?;
+        let key = RandomizedNonceKey::new(&AES_256_GCM, &bytes).map_err(|_| {
+            anyhow::anyhow!("AES-256-GCM does not accept a key of {KEY_LENGTH} bytes")
+        })?;
         Ok(Vault {
             dir: dir.to_owned(),
             key,
@@ -243,7 +244,7 @@ fn read_key(path: &Path, remedy: &str) -> anyhow::Result<Option<Vec<u8>>> {
 fn new_key(path: &Path) -> anyhow::Result<Vec<u8>> {
     let mut bytes = vec![0; KEY_LENGTH];
     aws_lc_rs::rand::fill(&mut bytes)
-        .map_err(|_| anyhow::anyhow!("the system gives no random numbers"))?;
+        .map_err(|_| anyhow::anyhow!("reading the system's random numbers failed"))?;
     file::replace(path, &bytes).with_context(|| format!("{} cannot be written", path.display()))?;
     Ok(bytes)
 }

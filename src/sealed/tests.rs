@@ -2,7 +2,7 @@ use super::*;
 use std::os::unix::fs::PermissionsExt as _;
 
 #[test]
-fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
+fn sealed_values_open_only_with_the_same_key_kind_and_name() {
     let dir = tempfile::tempdir().expect("a directory");
     let vault = Vault::open(dir.path(), None).expect("opened");
     vault
@@ -53,7 +53,7 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
     assert_eq!(
         vault.get::<String>(Kind::Secrets, "ns/canary"),
         None,
-        "one cannot be put in another's place"
+        "a file copied to another name does not open"
     );
     let mut bent = bytes;
     *bent.last_mut().expect("bytes") ^= 1;
@@ -61,7 +61,7 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
     assert_eq!(
         vault.get::<String>(Kind::Secrets, "ns/canary"),
         None,
-        "what was changed does not open"
+        "a modified file does not open"
     );
     fs::write(&canary, b"short").expect("write");
     assert_eq!(vault.get::<String>(Kind::Secrets, "ns/canary"), None);
@@ -81,12 +81,12 @@ fn what_is_sealed_opens_only_here_and_only_as_what_it_is() {
         .expect("retained");
     assert!(
         !canary.exists() && vault.get::<String>(Kind::Secrets, "ns/kept").is_some(),
-        "what nobody needs goes"
+        "values that no pod needs are removed"
     );
     vault.remove(Kind::Secrets, "ns/other").expect("removed");
     vault
         .remove(Kind::Secrets, "ns/other")
-        .expect("removing what is gone is fine");
+        .expect("removing a missing value succeeds");
     fs::write(dir.path().join("key"), b"not a key").expect("write");
     assert!(Vault::open(dir.path(), None).is_err_and(|e| e.to_string().contains("remove it")));
 }
@@ -116,7 +116,7 @@ async fn written(dir: &Path, kind: Kind, expected: usize) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_is_kept_than_is_asked_for_and_for_a_week() {
+async fn only_the_configured_data_is_kept_and_for_one_week() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("sealed");
     let start = |offline: &str, days| {
@@ -161,7 +161,7 @@ async fn no_more_is_kept_than_is_asked_for_and_for_a_week() {
 
 /// A start without an apiserver admits pods by the labels, taints and resources that the Node had.
 #[tokio::test]
-async fn the_node_is_kept_as_admission_reads_it() {
+async fn the_node_is_kept_with_the_fields_that_admission_reads() {
     let dir = tempfile::tempdir().expect("a directory");
     let start = |offline: &str| {
         let (offline, path) = (offline.parse().expect("fine"), dir.path().join(offline));
@@ -187,7 +187,7 @@ async fn the_node_is_kept_as_admission_reads_it() {
 }
 
 #[test]
-fn the_key_may_be_a_credential_of_the_service() {
+fn the_key_may_be_a_systemd_credential() {
     let dir = tempfile::tempdir().expect("a directory");
     let (path, credential) = (dir.path().join("sealed"), dir.path().join("credential"));
     let seal = |vault: &Vault| {

@@ -18,7 +18,7 @@ impl From<rtnetlink::Error> for HostError {
 
 /// Reads all addresses and the interfaces of the default routes.
 pub async fn read() -> Result<Machine, HostError> {
-    const WHAT: &str = "the kernel does not tell the machine's addresses";
+    const WHAT: &str = "reading the machine's addresses from the kernel failed";
     let (connection, handle, _) = rtnetlink::new_connection().map_err(doing(WHAT))?;
     let task = tokio::spawn(connection);
     let found = query(&handle).await;

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_change_all_at_once_and_only_when_they_differ() {
+    fn contents_change_atomically_and_only_if_they_differ() {
         let dir = tempfile::tempdir().expect("a directory");
         assert!(write(dir.path(), &files(&[("a", "1"), ("d/x", "2")]), None, "t").expect("first"));
         assert_eq!(
@@ -205,11 +205,11 @@ mod tests {
                 .collect::<Vec<_>>(),
             ["b"]
         );
-        assert_eq!(visible.len(), 3, "the old version is gone: {visible:?}");
+        assert_eq!(visible.len(), 3, "the old version is removed: {visible:?}");
     }
 
     #[test]
-    fn what_a_killed_agent_left_half_made_is_mended() {
+    fn partial_files_of_a_killed_agent_are_repaired() {
         let dir = tempfile::tempdir().expect("a directory");
         let content = files(&[("a", "1"), ("d/x", "2")]);
         write(dir.path(), &content, None, "t").expect("first");
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn under_a_group_every_file_is_readable_for_it() {
+    fn every_file_is_readable_by_the_group() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }

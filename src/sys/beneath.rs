@@ -165,7 +165,7 @@ impl Dir {
         } else {
             Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "it is not a file",
+                "not a regular file",
             ))
         }
     }
@@ -204,7 +204,7 @@ impl Dir {
         if text.len() as u64 > limit {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("it is larger than {limit} bytes"),
+                format!("larger than {limit} bytes"),
             ));
         }
         Ok(text)
@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn absolute_links_to_what_is_below_are_followed() {
+    fn absolute_links_to_targets_below_are_followed() {
         use std::os::unix::fs::symlink;
 
         let dir = tempfile::tempdir().expect("a directory");
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn links_that_lead_outside_are_refused() {
+    fn links_to_targets_outside_are_rejected() {
         let outside = tempfile::tempdir().expect("a directory");
         let inside = tempfile::tempdir().expect("a directory");
         std::fs::create_dir(inside.path().join("fine")).expect("mkdir");

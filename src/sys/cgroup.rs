@@ -140,7 +140,7 @@ fn make_level(path: &str) -> io::Result<()> {
             Err(error) => {
                 return Err(io::Error::new(
                     error.kind(),
-                    format!("the cgroup {} cannot be made: {error}", dir.display()),
+                    format!("the cgroup {} cannot be created: {error}", dir.display()),
                 ));
             }
         }
@@ -473,7 +473,7 @@ mod tests {
         assert!(processes(FROM).expect("there").is_empty());
         assert_eq!(processes(&below).expect("there"), [pid]);
         let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("there");
-        assert!(!text.contains(FROM), "in every hierarchy: {text}");
+        assert!(!text.contains(FROM), "moved in every hierarchy: {text}");
         assert_eq!(move_processes(FROM, TO).expect("nothing"), 0);
         assert!(is_of_kernel(i32::MAX) && !is_of_kernel(pid));
         // An exited process is no error.

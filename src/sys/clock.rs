@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_movement_is_told_once_and_the_passing_of_time_is_none() {
+    async fn a_clock_jump_is_reported_once_and_passing_time_is_not_a_jump() {
         let clock = Clock::starting_at(Timestamp::UNIX_EPOCH);
         let mut watch = Watch::of(clock);
         tokio::time::sleep(Duration::from_secs(3600)).await;
@@ -117,7 +117,7 @@ mod tests {
         }
         assert_eq!(clock.now().as_second(), 3600 + 7200 - 5400);
         clock.set_by(SignedDuration::from_secs(1));
-        assert_eq!(watch.moved(), None, "clocks are slewed");
+        assert_eq!(watch.moved(), None, "a slewed clock is not a jump");
         clock.set_by(SignedDuration::from_secs(1));
         assert_eq!(watch.moved(), Some(SignedDuration::from_secs(2)));
     }

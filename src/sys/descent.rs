@@ -140,7 +140,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_moved_meanwhile_leads_nowhere() {
+    fn a_directory_moved_during_the_walk_is_an_error() {
         let dir = tempfile::tempdir().expect("a directory");
         deep(dir.path(), HELD + 4);
         let open = |dir: BorrowedFd<'_>| openat(dir, "deep", FLAGS, Mode::empty()).expect("open");
@@ -151,7 +151,7 @@ pub(super) mod tests {
             descent.enter(below, vec![depth]).expect("entered");
         }
         let held = descent.above.iter().filter(|l| l.dir.is_some()).count();
-        assert_eq!(held, HELD, "no more are open");
+        assert_eq!(held, HELD, "the number of open directories is limited");
         assert!(descent.leave().expect("up"));
         assert_eq!(descent.next(), Some(HELD + 3));
         // Move the current directory to the top. Its new parent is not the one from which the traversal came.
@@ -161,9 +161,13 @@ pub(super) mod tests {
         );
         let here = std::fs::read_link(here).expect("its path");
         std::fs::rename(here, dir.path().join("moved")).expect("moved");
-        let lost = descent.leave().expect_err("it leads nowhere");
+        let lost = descent.leave().expect_err("the directory was moved");
         assert_eq!(lost.kind(), io::ErrorKind::Interrupted);
-        assert_eq!(descent.next(), Some(HELD - 1), "the lowest that is held");
+        assert_eq!(
+            descent.next(),
+            Some(HELD - 1),
+            "the lowest directory that is still open"
+        );
         for depth in (0..HELD - 1).rev() {
             assert!(descent.leave().expect("up"));
             assert_eq!(descent.next(), Some(depth));

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_says_keeps_its_class_in_other_words() {
+    fn an_error_with_a_description_keeps_its_class() {
         for (errno, kind) in [
             (Errno::ENOENT, HostErrorKind::NotFound),
             (Errno::EBUSY, HostErrorKind::Failed),

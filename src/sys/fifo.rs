@@ -100,14 +100,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_writer_waits_for_its_reader_and_nothing_is_left() {
+    async fn a_writer_waits_for_its_reader_and_fifos_are_removed() {
         let dir = tempfile::tempdir().expect("a result");
         let parent = dir.path().join("exec");
         assert_eq!(leftovers(&parent).expect("a result").len(), 0);
         let fifos = Fifos::create(&parent, "c.1", &["stdin"]).expect("a result");
         assert!(
             Fifos::create(&parent, "c.1", &[]).is_err(),
-            "the name is taken"
+            "the name is already in use"
         );
         let mode = |path: &Path| fs::symlink_metadata(path).expect("a result").mode() & 0o777;
         assert_eq!(mode(&parent), 0o700);

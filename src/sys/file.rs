@@ -95,7 +95,7 @@ pub fn make_for_plugins(dir: &Path) -> io::Result<()> {
         let label = b"system_u:object_r:container_file_t:s0";
         let none = rustix::fs::XattrFlags::empty();
         if let Err(error) = rustix::fs::setxattr(dir, "security.selinux", label, none) {
-            tracing::warn!(%error, dir = %dir.display(), "plugins in containers that are not privileged may not use the directory: it cannot be labelled");
+            tracing::warn!(%error, dir = %dir.display(), "setting the SELinux label of the directory failed: plugins in unprivileged containers may not be able to use it");
         }
     }
     Ok(())
@@ -119,7 +119,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     #[test]
-    fn content_is_replaced_and_private() {
+    fn content_is_replaced_with_a_private_mode() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("f");
         replace(&path, b"one").expect("written");
@@ -133,10 +133,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_beside_a_file_that_could_not_be_written_or_is_removed() {
+    fn temporary_files_are_removed_after_failures_and_removals() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("f");
-        remove(&path).expect("it is not there");
+        remove(&path).expect("the file does not exist");
         fs::write(dir.path().join("f.new"), b"left by a crash").expect("written");
         fs::write(&path, b"there").expect("written");
         remove(&path).expect("removed");
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn several_may_write_a_file_at_once_and_what_a_crash_left_is_overwritten() {
+    fn concurrent_writes_succeed_and_leftovers_of_a_crash_are_overwritten() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("f");
         fs::write(dir.path().join("f.new"), b"left by a crash, and long").expect("written");

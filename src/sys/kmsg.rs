@@ -79,7 +79,7 @@ mod tests {
     use std::io::Write as _;
 
     #[tokio::test]
-    async fn lines_come_whole_and_one_at_a_time() {
+    async fn records_are_read_completely_and_one_at_a_time() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("log");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
@@ -94,7 +94,7 @@ mod tests {
             let mut half = std::pin::pin!(log.next());
             assert!(
                 futures::poll!(&mut half).is_pending(),
-                "half a line is none"
+                "an incomplete record is not returned"
             );
         }
         other.write_all(b"2,-;\xfftwo\n").expect("written");
@@ -114,7 +114,7 @@ mod tests {
 
     /// If the log is readable: existing records are not returned.
     #[tokio::test]
-    async fn the_log_is_read_from_its_end() {
+    async fn reading_begins_at_the_end_of_the_log() {
         let Ok(mut log) = KernelLog::open(Path::new(DEVICE)) else {
             return; // There is no log, or this user may not read it.
         };

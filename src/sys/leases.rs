@@ -72,5 +72,5 @@ pub async fn release_orphaned(
         .spawn(work)?;
     answered
         .await
-        .unwrap_or_else(|_| Err(io::Error::other("the thread that reads leases ended")))
+        .unwrap_or_else(|_| Err(io::Error::other("the thread that reads leases stopped")))
 }

@@ -62,7 +62,7 @@ where
                 });
             }
             Err(error) => {
-                tracing::warn!(%error, "a connection to a socket of the agent could not be taken");
+                tracing::warn!(%error, "accepting a connection to a socket of the agent failed");
                 tokio::time::sleep(RETRY).await;
             }
         }
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn silent_connections_are_probed() {
+    async fn idle_connections_have_keep_alive_probes() {
         use nix::sys::socket::getsockopt;
 
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await;
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn no_more_are_served_at_once_than_may_be() {
+    async fn the_number_of_concurrent_connections_is_limited() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("socket");
         let listener = listen(&path).expect("a socket");

@@ -37,10 +37,10 @@ const IN_PROGRESS: &str = "org.freedesktop.login1.OperationInProgress";
 #[derive(Debug, thiserror::Error)]
 pub enum LogindError {
     /// A shutdown is in progress; new inhibitors have no effect.
-    #[error("a shutdown is under way")]
+    #[error("a shutdown is in progress")]
     UnderWay,
     /// The bus did not answer in time.
-    #[error("the system's D-Bus does not answer")]
+    #[error("the system's D-Bus does not respond")]
     Silent,
     /// A D-Bus call failed.
     #[error("{what}: {why}")]
@@ -156,7 +156,7 @@ impl Logind {
         let manager = ManagerProxy::new(connection).await;
         let reload = async { manager?.kill_unit(UNIT, "all", SIGHUP).await };
         reload.await.map_err(failed(
-            "logind cannot be told to read its configuration again",
+            "requesting logind to reload its configuration failed",
         ))?;
         let mut pause = LOOK;
         for _ in 0..LOOKS {
@@ -172,7 +172,7 @@ impl Logind {
 
 async fn delay(login: &LoginProxy<'_>) -> Result<Duration, LogindError> {
     let delay = login.longest_delay().await;
-    let delay = delay.map_err(failed("logind does not say how long it waits"))?;
+    let delay = delay.map_err(failed("reading InhibitDelayMaxUSec of logind failed"))?;
     Ok(Duration::from_micros(delay))
 }
 
@@ -206,20 +206,20 @@ impl Announcer for Logind {
         };
         let (login, owners, signals) = listen
             .await
-            .map_err(failed("logind cannot be listened to"))?;
+            .map_err(failed("subscribing to the signals of logind failed"))?;
         let longest = delay(&login).await?;
         if longest < needed {
             let raised = self.raise_delay(&connection, &login, needed).await;
             let short = match raised {
                 Ok(longest) if longest >= needed => None,
-                Ok(longest) => Some(format!("it waits for {longest:?}")),
+                Ok(longest) => Some(format!("its delay is {longest:?}")),
                 Err(error) => Some(error.to_string()),
             };
             if let Some(why) = short {
                 tracing::warn!(
                     why,
                     ?needed,
-                    "logind waits for too short a time: pods may be cut off when the machine is shut down; set InhibitDelayMaxSec in logind.conf"
+                    "logind's shutdown delay is too short: pods may be killed when the machine shuts down; set InhibitDelayMaxSec in logind.conf"
                 );
             }
         }
@@ -243,15 +243,15 @@ impl Announcements for Listening {
     async fn inhibit(&mut self) -> Result<Inhibitor, LogindError> {
         let why = "pods of this node need time to end";
         let inhibit = self.login.inhibit("shutdown", "kubelet", why, "delay");
-        let inhibitor = inhibit.await.map_err(failed("logind gives no inhibitor"))?;
+        let inhibitor = inhibit
+            .await
+            .map_err(failed("taking a shutdown inhibitor of logind failed"))?;
         Ok(Box::new(inhibitor))
     }
 
     async fn is_shutting_down(&mut self) -> Result<bool, LogindError> {
         let preparing = self.login.preparing_for_shutdown().await;
-        preparing.map_err(failed(
-            "logind does not say whether the machine is shut down",
-        ))
+        preparing.map_err(failed("reading PreparingForShutdown of logind failed"))
     }
 
     async fn next(&mut self) -> Option<bool> {

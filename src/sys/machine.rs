@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processors_are_the_machines() {
+    fn the_number_of_processors_is_that_of_the_machine() {
         // This test may be bound to fewer processors than the machine has.
         let here = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         assert!(usize::try_from(cpus()).is_ok_and(|all| all >= here));

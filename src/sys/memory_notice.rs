@@ -88,7 +88,7 @@ impl MemoryNotices {
     pub fn open() -> MemoryNotices {
         let stalls = watch_stalls();
         if let Err(error) = &stalls {
-            tracing::debug!(%error, "the kernel does not tell when processes stall for want of memory");
+            tracing::debug!(%error, "registering for notifications of memory stalls failed");
         }
         MemoryNotices {
             stalls: stalls.ok(),
@@ -107,7 +107,7 @@ impl MemoryNotices {
             match watch_growth(cgroup, *by) {
                 Ok(fd) => self.grown.push(fd),
                 Err(error) => {
-                    tracing::debug!(%error, cgroup, "the kernel does not tell when the cgroup has grown")
+                    tracing::debug!(%error, cgroup, "registering for notifications of a cgroup's growth failed")
                 }
             }
         }
@@ -136,7 +136,7 @@ mod tests {
 
     /// A process grows in a separate cgroup: the notification comes only after it has grown enough.
     #[tokio::test]
-    async fn the_kernel_tells_when_a_cgroup_has_grown() {
+    async fn a_growing_cgroup_causes_a_notification() {
         let name = format!("holdfast-notice-{}", std::process::id());
         let dir = Path::new(V1).join(&name);
         if is_v2() || std::fs::create_dir(&dir).is_err() {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn without_the_kernels_word_nothing_is_told() {
+    async fn without_kernel_notifications_none_are_reported() {
         let mut notices = MemoryNotices {
             stalls: None,
             grown: vec![],

@@ -381,7 +381,7 @@ mod tests {
     const SLACK: u64 = 64 << 20;
 
     #[test]
-    fn this_machine_and_this_process_use_something() {
+    fn usage_of_this_machine_and_process_is_measured() {
         let whole = machine(Depth::All, "/var/lib/kubelet");
         assert!(
             whole.usage.cpu > 0 && whole.usage.memory > 0 && whole.processes.0 > 0,

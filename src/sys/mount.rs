@@ -257,7 +257,7 @@ pub fn hugetlbfs(dir: &Path, page: u64) -> io::Result<()> {
             Ok(())
         } else {
             Err(io::Error::other(format!(
-                "pages of {there} bytes are mounted there"
+                "a hugetlbfs with pages of {there} bytes is already mounted there"
             )))
         };
     }
@@ -309,7 +309,9 @@ pub fn bind(found: &Found, target: &Path) -> io::Result<()> {
         return Ok(());
     }
     umount2(target, MntFlags::UMOUNT_NOFOLLOW)?;
-    Err(io::Error::other("what was mounted is not what was found"))
+    Err(io::Error::other(
+        "the mounted directory is not the one that was found",
+    ))
 }
 
 /// The options that a bind mount can have independently of its filesystem.
@@ -411,7 +413,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mount_table_is_read_whatever_paths_are_made_of() {
+    fn the_mount_table_is_parsed_with_escaped_and_invalid_utf8_paths() {
         let line = b"36 35 98:0 /mnt1 /a\\040b\\134040\xff rw,noatime master:1 - ext3 /dev/root rw";
         let mount = parse(line).expect("a mount");
         assert_eq!(mount.point.as_os_str().as_encoded_bytes(), b"/a b\\040\xff");
@@ -441,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_is_asked_once_whether_it_keeps_memory_from_swap() {
+    fn the_noswap_option_is_probed_once() {
         let mount = |takes: bool, known: &NoSwap, options: &str| {
             let tried = std::cell::RefCell::new(vec![]);
             let outcome = known.tried(options, |options| {
@@ -477,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bind_mount_gets_the_options_that_are_its_own() {
+    fn a_bind_mount_gets_only_per_mount_options() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -501,7 +503,7 @@ mod tests {
         let wanted =
             FsFlags::ST_NOEXEC | FsFlags::ST_NOSUID | FsFlags::ST_RDONLY | FsFlags::ST_NOATIME;
         assert!(has(&bound).contains(wanted), "{:?}", has(&bound));
-        assert_eq!(has(&volume), before, "what is behind it stays as it is");
+        assert_eq!(has(&volume), before, "the source's options are unchanged");
         unmount_all(&bound).expect("unmounted");
     }
 
@@ -530,12 +532,12 @@ mod tests {
         std::os::unix::fs::symlink(&root, &link).expect("link");
         let mounts = || below(&root).expect("listed").len();
         tmpfs(&root.join("a"), 0).expect("mounted");
-        assert_eq!(share(&link).expect("looked at"), Sharing::Occupied);
+        assert_eq!(share(&link).expect("checked"), Sharing::Occupied);
         assert_eq!(mounts(), 1);
         unmount_all(&root).expect("unmounted");
         for _ in 0..2 {
             assert_eq!(share(&link).expect("shared"), Sharing::Shared);
-            assert_eq!(mounts(), 1, "it is not mounted over itself again");
+            assert_eq!(mounts(), 1, "a shared directory is not bind-mounted again");
         }
         tmpfs(&root.join("a"), 0).expect("mounted");
         assert_eq!(share(&root).expect("shared"), Sharing::Shared);
@@ -555,16 +557,16 @@ mod tests {
         std::os::unix::fs::symlink(&real, &link).expect("link");
         tmpfs(&link.join("a"), 0).expect("mounted");
         for root in [&real, &link] {
-            assert!(is_mounted(&root.join("a")).expect("looked at"));
-            assert!(!is_mounted(&root.join("b")).expect("looked at"));
-            assert!(!is_mounted(&root.join("c/d")).expect("looked at"));
+            assert!(is_mounted(&root.join("a")).expect("checked"));
+            assert!(!is_mounted(&root.join("b")).expect("checked"));
+            assert!(!is_mounted(&root.join("c/d")).expect("checked"));
             assert_eq!(below(root).expect("listed").len(), 1);
             assert_eq!(below(&root.join("a")).expect("listed").len(), 1);
         }
         // A bind mount of the same filesystem has the same device number.
         let found = super::super::beneath::Dir::open(&real.join("a")).expect("open");
         bind(&found.itself().expect("itself"), &link.join("b")).expect("bound");
-        assert!(is_mounted(&real.join("b")).expect("looked at"));
+        assert!(is_mounted(&real.join("b")).expect("checked"));
         drop(found);
         // A program that another test has just forked keeps the file open until its execve.
         let begun = std::time::Instant::now();

@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(
             names(&format!("{shared}{over}")),
             Vec::<String>::new(),
-            "they are peers"
+            "mounts of a shared directory propagate to it"
         );
         assert_eq!(names("1 1 0:1 / / rw - a b c\nx\n"), Vec::<String>::new());
     }
@@ -171,10 +171,15 @@ mod tests {
                 mounts::unmount(&old.point, MntFlags::MNT_DETACH).expect("unmounted");
             }
             mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).expect("mounted");
-            mount(none, "/run", none, private, none).expect("private, as without systemd");
+            mount(none, "/run", none, private, none).expect("made private, as without systemd");
             work();
         };
-        std::thread::scope(|scope| scope.spawn(thread).join().expect("it ends well"));
+        std::thread::scope(|scope| {
+            scope
+                .spawn(thread)
+                .join()
+                .expect("the thread does not panic")
+        });
     }
 
     /// Pins a namespace as a runtime does for a sandbox.
@@ -207,8 +212,8 @@ mod tests {
         let dir = Path::new(DIR);
         with_a_run_of_its_own(|| {
             let sandbox = pin("cni-1");
-            assert_eq!(share(dir).expect("looked at"), Sharing::Occupied);
-            assert!(!mounts::is_mounted(dir).expect("looked at"));
+            assert_eq!(share(dir).expect("checked"), Sharing::Occupied);
+            assert!(!mounts::is_mounted(dir).expect("checked"));
             add("first");
             assert_eq!(hidden(dir).expect("read"), std::slice::from_ref(&sandbox));
             let error = unpin(&sandbox).expect_err("the hidden mount is still there");
@@ -224,7 +229,7 @@ mod tests {
             let sandbox = pin("cni-1");
             add("first");
             assert!(hidden(dir).expect("read").is_empty());
-            unpin(&sandbox).expect("it is let go");
+            unpin(&sandbox).expect("the namespace is unpinned");
         });
     }
 }

@@ -83,7 +83,7 @@ impl<'a> Giving<'a> {
     fn count(&mut self) -> io::Result<()> {
         let given = self.given.fetch_add(1, Ordering::Relaxed) + 1;
         if (self.stop)() {
-            let why = format!("it was stopped after {given} files");
+            let why = format!("stopped after {given} files");
             return Err(io::Error::new(io::ErrorKind::Interrupted, why));
         }
         Ok(())
@@ -239,11 +239,11 @@ mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
     #[test]
-    fn a_group_gets_every_file_and_nothing_behind_a_link() {
+    fn every_file_gets_the_group_and_link_targets_do_not() {
         if !nix::unistd::geteuid().is_root() {
             let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
-            assert!(!ci, "run as root: files are given to another group");
-            eprintln!("skipped: only root gives files to another group");
+            assert!(!ci, "run as root: the test changes the group of files");
+            eprintln!("skipped: only root may change the group of files");
             return;
         }
         let (volume, outside) = (
@@ -275,7 +275,7 @@ mod tests {
         assert_eq!((before.gid(), before.mode()), (after.gid(), after.mode()));
         // With `on_mismatch`, files below a root with the right group stay unchanged.
         std::os::unix::fs::chown(root.join("a/b/f"), None, Some(0)).expect("chown");
-        assert!(!set_group(root, 4242, true, false, &|| false).expect("looked at"));
+        assert!(!set_group(root, 4242, true, false, &|| false).expect("checked"));
         assert_eq!(stat("a/b/f").gid(), 0);
         set_group(root, 4242, false, true, &|| false).expect("given");
         assert_eq!(stat("a/b/f").gid(), 4242);
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_are_given_as_a_whole_however_deep_they_are() {
+    fn trees_of_any_depth_are_changed_completely() {
         use crate::sys::descent::tests::{deep, with_a_small_stack};
         use crate::sys::removal::remove_tree;
 

@@ -36,7 +36,7 @@ impl Call {
         let seconds = self.since.elapsed().as_secs();
         HostError::under_way(match lock(&self.doing).as_str() {
             "" => format!("the kernel has not answered for {seconds}s"),
-            what => format!("{what} has been running for {seconds}s; it is waited for"),
+            what => format!("{what} has been running for {seconds}s; waiting for it"),
         })
     }
 }
@@ -113,10 +113,10 @@ impl Patient {
                 // The caller may have timed out.
                 let _ = sender.send(result);
             });
-        thread.map_err(doing("no thread can be made"))?;
+        thread.map_err(doing("spawning a thread failed"))?;
         match tokio::time::timeout(wait, receiver).await {
             Ok(Ok(result)) => result,
-            Ok(Err(_)) => Err(HostError::failed("the call ended unexpectedly").into()),
+            Ok(Err(_)) => Err(HostError::failed("the call stopped unexpectedly").into()),
             Err(_) => Err(call.progress().into()),
         }
     }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_hangs_is_made_once_and_holds_up_no_other() {
+    async fn a_hanging_call_is_started_once_and_does_not_block_others() {
         let patient = Patient::default();
         let (release, held) = std::sync::mpsc::channel::<()>();
         let hang = move || held.recv().map_err(disconnected);
@@ -196,7 +196,10 @@ mod tests {
         let first = patient.call("a", short, hang).await;
         assert!(first.is_err_and(|e| hangs(&e)));
         let again = patient.call("a", short, done(1)).await;
-        assert!(again.is_err_and(|e| hangs(&e)), "it is not begun twice");
+        assert!(
+            again.is_err_and(|e| hangs(&e)),
+            "the call is not started twice"
+        );
         assert_eq!(patient.call("b", long, done(7)).await, Ok(7));
         assert_eq!(patient.under_way(), 1);
         let (mut ends, mut never) = (pin!(patient.one_ends("a")), pin!(patient.one_ends("b")));
@@ -205,7 +208,7 @@ mod tests {
         ends.await;
         assert!(
             futures::poll!(&mut never).is_pending(),
-            "none was under way"
+            "no call was pending"
         );
         assert_eq!(patient.call("a", long, done(1)).await, Ok(1));
         let broken = || -> Result<(), HostError> { panic!("broken") };
@@ -217,14 +220,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_given_up_is_told_and_waited_for() {
+    async fn a_timed_out_call_reports_its_step_and_can_be_awaited() {
         let patient = Patient::default();
         let (short, long) = (Duration::from_millis(500), Duration::from_secs(60));
         let (release, held) = std::sync::mpsc::channel::<()>();
         let (began, begun) = std::sync::mpsc::channel::<()>();
         let until_cancelled = move |call: &Call| {
             call.doing("mkfs of a disk");
-            began.send(()).expect("it is waited for");
+            began.send(()).expect("the receiver is alive");
             while !call.is_cancelled() {
                 std::thread::sleep(Duration::from_millis(5));
             }

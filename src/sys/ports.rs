@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_port_is_named() {
+    fn the_process_that_listens_on_a_port_is_found() {
         let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = socket.local_addr().expect("an address");
         // A program that another test has just forked keeps the socket open until its execve.
@@ -70,8 +70,10 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_millis(10));
             }
         };
-        until("it is this process", &|pid| pid == Some(std::process::id()));
+        until("this process listens on the port", &|pid| {
+            pid == Some(std::process::id())
+        });
         drop(socket);
-        until("it is nobody", &|pid| pid.is_none());
+        until("no process listens on the port", &|pid| pid.is_none());
     }
 }

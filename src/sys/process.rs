@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_with_secrets_leaves_no_core_file() {
+    fn core_dumps_are_disabled() {
         let (before, most) = getrlimit(Resource::RLIMIT_CORE).expect("limits");
         forbid_dumps().expect("allowed to every process");
         let dumpable = nix::sys::prctl::get_dumpable().expect("a flag");
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_files_are_open_as_may_be() {
+    fn the_open_file_limit_is_raised_up_to_the_maximum() {
         let (before, most) = getrlimit(Resource::RLIMIT_NOFILE).expect("limits");
         assert_eq!(limit_open_files(before).expect("set"), before);
         // More than any kernel allows: the limit becomes the maximum.

@@ -105,7 +105,7 @@ pub fn begin(dir: &Path) -> io::Result<()> {
     let free = (0..PROJECTS)
         .map(|n| FIRST + (start + n) % PROJECTS)
         .find(|project| count(&handle, *project).is_none_or(|u| u.inodes == 0));
-    own.project = free.ok_or_else(|| io::Error::other("all projects are taken"))?;
+    own.project = free.ok_or_else(|| io::Error::other("all project ids are in use"))?;
     own.flags |= INHERIT;
     // SAFETY: the kernel reads one `struct fsxattr`.
     unsafe { set_attributes(handle.as_raw_fd(), &raw const own) }?;

@@ -291,7 +291,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_tree_goes_whatever_is_in_it_and_links_lead_nowhere() {
+    fn a_tree_is_removed_completely_and_link_targets_are_kept() {
         let (dir, outside) = (
             tempfile::tempdir().expect("a directory"),
             tempfile::tempdir().expect("a directory"),
@@ -309,7 +309,11 @@ mod tests {
         }
         assert_eq!(remove_tree(&tree), Ok(()));
         assert!(!tree.exists());
-        assert_eq!(remove_tree(&tree), Ok(()), "what is gone is fine");
+        assert_eq!(
+            remove_tree(&tree),
+            Ok(()),
+            "removing a missing tree succeeds"
+        );
         assert_eq!(remove_tree(&tree.join("x/y")), Ok(()));
         // The tree itself may be a symlink, which is removed.
         std::os::unix::fs::symlink(outside.path(), &tree).expect("link");
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_may_be_deeper_than_a_path_is_long() {
+    fn trees_may_be_deeper_than_the_maximum_path_length() {
         let dir = tempfile::tempdir().expect("a directory");
         let tree = dir.path().join("tree");
         fs::create_dir(&tree).expect("mkdir");
@@ -334,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_are_never_entered_also_of_the_same_filesystem() {
+    fn mounts_are_never_entered_even_of_the_same_filesystem() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -362,7 +366,7 @@ mod tests {
                 .all(|(_, reason)| *reason == Reason::Mounted)
         );
         assert!(left.to_string().contains("tree/a/dir is kept"), "{left}");
-        assert!(!tree.join("a/gone").exists(), "all else goes");
+        assert!(!tree.join("a/gone").exists(), "everything else is removed");
         assert_eq!(
             fs::read_to_string(outside.path().join("canary")).expect("read"),
             "alive"
@@ -372,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_that_arrive_meanwhile_are_not_entered() {
+    fn mounts_created_during_removal_are_not_entered() {
         use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
         if !nix::unistd::geteuid().is_root() {

@@ -4,7 +4,7 @@ use sd_notify::NotifyState;
 
 fn tell(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
-        tracing::warn!(%error, "systemd could not be told how the agent is");
+        tracing::warn!(%error, "notifying systemd of the agent's state failed");
     }
 }
 

@@ -70,7 +70,7 @@ impl Slices {
         };
         ManagerProxy::new(&connection)
             .await
-            .map_err(doing("systemd cannot be asked"))
+            .map_err(doing("calling systemd over D-Bus failed"))
     }
 
     /// Awaits a call with a timeout. After a connection error or timeout, the next call connects again.
@@ -127,7 +127,7 @@ impl Slices {
             ("DefaultDependencies", Value::from(false)),
         ];
         let all: Vec<(&str, Value<'_>)> = text.into_iter().chain(flags).chain(values()).collect();
-        let what = format!("the slice {name} cannot be made");
+        let what = format!("the slice {name} cannot be created");
         let made = self
             .answer(
                 &what,

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_layout_is_read_as_the_kernel_has_it() {
+    fn the_topology_is_read_from_sysfs() {
         let dir = tempfile::tempdir().expect("a directory");
         machine(dir.path());
         let topology = read(dir.path());
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_a_layout() {
+    fn the_topology_of_this_machine_can_be_read() {
         let topology = read(Path::new(SYSTEM));
         let online = read_text(Path::new("/sys/devices/system/cpu/online"), LIMIT).expect("a list");
         assert_eq!(Some(topology.cpus.all()), parse_list(&online));

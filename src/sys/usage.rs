@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_count_once_and_links_lead_nowhere() {
+    fn hard_links_are_counted_once_and_symlinks_not_followed() {
         let (dir, outside) = (
             tempfile::tempdir().expect("a directory"),
             tempfile::tempdir().expect("a directory"),
@@ -143,7 +143,7 @@ mod tests {
         assert!((256 << 10..300 << 10).contains(&grown), "{grown}");
         assert!(
             of(dir.path(), 1 << 10).expect("counted").inodes < used.inodes,
-            "it stops when it has seen enough"
+            "counting stops at the limit"
         );
         assert_eq!(
             of(&dir.path().join("none"), 0).expect("counted"),
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn trees_count_as_a_whole_however_deep_they_are() {
+    fn trees_of_any_depth_are_counted_completely() {
         use crate::sys::descent::tests::{deep, with_a_small_stack};
         use crate::sys::removal::remove_tree;
 

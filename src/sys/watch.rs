@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn what_comes_between_listing_and_waiting_is_noticed() {
+    async fn changes_between_listing_and_waiting_are_noticed() {
         let dir = tempfile::tempdir().expect("a directory");
         let changes = Changes::of(dir.path());
         std::fs::write(dir.path().join("new"), "").expect("a file");
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn every_write_counts_where_it_should() {
+    async fn writes_wake_only_watches_that_include_writes() {
         use std::io::Write as _;
         let dir = tempfile::tempdir().expect("a directory");
         let mut file = std::fs::File::create(dir.path().join("log")).expect("a file");

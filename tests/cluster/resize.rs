@@ -168,7 +168,7 @@ fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
     assert_eq!((whole.container("shares"), whole.container("anew")), before);
     let none = json!({"resources": {"limits": {"cpu": null}}});
     let refused = resized(&cluster, "whole", &none).unwrap_err();
-    let why = "spec.resources.limits: Forbidden: what is set cannot be removed";
+    let why = "spec.resources.limits: Forbidden: a resource that is set cannot be removed";
     assert!(refused.contains(why), "{refused}");
     cluster.end_clean();
 }
@@ -305,7 +305,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     let none =
         json!({"requests": {"cpu": null, "memory": null}, "limits": {"cpu": null, "memory": null}});
     let refused = resized(&cluster, "live", &one(&none)).unwrap_err();
-    let why = "may not change the pod's QoS class";
+    let why = "must not change the pod's QoS class";
     assert!(refused.contains(why), "{refused}");
     cluster.end_clean();
 }

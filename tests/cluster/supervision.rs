@@ -167,7 +167,7 @@ fn a_control_plane_that_dies_comes_back() {
         status().1.contains("started again 1 times")
             && cluster
                 .log("control-plane")
-                .matches("the control plane serves")
+                .matches("the control plane is serving")
                 .count()
                 >= 2
     });

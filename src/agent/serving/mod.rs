@@ -49,13 +49,13 @@ pub use sessions::Sessions;
 
 /// Limits of the main listener.
 const MAIN: Limits = Limits {
-    strangers_give_way: false,
+    evict_unauthenticated: false,
     connections: 512,
     idle: Some(Duration::from_secs(90)),
 };
 /// Limits of the other listeners.
 const SIDE: Limits = Limits {
-    strangers_give_way: false,
+    evict_unauthenticated: false,
     connections: 32,
     idle: Some(Duration::from_secs(30)),
 };

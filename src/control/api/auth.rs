@@ -448,7 +448,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_allowed_is_denied() {
+    fn requests_without_a_matching_rule_are_denied() {
         let user = |name: &str, groups: &[&str]| User {
             name: name.into(),
             groups: groups.iter().map(|g| (*g).into()).collect(),

@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_what_they_say() {
+    fn a_csr_needs_a_valid_request_known_usages_and_a_signer_name() {
         use base64::Engine as _;
         let key = rcgen::KeyPair::generate().expect("a key");
         let csr = rcgen::CertificateParams::default()
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_is_not_for_the_client_to_say() {
+    fn the_requester_is_the_authenticated_user() {
         let mut request =
             json!({"spec": {"username": "admin", "groups": ["system:masters"], "extra": {}}});
         requested_by(
@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn approval_changes_conditions_alone_and_times_them() {
+    fn approval_changes_only_conditions_and_sets_their_times() {
         let mut request = json!({"spec": {"a": 1}, "status": {"certificate": "x"}});
         approve(
             &mut request,
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn bundles_are_certificates_and_named_for_their_signer() {
+    fn a_trust_bundle_contains_only_certificates_and_has_its_signers_prefix() {
         let certificate = rcgen::generate_simple_self_signed(["a".into()])
             .expect("a certificate")
             .cert

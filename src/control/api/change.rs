@@ -164,7 +164,7 @@ mod tests {
 
     /// An object that violates a newer rule can still lose its finalizers; a further violation is rejected.
     #[test]
-    fn an_update_is_refused_for_what_it_changes() {
+    fn an_update_is_rejected_only_for_fields_that_it_changes() {
         let resource = Resource::find("", "v1", "configmaps").expect("a resource");
         let old = json!({
             "metadata": {"name": "a", "namespace": "n", "finalizers": ["a.example/b"]},

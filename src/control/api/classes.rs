@@ -111,7 +111,7 @@ pub fn runtime(store: &Store, pod: &mut Value) -> Result<(), ApiError> {
     let own = at(pod, &["spec", "overhead"]).cloned();
     if own.is_some() && own != overhead {
         return Err(refuse(
-            "its overhead is not that of its RuntimeClass".into(),
+            "the pod's spec.overhead differs from overhead.podFixed of its RuntimeClass".into(),
         ));
     }
     if let Some(overhead) = overhead {
@@ -179,6 +179,6 @@ mod tests {
             runtime(&store, &mut pod(json!({"runtimeClassName": "nosuch"})))
                 .is_err_and(|e| e.message.contains("RuntimeClass \"nosuch\" not found"))
         );
-        runtime(&store, &mut pod(json!({}))).expect("without one there is nothing to do");
+        runtime(&store, &mut pod(json!({}))).expect("a pod without a RuntimeClass is admitted");
     }
 }

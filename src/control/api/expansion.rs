@@ -56,7 +56,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_claim_grows_where_its_class_allows_it() {
+    fn a_claim_can_be_expanded_if_its_class_allows_it() {
         let claim = |size: &str, class: &str, phase: &str| json!({"metadata": {"name": "c"}, "spec": {"storageClassName": class, "resources": {"requests": {"storage": size}}}, "status": {"phase": phase}});
         let classes = |name: &str| match name {
             "grows" => Some(json!({"allowVolumeExpansion": true})),

@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_references_are_its_nodes() {
+    fn a_bound_pod_grants_its_node_access_to_its_references() {
         let own = edges_of(
             &json!({"serviceAccountName": "s", "imagePullSecrets": [{"name": "pull"}],
             "containers": [{"name": "c", "env": [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": "m", "key": "k"}}}]}],
@@ -290,7 +290,7 @@ mod tests {
 
     /// A bound pod grants its node access to all its references; the same pod as a mirror grants none.
     #[test]
-    fn a_mirror_gives_its_node_nothing() {
+    fn a_mirror_pod_grants_its_node_no_access() {
         for (spec, kind) in references::tests::every_reference() {
             let mirror = edges_of(&spec, &json!({MIRROR: "h"}));
             let nothing = Edges {
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_of_volumes_are_in_their_namespace() {
+    fn volume_secrets_are_looked_up_in_their_own_namespace() {
         let of = |source: Value| {
             let mut spec = json!({"claimRef": {"namespace": "claims", "name": "c"}});
             json_patch::merge(&mut spec, &source);
@@ -355,7 +355,7 @@ mod tests {
 
     /// The graph follows pods that are created, bound, changed and deleted without reading all pods again.
     #[tokio::test]
-    async fn the_graph_follows_the_changes_of_pods() {
+    async fn the_graph_is_updated_when_pods_change() {
         use crate::control::store::{Bytes, Change, Expect, Write};
         let (store, graph) = (Store::in_memory(), Graph::default());
         let ask = |namespace, name| Ask {

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_check_fails_its_endpoint() {
+    fn a_failed_check_fails_its_health_endpoint() {
         let of = |one: Option<&str>, store: Result<(), String>, query: &str| {
             let checks = [("ping", Ok(())), ("store", store)];
             match answer("readyz", one, &checks, &Query::parse(query)) {

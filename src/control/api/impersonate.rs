@@ -17,10 +17,9 @@ const EXTRA: &str = "impersonate-extra-";
 /// The user that the headers name, without implied groups; `None` without such headers.
 fn named(headers: &HeaderMap) -> Result<Option<User>, ApiError> {
     let text = |value: &hyper::header::HeaderValue| {
-        value
-            .to_str()
-            .map(str::to_owned)
-            .map_err(|_| ApiError::bad_request("an Impersonate header is not plain text"))
+        value.to_str().map(str::to_owned).map_err(|_| {
+            ApiError::bad_request("the value of an Impersonate header is not visible ASCII text")
+        })
     };
     let all = |key: &str| {
         headers
@@ -158,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_acts_as_another_and_nobody_else_does() {
+    fn only_authorized_users_may_impersonate() {
         assert_eq!(of(&[], &[]).map(|u| u.name), Ok("me".into()));
         let jane = of(&[("Impersonate-User", "jane")], &["users///jane"]).expect("allowed");
         assert_eq!(

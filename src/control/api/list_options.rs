@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_do_not_go_together_are_refused() {
+    fn conflicting_list_options_are_rejected() {
         let invalid = |what: &str| {
             Err((
                 422,

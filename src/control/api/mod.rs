@@ -224,7 +224,7 @@ impl Api {
     fn metrics(&self) -> String {
         let counts = lock(&self.counts);
         let mut text = String::from(
-            "# HELP apiserver_request_total Requests by verb, resource and whether a node asked.\n# TYPE apiserver_request_total counter\n",
+            "# HELP apiserver_request_total Requests by verb, resource and whether the client is a node.\n# TYPE apiserver_request_total counter\n",
         );
         for ((verb, resource, sub, node), count) in counts.iter() {
             text.push_str(&format!(

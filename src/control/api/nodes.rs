@@ -113,7 +113,7 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
     let host = ADDRESSES
         .iter()
         .find_map(of)
-        .ok_or_else(|| refuse("its status names no address"))?;
+        .ok_or_else(|| refuse("its status has no address"))?;
     if host.parse().is_ok_and(|ip| !is_allowed(ip)) {
         return Err(ApiError::bad_request("address not allowed"));
     }
@@ -125,7 +125,7 @@ fn agent(node: &Value) -> Result<Agent, ApiError> {
     let port = port
         .and_then(|p| u16::try_from(p).ok())
         .filter(|p| *p > 0)
-        .ok_or_else(|| refuse("its status names no port of its agent"))?;
+        .ok_or_else(|| refuse("its status.daemonEndpoints.kubeletEndpoint has no port"))?;
     Ok(Agent {
         host: host.to_owned(),
         port,
@@ -374,7 +374,7 @@ impl Api {
             ApiError::new(
                 503,
                 "ServiceUnavailable",
-                "this apiserver has no credentials for nodes",
+                "this apiserver has no client certificate for nodes",
             )
         })?;
         let (kind, text_of) = (
@@ -423,7 +423,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_asked_of_a_pod_is_asked_of_its_node() {
+    fn pod_subresources_map_to_paths_of_the_node() {
         let pod = json!({"metadata": {"name": "p", "namespace": "n"}, "spec": {"containers": [{"name": "c"}], "ephemeralContainers": [{"name": "e"}]}});
         let of = |sub, text: &str| target(sub, &pod, text).map_err(|e| e.message);
         assert_eq!(
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nodes_own_path_follows_its_proxy() {
+    fn the_path_after_proxy_is_sent_to_the_node() {
         for (path, below) in [
             ("/api/v1/nodes/n/proxy", "/"),
             ("/api/v1/nodes/n/proxy/", "/"),
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_something_on_a_node_needs_create() {
+    fn exec_and_attach_through_the_node_proxy_need_the_create_verb() {
         let verb = |method: &str, below: &str, upgrades: bool| {
             proxy_verb(method, &format!("/api/v1/nodes/n/proxy{below}"), upgrades)
         };
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_reached_only_where_they_can_be() {
+    fn a_nodes_address_must_be_allowed_and_have_a_port() {
         let node = |address: &str, port: Value| {
             json!({"metadata": {"name": "n"}, "status": {"addresses": [{"type": "Hostname", "address": "host"}, {"type": "InternalIP", "address": address}],
                 "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}})
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn names_are_checked_where_they_lead() {
+    async fn the_addresses_of_a_host_name_are_checked_after_resolution() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
             .await
             .expect("a port");

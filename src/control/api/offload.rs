@@ -94,7 +94,7 @@ impl Offload {
             let mut waiting = lock(&lane.bytes);
             if *waiting > 0 && *waiting + bytes > MAX_BYTES {
                 let text = format!(
-                    "too many requests: large requests of user {user:?} that wait have {} bytes, the limit is {MAX_BYTES}; try again",
+                    "too many requests: queued large requests of user {user:?} have {} bytes, the limit is {MAX_BYTES}; try again later",
                     *waiting + bytes
                 );
                 let details = serde_json::json!({"retryAfterSeconds": 1});
@@ -190,15 +190,21 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn one_user_has_half_of_the_turns_and_a_bound_on_what_waits() {
+    async fn a_user_may_use_half_of_the_permits_and_queue_limited_bytes() {
         let offload = Offload::new(2);
-        let first = offload.permit("a", 0).await.expect("a turn");
+        let first = offload.permit("a", 0).await.expect("a permit");
         let mut second = Box::pin(offload.permit("a", 0));
-        assert!((&mut second).now_or_never().is_none(), "has its half");
+        assert!(
+            (&mut second).now_or_never().is_none(),
+            "the user already has half of the permits"
+        );
         let other = offload.permit("b", 0).now_or_never().expect("at once");
         assert!(other.is_ok());
         let mut third = Box::pin(offload.permit("c", 0));
-        assert!((&mut third).now_or_never().is_none(), "all turns are taken");
+        assert!(
+            (&mut third).now_or_never().is_none(),
+            "all permits are in use"
+        );
         let refused = offload.permit("a", MAX_BYTES).now_or_never();
         let refused = refused.expect("at once").err().expect("refused");
         assert_eq!(refused.code, 429);
@@ -212,6 +218,6 @@ mod tests {
         drop(first);
         drop(second.await);
         let large = offload.permit("d", 2 * MAX_BYTES).await;
-        assert!(large.is_ok(), "one is run whatever its size");
+        assert!(large.is_ok(), "a single request may have any size");
     }
 }

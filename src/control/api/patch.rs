@@ -72,9 +72,8 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
                     ),
                 ));
             }
-            let patch: json_patch::Patch = serde_json::from_value(patch.clone()).map_err(|e| {
-                ApiError::bad_request(format!("the JSON patch cannot be read: {e}"))
-            })?;
+            let patch: json_patch::Patch = serde_json::from_value(patch.clone())
+                .map_err(|e| ApiError::bad_request(format!("invalid JSON patch: {e}")))?;
             apply_operations(&mut result, &patch)?;
         }
         Format::Merge => {
@@ -85,7 +84,7 @@ pub fn apply(format: Format, object: &Value, patch: &Value) -> Result<Value, Api
             let patch = object_only(patch)?;
             let target = result
                 .as_object_mut()
-                .ok_or_else(|| ApiError::internal("the stored object is not an object"))?;
+                .ok_or_else(|| ApiError::internal("the stored value is not a JSON object"))?;
             merge_map(target, patch, "")?;
         }
     }
@@ -191,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operations_that_shift_a_long_list_are_counted() {
+    fn operations_that_shift_long_lists_count_against_a_limit() {
         let object = json!({"list": vec![1; 200_000], "short": [1, 2, 3]});
         let patch = |count: usize, operation: &dyn Fn(usize) -> Value| {
             let operations: Vec<Value> = (0..count).map(operation).collect();
@@ -243,7 +242,7 @@ mod tests {
     proptest! {
         /// All operations are applied or rejected as a client error; the result can always be parsed again.
         #[test]
-        fn any_operations_are_applied_or_refused(operations in vec(operation(), 0..60)) {
+        fn arbitrary_operations_are_applied_or_rejected(operations in vec(operation(), 0..60)) {
             let object = json!({"a": {"a": 1}, "b": {}, "l": [1, 2]});
             match apply(Format::Json, &object, &operations.into()) {
                 Ok(patched) => {
@@ -257,7 +256,7 @@ mod tests {
 
     /// Operations that double an object's size, or nest it deeper than the parser's limit.
     #[test]
-    fn json_patches_grow_within_bounds() {
+    fn a_json_patch_may_grow_the_object_up_to_a_limit() {
         let code = |patch: Value| {
             let object = json!({"a": "x".repeat(1000), "list": [], "b": {}, "c": {}});
             apply(Format::Json, &object, &patch)
@@ -291,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_patches_are_refused_with_the_right_code() {
+    fn invalid_patches_are_rejected_with_upstreams_status_codes() {
         let object = json!({"spec": {"containers": [{"name": "a"}]}});
         let code = |format, patch: Value| apply(format, &object, &patch).expect_err("refused").code;
         assert_eq!(

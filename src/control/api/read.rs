@@ -207,7 +207,7 @@ impl Api {
 fn parse_token(token: &str) -> Result<(u64, String), ApiError> {
     let bad = || {
         ApiError::bad_request(
-            "continue key is not valid: it must be the value of metadata.continue of an earlier answer",
+            "continue key is not valid: it must be the value of metadata.continue of an earlier response",
         )
     };
     let bytes = base64::engine::general_purpose::URL_SAFE_NO_PAD

@@ -546,7 +546,7 @@ mod tests {
 
     /// Store keys contain only the plural, and `of_kind` only the kind, so both must be unique across groups.
     #[test]
-    fn no_two_groups_have_a_plural_or_a_kind_in_common() {
+    fn plural_names_and_kinds_are_unique_across_groups() {
         let mut seen = std::collections::HashSet::new();
         for resource in RESOURCES {
             assert!(seen.insert(resource.plural), "{}", resource.plural);

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_understood() {
+    fn paths_are_parsed_into_targets() {
         let shape = |path: &str| match target(path) {
             Ok(Target::Objects {
                 resource,

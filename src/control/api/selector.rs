@@ -262,7 +262,7 @@ mod tests {
     proptest! {
         /// Any text parses or gets a 400, and any parsed selector can be evaluated against any object.
         #[test]
-        fn any_text_is_a_selector_or_refused(
+        fn arbitrary_text_is_parsed_or_rejected(
             text in "[a-c!=<>(), ]{0,24}|\\PC{0,24}",
             fields in "metadata\\.name[=!]{1,3}\\PC{0,8}|\\PC{0,16}",
             have in btree_map("[a-c]", "[a-c0-9]{0,2}", 0..3),
@@ -281,7 +281,7 @@ mod tests {
 
         /// `in` and `notin` are always opposites, as are a key and its negation with `!`.
         #[test]
-        fn opposites_never_agree(
+        fn opposite_requirements_never_both_match(
             key in "[a-c]", values in vec("[a-c]{0,2}", 1..4), have in btree_map("[a-c]", "[a-c]{0,2}", 0..3),
         ) {
             let pods = Resource::find("", "v1", "pods").expect("pods");
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_selector_has_so_many_terms_and_any_number_of_values() {
+    fn the_number_of_terms_is_limited_and_that_of_values_is_not() {
         let pods = Resource::find("", "v1", "pods").expect("pods");
         let terms = |count: usize| {
             let all: Vec<String> = (0..count).map(|i| format!("metadata.name!=n{i}")).collect();
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn label_selectors_match_as_the_grammar_says() {
+    fn label_selectors_match_as_documented_upstream() {
         let pods = Resource::find("", "v1", "pods").expect("pods");
         let cases: &[(&str, &[(&str, &str)], bool)] = &[
             ("", &[], true),

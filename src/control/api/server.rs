@@ -20,8 +20,8 @@ use super::resources::{Resource, Sub};
 use super::route::{self, Target};
 use super::warnings;
 use crate::https::{
-    self, Body, BoxError, Limits, Listeners, NotReceived, Peer, Place, Tls, full, guard, paced,
-    receive,
+    self, Body, BoxError, ConnectionSlot, Limits, Listeners, NotReceived, Peer, Tls, full, guard,
+    paced, receive,
 };
 
 /// Maximum size of a request body: 3 MiB, as upstream.
@@ -34,7 +34,7 @@ const UNREAD: Duration = Duration::from_secs(60);
 /// Connections have no idle timeout, because clients keep watches and idle connections open.
 const LIMITS: Limits = Limits {
     connections: 4096,
-    strangers_give_way: true,
+    evict_unauthenticated: true,
     idle: None,
 };
 
@@ -50,7 +50,7 @@ pub async fn serve(api: Api, listeners: Listeners, tls: Tls) {
 }
 
 async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyper::Response<Body> {
-    let place = request.extensions().get::<Place>().cloned();
+    let slot = request.extensions().get::<ConnectionSlot>().cloned();
     let answered = async {
         if let Ok(Target::Objects {
             resource,
@@ -75,18 +75,18 @@ async fn respond(api: Api, peer: Peer, request: hyper::Request<Incoming>) -> hyp
                     504,
                     "Timeout",
                     format!(
-                        "Timeout: request did not complete within {} s; a write may have been done nevertheless",
+                        "Timeout: request did not complete within {} s; a write may have been applied nevertheless",
                         REQUEST_TIMEOUTS.1.as_secs()
                     ),
                 )
             })?;
-        within_share(&api, &user, answer, place.as_ref())
+        within_share(&api, &user, answer, slot.as_ref())
     };
     let answer = match guard(answered).await {
         Ok(answer) => answer,
         Err(panicked) => Err(ApiError::internal(panicked)),
     };
-    answer.unwrap_or_else(|error: ApiError| encode(error.into(), place.as_ref()))
+    answer.unwrap_or_else(|error: ApiError| encode(error.into(), slot.as_ref()))
 }
 
 /// Forwards a request to the agent of a node.
@@ -131,12 +131,12 @@ fn within_share(
     api: &Api,
     user: &str,
     answer: Answer,
-    place: Option<&Place>,
+    slot: Option<&ConnectionSlot>,
 ) -> Result<hyper::Response<Body>, ApiError> {
     match answer {
         Answer::Watch(_) => {
             let held = api.shares.last(user)?;
-            Ok(https::held(encode(answer, place), held))
+            Ok(https::held(encode(answer, slot), held))
         }
         Answer::Body {
             code,
@@ -151,7 +151,7 @@ fn within_share(
                 body,
                 warnings,
             };
-            Ok(encode(answer, place))
+            Ok(encode(answer, slot))
         }
     }
 }
@@ -164,11 +164,11 @@ fn who(
 ) -> Result<auth::User, ApiError> {
     let authorization = headers.get(AUTHORIZATION).and_then(|v| v.to_str().ok());
     let user = api.authenticate(peer.certificate.as_deref(), authorization)?;
-    if let (Some(place), false) = (
-        extensions.get::<Place>(),
+    if let (Some(slot), false) = (
+        extensions.get::<ConnectionSlot>(),
         user.is_in("system:unauthenticated"),
     ) {
-        place.vouch();
+        slot.mark_authenticated();
     }
     impersonate::acting(user, headers, |user, ask| api.may(user, ask))
 }
@@ -224,7 +224,7 @@ async fn decode(
     Ok(decoded)
 }
 
-fn encode(answer: Answer, place: Option<&Place>) -> hyper::Response<Body> {
+fn encode(answer: Answer, slot: Option<&ConnectionSlot>) -> hyper::Response<Body> {
     let response = hyper::Response::builder()
         .header("Cache-Control", "no-cache, private")
         .header("Audit-Id", super::object::new_uid());
@@ -245,7 +245,7 @@ fn encode(answer: Answer, place: Option<&Place>) -> hyper::Response<Body> {
             for warning in warnings::headers(&warnings) {
                 response = response.header("Warning", warning);
             }
-            response.body(paced(body, place, UNREAD))
+            response.body(paced(body, slot, UNREAD))
         }
         Answer::Watch(lines) => {
             let lines = futures::stream::unfold(lines, |mut lines| async move {

@@ -150,7 +150,7 @@ fn address(store: &Store, range: ipnet::Ipv4Net, service: &mut Value) -> Result<
     };
     let Some(address) = address else {
         let why = format!(
-            "failed to allocate IP {asked}: it is taken, or not in the valid range {range}"
+            "failed to allocate IP {asked}: it is already allocated or not in the valid range {range}"
         );
         let field = "spec.clusterIPs".into();
         return Err(refusal(service, field, &json!([asked]), &why));

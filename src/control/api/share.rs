@@ -76,7 +76,7 @@ impl Shares {
         let share = used.users.entry(user.to_owned()).or_default();
         let refuse = |what: &str, count: usize, limit: usize| {
             let text = format!(
-                "too many requests: {what} of user {user:?} are {count}, the limit is {limit}; read or close some, and try again"
+                "too many requests: user {user:?} has {count} {what}, the limit is {limit}; read or close some, then try again"
             );
             let details = serde_json::json!({"retryAfterSeconds": 1});
             Err(ApiError {
@@ -89,7 +89,7 @@ impl Shares {
         }
         if of_all > 0 && share.bytes > 0 && all > MAX_ALL_BYTES {
             return refuse(
-                "unread bytes with those of others next to those",
+                "unread bytes together with all other users",
                 all,
                 MAX_ALL_BYTES,
             );
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_has_so_many_unread_bytes_and_others_have_theirs() {
+    fn the_unread_bytes_of_each_user_are_limited_separately() {
         let shares = Arc::new(Shares::default());
         let body = Bytes::from(vec![0; MAX_BYTES / 4]);
         let count = |user: &str| shares.count(user, body.clone());
@@ -137,20 +137,20 @@ mod tests {
             "{}",
             error.message
         );
-        let of_another = count("b").expect("has its own share");
+        let of_another = count("b").expect("each user has a separate limit");
         // A slice keeps the whole response in memory, so all of it is counted.
         let tail = unread[0].slice(10..);
         unread.remove(0);
         assert!(count("a").is_err());
         drop(tail);
-        unread.push(count("a").expect("there is room again"));
+        unread.push(count("a").expect("dropped responses are no longer counted"));
         drop((unread, of_another));
         let used = lock(&shares.0);
         assert_eq!((used.bytes, used.users.len()), (0, 0));
     }
 
     #[test]
-    fn one_answer_is_sent_whatever_its_size_and_all_users_are_bounded() {
+    fn a_single_response_may_have_any_size_and_the_total_is_limited() {
         let shares = Arc::new(Shares::default());
         let large = Bytes::from(vec![0; 2 * MAX_BYTES]);
         let first: Vec<_> = (0..4)
@@ -159,12 +159,17 @@ mod tests {
         assert!(first.iter().all(Result::is_ok));
         let small = || Bytes::from_static(b"x");
         assert!(shares.count("0", small()).is_err());
-        let _own = shares.count("e", small()).expect("the first of a user");
-        assert!(shares.count("e", small()).is_err(), "all have enough");
+        let _own = shares
+            .count("e", small())
+            .expect("the first response of a user is always sent");
+        assert!(
+            shares.count("e", small()).is_err(),
+            "the limit of all users is reached"
+        );
     }
 
     #[test]
-    fn a_user_has_so_many_lasting_requests() {
+    fn the_watches_and_streams_of_a_user_are_limited() {
         let shares = Arc::new(Shares::default());
         let mut held: Vec<Held> = (0..MAX_LASTING)
             .map(|_| shares.last("a").expect("one more"))

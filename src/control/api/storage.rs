@@ -627,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_by_their_field() {
+    fn validation_errors_have_the_field() {
         let claim = |spec: Value| fields("PersistentVolumeClaim", &json!({"spec": spec}));
         assert_eq!(
             claim(
@@ -673,7 +673,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_stays_as_it_was_asked_for() {
+    fn a_claims_spec_is_immutable_except_for_size_and_volume_name() {
         let claim = |size: &str, volume: &str, phase: &str| json!({"spec": {"resources": {"requests": {"storage": size}}, "volumeName": volume, "x": 1}, "status": {"phase": phase}});
         for (old, new, fine) in [
             (claim("1", "", "Pending"), claim("1", "v", "Pending"), true),
@@ -688,7 +688,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_default_class_is_that_of_claims_without_one() {
+    fn a_claim_without_a_class_gets_the_newest_default_class() {
         let store = Store::in_memory();
         let mut claim = json!({"metadata": {"name": "c"}, "spec": {}});
         admit_claim(&store, &mut claim);

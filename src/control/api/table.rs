@@ -622,7 +622,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ages_read_as_kubectl_writes_them() {
+    fn ages_are_formatted_like_kubectls() {
         let now: jiff::Timestamp = "2026-11-20T12:00:00Z".parse().expect("a time");
         let ago = |s: i64| {
             age_of(
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn pod_status_words() {
+    fn a_pods_status_column_equals_kubectls() {
         let cases = [
             (json!({"status": {"phase": "Pending"}}), "Pending"),
             (

@@ -21,11 +21,11 @@ const PODS: [(&str, &[&str]); 5] = [
 const IN_PODS: [(&[&str], &str); 4] = [
     (
         &["affinity", "podAffinity"],
-        "the scheduler does not place pods next to others",
+        "the scheduler ignores pod affinity",
     ),
     (
         &["affinity", "podAntiAffinity"],
-        "the scheduler does not keep pods apart",
+        "the scheduler ignores pod anti-affinity",
     ),
     (
         &[
@@ -33,11 +33,11 @@ const IN_PODS: [(&[&str], &str); 4] = [
             "nodeAffinity",
             "preferredDuringSchedulingIgnoredDuringExecution",
         ],
-        "the scheduler prefers no nodes by it",
+        "the scheduler ignores preferred node affinity",
     ),
     (
         &["topologySpreadConstraints"],
-        "the scheduler does not spread pods by it",
+        "the scheduler ignores topology spread constraints",
     ),
 ];
 
@@ -85,7 +85,7 @@ pub fn warnings(kind: &str, object: &Value) -> Vec<String> {
     {
         found.push(stored(
             "preemptionPolicy",
-            "the scheduler takes pods by priority and preempts none",
+            "the scheduler orders pods by priority and does not preempt",
         ));
     }
     found
@@ -97,7 +97,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_not_enforced_is_said() {
+    fn unenforced_fields_cause_warnings() {
         let term = json!([{"weight": 1}]);
         for (kind, path) in PODS {
             for (spec, field) in [

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warnings_are_bounded_and_stand_once() {
+    fn warnings_are_limited_and_unique() {
         let of = |texts: &[&str]| {
             let texts: Vec<String> = texts.iter().map(|t| (*t).to_owned()).collect();
             headers(&texts)

@@ -299,7 +299,7 @@ async fn is_seen(nodes: &Cache<Node>, told: &Node) {
     if tokio::time::timeout(SEEN, seen).await.is_err() {
         tracing::warn!(
             node = told.name_any(),
-            "a node that was told of its volumes is not seen so"
+            "the watch has not shown the volumesAttached that was written to a node's status"
         );
     }
 }
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_are_attached_where_pods_are_and_kept_while_they_are_in_use() {
+    fn volumes_are_attached_to_the_pods_node_and_detached_after_their_last_use() {
         assert_eq!(world(false, &[]).steps(), vec![]);
         let mut attached = world(true, &["kubernetes.io/csi/d^h"]);
         let name = match &attached.steps()[..] {
@@ -473,7 +473,11 @@ mod tests {
         );
         attached.nodes[0] = node(&["kubernetes.io/csi/d^h"], &["kubernetes.io/csi/d^h"]);
         attached.pods.clear();
-        assert_eq!(attached.steps(), [], "the node still has it mounted");
+        assert_eq!(
+            attached.steps(),
+            [],
+            "no step while the node has the volume mounted"
+        );
         // The volume is removed from the list before it is detached: a node may mount a listed volume.
         attached.nodes[0] = node(&[], &["kubernetes.io/csi/d^h"]);
         let told = json!({"status": {"volumesAttached": []}});

@@ -187,14 +187,14 @@ impl World {
                 Some((_, node)) => say(
                     "ProvisioningFailed",
                     format!(
-                        "class {wanted:?} makes directories on node {node} only, and the pod goes to {}",
+                        "class {wanted:?} creates directories only on node {node}, and the pod is scheduled to node {}",
                         selected.map_or("", String::as_str)
                     ),
                 ),
                 None => say(
                     "ProvisioningFailed",
                     format!(
-                        "class {wanted:?} makes directories, and this control plane has no place for them"
+                        "class {wanted:?} creates directories, and this control plane has no directory for volumes"
                     ),
                 ),
             },
@@ -311,7 +311,7 @@ impl World {
                     (Some("Retain"), _) | (_, Some(_)) => becomes("Released"),
                     _ if now == "Failed" => vec![],
                     _ => {
-                        let why = "nobody here can delete what is behind this volume: reclaim it by hand, or use the policy Retain";
+                        let why = "no provisioner in this cluster can delete the storage of this volume: delete it manually, or use the reclaim policy Retain";
                         vec![Step::VolumeStatus(
                             Arc::clone(volume),
                             json!({"phase": "Failed", "reason": "VolumeFailedDelete", "message": why}),
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_goes_from_pending_to_bound_in_steps_that_can_be_cut_anywhere() {
+    fn a_claim_is_bound_in_steps_that_can_be_interrupted_anywhere() {
         let none = claims::NO_PROVISIONER;
         assert_eq!(
             kinds(&world(
@@ -678,7 +678,7 @@ mod tests {
         assert_eq!(
             kinds(&world(vec![claim(done)], vec![], none, "Immediate")),
             ["ClaimStatus"],
-            "its volume is lost"
+            "the claim becomes Lost when its volume was deleted"
         );
         let two = claim(json!({"metadata": {"name": "d", "uid": "0-2"}}));
         let both = world(
@@ -690,12 +690,12 @@ mod tests {
         assert_eq!(
             kinds(&both),
             ["Volume", "Claim", "Say"],
-            "one volume is for one claim"
+            "a volume is bound to only one claim"
         );
     }
 
     #[test]
-    fn who_waits_for_a_consumer_is_not_bound_and_who_wants_a_directory_gets_one_here() {
+    fn a_claim_waits_for_its_consumer_and_directories_are_provisioned_on_this_node() {
         let waiting = |more: Value, mode: &str| world(vec![claim(more)], vec![], DIRECTORY, mode);
         assert_eq!(kinds(&waiting(json!({}), "Immediate")), ["Provision"]);
         assert_eq!(kinds(&waiting(json!({}), "WaitForFirstConsumer")), ["Say"]);
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_released_stays_unless_it_was_made_here() {
+    fn released_volumes_are_deleted_only_if_this_process_provisioned_them() {
         let gone = |more: Value| {
             let mut orphan = mine();
             json_patch::merge(&mut orphan, &more);
@@ -753,7 +753,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_is_kept() {
+    fn claims_and_volumes_in_use_are_not_deleted() {
         let deleting = json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}});
         let mut busy = world(vec![claim(deleting)], vec![], DIRECTORY, "Immediate");
         assert_eq!(kinds(&busy), ["Claim"]);

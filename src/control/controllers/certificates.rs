@@ -212,18 +212,18 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_allowed_signed_and_removed() {
+    fn node_requests_are_approved_then_signed_and_expired_ones_are_removed() {
         let at = |hours: i64| Timestamp::UNIX_EPOCH + SignedDuration::from_hours(hours);
         let condition = |kind: &str| json!({"conditions": [{"type": kind, "status": "True"}]});
         let node = "system:node:n";
         assert_eq!(decide(&of(node, json!({})), at(0)), Step::Approve);
         assert_eq!(
-            decide(&of("somebody", json!({})), at(0)),
+            decide(&of("other", json!({})), at(0)),
             Step::Nothing,
-            "somebody has to look"
+            "requests of other users need manual approval"
         );
         assert!(matches!(
-            decide(&of("somebody", condition("Approved")), at(0)),
+            decide(&of("other", condition("Approved")), at(0)),
             Step::Sign(asked, true, 700) if asked.name == node
         ));
         assert_eq!(decide(&of(node, condition("Denied")), at(0)), Step::Nothing);

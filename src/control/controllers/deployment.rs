@@ -62,7 +62,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
             };
             let work = reconcile(&client, &caches, &deployment, &pending, &templates);
             if let Err(error) = work.await {
-                tracing::debug!(%error, deployment = deployment.name_any(), "a deployment could not be reconciled; it is tried again");
+                tracing::debug!(%error, deployment = deployment.name_any(), "reconcile of a Deployment failed, retrying");
             }
         }
         templates.keep(&caches);
@@ -442,7 +442,7 @@ mod tests {
 
     /// A template is serialised once per generation.
     #[test]
-    fn templates_are_compared_by_digest() {
+    fn pod_templates_are_compared_by_hash() {
         let template = |image: &str, hash: &str| -> PodTemplateSpec {
             serde_json::from_value(json!({"metadata": {"labels": {"a": "b", HASH: hash}}, "spec": {"containers": [{"name": "c", "image": image}]}}))
                 .expect("a template")
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn only_another_template_or_owner_is_a_collision() {
+    fn only_a_different_template_or_owner_is_a_hash_collision() {
         let set = |uid: &str, image: &str| -> ReplicaSet {
             serde_json::from_value(json!({
                 "metadata": {"name": "d-1", "ownerReferences": [{"apiVersion": "apps/v1", "kind": "Deployment", "name": "d", "uid": uid, "controller": true}]},

@@ -200,7 +200,7 @@ where
     if let Err(error) = result
         && !matches!(code(&error), Some(404 | 409))
     {
-        tracing::debug!(%error, name, "garbage collection of an object failed; it is tried again");
+        tracing::debug!(%error, name, "garbage collection of an object failed, retrying");
     }
 }
 
@@ -279,7 +279,7 @@ where
         )
         .await
     {
-        tracing::debug!(%error, "removing a finalizer failed; it is tried again");
+        tracing::debug!(%error, "removing a finalizer failed, retrying");
     }
 }
 
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_goes_when_all_its_owners_have() {
+    fn an_object_is_deleted_when_all_its_owners_are() {
         let owner = |uid: &str| OwnerReference {
             uid: uid.into(),
             ..OwnerReference::default()

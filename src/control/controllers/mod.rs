@@ -281,6 +281,6 @@ pub(super) async fn event<K>(
     };
     let sent: Result<_, kube::Error> = sent.await;
     if let Err(error) = sent {
-        tracing::debug!(%error, reason, "an event could not be written");
+        tracing::debug!(%error, reason, "writing an event failed");
     }
 }

@@ -208,7 +208,7 @@ fn done(result: Result<(), kube::Error>, what: &str, name: &str) {
     if let Err(error) = result
         && !matches!(code(&error), Some(404 | 409))
     {
-        tracing::warn!(%error, name, "{what} failed; it is tried again");
+        tracing::warn!(%error, name, "{what} failed, retrying");
     }
 }
 
@@ -225,7 +225,7 @@ async fn tend(client: &Client, node: &Node, pods: &[&Pod], health: Health, evict
     {
         tracing::warn!(
             node = name,
-            "no heartbeat for too long; the node's state is Unknown"
+            "no heartbeat within the grace period; the node's conditions become Unknown"
         );
         let result = api
             .patch_status(&name, &parameters, &Patch::Strategic(patch))
@@ -276,7 +276,11 @@ async fn unready(client: &Client, pod: &Pod, now: Timestamp) {
     let result = api
         .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
         .await;
-    done(result.map(|_| ()), "taking a pod's readiness", &name);
+    done(
+        result.map(|_| ()),
+        "setting a pod's Ready condition to False",
+        &name,
+    );
 }
 
 async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
@@ -291,7 +295,7 @@ async fn delete(client: &Client, pod: &Pod, how: &DeleteParams) {
     let name = pod.name_any();
     tracing::info!(
         pod = name,
-        "the pod is deleted, as its node is tainted or gone"
+        "deleting a pod whose node has a NoExecute taint or was deleted"
     );
     done(
         api.delete(&name, &how).await.map(|_| ()),
@@ -387,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn taints_say_how_a_node_is() {
+    fn taints_follow_the_nodes_conditions() {
         let cases = [
             ("True", false, json!({}), None),
             (
@@ -447,7 +451,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_short_of_something_is_tainted_until_it_is_not() {
+    fn a_node_under_pressure_is_tainted() {
         let pressed = |status: &str, spec| {
             let mut node = node("True", spec);
             let conditions = node.status.as_mut().and_then(|s| s.conditions.as_mut());
@@ -466,7 +470,7 @@ mod tests {
 
     /// While no node is ready, no NoExecute taint is added and existing ones are removed, so that no pod is evicted.
     #[test]
-    fn pods_stay_where_no_node_is_ready() {
+    fn no_pod_is_evicted_while_no_node_is_ready() {
         use Health::{NotReady, Ready, Unreachable};
         assert!(!evicts(&[]) && !evicts(&[Unreachable]) && !evicts(&[Unreachable, NotReady]));
         assert!(evicts(&[Unreachable, Ready]));
@@ -477,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_without_heartbeats_is_unknown_once() {
+    fn a_node_without_heartbeats_is_set_to_unknown_only_once() {
         let fresh = node("True", json!({}));
         let patch = unknown(&fresh, at(0)).expect("a change");
         assert_eq!(
@@ -497,7 +501,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_heartbeat_is_a_change() {
+    async fn a_changed_lease_counts_as_a_heartbeat() {
         let lease = |second: i64| -> Lease {
             serde_json::from_value(
                 json!({"spec": {"renewTime": format!("2026-01-01T00:00:{second:02}.000000Z")}}),
@@ -511,18 +515,18 @@ mod tests {
         assert!(!heartbeats.overdue(&node, Some(&lease(0)), after(40)));
         assert!(
             !heartbeats.overdue(&node, Some(&lease(1)), after(49)),
-            "it was renewed"
+            "the lease was renewed"
         );
         assert!(!heartbeats.overdue(&node, Some(&lease(1)), after(98)));
         assert!(heartbeats.overdue(&node, Some(&lease(1)), after(101)));
         assert!(
             !heartbeats.overdue(&node, Some(&lease(2)), after(200)),
-            "and is back"
+            "the node sends heartbeats again"
         );
     }
 
     #[tokio::test(start_paused = true)]
-    async fn time_in_which_nobody_looked_is_no_silence() {
+    async fn time_while_the_controller_was_stopped_is_not_counted_as_silence() {
         let (mut heartbeats, node) = (Heartbeats::default(), Arc::new(node("True", json!({}))));
         let nodes = [Arc::clone(&node)];
         let start = Instant::now();
@@ -532,13 +536,20 @@ mod tests {
             heartbeats.overdue(&node, None, now)
         };
         assert!(!overdue_at(0) && !overdue_at(5) && !overdue_at(10));
-        assert!(!overdue_at(3600), "this process was stopped for an hour");
+        assert!(
+            !overdue_at(3600),
+            "the time while this process was stopped does not count"
+        );
         let silent: Vec<u64> = (3605..3660).step_by(5).filter(|s| overdue_at(*s)).collect();
-        assert_eq!(silent.first(), Some(&3635), "and the node has gone indeed");
+        assert_eq!(
+            silent.first(),
+            Some(&3635),
+            "the grace period begins when the process continues"
+        );
     }
 
     #[test]
-    fn pods_stay_as_long_as_they_tolerate() {
+    fn pods_are_evicted_after_their_toleration_seconds() {
         let taint = |effect: &str| -> Taint {
             serde_json::from_value(
                 json!({"key": UNREACHABLE, "effect": effect, "timeAdded": "1970-01-01T00:01:40Z"}),

@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_failed_is_tried_later_and_later_or_when_it_is_another() {
+    fn failures_are_retried_with_back_off_or_when_the_generation_changes() {
         for (most, expected) in [
             (120, [1, 2, 4, 8, 16, 32, 64, 120, 120]),
             (60, [1, 2, 4, 8, 16, 32, 60, 60, 60]),
@@ -188,7 +188,11 @@ mod tests {
             }
             failures.note(&object, true, at);
             object.metadata.generation = Some(2);
-            assert_eq!(failures.pause(&object, at), None, "another may work");
+            assert_eq!(
+                failures.pause(&object, at),
+                None,
+                "a changed object is retried immediately"
+            );
             let first = Some(Duration::from_secs(1));
             assert_eq!(failures.note(&object, true, at), first);
             assert_eq!(failures.note(&object, false, at), None);

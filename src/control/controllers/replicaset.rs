@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn the_difference_is_created_deleted_adopted_or_released() {
+    fn pods_are_created_deleted_adopted_or_released_to_match_replicas() {
         let now = "2026-01-02T00:00:00Z".parse().expect("a time");
         let mine = |name, ready| pod(name, Some("u"), "1", ready);
         let p = plan(&set(3), &[mine("a", true)], now);
@@ -350,7 +350,7 @@ mod tests {
             &[mine("a", true), mine("b", false), mine("c", true)],
             now,
         );
-        assert_eq!(p.delete[0], "b", "the one that is not ready goes first");
+        assert_eq!(p.delete[0], "b", "the unready pod is deleted first");
         assert_eq!(p.delete.len(), 2);
         let p = plan(&set(1), &[pod("o", None, "1", true)], now);
         assert_eq!((p.create, p.adopt), (0, vec!["o".to_owned()]));

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_rollout_stays_late_until_it_moves() {
+    fn a_rollout_past_its_progress_deadline_stays_failed_until_it_progresses() {
         let mut d = deployment(3, json!(1), json!(0));
         let reason = |status: &Value| {
             status["conditions"][1]["reason"]
@@ -371,14 +371,14 @@ mod tests {
     }
 
     #[test]
-    fn percentages_round_the_way_that_keeps_pods() {
+    fn max_surge_rounds_up_and_max_unavailable_rounds_down() {
         assert_eq!(bounds(&deployment(3, json!("25%"), json!("25%"))), (1, 0));
         assert_eq!(bounds(&deployment(10, json!("25%"), json!("25%"))), (3, 2));
         assert_eq!(bounds(&deployment(2, json!(0), json!(0))), (0, 1));
     }
 
     #[test]
-    fn a_rollout_keeps_its_bounds_and_ends() {
+    fn a_rollout_respects_surge_and_unavailability_and_finishes() {
         for (replicas, surge, unavailable) in
             [(3, 1, 0), (5, 2, 2), (1, 1, 0), (4, 0, 1), (10, 3, 2)]
         {
@@ -409,20 +409,20 @@ mod tests {
                 );
                 assert!(new + old >= replicas - unavailable);
                 steps += 1;
-                assert!(steps < 50, "does not end");
+                assert!(steps < 50, "the rollout does not finish");
             }
             assert_eq!((new, old), (replicas, 0));
         }
     }
 
     #[test]
-    fn nothing_old_goes_while_the_new_is_not_available() {
+    fn old_pods_are_kept_while_new_ones_are_unavailable() {
         let d = deployment(3, json!(1), json!(0));
         assert_eq!(
             step(&d, Some(&set("n", 2, 1, 0)), &[set("o", 1, 3, 3)], true),
             []
         );
         let sick = step(&d, Some(&set("n", 2, 1, 0)), &[set("o", 1, 3, 1)], true);
-        assert_eq!(sick, [], "minimum availability is not there yet");
+        assert_eq!(sick, [], "minimum availability is not yet reached");
     }
 }

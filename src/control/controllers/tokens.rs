@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_gets_what_it_lacks() {
+    fn a_token_secret_gets_only_its_missing_fields() {
         let of = |data: Value| {
             lacking(&secret(json!({}), data), "CA", || Ok("TOKEN".into())).expect("signed")
         };
@@ -178,7 +178,7 @@ mod tests {
         assert_eq!(
             of(json!({"ca.crt": "T0xE", "namespace": namespace, "token": token})),
             json!({"ca.crt": ca}),
-            "an authority that changes is followed"
+            "a changed CA is written to the secret"
         );
         assert_eq!(
             of(json!({"ca.crt": ca, "namespace": "b3RoZXI=", "token": "b3RoZXI="})),
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_is_of_the_account_with_its_uid() {
+    fn a_token_secret_belongs_to_the_account_with_its_uid() {
         let account: ServiceAccount = serde_json::from_value(
             json!({"metadata": {"name": "a", "namespace": "n", "uid": "u"}}),
         )

@@ -158,7 +158,7 @@ const UNSCHEDULABLE: &str = "node.kubernetes.io/unschedulable";
 fn fits(pod: &Pod, node: &Node, here: &Taken, storage: &Storage) -> Result<Score, Vec<String>> {
     let mut why = Vec::new();
     let Some(spec) = &pod.spec else {
-        return Err(vec!["node(s) got a pod without a spec".into()]);
+        return Err(vec!["node(s) cannot run a pod without a spec".into()]);
     };
     let tolerations = spec.tolerations.as_deref().unwrap_or_default();
     let hard = |t: &Taint| matches!(t.effect.as_str(), "NoSchedule" | "NoExecute");
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_goes_where_it_fits_best_or_is_told_why_not() {
+    fn a_pod_gets_the_best_fitting_node_or_the_reasons_why_none_fits() {
         let empty = HashMap::new();
         let nodes = [node("a", json!({})), node("b", json!({}))];
         assert_eq!(
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_without_requests_are_spread() {
+    fn pods_without_requests_are_spread_by_count() {
         let nodes = [
             node("a", json!({})),
             node("b", json!({})),
@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(
             chosen,
             ["a", "b", "c"],
-            "one on each, as they belong together"
+            "pods of one owner are spread, one per node"
         );
         let next = choose(
             &owned("y", "", "lone"),
@@ -426,11 +426,15 @@ mod tests {
             &HashMap::new(),
             &Storage::default(),
         );
-        assert_ne!(next, Ok("b".into()), "and then where there are fewest");
+        assert_ne!(
+            next,
+            Ok("b".into()),
+            "another pod gets the node with the fewest pods"
+        );
     }
 
     #[test]
-    fn what_is_tolerated_is_not_refused() {
+    fn tolerated_taints_do_not_exclude_a_node() {
         let cordoned = node("u", json!({"spec": {"unschedulable": true}}));
         let down = node(
             "d",

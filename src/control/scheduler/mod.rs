@@ -249,7 +249,7 @@ async fn select(client: &Client, wanted: Vec<Wanted>) {
             }
         };
         if let Err(error) = result {
-            tracing::debug!(%error, name, "what a claim is to be bound to could not be written; it is decided anew");
+            tracing::debug!(%error, name, "writing the volume or node of a claim failed; deciding again");
         }
     }
 }
@@ -296,7 +296,7 @@ async fn bind(client: &Client, pod: &Pod, node: &str) -> bool {
             true
         }
         Err(error) => {
-            tracing::debug!(%error, name, "binding a pod failed; it is scheduled anew");
+            tracing::debug!(%error, name, "binding a pod failed; scheduling it again");
             false
         }
     }
@@ -337,7 +337,7 @@ async fn refuse(
         .patch_status(&name, &PatchParams::default(), &Patch::Strategic(patch))
         .await
     {
-        tracing::debug!(%error, name, "writing why a pod is unschedulable failed");
+        tracing::debug!(%error, name, "writing the PodScheduled condition of an unschedulable pod failed");
     }
     event(client, pod, "FailedScheduling", message).await;
 }
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pending_pod_is_evaluated_when_it_is_due_or_a_change_may_help() {
+    fn a_pending_pod_is_evaluated_after_its_back_off_or_when_a_change_may_help() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let mut room = Room {
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(
             waiting.due(&waits, room.changed),
             at(10_100),
-            "pods that come do not help"
+            "new pods free no room"
         );
         pods.push(pod("c", "n", "Pending"));
         room.look(&pods, false, at(300));
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(
             waiting.due(&waits, room.changed),
             at(1100),
-            "a pod that ends gives room"
+            "a pod that terminates frees room"
         );
         room.changed = start;
         pods.remove(2);
@@ -408,21 +408,21 @@ mod tests {
         assert_eq!(
             waiting.due(&waits, room.changed),
             at(1100),
-            "one that is deleted too"
+            "a deleted pod frees room too"
         );
         room.changed = start;
         room.look(&pods, true, at(600));
         assert_eq!(
             waiting.due(&waits, room.changed),
             at(1100),
-            "and a change of a node"
+            "a changed node may have room"
         );
         let mut changed = (*waits).clone();
         changed.metadata.generation = Some(2);
         assert_eq!(
             waiting.due(&changed, start),
             at(100),
-            "another spec may fit at once"
+            "a changed pod spec is evaluated immediately"
         );
     }
 }

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_refused_with_the_claims_reason() {
+    fn nodes_are_rejected_with_the_reason_of_the_claim() {
         let bound = json!({"metadata": {"annotations": {"pv.kubernetes.io/bind-completed": "yes"}}, "spec": {"volumeName": "v"}});
         let cases = [
             (
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn each_claim_gets_a_volume_of_its_own_or_its_provisioner_the_node() {
+    fn each_claim_gets_its_own_volume_or_the_selected_node_annotation() {
         let mut storage = storage(
             json!([claim("c", "late", json!({})), claim("d", "late", json!({}))]),
             json!([volume("v", "a"), volume("w", "b")]),
@@ -261,7 +261,7 @@ mod tests {
         let again = storage.reserve(&pod(&["c"]), &node("a"));
         assert!(
             again.is_some_and(|w| w.is_empty()),
-            "it has its volume, and waits for the binder"
+            "the claim has a volume and waits for the binder"
         );
         assert!(storage.reserve(&pod(&[]), &node("a")).is_none());
     }

@@ -127,7 +127,10 @@ impl Disk {
             }
             write.commit()?;
         }
-        tracing::info!(revision = known.revision, "the store writes again");
+        tracing::info!(
+            revision = known.revision,
+            "the store recovered; writes succeed again"
+        );
         Ok(database)
     }
 }

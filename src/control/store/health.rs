@@ -49,9 +49,10 @@ impl Health {
             .since
             .map(|since| now.saturating_duration_since(since));
         match took {
-            Some(took) if took > COMMIT_TIMEOUT => {
-                Err(format!("a write has not ended after {} s", took.as_secs()))
-            }
+            Some(took) if took > COMMIT_TIMEOUT => Err(format!(
+                "a write has not finished after {} s",
+                took.as_secs()
+            )),
             _ => Ok(()),
         }
     }
@@ -68,12 +69,16 @@ mod tests {
         health.begin();
         assert_eq!(health.check(now + COMMIT_TIMEOUT / 2), Ok(()));
         let hangs = health.check(now + 2 * COMMIT_TIMEOUT);
-        assert!(hangs.is_err_and(|e| e.contains("has not ended")));
+        assert!(hangs.is_err_and(|e| e.contains("has not finished")));
         health.end(&Err::<(), _>("no space left"), true);
         let failed = Err("the last write failed: no space left".to_owned());
         assert_eq!(health.check(now), failed);
         health.end(&Ok::<_, String>(()), false);
-        assert_eq!(health.check(now), failed, "nothing was written since");
+        assert_eq!(
+            health.check(now),
+            failed,
+            "the failure stays until a write succeeds"
+        );
         health.end(&Ok::<_, String>(()), true);
         assert_eq!(health.check(now), Ok(()));
     }

@@ -209,12 +209,12 @@ mod tests {
 
     fn kept(history: &History, prefix: &str) -> usize {
         let all = history.after(history.oldest(prefix), prefix, usize::MAX);
-        all.expect("from the oldest on").len()
+        all.expect("changes since the oldest revision").len()
     }
 
     /// 80 MiB of changes in ten seconds are kept for 75 seconds, and reduced to 8 MiB when another kind changes later.
     #[test]
-    fn changes_are_kept_for_a_time_whatever_their_size() {
+    fn changes_of_any_size_are_kept_for_the_minimum_time() {
         let mut history = History::default();
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
@@ -234,7 +234,7 @@ mod tests {
 
     /// Many small changes are also kept while they are fresh. Later, an idle kind is reduced to [`CHANGES`].
     #[test]
-    fn the_number_of_fresh_changes_is_not_limited() {
+    fn the_number_of_recent_changes_is_not_limited() {
         let mut history = History::default();
         let start = Instant::now();
         let many = CHANGES as u64 + 500;
@@ -251,7 +251,7 @@ mod tests {
 
     /// If the total is exceeded, the largest kind drops changes, fresh or not, except its newest.
     #[test]
-    fn the_total_is_bounded_and_the_largest_kind_makes_room() {
+    fn the_total_size_is_limited_and_the_largest_kind_drops_changes() {
         let mut history = History::default();
         let now = Instant::now();
         history.push(event("leases/n/l", 1, 10), now);
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(
             kept(&history, "maps/"),
             1,
-            "the newest stays whatever its size"
+            "the newest change is kept whatever its size"
         );
     }
 }

@@ -122,7 +122,7 @@ pub enum WriteError {
     #[error("the key is not at the expected revision")]
     Conflict(Option<Record>),
     /// The key in `requires` has changed.
-    #[error("what the write depends on is not at the expected revision")]
+    #[error("the key in `requires` is not at the expected revision")]
     Overtaken,
     /// The disk write failed; the write is not visible.
     #[error("writing to the store failed: {0}")]
@@ -256,7 +256,7 @@ impl Store {
         std::thread::Builder::new()
             .name("store".into())
             .spawn(move || commit_loop(disk, dropped, &shared, requests, &announce, &commits))
-            .expect("a thread can be started while the process starts");
+            .expect("spawning the store's thread at startup succeeds");
         Store {
             state,
             queue,
@@ -417,7 +417,7 @@ fn commit_loop(
             }
             Err(error) => {
                 let text = error.to_string();
-                tracing::error!(error = %text, "the store could not write; the affected requests fail");
+                tracing::error!(error = %text, "writing to the store failed; the affected requests fail");
                 for (reply, result) in replies {
                     let _ = reply.send(result.and_then(|_| Err(WriteError::Disk(text.clone()))));
                 }

@@ -40,7 +40,7 @@ async fn a_write_that_expects_the_wrong_revision_changes_nothing() {
 }
 
 #[tokio::test]
-async fn changes_come_in_order_with_the_content_before_them() {
+async fn changes_are_ordered_and_contain_the_previous_value() {
     let store = Store::in_memory();
     let first = store
         .write(put("a/1", Expect::Absent, "x"))
@@ -61,7 +61,11 @@ async fn changes_come_in_order_with_the_content_before_them() {
     let (seen, complete) = store.changes(1, "a/", usize::MAX).expect("history");
     assert_eq!(complete, 4);
     let (first, complete) = store.changes(1, "a/", 1).expect("history");
-    assert_eq!((first.len(), complete), (1, 3), "the rest comes later");
+    assert_eq!(
+        (first.len(), complete),
+        (1, 3),
+        "the remaining changes are returned by the next call"
+    );
     let seen: Vec<_> = seen
         .iter()
         .map(|e| {
@@ -89,7 +93,7 @@ fn changes(store: &Store, after: u64, prefix: &str) -> Result<Vec<Arc<Event>>, C
 }
 
 #[tokio::test]
-async fn a_write_that_requires_another_key_waits_for_nobody() {
+async fn a_write_whose_required_key_has_changed_is_rejected() {
     let store = Store::in_memory();
     let requires = |revision| Write {
         requires: Some(("namespaces/n".into(), revision)),
@@ -121,7 +125,7 @@ async fn a_write_that_requires_another_key_waits_for_nobody() {
 }
 
 #[tokio::test]
-async fn watchers_are_woken_by_their_kind_alone() {
+async fn watchers_are_woken_only_by_changes_of_their_kind() {
     let store = Store::in_memory();
     let (mut pods, mut all) = (store.head_of("pods/default/"), store.head());
     store
@@ -165,7 +169,7 @@ fn short_lived(file: Option<&Path>) -> Store {
 }
 
 #[tokio::test]
-async fn a_reader_behind_its_kinds_history_is_told_so() {
+async fn a_reader_behind_its_kinds_history_gets_an_error() {
     let store = short_lived(None);
     fill(&store, "pods", 1).await;
     fill(&store, "leases", history::CHANGES + 5).await;
@@ -227,14 +231,17 @@ async fn history_survives_a_restart() {
         assert_eq!(seen(&again, after, prefix), seen(&store, after, prefix));
     }
     assert_eq!(changes(&again, 0, "a/").expect("kept").len(), 5);
-    assert!(changes(&again, 0, "b/").is_err(), "dropped for good");
+    assert!(
+        changes(&again, 0, "b/").is_err(),
+        "dropped changes stay dropped after a restart"
+    );
     let then = again.list_at("a/", 2).expect("history");
     assert_eq!(then.len(), 1);
     assert_eq!(then[0].1.value, Bytes::from("y@2"));
 }
 
 #[tokio::test]
-async fn what_was_acknowledged_is_there_after_reopening() {
+async fn acknowledged_writes_survive_reopening() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = dir.path().join("store");
     let store = Store::open(&file, |_, _| Attrs::default()).expect("open");

@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_log_is_found_whatever_its_length() {
+    fn the_tail_of_a_log_of_any_length_is_found() {
         let dir = tempfile::tempdir().expect("a directory");
         let entry = |data: &str| format!("2026-11-20T00:00:01.5Z stdout F {data}\n");
         let lines: Vec<String> = (0..20_000).map(|n| entry(&format!("line {n}"))).collect();
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rotated_log_goes_on_in_the_next_and_links_are_not_followed() {
+    fn a_reader_continues_after_rotation_and_does_not_follow_links() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("0.log");
         std::fs::write(&path, line(1)).expect("written");
@@ -318,7 +318,7 @@ mod tests {
 
     /// Files are rotated and compressed by the code that runs on a node.
     #[test]
-    fn a_reader_who_was_slow_reads_every_rotated_file_once() {
+    fn a_slow_reader_reads_every_rotated_file_once() {
         for (rotations, stay) in [(1, 10), (2, 10), (5, 10)] {
             let dir = tempfile::tempdir().expect("a directory");
             let below = dir.path().join("c");

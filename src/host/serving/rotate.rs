@@ -90,7 +90,7 @@ impl LogDir {
             return Err(io::ErrorKind::NotFound.into());
         }
         if meta.len() != copied {
-            return Err(io::Error::other("somebody still writes it"));
+            return Err(io::Error::other("the file is still being written"));
         }
         Ok(())
     }
@@ -109,7 +109,7 @@ impl LogDir {
                 // A file that cannot be compressed, such as a link created
                 // by a pod, must not prevent the compression of others.
                 Err(error) => {
-                    tracing::warn!(%error, file = name, "a rotated log was not compressed");
+                    tracing::warn!(%error, file = name, "compressing a rotated log failed");
                 }
                 Ok(()) => {}
             }
@@ -130,7 +130,7 @@ impl LogDir {
         if before.iter().any(|name| name.contains(stamp)) {
             return Err(io::Error::new(
                 io::ErrorKind::AlreadyExists,
-                format!("{new} was made within this second"),
+                format!("{new} already exists: the log was rotated within the same second"),
             ));
         }
         for name in logs::surplus(&before, files) {
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn rotated_files_are_bounded_compressed_and_whole() {
+    fn rotated_files_are_limited_compressed_and_complete() {
         let logs = tempfile::tempdir().expect("a directory");
         let dir = place(logs.path()).open().expect("open");
         let path = logs.path().join("pod/c");
@@ -202,7 +202,7 @@ mod tests {
         let left = dir.rotated("0.log").expect("listed");
         assert!(
             !left.iter().any(|n| n.ends_with(".tmp")),
-            "what a crash left half made goes"
+            "temporary files of a crashed compression are removed"
         );
         dir.put_back(&aside, "0.log").expect("put back");
         assert_eq!(fs::read_to_string(path.join("0.log")).expect("read"), "x");
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn links_that_a_pod_put_there_lead_to_nothing_of_the_host() {
+    fn links_created_by_a_pod_give_no_access_to_files_of_the_host() {
         let (logs, host) = (
             tempfile::tempdir().expect("a directory"),
             tempfile::tempdir().expect("a directory"),
@@ -280,7 +280,7 @@ mod tests {
 
     /// A fast writer, rotations without pauses, and concurrent compression.
     #[test]
-    fn no_byte_is_lost_however_fast_a_log_is_written_and_rotated() {
+    fn rotation_during_writes_loses_no_bytes() {
         const LINES: usize = 200_000;
         let logs = tempfile::tempdir().expect("a directory");
         let place = place(logs.path());
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_or_grows_while_it_is_compressed_is_left_alone() {
+    fn a_file_that_changes_or_disappears_during_compression_is_kept() {
         let logs = tempfile::tempdir().expect("a directory");
         let dir = place(logs.path()).open().expect("open");
         let path = logs.path().join("pod/c");
@@ -341,7 +341,7 @@ mod tests {
         }
         let names = || dir.names().expect("listed").join(" ");
         let plain = "0.log.20261120-000000 0.log.20261120-000001 0.log.20261120-000002";
-        assert_eq!(names(), plain, "moving aside does not wait for compression");
+        assert_eq!(names(), plain, "rotation does not wait for compression");
         // A FIFO created by a pod cannot be compressed; the partial result is removed.
         fs::remove_file(path.join("0.log.20261120-000001")).expect("removed");
         nix::unistd::mkfifo(

@@ -166,7 +166,7 @@ impl CsiDirs {
         make(&list, 0o750)?;
         match std::os::unix::fs::symlink(target, list.join(&volume.name)) {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                let what = format!("the device of {} cannot be noted", volume.name);
+                let what = format!("recording the device of {} failed", volume.name);
                 Err(doing(what)(error))
             }
             _ => Ok(()),
@@ -181,7 +181,7 @@ impl CsiDirs {
             return Ok(());
         }
         file::replace(&dir.join(NOTE), &text).map_err(doing(format!(
-            "what {} is for cannot be noted",
+            "writing the volume data in {} failed",
             dir.display()
         )))
     }
@@ -374,7 +374,7 @@ impl CsiDirs {
 fn still(path: &Path) -> Result<(), HostError> {
     if mount::is_mounted(path)? {
         return Err(format!(
-            "{} is still mounted, though its driver says that it is not",
+            "{} is still mounted, although its driver reports success",
             path.display()
         )
         .into());
@@ -423,7 +423,7 @@ mod tests {
     use crate::sys::ownership;
 
     #[test]
-    fn what_was_noted_is_found_again_and_leaves_nothing() {
+    fn recorded_volumes_are_found_after_a_restart_and_removed_completely() {
         let root = tempfile::tempdir().expect("a directory");
         let dirs = CsiDirs(root.path().into());
         let data = VolumeData {
@@ -440,7 +440,7 @@ mod tests {
                 .ends_with("pods/u/volumes/kubernetes.io~csi/pv/mount")
         );
         dirs.prepare(&volume).expect("prepared");
-        assert!(!volume.target.exists(), "that is the driver's to make");
+        assert!(!volume.target.exists(), "the driver creates the target");
         let found = dirs.published();
         assert_eq!(found, [volume]);
         assert_eq!(dirs.staged(&found[0]), None);
@@ -452,7 +452,7 @@ mod tests {
             fs::write(dir.join(format!("{NOTE}.new")), b"{").expect("written");
         }
         dirs.unstaged(&found[0]).expect("forgotten");
-        dirs.unstaged(&found[0]).expect("once more is fine");
+        dirs.unstaged(&found[0]).expect("a repetition succeeds");
         dirs.forget(&found[0], true).expect("forgotten");
         assert!(dirs.published().is_empty() && dirs.staged(&found[0]).is_none());
         assert!(!noted.iter().any(|dir| dir.exists()));
@@ -468,7 +468,7 @@ mod tests {
         assert_eq!(dirs.published(), std::slice::from_ref(&other));
         dirs.unstaged(&other).expect("forgotten");
         dirs.forget(&other, true).expect("forgotten");
-        dirs.forget(&other, true).expect("once more is fine");
+        dirs.forget(&other, true).expect("a repetition succeeds");
         assert!(dirs.published().is_empty());
         let left: Vec<_> = ["", "staging", "publish"]
             .iter()
@@ -523,7 +523,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn giving_a_large_volume_is_told_and_ends_with_its_pod() {
+    async fn changing_the_group_of_a_large_volume_is_reported_and_cancelled_with_its_pod() {
         use crate::host::volume::tear_down::tests::{host, of_a_program};
 
         if !nix::unistd::geteuid().is_root() {
@@ -557,9 +557,9 @@ mod tests {
             }
         });
         let (first, begun) = tokio::join!(host.give(&volume, owner), begun);
-        begun.expect("it has begun");
+        begun.expect("the change has begun");
         for outcome in [first, host.give(&volume, owner).await] {
-            let problem = outcome.expect_err("it is slow");
+            let problem = outcome.expect_err("the change is in progress");
             assert_eq!(problem.reason(), "VolumePermissionChangeInProgress");
             assert!(
                 problem.to_string().contains("group 4242: 0 so far"),
@@ -571,7 +571,11 @@ mod tests {
             assert_eq!(giving.shown, "u/volumes/kubernetes.io~csi/pv/mount");
             assert_eq!(giving.root, volume.target);
         }
-        assert_eq!(host.patient.under_way(), 1, "it is begun once");
+        assert_eq!(
+            host.patient.under_way(),
+            1,
+            "the change is started only once"
+        );
         // Pod termination cancels the work and waits only for a limited time.
         let unbound = host.unbind_sub_paths("u").await;
         drop((answers, held));
@@ -587,6 +591,6 @@ mod tests {
         assert_eq!(told, [("kubernetes.io/csi:".to_owned(), true)]);
         use std::os::unix::fs::MetadataExt as _;
         let root = fs::metadata(&volume.target).expect("stat");
-        assert_ne!(root.gid(), 4242, "the root is given last");
+        assert_ne!(root.gid(), 4242, "the root directory is changed last");
     }
 }

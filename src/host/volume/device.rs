@@ -102,7 +102,7 @@ pub(super) fn local(
         } else {
             let shown = path.display();
             Err(Problem::later(format!(
-                "{shown} is not a block device, as volumeMode Block asks for"
+                "{shown} is not a block device, but its volumeMode is Block"
             )))
         };
     }
@@ -110,7 +110,10 @@ pub(super) fn local(
         // A device is mounted with these options, so its bind mount has them.
         let options: &[String] = if device { &[] } else { &resolved.options };
         let restricted = mount::restrict(to.dir, options);
-        restricted.map_err(doing(format!("{} cannot be restricted", to.dir.display())))
+        restricted.map_err(doing(format!(
+            "applying the mount options to {} failed",
+            to.dir.display()
+        )))
     };
     if is_mounted(to.dir)? {
         return Ok(restrict()?);
@@ -170,7 +173,7 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
         )))?;
     }
     if to.call.is_cancelled() {
-        return Err(format!("volume {} is not wanted any more", resolved.volume).into());
+        return Err(format!("volume {} is no longer needed", resolved.volume).into());
     }
     make(dir, 0o750)?;
     let base = beneath::Dir::open(source).map_err(doing("the volume cannot be opened"))?;
@@ -178,7 +181,11 @@ fn bind_staged(source: &Path, resolved: &ResolvedVolume, to: &Target<'_>) -> Res
         &base.itself()?,
         dir,
         to.call,
-        format!("{} cannot be bound to {}", source.display(), dir.display()),
+        format!(
+            "{} cannot be bind-mounted at {}",
+            source.display(),
+            dir.display()
+        ),
     )
 }
 
@@ -189,7 +196,7 @@ pub(super) fn bind_if_wanted(
     call: &Call,
     failed: String,
 ) -> Result<(), HostError> {
-    let unwanted = || HostError::failed(format!("{failed}: its pod has ended"));
+    let unwanted = || HostError::failed(format!("{failed}: its pod is terminating"));
     if call.is_cancelled() {
         return Err(unwanted());
     }
@@ -215,7 +222,7 @@ fn stage(
     let known = ["ext4", "ext3", "ext2", "xfs", "btrfs"];
     if !known.contains(&filesystem) {
         return Err(Fault::invalid(format!(
-            "filesystem {filesystem:?} is not known: use one of {}",
+            "filesystem {filesystem:?} is not supported: use one of {}",
             known.join(", ")
         ))
         .into());
@@ -233,7 +240,7 @@ fn stage(
         &found, filesystem,
     ) {
         Some(other) => Problem::Mismatch(format!(
-            "{shown} has {other}, and the volume asks for {filesystem}: {why}"
+            "{shown} has {other}, but the volume's fsType is {filesystem}: {why}"
         )),
         None => why.into(),
     })
@@ -255,7 +262,7 @@ fn prepare(
     call: &Call,
 ) -> Result<String, HostError> {
     if call.is_cancelled() {
-        return Err(format!("{device} is not prepared: its pod has ended").into());
+        return Err(format!("{device} is not prepared: its pod is terminating").into());
     }
     let held = locked(device)?;
     let found = on(device)?;
@@ -267,7 +274,7 @@ fn prepare(
     }
     if found.is_none() {
         legible(&held).map_err(doing(format!(
-            "{device} is not formatted: what is on it cannot be read"
+            "{device} is not formatted: reading its content failed"
         )))?;
         // `blkid` reports nothing if reading the device failed temporarily.
         if let Some(said) = on(device)? {
@@ -292,12 +299,12 @@ fn prepare(
         match tool_to_its_end("fsck", &["-a", device], held)? {
             (4, said) => {
                 return Err(format!(
-                    "fsck found errors on {device} that it could not mend: {said}"
+                    "fsck found errors on {device} but could not correct them: {said}"
                 )
                 .into());
             }
             (code, said) if code > 1 => {
-                tracing::warn!(code, said, device, "fsck could not check a volume")
+                tracing::warn!(code, said, device, "checking a volume with fsck failed")
             }
             _ => {}
         }
@@ -312,9 +319,7 @@ fn on(device: &str) -> Result<Option<String>, HostError> {
         (0, said) => Ok(Some(said)),
         // `blkid` also exits with this code if it could not read the device.
         (2, _) => Ok(None),
-        (code, said) => {
-            Err(format!("blkid cannot tell what is on {device} ({code}): {said}").into())
-        }
+        (code, said) => Err(format!("blkid could not probe {device} ({code}): {said}").into()),
     }
 }
 
@@ -354,7 +359,7 @@ pub(super) fn grow(device: &Path, staged: &Path, call: &Call) -> Result<(), Host
     held.lock()
         .map_err(doing(format!("{shown} cannot be locked")))?;
     if call.is_cancelled() {
-        return Err(format!("{shown} is not grown: its pod has ended").into());
+        return Err(format!("{shown} is not grown: its pod is terminating").into());
     }
     match tool_to_its_end(program, &arguments, held)? {
         (0, _) => Ok(()),
@@ -372,7 +377,7 @@ fn locked(device: &str) -> Result<File, HostError> {
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(HostError::under_way(format!(
-            "{device} is locked: another program formats, checks or probes it just now"
+            "{device} is locked: another program is formatting, checking or probing it"
         ))),
         Err(TryLockError::Error(error)) => Err(doing(format!("{device} cannot be locked"))(error)),
     }
@@ -407,7 +412,7 @@ fn mount_with_tool(
     call.doing(format!("mount -t {kind} {device}"));
     let outcome = match mount_called(kind, device, dir, options, call) {
         Ok(()) if call.is_cancelled() => {
-            Err(format!("mount -t {kind} {device} came too late").into())
+            Err(format!("mount -t {kind} {device} finished after it was cancelled").into())
         }
         other => other,
     };
@@ -463,7 +468,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_local_volume_is_given_to_the_group_of_its_first_pod() {
+    async fn a_local_volume_gets_the_group_of_its_first_pod() {
         use std::os::unix::fs::MetadataExt as _;
 
         if !nix::unistd::geteuid().is_root() {
@@ -501,7 +506,7 @@ mod tests {
         assert_eq!(
             set_up("two", 4343).await,
             4242,
-            "the first pod has it still"
+            "the first pod still uses the volume"
         );
         for uid in ["one", "two"] {
             let flags = nix::sys::statvfs::statvfs(&of(uid)).expect("statvfs");
@@ -517,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn volumes_are_read_only_by_themselves_or_by_an_option() {
+    fn a_volume_is_read_only_by_its_spec_or_by_a_mount_option() {
         for (read_only, options, expected) in [
             (false, vec![], false),
             (true, vec![], true),
@@ -550,20 +555,21 @@ mod tests {
 
     /// `blkid` reports nothing for a device that it cannot read.
     #[test]
-    fn what_cannot_be_read_is_not_formatted() {
+    fn an_unreadable_device_is_not_formatted() {
         let dir = tempfile::tempdir().expect("a directory");
         let image = dir.path().join("image");
         let file = File::create(&image).expect("an image");
         file.set_len(3 << 20).expect("as large");
-        legible(&File::open(&image).expect("opened")).expect("it is empty, and can be read");
+        legible(&File::open(&image).expect("opened")).expect("the device is empty and readable");
         // Reading at offset 0 fails, as on a broken disk.
         let broken = "/proc/self/mem";
-        let error = legible(&File::open(broken).expect("opened")).expect_err("it is broken");
+        let error =
+            legible(&File::open(broken).expect("opened")).expect_err("the device is unreadable");
         assert_eq!(error.raw_os_error(), Some(libc::EIO));
     }
 
     #[tokio::test]
-    async fn what_is_read_only_is_not_checked() {
+    async fn a_read_only_volume_is_not_checked() {
         let dir = tempfile::tempdir().expect("a directory");
         let image = dir.path().join("image");
         unclean(&image);

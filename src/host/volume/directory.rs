@@ -37,13 +37,16 @@ pub(super) fn check_host_path(path: &Path, kind: &str) -> Result<(), HostError> 
             .mode(0o644)
             .open(path)
             .map(|_| ())
-            .map_err(doing(format!("the file {} cannot be made", path.display()))),
+            .map_err(doing(format!(
+                "the file {} cannot be created",
+                path.display()
+            ))),
         "Directory" | "DirectoryOrCreate" => must_be("directory", |m| m.is_dir()),
         "File" | "FileOrCreate" => must_be("file", |m| m.is_file()),
         "Socket" => must_be("socket file", |m| m.file_type().is_socket()),
         "CharDevice" => must_be("character device", |m| m.file_type().is_char_device()),
         "BlockDevice" => must_be("block device", |m| m.file_type().is_block_device()),
-        other => Err(format!("hostPath type {other:?} is not known").into()),
+        other => Err(format!("hostPath type {other:?} is not supported").into()),
     }
 }
 
@@ -63,7 +66,7 @@ pub(super) fn empty_dir(
                 Medium::Memory(_) | Medium::HugePages(_) => mount::is_mounted(dir)?,
             })
     };
-    if is_ready().map_err(doing(format!("{} cannot be looked at", dir.display())))? {
+    if is_ready().map_err(doing(format!("checking {} failed", dir.display())))? {
         return Ok(());
     }
     make(dir, 0o777)?;
@@ -72,7 +75,7 @@ pub(super) fn empty_dir(
         Medium::Disk { counted: false } => {}
         Medium::Disk { counted: true } => {
             if let Err(error) = quota::begin(dir) {
-                tracing::debug!(%error, dir = %dir.display(), "the volume's files will be counted one by one");
+                tracing::debug!(%error, dir = %dir.display(), "setting up a quota failed; the volume's files will be counted individually");
             }
         }
         Medium::Memory(size) => {
@@ -104,7 +107,7 @@ pub(super) fn empty_dir(
 /// Keeps a volume in a separate tmpfs, as the kubelet does, so that secrets never
 /// reach a disk. Mounts the tmpfs again if another program has unmounted it.
 pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
-    if !mount::is_mounted(dir).map_err(doing(format!("{} cannot be looked at", dir.display())))? {
+    if !mount::is_mounted(dir).map_err(doing(format!("checking {} failed", dir.display())))? {
         make(dir, 0o777)?;
         mount::tmpfs(dir, 0).map_err(doing(format!(
             "a tmpfs cannot be mounted at {}",
@@ -114,7 +117,7 @@ pub(super) fn keep_in_memory(dir: &Path) -> Result<(), HostError> {
     match mount::is_tmpfs(dir) {
         true => Ok(()),
         false => Err(format!(
-            "something other than memory is mounted at {}: unmount it",
+            "a filesystem other than tmpfs is mounted at {}: unmount it",
             dir.display()
         )
         .into()),
@@ -127,7 +130,7 @@ pub(super) fn undo_if_unwanted(dir: &Path, call: &Call) -> Result<(), HostError>
         return Ok(());
     }
     mount::unmount_all(dir)?;
-    Err(format!("{} is not mounted: its pod has ended", dir.display()).into())
+    Err(format!("{} is not mounted: its pod is terminating", dir.display()).into())
 }
 
 /// Sets the mode of the volume's root directory. As in the kubelet, it is that of
@@ -172,7 +175,7 @@ pub(super) fn write_files(
     for place in &content.mounted_within {
         let made = beneath::Dir::open(dir).and_then(|dir| dir.find_or_make(place));
         made.map_err(doing(format!(
-            "volume {volume:?} has no place {} for what is mounted there",
+            "volume {volume:?}: the mount point {} cannot be created",
             place.display()
         )))?;
     }
@@ -193,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mounted_within_files_has_its_place() {
+    fn mount_points_within_files_are_created() {
         let root = tempfile::tempdir().expect("a directory");
         let write = |text: &str| {
             let file = File::new(text.as_bytes().to_vec(), 0o400);
@@ -212,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_secret_is_kept_in_memory_or_not_at_all() {
+    fn secrets_are_written_only_to_a_tmpfs() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -225,8 +228,8 @@ mod tests {
         };
         let (dir, disk) = (root.path().join("v"), root.path().join("disk"));
         for _ in 0..2 {
-            write(&dir).expect("written, and looked at again");
-            assert!(mount::is_mounted(&dir).expect("looked at") && mount::is_tmpfs(&dir));
+            write(&dir).expect("written, and checked again");
+            assert!(mount::is_mounted(&dir).expect("checked") && mount::is_tmpfs(&dir));
             assert_eq!(mount::below(root.path()).expect("listed").len(), 1);
             assert_eq!(fs::read(dir.join("key")).expect("it is there"), b"value");
         }
@@ -238,9 +241,9 @@ mod tests {
         fs::create_dir(&disk).expect("mkdir");
         let disk = crate::sys::beneath::Dir::open(&disk).expect("open");
         mount::bind(&disk.itself().expect("itself"), &dir).expect("bound");
-        let refused = write(&dir).expect_err("a disk is no memory");
+        let refused = write(&dir).expect_err("a disk is not a tmpfs");
         assert!(
-            refused.message.contains("something other than memory"),
+            refused.message.contains("a filesystem other than tmpfs"),
             "{refused}"
         );
         assert_eq!(fs::read_dir(&dir).expect("listed").count(), 0);
@@ -248,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_root_of_files_is_as_open_as_an_empty_dir() {
+    fn the_root_of_a_files_volume_has_the_mode_of_an_empty_dir() {
         let root = tempfile::tempdir().expect("a directory");
         let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
         let dir = root.path().join("v");
@@ -273,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_dir_is_set_up_once_and_its_mode_is_the_pods() {
+    fn an_empty_dir_is_set_up_once_and_keeps_the_mode_that_its_pod_sets() {
         let root = tempfile::tempdir().expect("a directory");
         let mode = |dir: &Path| fs::metadata(dir).expect("stat").mode() & 0o7777;
         let (dir, ready) = (root.path().join("v"), root.path().join("plugins/v/ready"));
@@ -281,8 +284,12 @@ mod tests {
         empty_dir(&dir, &ready, &disk, None).expect("made");
         assert_eq!(mode(&dir), 0o777);
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o700)).expect("chmod");
-        empty_dir(&dir, &ready, &disk, None).expect("looked at");
-        assert_eq!(mode(&dir), 0o700, "what an init container has set stays");
+        empty_dir(&dir, &ready, &disk, None).expect("checked");
+        assert_eq!(
+            mode(&dir),
+            0o700,
+            "the mode set by an init container is kept"
+        );
         fs::remove_dir(&dir).expect("removed");
         empty_dir(&dir, &ready, &disk, None).expect("made again");
         assert_eq!(mode(&dir), 0o777);
@@ -298,10 +305,10 @@ mod tests {
         assert_eq!(
             mode(&dir.join("a/b")),
             0o1777,
-            "a subPath is made with the volume's mode"
+            "a subPath is created with the volume's mode"
         );
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o700)).expect("chmod");
-        empty_dir(&dir, &ready, &memory, None).expect("looked at");
+        empty_dir(&dir, &ready, &memory, None).expect("checked");
         assert_eq!(mode(&dir), 0o700);
         drop(below);
         mount::unmount_all(&dir).expect("unmounted");

@@ -146,7 +146,7 @@ pub(in crate::host) fn note(disk: &Disk, place: &Path) -> Result<(), HostError> 
     };
     make(place, 0o750)?;
     let text = serde_json::to_vec(session)?;
-    file::replace(&place.join(SESSION), &text).map_err(doing("the session cannot be noted"))
+    file::replace(&place.join(SESSION), &text).map_err(doing("recording the iSCSI session failed"))
 }
 
 /// Attaches a disk that a pod uses as a block device. `marks` are the links that record this use.
@@ -167,7 +167,9 @@ pub(in crate::host) fn map(disk: &Disk, place: &Path, marks: [&Path; 2]) -> Resu
             make(mark.parent().unwrap_or(mark), 0o750)?;
             match std::os::unix::fs::symlink(&device, mark) {
                 Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                    return Err(doing(format!("{} cannot be made", mark.display()))(error));
+                    return Err(doing(format!("{} cannot be created", mark.display()))(
+                        error,
+                    ));
                 }
                 _ => {}
             }
@@ -284,7 +286,7 @@ fn rescan() -> Result<(), HostError> {
     {
         let file = host.path().join("scan");
         fs::write(&file, "- - -").map_err(doing(format!(
-            "{} cannot be asked to look for new disks",
+            "requesting a scan for new disks through {} failed",
             file.display()
         )))?;
     }

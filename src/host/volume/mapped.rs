@@ -44,7 +44,7 @@ pub(super) fn release(point: &Path) -> Result<(), HostError> {
     let failed = || {
         let point = point.display();
         doing(format!(
-            "the loop device that a kubelet has made of {point} cannot be taken away"
+            "detaching the loop device that a kubelet created for {point} failed"
         ))
     };
     for device in loop_device::of(point).map_err(failed())? {
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_kubelet_has_mapped_for_a_pod_is_told_from_what_drivers_have_to_undo() {
+    fn mappings_of_a_kubelet_are_distinguished_from_those_of_drivers() {
         let at = |point: &str| Mount {
             point: point.into(),
             device: "0:6".into(),

@@ -89,7 +89,7 @@ impl LinuxHost {
             root: root.into(),
             shown: shown.display().to_string(),
             progress: format!(
-                "its files are being given to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"
+                "changing its files to group {group}: {files} so far; with fsGroupChangePolicy OnRootMismatch this is done once"
             ),
         })
     }
@@ -162,7 +162,7 @@ impl LinuxHost {
             Source::HostPath { path, .. } => PathBuf::from(path),
             Source::Local { path, .. } if resolved.block => PathBuf::from(path),
             Source::Disk { disk, .. } if resolved.block => {
-                disks::find(disk).ok_or("the disk is not there any more")?
+                disks::find(disk).ok_or("the disk no longer exists")?
             }
             Source::Csi(_) => self
                 .pod_dir(uid)?
@@ -383,7 +383,9 @@ impl LinuxHost {
                     .map_err(|error| hidden("create subPath directory", error.into()))?,
             };
             if call.is_cancelled() {
-                return Err(format!("volume {volume:?} is not mounted: its pod has ended").into());
+                return Err(
+                    format!("volume {volume:?} is not mounted: its pod is terminating").into(),
+                );
             }
             make(&places, 0o750)?;
             let target = places.join(index.to_string());

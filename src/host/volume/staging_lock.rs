@@ -22,7 +22,7 @@ impl Turn {
 
     /// Like [`Turn::at`], with the error for a pod whose volume is being set up.
     pub(in crate::host) fn of_pod(place: &Path) -> Result<Turn, HostError> {
-        let taken = "another pod is mounting or unmounting it just now";
+        let taken = "another pod is mounting or unmounting the volume";
         Turn::at(place).ok_or_else(|| HostError::under_way(taken))
     }
 }

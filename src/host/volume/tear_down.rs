@@ -115,7 +115,7 @@ impl From<Refusal> for HostError {
             Refusal::Refused(point, error) => {
                 let busy = match error {
                     Errno::EBUSY => {
-                        "; files in it are open: it is not forced, as what was not written yet would be lost, and is tried again"
+                        "; files in it are open: the unmount is not forced, because unwritten data would be lost; retrying"
                     }
                     _ => "",
                 };
@@ -196,7 +196,7 @@ impl LinuxHost {
             tracing::warn!(
                 %progress,
                 uid,
-                "a pod's volumes are unmounted while one is being set up"
+                "unmounting a pod's volumes although setting up one of them has not finished"
             );
         }
         Ok(())
@@ -341,7 +341,7 @@ impl LinuxHost {
             mount = %point.display(),
             kind = mount.kind,
             why = %HostError::from(refusal),
-            "a volume of another machine that does not answer is unmounted by force: what was not written yet is lost"
+            "force-unmounting a network volume whose server does not respond: unwritten data is lost"
         );
         let device = mount.device;
         let shared = blocking(move || {
@@ -423,7 +423,7 @@ fn unstage(pods: &Path, staged: &Mount) -> Result<bool, HostError> {
     // Mounts in other mount namespaces may remain when the session ends, so write the data now.
     if let Err(error) = mount::sync(&staged.point) {
         let point = staged.point.display();
-        tracing::warn!(%error, %point, "what was written to a volume last may be lost");
+        tracing::warn!(%error, %point, "flushing a volume failed; recently written data may be lost");
     }
     mount::unmount_all(&staged.point)?;
     disks::end_session(&staged.point)?;
@@ -461,17 +461,17 @@ pub(super) mod tests {
 
     /// Blocks until a message arrives.
     fn held(until: Receiver<()>) -> Result<(), HostError> {
-        until.recv().expect("it is told");
+        until.recv().expect("a message");
         Ok(())
     }
 
     #[test]
-    fn only_a_server_that_is_gone_is_forced() {
+    fn only_an_unresponsive_server_causes_a_forced_unmount() {
         let refused = |error| Refusal::Refused("/v".into(), error);
         for (error, expected) in [
             (HostError::under_way("no answer"), true),
             // The kernel was not called, so the server's state is unknown.
-            (HostError::failed("no thread can be made"), false),
+            (HostError::failed("spawning a thread failed"), false),
             (Errno::ENOENT.into(), false),
         ] {
             let refusal = Refusal::from(error.clone());
@@ -515,7 +515,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn a_filesystem_whose_server_is_gone_is_forced_after_a_time_and_a_busy_one_never() {
+    async fn a_filesystem_without_server_is_force_unmounted_after_a_timeout_and_a_busy_one_never() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -525,7 +525,7 @@ pub(super) mod tests {
         let Some((_answers, _held)) = of_a_program(&point) else {
             return;
         };
-        let is_mounted = || mount::is_mounted(&point).expect("looked at");
+        let is_mounted = || mount::is_mounted(&point).expect("checked");
         // EBUSY means that the server may be fine: retry, however long that takes.
         host.force_after = Duration::ZERO;
         for _ in 0..2 {
@@ -540,14 +540,14 @@ pub(super) mod tests {
         let key = unmounting(&real, MntFlags::empty());
         let silent = move || held(answer);
         let hung = host.patient.call(&key, Duration::from_millis(1), silent);
-        assert!(hung.await.is_err(), "it is given up");
+        assert!(hung.await.is_err(), "the call timed out");
         host.force_after = FORCE_AFTER;
         let told = std::sync::Mutex::new(vec![]);
         let each = |taken: TakenAway| lock(&told).push(taken.has_failed);
         let waits = host.tear_down("u", &each).await;
         assert!(waits.is_err_and(|e| e.is_under_way() && e.message.contains("not answered")));
-        assert!(is_mounted(), "not before its time");
-        assert!(lock(&told).is_empty(), "nothing has come of it yet");
+        assert!(is_mounted(), "not before the timeout");
+        assert!(lock(&told).is_empty(), "no result is reported yet");
         host.force_after = Duration::ZERO;
         assert_eq!(host.tear_down("u", &each).await, Ok(()));
         assert!(!is_mounted());
@@ -556,7 +556,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_of_this_node_is_never_forced() {
+    async fn a_local_disk_is_never_force_unmounted() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -584,7 +584,7 @@ pub(super) mod tests {
     /// A container with a host-root mount has copies of all mounts that existed when
     /// it started. If the session of a disk ends then, unwritten data would be lost.
     #[test]
-    fn a_device_is_written_to_before_it_goes_whoever_else_has_it_mounted() {
+    fn a_device_is_flushed_before_detaching_even_if_mounted_elsewhere() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -608,12 +608,15 @@ pub(super) mod tests {
         let own = fs::read_link("/proc/self/ns/mnt").expect("a namespace");
         let begun = Instant::now();
         while fs::read_link(&seen).expect("a namespace") == own {
-            assert!(begun.elapsed().as_secs() < 60, "it has a namespace");
+            assert!(
+                begun.elapsed().as_secs() < 60,
+                "the process has a mount namespace"
+            );
             std::thread::sleep(Duration::from_millis(10));
         }
         let text = b"this has been written to the volume last";
         fs::write(point.join("file"), text).expect("written");
-        let mounts = mount::below(&point).expect("looked at");
+        let mounts = mount::below(&point).expect("checked");
         let unstaged = unstage(&dir.path().join("pods"), &mounts[0]);
         let there = fs::read(&image).expect("read");
         other.kill().expect("ended");
@@ -625,7 +628,7 @@ pub(super) mod tests {
     /// Many pods may terminate concurrently, and each searches for unused global mounts. A mount
     /// that another pod uses must be skipped early, so that the searches do not block each other.
     #[tokio::test]
-    async fn a_device_that_another_pod_has_holds_up_no_end() {
+    async fn a_device_used_by_another_pod_does_not_delay_termination() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -662,7 +665,7 @@ pub(super) mod tests {
         let looked = host.patient.call(&key, Duration::ZERO, hang).await;
         let outcome = host.tear_down("u", &|_| ()).await;
         release.send(()).expect("it waits");
-        let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("looked at"));
+        let are_mounted = [&staged, &mapped].map(|p| mount::is_mounted(p).expect("checked"));
         mount::unmount_all(&host.root).expect("unmounted");
         assert!(looked.is_err());
         assert_eq!(are_mounted, [true; 2]);
@@ -672,7 +675,7 @@ pub(super) mod tests {
     /// A kubelet that ran the pod before has mounted the device over a file and attached a loop
     /// device to it. The loop device keeps the device open, so that no driver could detach it.
     #[tokio::test]
-    async fn what_a_kubelet_has_made_of_a_device_goes_with_the_pod() {
+    async fn a_kubelets_mounts_and_loop_devices_are_removed_with_the_pod() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -707,9 +710,9 @@ pub(super) mod tests {
             assert!(begun.elapsed().as_secs() < 60, "it has a file");
         }
         let unbound = host.unbind_sub_paths("u").await;
-        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("checked");
         let (left, published) = (is_mounted(&own), is_mounted(&of_driver));
-        let open = crate::sys::loop_device::of(&own).expect("looked at");
+        let open = crate::sys::loop_device::of(&own).expect("checked");
         for device in [&held, &device] {
             // One loop device is already detached.
             let _ = crate::sys::loop_device::detach(Path::new(device));
@@ -726,7 +729,7 @@ pub(super) mod tests {
     /// A driver may be unavailable for long. The pod's other resources
     /// are released, and the driver's mounts stay unchanged.
     #[tokio::test]
-    async fn what_a_driver_has_to_undo_stays_and_the_rest_goes() {
+    async fn mounts_that_a_driver_must_undo_stay_and_the_rest_is_removed() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -748,7 +751,7 @@ pub(super) mod tests {
             fs::create_dir_all(point).expect("mkdir");
             mount::tmpfs(point, 0).expect("mounted");
         }
-        let is_mounted = |point: &Path| mount::is_mounted(point).expect("looked at");
+        let is_mounted = |point: &Path| mount::is_mounted(point).expect("checked");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         assert!(is_mounted(&volume.target));
         assert!(!is_mounted(&of_others) && !is_mounted(&unknown));
@@ -756,7 +759,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn a_mount_that_was_given_up_is_waited_for() {
+    async fn teardown_waits_for_a_mount_that_timed_out() {
         if !nix::unistd::geteuid().is_root() {
             return;
         }
@@ -773,15 +776,15 @@ pub(super) mod tests {
                 std::thread::sleep(Duration::from_millis(300));
                 mount::tmpfs(&late, 0).map_err(HostError::from)
             });
-        assert!(mounting.await.is_err(), "it is given up");
+        assert!(mounting.await.is_err(), "the call timed out");
         release.send(()).expect("it waits");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
-        assert!(!mount::is_mounted(&point).expect("looked at"));
+        assert!(!mount::is_mounted(&point).expect("checked"));
         assert_eq!(host.patient.under_way(), 0);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_never_ends_does_not_hold_up_the_end_of_its_pod() {
+    async fn a_hanging_setup_does_not_block_the_pods_termination() {
         let dir = tempfile::tempdir().expect("a directory");
         let host = host(dir.path());
         fs::create_dir_all(host.root.join("pods/u")).expect("mkdir");
@@ -789,7 +792,7 @@ pub(super) mod tests {
         let looking = host
             .patient
             .call("u/v", Duration::from_millis(20), move || held(until));
-        assert!(looking.await.is_err(), "it is given up");
+        assert!(looking.await.is_err(), "the call timed out");
         assert_eq!(host.tear_down("u", &|_| ()).await, Ok(()));
         release.send(()).expect("it waits");
     }

@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn large_lists_are_merged_without_scans() {
+    fn large_lists_are_merged_in_linear_time() {
         let names = |from: usize| (from..from + 20_000).map(|i| format!("example.com/{i:05}"));
         let list = |names: &mut dyn Iterator<Item = String>| Value::from(names.collect::<Vec<_>>());
         let object = json!({"metadata": {"finalizers": list(&mut names(0))}});
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn a_merge_key_is_a_scalar() {
+    fn a_merge_key_must_be_a_scalar() {
         let object = json!({"spec": {"containers": [{"name": "a"}]}});
         for id in [json!({"name": "a"}), json!(["a"])] {
             let patch = json!({"spec": {"containers": [{"name": id}]}});
@@ -545,7 +545,7 @@ mod tests {
     proptest! {
         /// A keyed list is merged like the reference implementation merges it.
         #[test]
-        fn keyed_lists_are_merged_as_by_scans(
+        fn keyed_lists_are_merged_like_the_reference_implementation(
             old in proptest::sample::subsequence(vec!["a", "b", "c", "d", "e"], 0..5).prop_shuffle(),
             patch in vec((proptest::sample::select(vec!["a", "b", "c", "d", "e", "f"]), proptest::bool::weighted(0.2)), 0..5),
         ) {
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_puts_its_elements_where_it_says() {
+    fn set_element_order_defines_the_order_of_the_result() {
         let object = json!({"spec": {"containers": [{"name": "a"}, {"name": "server"}, {"name": "b"}, {"name": "c"}]}});
         let names = |patch: Value| {
             let merged = strategic(object.clone(), patch);

@@ -314,7 +314,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn classes_agree_with_every_point(held in vec(rule(), 0..5), rule in rule()) {
+        fn covering_by_classes_equals_checking_every_combination(held in vec(rule(), 0..5), rule in rule()) {
             let mut steps = Steps::default();
             let objects = HeldObjects::of(held.iter()).cover(&rule, &mut steps).expect("few");
             let paths = HeldPaths::of(held.iter()).cover(&rule, &mut steps).expect("few");
@@ -335,7 +335,7 @@ mod tests {
     /// A body of 2 KB defines a product of 38⁴ combinations. The number of steps is in the order of the number of
     /// words, for repeated and distinct words, and for held and other rules.
     #[test]
-    fn a_product_takes_few_steps() {
+    fn covering_a_large_product_takes_few_steps() {
         let held = [
             of(|_| vec!["get".into(), "pods".into()]),
             of(|_| vec!["x".into()]),
@@ -364,7 +364,7 @@ mod tests {
     /// Each held rule matches one combination only, so the walk is as large as the
     /// product until the step limit stops it.
     #[test]
-    fn a_walk_has_a_budget() {
+    fn the_number_of_steps_is_limited() {
         let word = |kind: &str, i: usize| format!("{kind}{i}");
         let point = |i: usize| {
             of(|kind| {

@@ -18,7 +18,7 @@ fn ask<'a>(verb: &'a str, resource: &'a str, sub: &'a str, name: &'a str) -> Ask
 }
 
 #[test]
-fn rules_allow_what_they_say_and_no_more() {
+fn rules_allow_only_the_listed_verbs_and_resources() {
     let pods = rule(json!({"verbs": ["get", "list"], "apiGroups": [""], "resources": ["pods"]}));
     let logs = rule(json!({"verbs": ["get"], "apiGroups": [""], "resources": ["pods/log"]}));
     let scale = rule(json!({"verbs": ["*"], "apiGroups": ["*"], "resources": ["*/scale"]}));
@@ -90,7 +90,7 @@ fn subjects_are_users_groups_and_accounts() {
 }
 
 #[test]
-fn mistakes_in_roles_and_bindings_are_named() {
+fn invalid_roles_and_bindings_are_rejected_with_the_field() {
     let of = |kind: &str, object: Value| {
         let mut errors = vec![];
         validate(kind, &object, &mut errors);
@@ -125,7 +125,7 @@ fn mistakes_in_roles_and_bindings_are_named() {
 }
 
 #[test]
-fn what_gathers_what_gathers_has_it_all() {
+fn aggregation_is_transitive() {
     let all = [
         json!({"metadata": {"name": "outer"}, "rules": [{"verbs": ["stale"]}], "aggregationRule": {"clusterRoleSelectors": [{"matchLabels": {"to": "outer"}}]}}),
         json!({"metadata": {"name": "inner", "labels": {"to": "outer"}}, "aggregationRule": {"clusterRoleSelectors": [{"matchLabels": {"to": "inner"}}, {"matchLabels": {"to": "outer"}}]}}),
@@ -139,12 +139,12 @@ fn what_gathers_what_gathers_has_it_all() {
     assert_eq!(
         verbs,
         ["get"],
-        "what is gathered is not kept from before, and a circle ends"
+        "stale rules are dropped, and a cycle of aggregations terminates"
     );
 }
 
 #[test]
-fn older_clusters_lose_what_was_too_much_and_keep_what_is_theirs() {
+fn bootstrap_roles_of_older_clusters_are_reset_and_bindings_keep_added_subjects() {
     let ours = bootstrap();
     let (_, admin) = ours
         .iter()
@@ -158,7 +158,11 @@ fn older_clusters_lose_what_was_too_much_and_keep_what_is_theirs() {
     assert_eq!(renewed(&new, admin), None);
     old["metadata"]["annotations"] =
         json!({"rbac.authorization.kubernetes.io/autoupdate": "false"});
-    assert_eq!(renewed(&old, admin), None, "somebody wants it so");
+    assert_eq!(
+        renewed(&old, admin),
+        None,
+        "autoupdate is disabled by the annotation"
+    );
     let (_, binding) = ours.last().expect("a binding");
     let mut more = binding.clone();
     more["subjects"] = json!([{"kind": "User", "name": "own"}]);

@@ -47,7 +47,7 @@ fn may_delete(kind: &str, old: &Value) -> Result<(), String> {
 }
 
 #[test]
-fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
+fn a_node_may_modify_only_its_own_node_and_allowed_labels() {
     let node = |more: Value| {
         let mut node = json!({"metadata": {"name": "n1", "labels": {"kubernetes.io/os": "linux", "pool": "a"}}, "spec": {"taints": [{"key": "t"}]}});
         json_patch::merge(&mut node, &more);
@@ -57,7 +57,7 @@ fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
     assert_eq!(
         may("Node", None, None, node(json!({}))),
         Ok(()),
-        "taints are its own when it comes"
+        "a node may set taints when it registers"
     );
     for key in [
         "pool",
@@ -92,7 +92,7 @@ fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
         );
         assert!(
             may("Node", Some(Sub::Status), Some(label(key)), node(json!({}))).is_err(),
-            "nor remove {key}"
+            "a node may not remove {key}"
         );
     }
     for more in [
@@ -114,7 +114,7 @@ fn a_node_writes_itself_and_only_what_is_its_own_to_say() {
 }
 
 #[test]
-fn leases_and_csi_nodes_are_its_own() {
+fn a_node_may_access_only_its_own_lease_and_csi_node() {
     let (own, other) = (
         json!({"metadata": {"name": "n1"}}),
         json!({"metadata": {"name": "n2"}}),
@@ -151,7 +151,7 @@ fn mirror_of(more: &Value) -> Value {
 }
 
 #[test]
-fn a_node_makes_mirrors_of_its_own_static_pods() {
+fn a_node_may_create_mirror_pods_only_for_itself() {
     assert_eq!(may("Pod", None, None, mirror_of(&json!({}))), Ok(()));
     let owned = |more: Value| {
         let mut owner = json!({"apiVersion": "v1", "kind": "Node", "name": "n1", "uid": "uid-1", "controller": true});
@@ -210,7 +210,7 @@ fn a_node_makes_mirrors_of_its_own_static_pods() {
 
 /// A mirror pod refers to no API object, so that a node cannot gain access with it.
 #[test]
-fn no_mirror_refers_to_an_object() {
+fn a_mirror_pod_may_not_reference_api_objects() {
     for (spec, kind) in every_reference() {
         let pod = mirror_of(&json!({"spec": spec}));
         assert_eq!(
@@ -224,7 +224,7 @@ fn no_mirror_refers_to_an_object() {
 }
 
 #[test]
-fn of_its_pods_a_node_writes_the_status() {
+fn a_node_may_update_only_the_status_of_its_pods() {
     let pod = mirror_of(
         &json!({"metadata": {"labels": {"a": "b"}}, "status": {"phase": "Pending", "resourceClaimStatuses": [{"name": "c", "resourceClaimName": "own"}]}}),
     );
@@ -262,7 +262,7 @@ fn of_its_pods_a_node_writes_the_status() {
 }
 
 #[test]
-fn pods_of_other_nodes_are_not_its_own() {
+fn a_node_may_not_modify_pods_of_other_nodes() {
     let pod = mirror_of(&json!({}));
     let elsewhere = mirror_of(&json!({"spec": {"nodeName": "n2"}}));
     let refused = may(
@@ -306,7 +306,7 @@ fn pods_of_other_nodes_are_not_its_own() {
 }
 
 #[test]
-fn of_claims_a_node_writes_what_it_has_resized() {
+fn a_node_may_update_only_resize_fields_of_claims() {
     let old = json!({"metadata": {"name": "c", "labels": {}, "resourceVersion": "1"}, "spec": {"volumeName": "v"}, "status": {"phase": "Bound"}});
     let may_claim = |sub, old, new| may("PersistentVolumeClaim", sub, old, new);
     let changed = |more: &Value| {
@@ -360,7 +360,7 @@ fn of_claims_a_node_writes_what_it_has_resized() {
 }
 
 #[test]
-fn slices_are_of_its_own_devices() {
+fn a_node_may_write_only_its_own_resource_slices() {
     let slice = |node: Value| json!({"metadata": {"name": "s"}, "spec": {"nodeName": node}});
     assert_eq!(may("ResourceSlice", None, None, slice(json!("n1"))), Ok(()));
     assert_eq!(may_delete("ResourceSlice", &slice(json!("n1"))), Ok(()));
@@ -380,7 +380,7 @@ fn slices_are_of_its_own_devices() {
 }
 
 #[test]
-fn certificates_of_pods_are_of_its_own_pods() {
+fn a_node_may_request_pod_certificates_only_for_its_pods() {
     let request = |more: Value| {
         let mut request = json!({"metadata": {"name": "r"}, "spec": {"nodeName": "n1", "nodeUID": "uid-1", "podName": "p", "podUID": "p",
             "serviceAccountName": "a", "serviceAccountUID": "a"}});
@@ -437,7 +437,7 @@ fn signing_request_for(name: &str, signer: &str) -> Value {
 }
 
 #[test]
-fn certificates_are_in_its_own_name() {
+fn a_node_may_request_client_certificates_only_in_its_own_name() {
     let kind = "CertificateSigningRequest";
     for signer in [signing::CLIENT, signing::SERVING] {
         let own = signing_request_for("system:node:n1", signer);
@@ -452,7 +452,7 @@ fn certificates_are_in_its_own_name() {
 }
 
 #[test]
-fn tokens_are_for_whom_the_pod_or_its_drivers_want_them() {
+fn a_node_may_request_tokens_only_for_audiences_of_the_pod_or_its_drivers() {
     let pod = json!({"metadata": {"name": "p", "uid": "u"}, "spec": {"nodeName": "n1", "volumes": [
         {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"audience": "vault"}}]}},
         {"name": "d", "csi": {"driver": "inline"}}, {"name": "c", "persistentVolumeClaim": {"claimName": "claim"}},

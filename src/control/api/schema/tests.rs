@@ -8,7 +8,7 @@ fn field(number: u64, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_deployment_as_kubectl_sends_it_becomes_json() {
+fn a_protobuf_deployment_from_kubectl_is_decoded() {
     let container = [field(1, b"web"), field(2, b"img:1"), field(8, b"")].concat();
     let pod_spec = field(2, &container);
     let label = [field(1, b"app"), field(2, b"web")].concat();
@@ -46,7 +46,7 @@ fn a_deployment_as_kubectl_sends_it_becomes_json() {
 }
 
 #[test]
-fn the_schema_file_refers_only_to_messages_it_has() {
+fn every_message_that_the_schema_refers_to_exists() {
     let special = [
         "string",
         "bytes",
@@ -74,7 +74,7 @@ fn the_schema_file_refers_only_to_messages_it_has() {
 }
 
 #[test]
-fn unknown_and_mistyped_fields_are_named() {
+fn unknown_and_mistyped_fields_are_reported_with_their_paths() {
     let pod = json!({
         "metadata": {"name": "a", "labels": {"n": 1}},
         "spec": {"nosuch": 1, "containers": [{"name": "c", "livenessProbe": {"httpGet": {"port": 80}}, "imge": "x"}],
@@ -90,7 +90,7 @@ fn unknown_and_mistyped_fields_are_named() {
 
 proptest! {
     #[test]
-    fn no_bytes_make_the_decoder_fail_badly(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+    fn the_decoder_does_not_panic_on_arbitrary_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
         let type_meta = [field(1, b"v1"), field(2, b"Pod")].concat();
         let mut raw = b"k8s\0".to_vec();
         raw.extend(field(1, &type_meta));
@@ -103,7 +103,7 @@ proptest! {
 
 /// Values that a typed client cannot decode are rejected or normalised.
 #[test]
-fn what_is_stored_can_be_read_by_typed_clients() {
+fn stored_objects_can_be_decoded_by_typed_clients() {
     let pod = |spec: Value| json!({"metadata": {"name": "p"}, "spec": spec});
     for (spec, path) in [
         (json!({"priority": 300_000_000_000_i64}), "spec.priority"),

@@ -146,20 +146,20 @@ fn priority_class(object: &Value, errors: &mut Errors) {
         Some((_, known, _)) if *known != value => {
             errors.push(FieldError::forbidden(
                 "metadata.name",
-                "names that begin with system- belong to the system",
+                "names that begin with system- are reserved for the system's classes",
             ));
         }
         Some(_) => {}
         None if name.starts_with("system-") => {
             errors.push(FieldError::forbidden(
                 "metadata.name",
-                "names that begin with system- belong to the system",
+                "names that begin with system- are reserved for the system's classes",
             ));
         }
         None if value > 1_000_000_000 => {
             errors.push(FieldError::forbidden(
                 "value",
-                "a priority of one's own is at most 1000000000",
+                "the value of a class that is not a system class must be at most 1000000000",
             ));
         }
         None => {}

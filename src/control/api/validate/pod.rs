@@ -80,7 +80,7 @@ fn whole(spec: &Value, path: &str, errors: &mut Errors) {
             .flatten()
         {
             if !crate::core::pod::resources::is_pod_level(name) {
-                let remedy = "of a pod as a whole only cpu, memory and hugepages-<size> can be set: set it in a container";
+                let remedy = "only cpu, memory and hugepages-<size> can be set at the level of the pod; set this resource in a container";
                 errors.push(FieldError::invalid(
                     format!("{path}.resources.{side}[{name}]"),
                     value,

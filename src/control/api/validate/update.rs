@@ -64,7 +64,7 @@ pub fn update(resource: &Resource, old: &Value, new: &Value) -> Errors {
         "PriorityClass" if old["value"] != new["value"] => {
             errors.push(FieldError::forbidden(
                 "value",
-                "the value cannot be changed: make another class",
+                "the value is immutable: create another PriorityClass",
             ));
         }
         other => {
@@ -132,7 +132,7 @@ pub fn ephemeral_update(old: &Value, new: &Value) -> Errors {
             if set {
                 errors.push(FieldError::forbidden(
                     format!("{here}.{field}"),
-                    "an ephemeral container cannot have it",
+                    "cannot be set for an Ephemeral Container",
                 ));
             }
         }
@@ -156,7 +156,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
     if ["Succeeded", "Failed"].contains(&text(old, &["status", "phase"]).unwrap_or_default()) {
         errors.push(FieldError::forbidden(
             "spec",
-            "a pod that has ended cannot be resized",
+            "a pod in phase Succeeded or Failed cannot be resized",
         ));
     }
     let class = |pod: &Value| {
@@ -168,7 +168,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
         errors.push(FieldError::invalid(
             "spec",
             &class(new).into(),
-            "a resize may not change the pod's QoS class",
+            "a resize must not change the pod's QoS class",
         ));
     }
     sizes("spec.resources", &old["spec"], &new["spec"], &mut errors);
@@ -187,7 +187,7 @@ pub fn resize(old: &Value, new: &Value) -> Errors {
             {
                 errors.push(FieldError::forbidden(
                     format!("{here}.resizePolicy"),
-                    "an init container cannot be resized by a restart",
+                    "an init container with resizePolicy RestartContainer cannot be resized",
                 ));
             }
             sizes(&format!("{here}.resources"), before, after, &mut errors);
@@ -217,7 +217,7 @@ fn sizes(here: &str, before: &Value, after: &Value, errors: &mut Errors) {
             if !after.contains_key(name) {
                 errors.push(FieldError::forbidden(
                     format!("{here}.{side}"),
-                    "what is set cannot be removed",
+                    "a resource that is set cannot be removed",
                 ));
             }
         }

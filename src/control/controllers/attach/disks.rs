@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_of_one_node_is_listed_for_another_only_when_the_first_has_it_no_more() {
+    fn an_exclusive_disk_moves_to_another_node_after_the_first_has_unmounted_and_unlisted_it() {
         let claimed = || json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
         let (first, second) = (pod("p", "one", claimed()), pod("q", "two", claimed()));
         let (disk, none): (Vec<String>, Vec<String>) = (vec![DISK.into()], vec![]);
@@ -261,12 +261,15 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_pods_own_are_listed_by_the_names_that_nodes_have_for_them() {
+    fn inline_disks_of_pods_are_listed_by_their_unique_volume_names() {
         let fc = json!({"name": "f", "fc": {"targetWWNs": ["a1", "a2"], "lun": 2}});
         let nodes = [node("one", &[], &[DISK, "kubernetes.io/csi/d^h"])];
         let (lists, news) = decide(&[pod("p", "one", fc)], &[], &[], &nodes);
         let expected = BTreeSet::from(["kubernetes.io/fc/[a1 a2]:2".to_owned()]);
-        assert_eq!(lists["one"], expected, "what is not needed is taken off");
+        assert_eq!(
+            lists["one"], expected,
+            "disks that no pod needs are removed from the list"
+        );
         assert_eq!(news[0].2, "AttachVolume.Attach succeeded for volume \"f\" ");
     }
 }

@@ -347,7 +347,7 @@ mod tests {
 {"schedule":"0_0_31_2_*"} - 01T00:10:00 - - -1"#;
 
     #[test]
-    fn a_job_is_created_once_for_the_last_time_that_has_come() {
+    fn one_job_is_created_for_the_most_recent_missed_time() {
         for line in TIMES.lines().skip(1) {
             let words: Vec<&str> = line.split(' ').collect();
             let [spec, last, now, minute, event, wake] = words.as_slice() else {
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_says_whose_it_is_and_when_it_was_meant_to_start() {
+    fn a_job_has_its_owner_and_scheduled_time() {
         let cron = cron(
             json!({"schedule": "0 2 * * *", "timeZone": "Europe/Vienna"}),
             json!({}),
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_policy_decides_what_happens_to_a_job_that_still_runs() {
+    fn the_concurrency_policy_applies_to_running_jobs() {
         let status = json!({"active": [{"name": "old", "namespace": "n", "uid": "old"}], "lastScheduleTime": "2026-01-01T00:10:00Z"});
         for (policy, replaced, started, events) in [
             ("Allow", vec![], true, vec![]),
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_that_have_ended_are_no_longer_active_and_only_some_are_kept() {
+    fn finished_jobs_are_inactive_and_only_the_history_limit_is_kept() {
         let active: Vec<Value> = ["a", "b", "gone"]
             .iter()
             .map(|n| json!({"name": n, "namespace": "n", "uid": n}))

@@ -97,7 +97,7 @@ async fn turn(
     match carry_out(client, written, cron, plan).await {
         Ok(wake) => wake,
         Err(error) => {
-            tracing::debug!(%error, name = cron.name_any(), "a CronJob could not be reconciled; it is tried again");
+            tracing::debug!(%error, name = cron.name_any(), "reconcile of a CronJob failed, retrying");
             Some(Duration::from_secs(1))
         }
     }

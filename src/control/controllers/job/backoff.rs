@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pause_doubles_until_a_pod_succeeds() {
+    fn the_back_off_doubles_until_a_pod_succeeds() {
         let at = |second| Timestamp::from_second(second).expect("a time");
         let (one, two, three) = (ended(100), ended(130), ended(160));
         let first = Backoff::default().with(&[], &[&one]);
@@ -119,7 +119,10 @@ mod tests {
         assert_eq!(second.remaining(at(130)), Duration::from_secs(20));
         assert_eq!(second.with(&[], &[]), second);
         let both = Backoff::default().with(&[], &[&two, &one]);
-        assert_eq!(both, second, "together as one after the other");
+        assert_eq!(
+            both, second,
+            "failures observed together count like successive ones"
+        );
         let after = second.with(&[&two], &[&one, &three]);
         assert_eq!(after.remaining(at(160)), Duration::from_secs(10));
         let fine = second.with(&[&three], &[]);
@@ -129,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_ended_containers_ended_when_it_was_no_longer_ready() {
+    fn a_pod_without_terminated_containers_finished_when_it_became_unready() {
         let pod = |status| {
             let meta = json!({"creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-01T00:01:30Z",
                 "deletionGracePeriodSeconds": 30});

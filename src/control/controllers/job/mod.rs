@@ -128,7 +128,7 @@ async fn turn(client: &Client, memory: &Memory, job: &Job, of: &ByOwner<'_>) -> 
     };
     let pause = memory.again.note(job, result.is_err(), Instant::now());
     result.unwrap_or_else(|error| {
-        tracing::debug!(%error, job = job.name_any(), "a job could not be reconciled; it is tried again");
+        tracing::debug!(%error, job = job.name_any(), "reconcile of a Job failed, retrying");
         pause
     })
 }
@@ -377,6 +377,6 @@ async fn let_go(client: &Client, caches: &Caches, pod: &Pod) {
     }
     let api: Api<Pod> = Api::namespaced(client.clone(), &namespace);
     if let Err(error) = release(&api, &name).await {
-        tracing::debug!(%error, name, "a pod of a job that is gone could not be let go; it is tried again");
+        tracing::debug!(%error, name, "removing the finalizer from a pod of a deleted Job failed, retrying");
     }
 }

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_that_matches_decides() {
+    fn the_first_matching_rule_applies() {
         let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n"}, "status": {
             "conditions": [{"type": "DisruptionTarget", "status": "True"}],
             "initContainerStatuses": [{"name": "i", "image": "", "imageID": "", "ready": false, "restartCount": 0,
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rule_of_success_is_enough() {
+    fn one_matching_success_rule_is_enough() {
         for (rules, succeeded, met) in [
             (json!([{"succeededCount": 2}]), "0", None),
             (json!([{"succeededCount": 2}]), "0,4", Some(0)),

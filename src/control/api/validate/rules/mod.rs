@@ -181,16 +181,20 @@ mod tests {
     }
 
     #[test]
-    fn every_rule_accepts_its_example_and_refuses_the_values_that_break_it() {
+    fn every_rule_accepts_its_example_and_rejects_invalid_values() {
         let mut count = 0;
         for (name, rows, example) in tables() {
             for row in rows {
                 let one = std::slice::from_ref(row);
                 let mut errors = vec![];
                 table(one, &example, "", &mut errors);
-                assert_eq!(errors, [], "{name} {}: the example is right", row.path);
+                assert_eq!(errors, [], "{name} {}: the example is valid", row.path);
                 let values = breaking(row);
-                assert!(!values.is_empty(), "{name} {}: nothing breaks it", row.path);
+                assert!(
+                    !values.is_empty(),
+                    "{name} {}: the rule lists no invalid value",
+                    row.path
+                );
                 for value in values {
                     count += 1;
                     let mut broken = example.clone();
@@ -213,7 +217,7 @@ mod tests {
 
     /// A duplicate row would report its error twice.
     #[test]
-    fn no_rule_stands_twice() {
+    fn rules_are_unique() {
         for (name, rows, _) in tables() {
             let mut seen = std::collections::HashSet::new();
             for row in rows {
@@ -226,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_name_items_and_absent_parents_require_nothing() {
+    fn paths_select_items_and_absent_parents_require_nothing() {
         let rows = [row("a[].b.c", Rule::Required("why"), &["null"])];
         let object = serde_json::json!({"a": [{"b": {"c": "x"}}, {"b": {}}, {}]});
         let mut errors = vec![];

@@ -669,7 +669,7 @@ mod tests {
     }
 
     #[test]
-    fn data_has_at_most_a_mebibyte() {
+    fn data_is_limited_to_one_mebibyte() {
         let of = |size: usize| json!({"data": {"a": "x".repeat(size)}});
         assert_eq!(errors_of("ConfigMap", &of(MOST_DATA)), Vec::<String>::new());
         assert_eq!(

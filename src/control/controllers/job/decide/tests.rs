@@ -81,7 +81,7 @@ impl World {
                 return;
             }
         }
-        panic!("the job finds no rest: {:?}", self.job.status);
+        panic!("the job does not become stable: {:?}", self.job.status);
     }
 
     fn pod(&mut self, name: &str) -> &mut Pod {
@@ -155,7 +155,7 @@ impl World {
 }
 
 #[test]
-fn a_job_is_complete_when_its_pod_has_succeeded_and_was_counted() {
+fn a_job_is_complete_after_its_pod_has_succeeded_and_was_counted() {
     let mut world = World::new(json!({"completions": 1}));
     world.settle();
     assert_eq!(
@@ -186,12 +186,12 @@ fn a_job_is_complete_when_its_pod_has_succeeded_and_was_counted() {
     assert_eq!(
         (world.numbers()[2], world.made),
         (1, 1),
-        "its end stays counted"
+        "a deleted pod stays counted"
     );
 }
 
 #[test]
-fn as_many_run_at_once_as_are_wanted() {
+fn parallelism_limits_the_active_pods() {
     for (completions, parallelism, first, more) in [
         (json!(3), 2, 2, 3),
         (json!(2), 5, 2, 2),
@@ -211,7 +211,7 @@ fn as_many_run_at_once_as_are_wanted() {
 }
 
 #[test]
-fn failed_pods_are_replaced_later_and_later_until_there_are_too_many() {
+fn failed_pods_are_replaced_with_back_off_up_to_the_limit() {
     let mut world = World::new(json!({"completions": 1, "backoffLimit": 2}));
     world.settle();
     for (name, pause) in [("p0", 10), ("p1", 20)] {
@@ -236,7 +236,7 @@ fn failed_pods_are_replaced_later_and_later_until_there_are_too_many() {
 }
 
 #[test]
-fn a_job_whose_time_is_over_ends_its_pods_and_fails_when_they_are_gone() {
+fn a_job_over_its_deadline_deletes_its_pods_and_then_fails() {
     let mut world =
         World::new(json!({"completions": 2, "parallelism": 2, "activeDeadlineSeconds": 30}));
     world.settle();
@@ -248,7 +248,7 @@ fn a_job_whose_time_is_over_ends_its_pods_and_fails_when_they_are_gone() {
     assert!(world.pods.iter().all(pods::deleting));
     assert_eq!(
         world.wake, None,
-        "there is nothing to wait for but the pods"
+        "no timer is needed, because the deletion of the pods triggers the next step"
     );
     world.remove("p0");
     world.remove("p1");
@@ -257,7 +257,7 @@ fn a_job_whose_time_is_over_ends_its_pods_and_fails_when_they_are_gone() {
 }
 
 #[test]
-fn a_suspended_job_has_no_pods_and_its_deadline_begins_anew() {
+fn a_suspended_job_has_no_pods_and_its_deadline_restarts_on_resume() {
     let mut world =
         World::new(json!({"completions": 1, "suspend": true, "activeDeadlineSeconds": 30}));
     world.settle();
@@ -274,7 +274,7 @@ fn a_suspended_job_has_no_pods_and_its_deadline_begins_anew() {
     assert_eq!(
         world.numbers(),
         [0, 0, 0, 0, 1],
-        "what it ends is no failure"
+        "pods that a suspension deletes are not failures"
     );
     world.remove("p0");
     world.after(100);
@@ -290,7 +290,7 @@ fn a_suspended_job_has_no_pods_and_its_deadline_begins_anew() {
 }
 
 #[test]
-fn every_index_has_to_succeed_once() {
+fn an_indexed_job_needs_one_success_per_index() {
     let mut world =
         World::new(json!({"completions": 4, "parallelism": 2, "completionMode": "Indexed"}));
     world.settle();
@@ -306,7 +306,11 @@ fn every_index_has_to_succeed_once() {
     assert_eq!(index(&mut world, "p2"), Some(2));
     world.fail("p0");
     world.after(10);
-    assert_eq!(index(&mut world, "p3"), Some(0), "the lowest comes first");
+    assert_eq!(
+        index(&mut world, "p3"),
+        Some(0),
+        "the lowest missing index is created first"
+    );
     for name in ["p3", "p2", "p4"] {
         world.done(name);
     }
@@ -317,7 +321,7 @@ fn every_index_has_to_succeed_once() {
 }
 
 #[test]
-fn an_index_that_fails_too_often_fails_alone_until_there_are_too_many() {
+fn an_index_over_its_back_off_limit_fails_alone_up_to_max_failed_indexes() {
     for (most, conditions) in [
         (Value::Null, "FailureTarget FailedIndexes"),
         (json!(0), "FailureTarget MaxFailedIndexesExceeded"),
@@ -330,7 +334,7 @@ fn an_index_that_fails_too_often_fails_alone_until_there_are_too_many() {
         world.fail("p0");
         assert!(
             pods::tracked(world.pod("p0")),
-            "it waits for its replacement"
+            "a failed pod keeps its finalizer until it is replaced"
         );
         assert_eq!(world.active(), ["p1"]);
         world.after(10);
@@ -353,7 +357,7 @@ fn an_index_that_fails_too_often_fails_alone_until_there_are_too_many() {
 }
 
 #[test]
-fn a_policy_decides_whether_a_failure_counts_and_pods_are_replaced_when_they_have_ended() {
+fn the_pod_failure_policy_ignores_or_fails_and_the_policy_failed_delays_replacements() {
     let rules = json!([
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [42]}},
         {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [7]}},
@@ -380,7 +384,7 @@ fn a_policy_decides_whether_a_failure_counts_and_pods_are_replaced_when_they_hav
 }
 
 #[test]
-fn a_success_policy_ends_what_still_runs_without_a_failure() {
+fn a_success_policy_deletes_running_pods_without_counting_failures() {
     let mut world = World::new(
         json!({"completions": 3, "parallelism": 3, "completionMode": "Indexed",
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]}}),
@@ -395,7 +399,7 @@ fn a_success_policy_ends_what_still_runs_without_a_failure() {
 }
 
 #[test]
-fn pods_that_are_too_many_go_without_being_counted() {
+fn surplus_pods_are_deleted_without_being_counted() {
     let mut world = World::new(json!({"completions": 5, "parallelism": 3}));
     world.settle();
     world.set("p1", "Running", 0);
@@ -411,7 +415,7 @@ fn pods_that_are_too_many_go_without_being_counted() {
 }
 
 #[test]
-fn a_deleted_pod_is_a_failure_and_a_deleted_job_counts_no_further() {
+fn a_deleted_pod_counts_as_failed_and_a_deleted_job_stops_counting() {
     let mut world = World::new(json!({"completions": 1}));
     world.settle();
     world.pod("p0").metadata.deletion_timestamp = Some(Time(time(world.now)));
@@ -421,13 +425,16 @@ fn a_deleted_pod_is_a_failure_and_a_deleted_job_counts_no_further() {
     assert_eq!(world.active(), ["p1"]);
     world.job.metadata.deletion_timestamp = Some(Time(time(world.now)));
     world.settle();
-    assert!(!pods::tracked(world.pod("p1")), "nothing holds the pod");
+    assert!(
+        !pods::tracked(world.pod("p1")),
+        "the pod has no finalizer of the job"
+    );
     world.fail("p1");
     assert_eq!(world.made, 2);
 }
 
 #[test]
-fn restarts_in_a_pod_count_where_the_pod_makes_them() {
+fn container_restarts_count_as_failures_with_restart_policy_on_failure() {
     let mut world = World::new(json!({"completions": 1, "backoffLimit": 3,
         "template": {"spec": {"restartPolicy": "OnFailure", "containers": []}}}));
     world.settle();
@@ -440,9 +447,13 @@ fn restarts_in_a_pod_count_where_the_pod_makes_them() {
 }
 
 #[test]
-fn a_job_that_has_ended_goes_when_its_time_is_over() {
+fn a_finished_job_is_deleted_after_its_ttl() {
     let mut world = World::new(json!({"completions": 0, "ttlSecondsAfterFinished": 60}));
-    assert_eq!(expires(&world.job, time(1000)), None, "it has not ended");
+    assert_eq!(
+        expires(&world.job, time(1000)),
+        None,
+        "an unfinished job does not expire"
+    );
     world.settle();
     for (now, left) in [(1000, 60), (1050, 10), (1060, 0), (2000, 0)] {
         assert_eq!(

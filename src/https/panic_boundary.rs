@@ -39,7 +39,7 @@ pub fn end_process_on_panic() {
 fn said(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or("something that is no text")
+        .unwrap_or("a payload that is not text")
 }
 
 /// Runs `work`. If it panics, its state is dropped, and the panic is logged with a number.
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_panic_ends_what_panicked_and_nothing_else() {
+    async fn a_panic_fails_only_the_guarded_future() {
         assert_eq!(guard(async { 7 }).await, Ok(7));
         let first = guard(async {
             tokio::task::yield_now().await;

@@ -27,8 +27,8 @@ impl From<IpAddr> for Source {
     }
 }
 
-/// The turns of one listener.
-pub(super) struct Turns(Mutex<State>);
+/// Limits the concurrent handshakes of one listener.
+pub(super) struct HandshakeLimiter(Mutex<State>);
 
 struct State {
     free: usize,
@@ -37,18 +37,18 @@ struct State {
 }
 
 /// A turn, which is passed to the next task when it is dropped.
-struct Turn(Option<Arc<Turns>>);
+struct Turn(Option<Arc<HandshakeLimiter>>);
 
-impl Turns {
-    pub fn new(count: usize) -> Arc<Turns> {
-        Arc::new(Turns(Mutex::new(State {
+impl HandshakeLimiter {
+    pub fn new(count: usize) -> Arc<HandshakeLimiter> {
+        Arc::new(HandshakeLimiter(Mutex::new(State {
             free: count,
             waiting: VecDeque::new(),
         })))
     }
 
     /// Leaves processors for other work: there are turns for half of them, but at least one.
-    pub fn for_this_machine() -> Arc<Turns> {
+    pub fn for_this_machine() -> Arc<HandshakeLimiter> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Self::new((processors / 2).max(1))
     }
@@ -133,8 +133,8 @@ impl Turns {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        if let Some(turns) = self.0.take() {
-            turns.pass();
+        if let Some(limiter) = self.0.take() {
+            limiter.pass();
         }
     }
 }
@@ -148,9 +148,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn sources_alternate_and_the_newest_of_one_goes_first() {
-        let turns = Turns::new(1);
-        let held = turns.take(source(9)).await;
+    async fn sources_alternate_and_the_newest_handshake_of_a_source_is_first() {
+        let limiter = HandshakeLimiter::new(1);
+        let held = limiter.take(source(9)).await;
         let order = Arc::new(Mutex::new(vec![]));
         let mut tasks = vec![];
         for (from, name) in [
@@ -161,9 +161,9 @@ mod tests {
             (2, "b1"),
             (3, "c1"),
         ] {
-            let (turns, order) = (Arc::clone(&turns), Arc::clone(&order));
+            let (limiter, order) = (Arc::clone(&limiter), Arc::clone(&order));
             tasks.push(tokio::spawn(async move {
-                let turn = turns.take(source(from)).await;
+                let turn = limiter.take(source(from)).await;
                 order.lock().expect("not poisoned").push(name);
                 drop(turn);
             }));
@@ -178,26 +178,26 @@ mod tests {
         }
         let order = order.lock().expect("not poisoned").clone();
         assert_eq!(order, ["a4", "b1", "c1", "a2", "a1"]);
-        assert_eq!(turns.state().free, 1, "no turn is lost");
+        assert_eq!(limiter.state().free, 1, "no turn is lost");
     }
 
     #[tokio::test]
-    async fn no_turn_is_held_while_the_other_side_is_waited_for() {
-        let turns = Turns::new(1);
+    async fn no_turn_is_held_while_the_peer_is_awaited() {
+        let limiter = HandshakeLimiter::new(1);
         let (go, gone) = oneshot::channel::<()>();
         let slow = tokio::spawn({
-            let turns = Arc::clone(&turns);
-            async move { turns.run(source(1), gone).await }
+            let limiter = Arc::clone(&limiter);
+            async move { limiter.run(source(1), gone).await }
         });
         tokio::task::yield_now().await;
-        assert_eq!(turns.run(source(2), async { 7 }).await, 7);
+        assert_eq!(limiter.run(source(2), async { 7 }).await, 7);
         go.send(()).expect("it waits");
         slow.await.expect("ended").expect("sent");
-        assert_eq!(turns.state().free, 1);
+        assert_eq!(limiter.state().free, 1);
     }
 
     #[test]
-    fn a_network_is_one_source() {
+    fn an_ipv6_network_is_one_source() {
         let source = |text: &str| Source::from(text.parse::<IpAddr>().expect("an address"));
         assert_eq!(source("2001:db8::1"), source("2001:db8::ffff:2"));
         assert_ne!(source("2001:db8::1"), source("2001:db8:0:1::1"));
