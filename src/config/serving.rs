@@ -136,7 +136,7 @@ fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigErro
         invalid(
             field,
             value,
-            "use a port between 0 and 65535; 0 turns it off",
+            "use a port between 0 and 65535; 0 disables it",
         )
     })
 }
@@ -182,7 +182,7 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
             "tlsCipherSuites",
             unspoken.join(", "),
             &format!(
-                "none of them is spoken here: use some of {}",
+                "none of them is supported: use some of {}",
                 SUITES.join(", ")
             ),
         ));
@@ -217,7 +217,7 @@ fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> 
             return Err(invalid(FIELD, number, &remedy));
         };
         if asked[..place].contains(number) {
-            return Err(invalid(FIELD, number, "name each group once"));
+            return Err(invalid(FIELD, number, "list each group once"));
         }
         match GROUPS.iter().any(|(known, _)| *known == valid) {
             true => spoken.push(valid),
@@ -226,7 +226,7 @@ fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> 
     }
     if spoken.is_empty() && !unspoken.is_empty() {
         let all: Vec<String> = asked.iter().map(ToString::to_string).collect();
-        let remedy = format!("none of them is spoken here: {remedy}");
+        let remedy = format!("none of them is supported: {remedy}");
         return Err(invalid(FIELD, all.join(", "), &remedy));
     }
     Ok((spoken, unspoken))
@@ -297,14 +297,14 @@ pub(super) fn resolve(
             return Err(invalid(
                 "tlsPrivateKeyFile",
                 "",
-                &format!("set it too: it is the key of {}", one.display()),
+                &format!("also set it: it is the private key of {}", one.display()),
             ));
         }
         (None, Some(one)) => {
             return Err(invalid(
                 "tlsCertFile",
                 "",
-                &format!("set it too: {} is its key", one.display()),
+                &format!("also set it: {} is its private key", one.display()),
             ));
         }
     };
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_closes_what_is_open_without_one() {
+    fn defaults_are_stricter_with_a_file_than_without() {
         let closed = of("{}", true).expect("fine");
         assert_eq!(
             (
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn errors_name_the_invalid_field() {
         for (text, field) in [
             ("port: 0", "port"),
             ("port: 70000", "port"),
@@ -440,8 +440,8 @@ mod tests {
             ),
             ("tlsCurvePreferences: [0]", "tlsCurvePreferences"),
             ("tlsCurvePreferences: [65536]", "tlsCurvePreferences"),
-            ("tlsCurvePreferences: [23, 23]", "name each group once"),
-            ("tlsCurvePreferences: [25]", "none of them is spoken here"),
+            ("tlsCurvePreferences: [23, 23]", "list each group once"),
+            ("tlsCurvePreferences: [25]", "none of them is supported"),
             ("tlsCertFile: /c", "tlsPrivateKeyFile"),
             ("authorization: {mode: RBAC}", "authorization.mode"),
             (
