@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn defaults_are_stricter_with_a_file_than_without() {
-        let closed = of("{}", true).expect("fine");
+        let closed = of("{}", true).expect("a valid configuration");
         assert_eq!(
             (
                 closed.read_only,
@@ -388,7 +388,7 @@ mod tests {
                 Some(([127, 0, 0, 1], 10248).into())
             )
         );
-        let open = of("{}", false).expect("fine");
+        let open = of("{}", false).expect("a valid configuration");
         assert_eq!(
             (
                 open.read_only.map(|a| a.port()),
@@ -399,7 +399,7 @@ mod tests {
             (Some(10255), true, false, false)
         );
         let own = of("port: 1234\nhealthzPort: 0\nauthorization: {mode: AlwaysAllow, webhook: {cacheAuthorizedTTL: 1s}}\nauthentication: {x509: {clientCAFile: /ca}}", true)
-            .expect("fine");
+            .expect("a valid configuration");
         assert_eq!(
             (
                 own.main.port(),
@@ -411,8 +411,8 @@ mod tests {
         );
         assert_eq!(own.client_ca, Some("/ca".into()));
         let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
-        let (own, unspoken) =
-            resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
+        let (own, unspoken) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true)
+            .expect("a valid configuration");
         assert!(own.tls.only_tls13);
         assert_eq!(
             own.tls.cipher_suites,
@@ -420,8 +420,8 @@ mod tests {
         );
         assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
         let groups = "tlsCurvePreferences: [4588, 25, 23]";
-        let (own, unspoken) =
-            resolve(&serde_saphyr::from_str(groups).expect("YAML"), true).expect("fine");
+        let (own, unspoken) = resolve(&serde_saphyr::from_str(groups).expect("YAML"), true)
+            .expect("a valid configuration");
         assert_eq!(own.tls.key_exchanges, [4588, 23]);
         assert_eq!(unspoken, ["tlsCurvePreferences: 25"]);
     }

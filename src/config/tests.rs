@@ -184,7 +184,7 @@ fn flags_override_the_file_and_errors_name_the_field() {
         "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\nvolumePluginDir: /plugins\nshutdownGracePeriod: 0s\n",
         &flags,
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(
         (
             config.max_pods,
@@ -199,7 +199,8 @@ fn flags_override_the_file_and_errors_name_the_field() {
         ["volumePluginDir"],
         "a default needs no warning"
     );
-    let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
+    let zeros =
+        load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("a valid configuration");
     assert_eq!(
         (
             zeros.image_rules.minimum_age.as_secs(),
@@ -216,7 +217,7 @@ fn flags_override_the_file_and_errors_name_the_field() {
             ..Overrides::default()
         },
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
     for (text, expected) in MISTAKES {
         let error = load(text, &flags).expect_err(text);
@@ -313,7 +314,7 @@ fn drop_ins_override_the_file_and_flags_override_both() {
         &Overrides::default(),
         "h",
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(
         (
             config.max_pods,
@@ -381,14 +382,18 @@ fn addresses_and_clouds_are_checked() {
         error.contains("--offline-start") && error.contains("after=5m"),
         "{error}"
     );
-    let config = load("", &with("::", "external")).expect("fine");
+    let config = load("", &with("::", "external")).expect("a valid configuration");
     assert_eq!(config.offline_start.pods_after(), None, "safe by default");
     assert!(config.has_node_ip, "the flag selects a family");
     assert_eq!(
         (config.node_ips, config.prefers_ipv6, config.external_cloud),
         (vec![], true, true)
     );
-    assert!(!load("", &with("", "external")).expect("fine").has_node_ip);
+    assert!(
+        !load("", &with("", "external"))
+            .expect("a valid configuration")
+            .has_node_ip
+    );
 }
 
 #[test]
@@ -434,7 +439,7 @@ fn thresholds_replace_the_defaults_or_are_merged_with_them() {
         "evictionPressureTransitionPeriod: 0s\n",
         &Overrides::default(),
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(zeros.eviction.transition.as_secs(), 300);
 }
 
@@ -470,7 +475,7 @@ fn the_managers_settings_are_resolved() {
     let flags = Overrides::default();
     let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
     let with = |text: &str| load(&format!("{head}{text}"), &flags);
-    let config = with("cpuManagerPolicyOptions: {full-pcpus-only: 'true', distribute-cpus-across-numa: '1'}\ncpuManagerReconcilePeriod: 5s\ntopologyManagerPolicy: restricted\ntopologyManagerScope: pod\ntopologyManagerPolicyOptions: {prefer-closest-numa-nodes: 'true', max-allowable-numa-nodes: '16'}\n").expect("fine");
+    let config = with("cpuManagerPolicyOptions: {full-pcpus-only: 'true', distribute-cpus-across-numa: '1'}\ncpuManagerReconcilePeriod: 5s\ntopologyManagerPolicy: restricted\ntopologyManagerScope: pod\ntopologyManagerPolicyOptions: {prefer-closest-numa-nodes: 'true', max-allowable-numa-nodes: '16'}\n").expect("a valid configuration");
     let cpus = config.managers.cpus.expect("static");
     assert!(cpus.options.full_cores && cpus.options.across_nodes && !cpus.options.by_socket);
     assert_eq!(cpus.reserved.map(|set| set.len()), Some(2));
@@ -481,11 +486,20 @@ fn the_managers_settings_are_resolved() {
     );
     assert!(alignment.closest && alignment.most_nodes == 16);
     assert_eq!(config.managers.reconcile.as_secs(), 5);
-    assert!(!load("", &flags).expect("fine").managers.bind());
+    assert!(
+        !load("", &flags)
+            .expect("a valid configuration")
+            .managers
+            .bind()
+    );
     let memory = with(
         "memoryManagerPolicy: Static\nreservedMemory: [{numaNode: 1, limits: {memory: 1Mi}}]\n",
     );
-    let memory = memory.expect("fine").managers.memory.expect("static");
+    let memory = memory
+        .expect("a valid configuration")
+        .managers
+        .memory
+        .expect("static");
     assert_eq!(memory.reserved[&1]["memory"], 1 << 20);
 }
 
@@ -701,7 +715,11 @@ fn cgroup_v1_is_rejected_only_with_fail_cgroup_v1_and_configz_shows_it() {
 
 #[test]
 fn the_device_plugin_directory_does_not_depend_on_the_root_directory() {
-    let dir = |overrides: &Overrides| load("", overrides).expect("it is valid").device_plugin_dir;
+    let dir = |overrides: &Overrides| {
+        load("", overrides)
+            .expect("a valid configuration")
+            .device_plugin_dir
+    };
     let elsewhere = Overrides {
         root_dir: Some("/data/kubelet".into()),
         ..Overrides::default()
