@@ -9,7 +9,7 @@ disk=$2
 [ -e "$disk" ] && cmp -s "$0" "$disk.made-by" && exit 0
 . /etc/os-release
 uri=$(cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | sed -nE 's/^URIs: *([^ ]+).*/\1/p; s/^deb +(\[[^]]*\] +)?([^ ]+) .*/\2/p' | grep -v security | head -n 1)
-[ -n "$uri" ] || { echo "apt's sources list no Debian archive; add one to /etc/apt/sources.list" >&2; exit 1; }
+[ -n "$uri" ] || { echo "no Debian archive in apt's sources" >&2; exit 1; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 packages=systemd,systemd-sysv,dbus,udev,kmod,iproute2,nftables,containerd,runc,nfs-kernel-server,nfs-common,open-iscsi,e2fsprogs,apparmor
