@@ -7,13 +7,13 @@ RELEASE = target/release/holdfast
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-deps: ## Install what running needs (containerd, runc) from the distribution
+deps: ## Install the distribution's packages for running (containerd, runc)
 	@sh tests/support/install.sh containerd runc
 
-test-deps: ## Install what the tests need besides
+test-deps: ## Install the additional packages for the tests
 	@sh tests/support/install.sh containerd runc busybox-static iproute2 nftables iptables containernetworking-plugins podman firewalld dbus kubectl docker-registry qemu-system-x86 e2fsprogs xfsprogs mmdebstrap kmod patchelf secilc
 
-# The plugins need no libraries: a third of what starting one costs would be finding them.
+# Static, because finding shared libraries would take a third of a plugin's start.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 STATIC = target/$(HOST)/release/holdfast-cni
 cni: ## Build the CNI plugins as one static binary
@@ -26,16 +26,16 @@ build: cni ## Build the release binaries
 up: deps build ## Start a cluster on this machine
 	@$(RELEASE) up
 
-down: ## Stop it and remove what its pods left
-	@if [ -x $(RELEASE) ]; then $(RELEASE) down; else echo "Holdfast is not built, so it does not run."; fi
+down: ## Stop the cluster and remove the leftovers of its pods
+	@if [ -x $(RELEASE) ]; then $(RELEASE) down; else echo "$(RELEASE) is not built, so no cluster is running"; fi
 
-# Where `make install` puts things; packagers set DESTDIR.
+# Directories of `make install`; packagers set DESTDIR.
 PREFIX ?= /usr/local
 UNITS = $(PREFIX)/lib/systemd/system
 SHARE = $(PREFIX)/share/holdfast
 UNIT_FILES = holdfast-agent.service holdfast-dhcp.service holdfast-dhcp.socket
-install: ## Install what `make build` made, with its units (PREFIX, DESTDIR)
-	@test -x $(RELEASE) || { echo "$(RELEASE) is not built: run make build first"; exit 1; }
+install: ## Install the release binaries and their units (PREFIX, DESTDIR)
+	@test -x $(RELEASE) || { echo "$(RELEASE) is not built; run make build first"; exit 1; }
 	install -D -m 755 $(RELEASE) $(DESTDIR)$(PREFIX)/bin/holdfast
 	install -D -m 755 $(dir $(RELEASE))holdfast-cni $(DESTDIR)$(PREFIX)/bin/holdfast-cni
 	for unit in $(UNIT_FILES); do install -D -m 644 systemd/$$unit $(DESTDIR)$(UNITS)/$$unit && sed -i 's|/usr/local/bin/|$(PREFIX)/bin/|' $(DESTDIR)$(UNITS)/$$unit || exit 1; done
@@ -44,60 +44,60 @@ install: ## Install what `make build` made, with its units (PREFIX, DESTDIR)
 	install -D -m 644 config/10-holdfast.conflist $(DESTDIR)$(SHARE)/10-holdfast.conflist
 	test -e $(DESTDIR)/etc/holdfast/config.yaml || install -D -m 644 config/agent.yaml $(DESTDIR)/etc/holdfast/config.yaml
 
-# The drop-in that turns a kubelet's unit over to Holdfast: without the program that unit could not start.
+# The drop-in that makes the kubelet's unit run Holdfast. Without the binary, that unit could not start.
 DROP_IN = /etc/systemd/system/kubelet.service.d/20-holdfast.conf
-uninstall: ## Remove what `make install` put there; /etc/holdfast and the data stay
-	@test ! -e $(DESTDIR)$(DROP_IN) || { echo "$(DESTDIR)$(DROP_IN) still makes kubelet.service run holdfast: go back to the kubelet first with rm $(DESTDIR)$(DROP_IN) && systemctl daemon-reload && systemctl restart kubelet" >&2; exit 1; }
+uninstall: ## Remove the files of `make install`; /etc/holdfast and the data stay
+	@test ! -e $(DESTDIR)$(DROP_IN) || { echo "$(DESTDIR)$(DROP_IN) makes kubelet.service run holdfast; go back to the kubelet first: rm $(DESTDIR)$(DROP_IN) && systemctl daemon-reload && systemctl restart kubelet" >&2; exit 1; }
 	rm -f $(DESTDIR)$(PREFIX)/bin/holdfast $(DESTDIR)$(PREFIX)/bin/holdfast-cni
 	for unit in $(UNIT_FILES); do rm -f $(DESTDIR)$(UNITS)/$$unit; done
 	rm -rf $(DESTDIR)$(SHARE)
 
-# Newer containerds to test with, unpacked beside the installed one; without the archive it is tested alone.
+# Newer containerds for the tests, unpacked next to the installed one. Without the archive, only the installed one is tested.
 RUNTIMES = target/containerd
 runtimes:
-	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "containerd of $$suite cannot be fetched; its tests are skipped, and fail with CI=true"; done
-	@sh tests/support/fetch-runc.sh $(RUNTIMES)/runc || echo "runc of sid cannot be fetched; its tests are skipped, and fail with CI=true"
+	@for suite in trixie sid; do sh tests/support/fetch-package.sh $$suite containerd $(RUNTIMES)/$$suite usr/bin/containerd || echo "fetching containerd of $$suite failed; its tests are skipped, or fail with CI=true"; done
+	@sh tests/support/fetch-runc.sh $(RUNTIMES)/runc || echo "fetching runc of sid failed; its tests are skipped, or fail with CI=true"
 
-# A virtual machine's kernel and disk, for what this machine lacks: cgroup v2 with systemd, NFS, quotas.
+# A virtual machine's kernel and disk, for features that this machine may lack: cgroup v2 with systemd, NFS, quotas.
 MACHINE = target/machine
 machine:
 	@sh tests/support/fetch-kernel.sh $(MACHINE)
 	@sh tests/support/make-node.sh $(MACHINE) $(MACHINE)/node.img
 
-# A newer kubectl beside the installed one.
+# A newer kubectl next to the installed one.
 KUBECTLS = target/kubectl
 kubectls:
-	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "kubectl of sid cannot be fetched; its tests are skipped, and fail with CI=true"
+	@sh tests/support/fetch-package.sh sid kubectl $(KUBECTLS)/sid usr/bin/kubectl || echo "fetching kubectl of sid failed; its tests are skipped, or fail with CI=true"
 
 test: test-deps runtimes kubectls machine ## Run all tests (ONLY='-p holdfast --test cluster node::' for one suite)
 	HOLDFAST_RUNTIMES=$(CURDIR)/$(RUNTIMES) HOLDFAST_KUBECTLS=$(CURDIR)/$(KUBECTLS) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test $(or $(ONLY),--workspace) --locked $(FLAGS) -- --test-threads=$(or $(THREADS),4)
 
-check: ## Format, lints and, where installed, licences and advisories
+check: ## Check format, lints and, with cargo-deny, licences and sources
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny --offline check licenses bans sources; else echo "cargo-deny is not installed; licences are not checked"; fi
 
-# Optimised a little: a seed takes less than half the time.
+# With opt-level 1, a seed takes less than half the time.
 sim: ## Run many seeds of the simulation (SEEDS=5000)
 	HOLDFAST_SEEDS=$(or $(SEEDS),5000) $(CARGO) test --locked --test sim $(FLAGS) --config profile.dev.package.holdfast.opt-level=1 --config 'profile.dev.package.holdfast.debug="line-tables-only"'
 
-# Beside the API's requests: frames, selectors, patches, and what the plugins read from D-Bus, netlink and DHCP servers.
-READERS = any_ nonsense_is attributes_end selector::
-fuzz: ## Send the bundled API strange requests, and strange bytes to all that reads them (SECONDS=60 for each kind)
+# Property tests of decoders besides the API: frames, selectors, patches, and messages of D-Bus, netlink and DHCP servers.
+READERS = any_ selector::
+fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
 	HOLDFAST_FUZZ_SECONDS=$(or $(SECONDS),60) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test control fuzz
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
 
-# Optimised a little, as in .ci/run: the limits are absolute.
-soak: test-deps ## Run hostile clients beside pods that come and go, alone on a machine (MINUTES=10)
+# With opt-level 1, as in .ci/run, because the limits are absolute.
+soak: test-deps ## Run hostile clients while pods start and stop; needs an otherwise idle machine (MINUTES=10)
 	CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --test soak -- --nocapture
 
-rounds: test-deps ## Random pods and volumes, kills, full disks, vanishing devices (ROUNDS=1000 SEED=1)
+rounds: test-deps ## Run random pods and volumes with kills, full disks and removed devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_ROUNDS=$(or $(ROUNDS),1000) HOLDFAST_SEED=$(or $(SEED),1) $(CARGO) test --locked --test cluster canary::rounds -- --nocapture
 
-power: test-deps machine ## Power a virtual node off, in order and by a cut, again and again (CYCLES=19)
+power: test-deps machine ## Shut down a virtual node or cut its power, repeatedly (CYCLES=19)
 	$(CARGO) build --locked -p holdfast-cni
 	HOLDFAST_CYCLES=$(or $(CYCLES),19) HOLDFAST_MACHINE=$(CURDIR)/$(MACHINE) $(CARGO) test --locked --test machines power -- --nocapture
 

@@ -70,7 +70,7 @@ async fn send(
 ) -> anyhow::Result<(hyper::StatusCode, Bytes)> {
     let stream = tokio::net::UnixStream::connect(socket).await.with_context(|| {
         format!(
-            "no agent answers at {}: run this as root on the pod's node, and name the agent's --root-dir or the cluster's --name",
+            "no agent answers at {}: run this as root on the pod's node, with the agent's --root-dir or the cluster's --name",
             socket.display()
         )
     })?;

@@ -131,7 +131,7 @@ pub fn start(level: &str, json: bool, traces: Option<&Traces>) -> Result<(), Str
 /// Sends the remaining traces.
 pub fn finish() {
     if let Some(Err(error)) = PROVIDER.get().map(SdkTracerProvider::shutdown) {
-        tracing::debug!(%error, "the last traces were not sent");
+        tracing::debug!(%error, "sending the last traces failed");
     }
 }
 
@@ -139,7 +139,7 @@ pub fn finish() {
 pub fn set_verbosity(verbosity: u8) -> Result<(), String> {
     let handle = FILTER
         .get()
-        .ok_or("this process does not keep its log itself")?;
+        .ok_or("this process has no log whose verbosity can be changed")?;
     handle
         .reload(filter(level(verbosity)))
         .map_err(|e| e.to_string())
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_carry_their_fields_and_those_of_what_they_happen_in() {
+    fn json_lines_contain_the_fields_of_the_event_and_of_its_spans() {
         let kept = Kept::default();
         let writer = kept.clone();
         let layer = tracing_subscriber::fmt::layer()
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn verbosities_have_levels() {
+    fn verbosities_map_to_log_levels() {
         assert_eq!(
             [0, 2, 3, 4, 5, 10].map(level),
             ["info", "info", "debug", "debug", "trace", "trace"]

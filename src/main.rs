@@ -143,7 +143,7 @@ async fn run(command: Command, given: fields::Given) -> anyhow::Result<()> {
             let (program, arguments) = flags
                 .command
                 .split_first()
-                .ok_or_else(|| anyhow::anyhow!("no program is named behind --"))?;
+                .ok_or_else(|| anyhow::anyhow!("no program: pass one after --"))?;
             up::supervise(
                 &flags.part,
                 [&flags.run, &flags.logs],
@@ -258,7 +258,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
     } = flags;
     if !nix::unistd::geteuid().is_root() {
         anyhow::bail!(
-            "doctor needs root: it asks the runtime and reads the node's certificates; run it with sudo"
+            "doctor needs root: it queries the runtime and reads the node's certificates; run it with sudo"
         );
     }
     let cluster = up::Settings::dirs(name.as_deref().unwrap_or("holdfast")).agent();
@@ -282,7 +282,7 @@ async fn doctor(flags: DoctorFlags, given: fields::Given) -> anyhow::Result<()> 
         Findings::Json => println!("{}", serde_json::to_string_pretty(&findings)?),
     }
     if diagnosis::worst(&findings) == diagnosis::Severity::Error {
-        anyhow::bail!("there are errors: pods of this node do not run as they should");
+        anyhow::bail!("there are errors: pods on this node do not run as specified");
     }
     Ok(())
 }
@@ -293,7 +293,7 @@ async fn run_agent(
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
-        anyhow::bail!("the agent needs root: it makes cgroups and mounts; run it with sudo");
+        anyhow::bail!("the agent needs root: it creates cgroups and mounts; run it with sudo");
     }
     // Secrets are in this process's memory.
     sys::process::forbid_dumps()?;
@@ -320,7 +320,7 @@ async fn run_agent(
     tracing::info!(
         node = config.node_name,
         runtime = config.runtime_endpoint,
-        "the agent starts"
+        "starting the agent"
     );
     agent::doctor::at_start(&config);
     let agent = tokio::select! {
@@ -411,7 +411,7 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
     source.take(LARGEST_RECORD).read_to_end(&mut bytes)?;
     let report: Report = holdfast::core::json::read(&bytes).with_context(|| {
         format!(
-            "{} is not a record that this version of Holdfast ({}) can read; `holdfast agent record pod` writes them",
+            "{} is not a record that this version of Holdfast ({}) can read; create one with `holdfast agent record pod`",
             file.display(),
             env!("CARGO_PKG_VERSION")
         )
@@ -420,7 +420,7 @@ fn replay(file: &std::path::Path) -> anyhow::Result<()> {
     print!("{text}");
     match differences {
         0 => Ok(()),
-        n => anyhow::bail!("{n} turns are decided otherwise than recorded"),
+        n => anyhow::bail!("{n} decisions differ from the record"),
     }
 }
 
@@ -446,7 +446,7 @@ async fn gc(flags: &GcFlags) -> anyhow::Result<()> {
     }
     match report.failures.len() {
         0 => Ok(()),
-        n => anyhow::bail!("{n} of the images and containers that go could not be removed"),
+        n => anyhow::bail!("{n} images and containers could not be removed"),
     }
 }
 

@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-const HEAD: &str = "# Flags and fields of the agent\n\nThis page is made from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares the two.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags win over the file. As with the\nkubelet, a field that is not one of the format is left out with a warning; so is one that is not honoured yet, where it is not the default.\nOne default differs from the kubelet's: `failCgroupV1` is false, since the agent supports both versions of cgroups.\n`holdfast agent --check …` looks at all of it, and says what a start would do to pods, without starting.\n\n## Flags\n\n";
+const HEAD: &str = "# Flags and fields of the agent\n\nThis page is generated from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares both.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags override the file. As with the\nkubelet, unknown fields are ignored with a warning; so are fields that are not honoured yet, unless they have the default value.\nOne default differs from the kubelet's: `failCgroupV1` is false, since the agent supports both versions of cgroups.\n`holdfast agent --check …` checks the flags and the file, and prints what a start would do to pods, without starting.\n\n## Flags\n\n";
 
 #[test]
 fn the_tables_of_flags_and_fields_are_up_to_date() {
     let text = format!(
-        "{HEAD}{}\n## Flags for fields\n\nThese set a field of the configuration, and win over the file.\n\n{}\n## Fields\n\n{}",
+        "{HEAD}{}\n## Flags for fields\n\nEach of these flags sets a field of the configuration and overrides the file.\n\n{}\n## Fields\n\n{}",
         holdfast::cli::flags_table(),
         holdfast::cli::fields::table(),
         holdfast::config::fields_table()
@@ -20,7 +20,7 @@ fn the_tables_of_flags_and_fields_are_up_to_date() {
     let there = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         there == text,
-        "{} is not what the code makes: write it with HOLDFAST_WRITE_DOCS=1 cargo test --test docs",
+        "{} differs from the code; generate it with HOLDFAST_WRITE_DOCS=1 cargo test --test docs",
         path.display()
     );
 }
@@ -81,7 +81,7 @@ fn gates_of(file: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_facts_about_feature_gates_are_upstreams() {
+fn the_feature_gates_equal_those_of_upstream() {
     let example = "\tA featuregate.Feature = \"NameOfA\"\n\tA: {\n\t\t{Version: version.MustParse(\"1.35\"), Default: false, PreRelease: featuregate.Alpha},\n\t\t{Version: version.MustParse(\"1.36\"), Default: true, PreRelease: featuregate.GA, LockToDefault: true},\n\t\t{Version: version.MustParse(\"1.37\"), Default: false, PreRelease: featuregate.Beta},\n\t},\n";
     assert_eq!(gates_of(example), ["NameOfA GA true locked"]);
     let Some(tree) = std::env::var_os("HOLDFAST_UPSTREAM") else {

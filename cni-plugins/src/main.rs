@@ -52,7 +52,7 @@ fn own() -> ExitCode {
         arguments => {
             let help = matches!(arguments, ["--help" | "-h" | "help"]);
             let text = format!(
-                "holdfast-cni {}: CNI plugins in one binary, which is the plugin that it is called as.\n\nPlugins: {}\n\nUsage:\n  holdfast-cni install DIR   copy it to DIR (such as /opt/cni/bin) and make links of these names to it,\n                             in place of any plugins that are there",
+                "holdfast-cni {}: CNI plugins in one binary; the name under which it is called selects the plugin.\n\nPlugins: {}\n\nUsage:\n  holdfast-cni install DIR   copy the binary to DIR (such as /opt/cni/bin) and link these names to it,\n                             replacing existing plugins",
                 env!("CARGO_PKG_VERSION"),
                 plugins::names().collect::<Vec<_>>().join(", ")
             );

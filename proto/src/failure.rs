@@ -88,15 +88,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_are_written_as_go_writes_them() {
+    fn failures_are_formatted_as_in_go() {
         let text = |status: Status| Failure::from(status).to_string();
         assert_eq!(
             text(Status::cancelled("stopped")),
             "rpc error: code = Canceled desc = stopped"
         );
         assert_eq!(
-            text(Status::internal("the disk is gone")),
-            "rpc error: code = Internal desc = the disk is gone"
+            text(Status::internal("the disk was removed")),
+            "rpc error: code = Internal desc = the disk was removed"
         );
         assert_eq!(
             text(Status::from_error(Box::new(TimeoutExpired(())))),

@@ -401,7 +401,7 @@ pub fn take(arguments: impl IntoIterator<Item = OsString>) -> Result<Given, Stri
                 set(&mut given.fields, field, value);
             }
             None if name == "runonce" && value == true => {
-                return Err("--runonce: true is invalid: the kubelet has no such mode any more; leave it out".into());
+                return Err("--runonce: true is invalid: the kubelet no longer has this mode; remove the flag".into());
             }
             None => given.without_effect.push(name),
         }
@@ -418,7 +418,7 @@ pub fn table() -> String {
     }
     for (flag, _) in WITHOUT_EFFECT {
         text.push_str(&format!(
-            "| `--{flag}` | taken, without effect: a warning at start says so |\n"
+            "| `--{flag}` | accepted without effect; the agent logs a warning at start |\n"
         ));
     }
     text
@@ -489,10 +489,13 @@ mod tests {
             .collect();
         for flag in OF_THE_KUBELET.split_whitespace() {
             let Some((field, shape)) = known(flag) else {
-                assert!(own.contains(&flag), "--{flag} would stop the start");
+                assert!(
+                    own.contains(&flag),
+                    "--{flag} is unknown, so the agent would not start"
+                );
                 continue;
             };
-            assert!(!own.contains(&flag), "--{flag} is read twice");
+            assert!(!own.contains(&flag), "--{flag} is parsed twice");
             let given = of(&[&format!("--{flag}={}", example(shape))]).expect(flag);
             assert!(given.rest.is_empty(), "--{flag}");
             assert_eq!(given.without_effect.is_empty(), field.is_some(), "--{flag}");
@@ -504,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_set_their_fields_and_leave_the_others() {
+    fn flags_set_their_fields_and_keep_the_others() {
         let given = of(&[
             "kubelet",
             "--config=/c",
@@ -529,7 +532,7 @@ mod tests {
             "-v",
             "2",
         ])
-        .expect("fine");
+        .expect("valid flags");
         assert_eq!(given.rest, ["kubelet", "--config=/c", "-v", "2"]);
         let without_effect = [
             "pod-infra-container-image",
@@ -547,11 +550,11 @@ mod tests {
                 "registerWithTaints": [{"key": "a", "value": "b", "effect": "NoSchedule"}, {"key": "c", "value": "", "effect": "NoExecute"}],
             })
         );
-        assert_eq!(of(&["kubelet"]).expect("fine").fields, Value::Null);
+        assert_eq!(of(&["kubelet"]).expect("valid flags").fields, Value::Null);
     }
 
     #[test]
-    fn mistakes_name_the_flag() {
+    fn errors_name_the_invalid_flag() {
         for (arguments, flag) in [
             (vec!["--port=x"], "--port"),
             (vec!["--anonymous-auth=maybe"], "--anonymous-auth"),

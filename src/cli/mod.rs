@@ -50,7 +50,7 @@ pub struct VersionFlag {
 pub enum Command {
     /// Start a cluster on this machine: containerd, control plane and agent.
     Up(UpFlags),
-    /// Stop the cluster and remove everything its pods had on this machine.
+    /// Stop the cluster and remove its pods, mounts and network interfaces from this machine.
     Down(DownFlags),
     /// Print the cluster's kubeconfig.
     Kubeconfig {
@@ -60,31 +60,32 @@ pub enum Command {
     },
     /// Explain why a pod is not running.
     Explain {
-        /// Which agent is asked.
+        /// The agent to query.
         #[command(flatten)]
         agent: AskedAgent,
-        /// Of what.
+        /// What to explain.
         #[command(subcommand)]
         what: Explained,
     },
-    /// Remove images that nothing uses and dead containers as the agent's next pass would, and say what stays because of what.
+    /// Remove unused images and dead containers now, with the agent's rules, and print why the others stay.
     ///
-    /// Images go when the disk that they are on is fuller than imageGCHighThresholdPercent, those that were used least
-    /// recently first, until it is down to imageGCLowThresholdPercent; and those that nothing has used for longer than
-    /// imageMaximumGCAge. Images that a pod or a container uses, that the runtime pins, or that came less than
-    /// imageMinimumGCAge ago stay. When an image was used last is known since the agent started. Of each container of a
-    /// pod the last dead instance stays (--maximum-dead-containers-per-container of the agent). Needs root.
+    /// If the image filesystem is fuller than imageGCHighThresholdPercent, unused images are removed until its usage is
+    /// imageGCLowThresholdPercent, the least recently used first. Images that are unused for longer than
+    /// imageMaximumGCAge are removed in any case. Images stay if a pod or a container uses them, if the runtime pins
+    /// them, or if they were pulled less than imageMinimumGCAge ago. The agent knows when an image was last used only
+    /// since its own start. The last dead instance of each container stays (the agent's
+    /// --maximum-dead-containers-per-container). Needs root.
     Gc(GcFlags),
     /// Audit the addresses that host-local has allocated.
     Ipam {
-        /// How.
+        /// What to do.
         #[command(subcommand)]
         what: Ipam,
     },
     /// Run the node agent against an apiserver, as the kubelet does.
     #[command(args_conflicts_with_subcommands = true)]
     Agent {
-        /// What to do with an agent that runs already.
+        /// A request to the running agent.
         #[command(subcommand)]
         running: Option<Running>,
         /// Which version to print.
@@ -94,10 +95,10 @@ pub enum Command {
         #[command(flatten)]
         flags: Box<AgentFlags>,
     },
-    /// Say what on this machine keeps a node or its pods from running, what it leads to, and the remedy. Nothing is
-    /// changed; exits with 1 if there is an error. Needs root.
+    /// Check this machine for problems that affect the node or its pods, and print each with its consequence and remedy.
+    /// Changes nothing; exits with 1 if there is an error. Needs root.
     Doctor(Box<DoctorFlags>),
-    /// Decide again what an agent recorded, and show where this program decides otherwise. Exits with 1 if it does.
+    /// Replay a recorded pod worker and print the decisions that differ. Exits with 1 if any decision differs.
     Replay {
         /// A file that `holdfast agent record` wrote; - is standard input.
         file: PathBuf,
@@ -105,15 +106,15 @@ pub enum Command {
     /// Run the control plane (`up` does this).
     #[command(hide = true)]
     ControlPlane(ControlPlaneFlags),
-    /// Run a part of a cluster and start it again when it ends (`up` does this).
+    /// Run a component of a cluster and restart it when it exits (`up` does this).
     #[command(hide = true)]
     Supervise(SuperviseFlags),
 }
 
-/// What `holdfast up` can do besides.
+/// Subcommands of `holdfast up`.
 #[derive(Subcommand)]
 pub enum UpWhat {
-    /// Say what of the cluster runs, and what was started again.
+    /// Print which components of the cluster run, and how often each was restarted.
     Status {
         /// The cluster's name.
         #[arg(long, default_value = "holdfast")]
@@ -124,16 +125,16 @@ pub enum UpWhat {
 /// Flags of `holdfast supervise`.
 #[derive(Args)]
 pub struct SuperviseFlags {
-    /// The part.
+    /// The component's name.
     #[arg(long)]
     pub part: String,
-    /// Where its pid file lies.
+    /// The directory of its pid file.
     #[arg(long)]
     pub run: PathBuf,
-    /// Where its log lies.
+    /// The directory of its log.
     #[arg(long)]
     pub logs: PathBuf,
-    /// Become the part instead, if this process still starts it: note its pid, then run the program in its place.
+    /// Become the component, if the supervisor with this pid still starts it: write the pid file, then execute the program.
     #[arg(long, value_name = "PID")]
     pub r#for: Option<u32>,
     /// The program and its arguments.
@@ -141,42 +142,43 @@ pub struct SuperviseFlags {
     pub command: Vec<String>,
 }
 
-/// What can be done about addresses.
+/// Subcommands of `holdfast ipam`.
 #[derive(Subcommand)]
 pub enum Ipam {
-    /// Show which addresses host-local has given out, which of them nobody can use any more, and which two containers have
-    /// at once. Exits with 1 if there are such. Needs root. (`host-local audit` is the same, where only the plugins are.)
+    /// List the addresses that host-local has allocated, and which of them are leaked or allocated twice. Exits with 1 if
+    /// there are such addresses. Needs root. (`host-local audit` is the same command, for machines with only the plugins.)
     Audit(AuditFlags),
 }
 
 /// Flags of `holdfast ipam audit`.
 #[derive(Args)]
 pub struct AuditFlags {
-    /// The cluster of `holdfast up` whose addresses are meant, in place of the machine's own.
+    /// Audit the addresses of this `holdfast up` cluster instead of --data-dir.
     #[arg(long, conflicts_with = "data_dir")]
     pub name: Option<String>,
-    /// Where host-local keeps its networks.
+    /// The directory in which host-local keeps its networks.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/cni/networks")]
     pub data_dir: PathBuf,
-    /// Where the runtime keeps results, which say where containers are that another host-local has given addresses.
+    /// The directory of the runtime's CNI results, which name the network namespaces of containers with addresses from
+    /// another host-local.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/cni/results")]
     pub cache_dir: PathBuf,
     /// Only this network.
     #[arg(long)]
     pub network: Option<String>,
-    /// Release what nobody can use any more.
+    /// Release leaked addresses.
     #[arg(long)]
     pub mend: bool,
-    /// Release only what was reserved longer ago than this: a younger reservation may belong to a pod that is starting.
+    /// Release only addresses that were reserved longer ago than this: a younger reservation may belong to a starting pod.
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     pub older_than: u64,
 }
 
-/// What can be explained.
+/// Subcommands of `holdfast explain`.
 #[derive(Subcommand)]
 pub enum Explained {
-    /// A pod on this node: the step that blocks it, why, since when, and when it is tried again; where the
-    /// time of its start went. Needs root.
+    /// A pod on this node: the step that blocks it, why, since when, and when the agent retries; how long each step of its
+    /// start took. Needs root.
     Pod(ExplainFlags),
 }
 
@@ -185,41 +187,41 @@ pub enum Explained {
 pub enum Output {
     /// For people.
     Text,
-    /// All that is known, for programs.
+    /// All details, for programs.
     Json,
-    /// The timeline as a picture.
+    /// The timeline as an image.
     Svg,
 }
 
-/// What can be asked of a running agent.
+/// Subcommands of `holdfast agent`.
 #[derive(Subcommand)]
 pub enum Running {
-    /// Write what a pod's worker was told and what it decided, for a bug report. `holdfast replay` reads it.
+    /// Write the inputs and decisions of a pod worker, for a bug report. `holdfast replay` reads the record.
     Record {
-        /// Which agent is asked.
+        /// The agent to query.
         #[command(flatten)]
         agent: AskedAgent,
-        /// Of what.
+        /// What to record.
         #[command(subcommand)]
         what: Recorded,
     },
 }
 
-/// Whose turns are recorded.
+/// Subcommands of `holdfast agent record`.
 #[derive(Subcommand)]
 pub enum Recorded {
-    /// A pod on this node, also one that has just gone. The record contains the pod's spec and status with the values of
-    /// its environment, but nothing of Secrets. Needs root.
+    /// A pod on this node, or one that was deleted recently. The record contains the pod's spec and status with the values
+    /// of its environment variables, but no contents of Secrets. Needs root.
     Pod(RecordFlags),
 }
 
 /// Flags of `holdfast agent record pod`.
 #[derive(Args)]
 pub struct RecordFlags {
-    /// Which pod.
+    /// The pod.
     #[command(flatten)]
     pub pod: PodOfAgent,
-    /// Write it to this file instead of standard output.
+    /// Write the record to this file instead of standard output.
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
 }
@@ -229,12 +231,12 @@ pub struct RecordFlags {
 pub struct PodOfAgent {
     /// The pod's name.
     pub pod: String,
-    /// Its namespace.
+    /// The pod's namespace.
     #[arg(short, long, default_value = "default")]
     pub namespace: String,
 }
 
-/// An agent that runs on this machine. The flags may stand before what is asked, or after it.
+/// An agent that runs on this machine. The flags may precede or follow the subcommand.
 #[derive(Args)]
 pub struct AskedAgent {
     /// The cluster that `holdfast up --name` started.
@@ -246,11 +248,11 @@ pub struct AskedAgent {
 }
 
 impl AskedAgent {
-    /// Refuses both flags at once: clap does not see that where one stands before what is asked and the other after it.
+    /// Rejects both flags at once: clap misses the conflict if one flag precedes the subcommand and the other follows it.
     pub fn check(&self) -> Result<(), &'static str> {
         match (&self.name, &self.root_dir) {
             (Some(_), Some(_)) => {
-                Err("--name and --root-dir cannot be used together: each names an agent")
+                Err("--name and --root-dir cannot be used together: each selects an agent")
             }
             _ => Ok(()),
         }
@@ -260,13 +262,13 @@ impl AskedAgent {
 /// Flags of `holdfast gc`.
 #[derive(Args)]
 pub struct GcFlags {
-    /// Which agent is asked.
+    /// The agent to query.
     #[command(flatten)]
     pub agent: AskedAgent,
-    /// Remove nothing: say what would go.
+    /// Remove nothing; print what would be removed.
     #[arg(long)]
     pub dry_run: bool,
-    /// How to print it.
+    /// The output format.
     #[arg(short, long, value_enum, default_value_t = Findings::Text)]
     pub output: Findings,
 }
@@ -274,10 +276,10 @@ pub struct GcFlags {
 /// Flags of `holdfast explain pod`.
 #[derive(Args)]
 pub struct ExplainFlags {
-    /// Which pod.
+    /// The pod.
     #[command(flatten)]
     pub pod: PodOfAgent,
-    /// How to print it.
+    /// The output format.
     #[arg(short, long, value_enum, default_value_t = Output::Text)]
     pub output: Output,
 }
@@ -294,14 +296,13 @@ pub enum Findings {
 /// Flags of `holdfast doctor`.
 #[derive(Args)]
 pub struct DoctorFlags {
-    /// The cluster of `holdfast up` whose node is meant [default: that of the running `holdfast up`, else the node whose
-    /// kubelet kubeadm set up].
+    /// The `holdfast up` cluster whose node to check [default: the running one, else the node that kubeadm set up].
     #[arg(long, value_name = "CLUSTER", conflicts_with = "config")]
     pub name: Option<String>,
-    /// How to print what was found.
+    /// The output format.
     #[arg(short, long, value_enum, default_value_t = Findings::Text)]
     pub output: Findings,
-    /// The agent's flags: what they say is looked at.
+    /// The agent's flags, which are checked too.
     #[command(flatten)]
     pub agent: AgentFlags,
 }
@@ -310,13 +311,13 @@ pub struct DoctorFlags {
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct UpFlags {
-    /// What to do instead of starting it.
+    /// What to do instead of starting the cluster.
     #[command(subcommand)]
     pub what: Option<UpWhat>,
-    /// The cluster's name; clusters of different names do not touch each other.
+    /// The cluster's name; clusters with different names are independent of each other.
     #[arg(long, default_value = "holdfast")]
     pub name: String,
-    /// Use this containerd instead of starting a private one, for instance unix:///run/containerd/containerd.sock. It needs a CNI network of its own.
+    /// Use this containerd instead of starting a private one, for instance unix:///run/containerd/containerd.sock. It must have its own CNI network.
     #[arg(long, value_name = "URL")]
     pub containerd_endpoint: Option<String>,
     /// The port of the API, on 127.0.0.1 and the node's address.
@@ -325,19 +326,19 @@ pub struct UpFlags {
     /// Another address for the API to listen on; 0.0.0.0 is every address of this machine. May be given several times.
     #[arg(long, value_name = "ADDRESS")]
     pub api_bind_address: Vec<IpAddr>,
-    /// The port of the agent's HTTP API [default: 10250 beside API port 6443, else 1000 above the API's].
+    /// The port of the agent's HTTP API [default: 10250 if the API port is 6443, else the API port + 1000].
     #[arg(long, value_name = "PORT")]
     pub agent_port: Option<u16>,
-    /// The addresses of the pods.
+    /// The address range of the pods.
     #[arg(long, default_value = "10.244.0.0/24")]
     pub pod_cidr: ipnet::Ipv4Net,
-    /// A KubeletConfiguration for the agent: its fields win over what the cluster sets by itself.
+    /// A KubeletConfiguration for the agent; its fields override those that `up` sets.
     #[arg(long, value_name = "FILE")]
     pub agent_config: Option<PathBuf>,
-    /// Start no control plane: this machine becomes a node of the cluster that the node's kubeconfig names (system:node:NAME, as kubelet.conf has it).
+    /// Start no control plane and join the cluster of this kubeconfig, which must be the node's own (user system:node:NAME, as in kubelet.conf).
     #[arg(long, value_name = "KUBECONFIG")]
     pub join: Option<PathBuf>,
-    /// The name of the node [default: this machine's name].
+    /// The node's name [default: this machine's host name].
     #[arg(long, value_name = "NAME")]
     pub node_name: Option<String>,
 }
@@ -348,7 +349,7 @@ pub struct DownFlags {
     /// The cluster's name.
     #[arg(long, default_value = "holdfast")]
     pub name: String,
-    /// The containerd that the cluster was started with, if it was not a private one.
+    /// The containerd with which the cluster was started, if it is not the private one.
     #[arg(long, value_name = "URL")]
     pub containerd_endpoint: Option<String>,
     /// Remove the cluster's data too: objects, certificates, images.
@@ -359,7 +360,7 @@ pub struct DownFlags {
 /// Flags of the control plane.
 #[derive(Args)]
 pub struct ControlPlaneFlags {
-    /// Where store and certificates lie.
+    /// The directory of the store and the certificates.
     #[arg(long)]
     pub dir: PathBuf,
     /// The port of the API, on 127.0.0.1 and the address of --advertise-address.
@@ -368,7 +369,7 @@ pub struct ControlPlaneFlags {
     /// Another address for the API to listen on; 0.0.0.0 is every address of this machine. May be given several times.
     #[arg(long, value_name = "ADDRESS")]
     pub bind_address: Vec<IpAddr>,
-    /// The address under which nodes and pods reach it.
+    /// The address at which nodes and pods reach the API.
     #[arg(long)]
     pub advertise_address: IpAddr,
 }
@@ -376,44 +377,44 @@ pub struct ControlPlaneFlags {
 /// Flags of the agent; the names are the kubelet's.
 #[derive(Args, Debug, Clone, Default)]
 pub struct AgentFlags {
-    /// A KubeletConfiguration file; flags win over it.
+    /// A KubeletConfiguration file; flags override it.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// A directory of `*.conf` files that are merged over it, in the order of their names.
+    /// A directory of `*.conf` files that are merged over the file of --config, in the order of their names.
     #[arg(long, value_name = "DIR")]
     pub config_dir: Option<PathBuf>,
-    /// The kubeconfig of the apiserver. Without one only static pods run.
+    /// The kubeconfig for the apiserver. Without it, only static pods run.
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// A kubeconfig with which the node's first certificate is asked for, if --kubeconfig has none that can be used.
+    /// A kubeconfig for requesting the node's first certificate, if --kubeconfig has no usable one.
     #[arg(long, value_name = "FILE")]
     pub bootstrap_kubeconfig: Option<PathBuf>,
-    /// The node's name instead of the host name.
+    /// The node's name [default: the host name].
     #[arg(long, value_name = "NAME")]
     pub hostname_override: Option<String>,
-    /// The node's address, or two of different families separated by a comma, which this machine must have; 0.0.0.0 or ::
-    /// to choose the family alone. Without it the address is what the node's name resolves to, if this machine has that,
-    /// else that of the interface with the default route.
+    /// The node's IP address, or two of different families separated by a comma; this machine must have them. 0.0.0.0 or ::
+    /// selects only the family [default: the address to which the node's name resolves, if this machine has it, else the
+    /// address of the interface with the default route].
     #[arg(long, value_name = "IP")]
     pub node_ip: Option<String>,
-    /// `external` where a cloud controller initialises the node and sets its addresses.
+    /// `external` if a cloud controller manager initialises the node and sets its addresses.
     #[arg(long, value_name = "PROVIDER")]
     pub cloud_provider: Option<String>,
-    /// Where the agent keeps its files [default: /var/lib/kubelet].
+    /// The directory of the agent's files [default: /var/lib/kubelet].
     #[arg(long, value_name = "DIR")]
     pub root_dir: Option<PathBuf>,
-    /// Where certificates lie [default: <root-dir>/pki].
+    /// The directory of certificates [default: <root-dir>/pki].
     #[arg(long, value_name = "DIR")]
     pub cert_dir: Option<PathBuf>,
-    /// Where device plugins find the agent's socket and have their own; they look for it there whatever the root directory is
-    /// [default: /var/lib/kubelet/device-plugins].
+    /// The directory of the sockets of the agent and of device plugins; plugins use the default, whatever the root
+    /// directory is [default: /var/lib/kubelet/device-plugins].
     #[arg(long, value_name = "DIR")]
     pub device_plugin_dir: Option<PathBuf>,
-    /// Labels for the node when it registers, key=value separated by commas. Of a Node that exists already, those for zone,
-    /// region and instance type are kept as the flag has them; others are the administrator's.
+    /// Labels for the node when it registers, as key=value separated by commas. On an existing Node, the agent updates only
+    /// the labels for zone, region and instance type; the administrator owns the others.
     #[arg(long, value_name = "LABELS")]
     pub node_labels: Option<String>,
-    /// Whether to make the Node object [default: true].
+    /// Whether to create the Node object [default: true].
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     pub register_node: Option<bool>,
     /// The runtime's socket [default: unix:///run/containerd/containerd.sock].
@@ -422,42 +423,43 @@ pub struct AgentFlags {
     /// The directory of static pods.
     #[arg(long, value_name = "DIR")]
     pub pod_manifest_path: Option<PathBuf>,
-    /// The cgroup below which `kubepods` is made.
+    /// The parent cgroup of `kubepods`.
     #[arg(long, value_name = "PATH")]
     pub cgroup_root: Option<String>,
-    /// How many pods the node takes [default: 110].
+    /// The maximum number of pods on the node [default: 110].
     #[arg(long, value_name = "N")]
     pub max_pods: Option<i64>,
-    /// The cluster's DNS servers, separated by commas.
+    /// The IP addresses of the cluster's DNS servers, separated by commas.
     #[arg(long, value_name = "IPS")]
     pub cluster_dns: Option<String>,
     /// The cluster's domain.
     #[arg(long, value_name = "DOMAIN")]
     pub cluster_domain: Option<String>,
-    /// The configuration of credential provider plugins, a file or a directory.
+    /// The configuration of image credential provider plugins, a file or a directory.
     #[arg(long, value_name = "PATH")]
     pub image_credential_provider_config: Option<PathBuf>,
-    /// Where these plugins lie.
+    /// The directory of the image credential provider plugins.
     #[arg(long, value_name = "DIR")]
     pub image_credential_provider_bin_dir: Option<PathBuf>,
-    /// Which pods a start without an apiserver begins: `never` and `static-only` static ones alone, `after=5m` and the like
-    /// also those that were bound to the node before, once no apiserver has answered for so long, `always` these at once.
-    /// What that takes is kept encrypted in <root-dir>/sealed; with `never` nothing is kept [default: static-only].
+    /// Which pods the agent starts without an apiserver: `never` and `static-only` start only static pods; `after=5m`, or any
+    /// other duration, also starts the pods that were bound to the node before, once no apiserver has answered for that long; `always` starts
+    /// these immediately. The agent keeps the required objects encrypted in <root-dir>/sealed, except with `never`
+    /// [default: static-only].
     #[arg(long, value_name = "WHEN")]
     pub offline_start: Option<String>,
-    /// How many dead containers stay on the node; below 0 for any number [default: -1].
+    /// The maximum number of dead containers to keep on the node; a negative number is no limit [default: -1].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub maximum_dead_containers: Option<i32>,
-    /// How many dead instances of each container of a pod stay; below 0 for any number [default: 1].
+    /// The maximum number of dead instances to keep of each container of a pod; a negative number is no limit [default: 1].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub maximum_dead_containers_per_container: Option<i32>,
-    /// A container that was made less than this ago stays when it has ended [default: 0s].
+    /// The minimum age of a dead container, counted from its creation, before it is removed [default: 0s].
     #[arg(long, value_name = "DURATION")]
     pub minimum_container_ttl_duration: Option<String>,
-    /// Look at the configuration, the runtime and the apiserver, say what a start would do to pods, and end.
+    /// Check the configuration, the runtime and the apiserver, print what a start would do to pods, and exit.
     #[arg(long)]
     pub check: bool,
-    /// Log verbosity: 0 to 2 for information, 4 for debugging, more for tracing.
+    /// Log verbosity: 0 to 2 for information, 4 for debugging, higher for tracing.
     #[arg(short = 'v', long = "v", default_value_t = 0, value_name = "LEVEL")]
     pub verbosity: u8,
 }
@@ -521,7 +523,7 @@ mod tests {
     use clap::CommandFactory as _;
 
     #[test]
-    fn which_agent_is_asked_may_be_said_before_and_after_what() {
+    fn agent_flags_are_accepted_before_and_after_the_subcommand() {
         for arguments in [
             ["record", "--root-dir", "/r", "pod", "p"],
             ["record", "pod", "--root-dir", "/r", "p"],
@@ -533,7 +535,7 @@ mod tests {
                 ..
             } = Cli::try_parse_from(all).expect("parses").command
             else {
-                panic!("{arguments:?} is another command");
+                panic!("{arguments:?} was parsed as another command");
             };
             assert_eq!(agent.root_dir, Some("/r".into()), "{arguments:?}");
         }
@@ -543,14 +545,14 @@ mod tests {
             let Command::Explain { agent, .. } =
                 Cli::try_parse_from(&arguments).expect("parses").command
             else {
-                panic!("{arguments:?} is another command");
+                panic!("{arguments:?} was parsed as another command");
             };
             assert_eq!(agent.check().is_ok(), is_clear, "{arguments:?}");
         }
     }
 
     #[test]
-    fn flags_are_consistent_and_take_go_style_booleans() {
+    fn flags_are_consistent_and_accept_go_style_booleans() {
         Cli::command().debug_assert();
         KubeletCli::command().debug_assert();
         for (arguments, expected) in [

@@ -35,11 +35,11 @@ pub(super) fn reserved(d: &Document) -> Result<Amounts, ConfigError> {
     // These processors are the reservation, whatever the other fields state for cpu.
     if let Some(list) = d.reserved_system_cpus.as_ref().filter(|l| !l.is_empty()) {
         let field = "reservedSystemCPUs";
-        let remedy = "use a list of processors such as 0-1,4";
+        let remedy = "use a list of CPUs such as 0-1,4";
         let count = count_cpus(list).ok_or_else(|| invalid(field, list, remedy))?;
         let cgroups = [&d.system_reserved_cgroup, &d.kube_reserved_cgroup];
         if cgroups.into_iter().flatten().any(|name| !name.is_empty()) {
-            let remedy = "remove it, or systemReservedCgroup and kubeReservedCgroup: processors are either set aside by number or held by shares";
+            let remedy = "remove it, or systemReservedCgroup and kubeReservedCgroup: CPUs are reserved either by number or by shares";
             return Err(invalid(field, list, remedy));
         }
         sums.insert("cpu".into(), Quantity::from_units(i64::from(count)));
@@ -63,11 +63,11 @@ pub(super) fn own_cgroups(d: &Document, root: Option<&str>) -> Result<OwnCgroups
     let system = path(field, d.system_cgroups.as_ref())?;
     match &system {
         Some(name) if root.is_none_or(str::is_empty) => {
-            let remedy = "set cgroupRoot (--cgroup-root) too, to / for instance";
+            let remedy = "also set cgroupRoot (--cgroup-root), for instance to /";
             return Err(invalid(field, name, remedy));
         }
         Some(name) if name == "/" => {
-            let remedy = "use a cgroup below the root: the system's processes are moved out of it";
+            let remedy = "use a cgroup below the root: the agent moves system processes out of the root cgroup";
             return Err(invalid(field, name, remedy));
         }
         _ => {}
@@ -100,12 +100,12 @@ fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, Config
     let (field, name) = fields.cgroup;
     let named = name.filter(|name| !name.is_empty());
     let cgroup = named.cloned().ok_or_else(|| {
-        let remedy = format!("set it to a cgroup that is there: {FIELD} has {whole}");
+        let remedy = format!("set it to an existing cgroup: {FIELD} contains {whole}");
         invalid(field, "", &remedy)
     })?;
     let (field, map) = fields.amounts;
     if map.is_none() {
-        let remedy = format!("set it: {FIELD} has {whole}, and nothing is set aside");
+        let remedy = format!("set it: {FIELD} contains {whole}, but this field reserves nothing");
         return Err(invalid(field, "", &remedy));
     }
     Ok(Some(Reserved {
@@ -118,11 +118,10 @@ fn held(list: &[String], fields: &Fields<'_>) -> Result<Option<Reserved>, Config
 fn check(list: &[String], flat: bool) -> Result<(), ConfigError> {
     for (place, what) in list.iter().enumerate() {
         if list[..place].contains(what) {
-            return Err(invalid(FIELD, list, &format!("name {what} once")));
+            return Err(invalid(FIELD, list, &format!("list {what} once")));
         }
         if flat && !matches!(what.as_str(), "" | "none") {
-            let remedy =
-                format!("{FIELD} has {what}: set {FIELD}: [], or leave cgroups to pods (true)");
+            let remedy = format!("{FIELD} contains {what}: set {FIELD}: [], or use true");
             return Err(invalid("cgroupsPerQOS", false, &remedy));
         }
         match what.as_str() {
@@ -133,7 +132,7 @@ fn check(list: &[String], flat: bool) -> Result<(), ConfigError> {
             | "kube-reserved"
             | "kube-reserved-compressible" => {}
             "none" if list.len() == 1 => {}
-            "none" => return Err(invalid(FIELD, list, "use none alone")),
+            "none" => return Err(invalid(FIELD, list, "use none without other entries")),
             other => {
                 let remedy =
                     "use pods, system-reserved, kube-reserved, their -compressible forms, or none";
@@ -150,7 +149,11 @@ fn qos_memory(d: &Document) -> Result<Option<u8>, ConfigError> {
     for (resource, text) in d.qos_reserved.iter().flatten() {
         let field = format!("qosReserved.{resource}");
         if resource != "memory" {
-            return Err(invalid(&field, text, "only memory can be kept: remove it"));
+            return Err(invalid(
+                &field,
+                text,
+                "only memory can be reserved: remove it",
+            ));
         }
         let number = text.strip_suffix('%').and_then(|n| n.parse::<u8>().ok());
         let number = number.filter(|n| *n <= 100);

@@ -95,7 +95,7 @@ pub(super) fn unsafe_sysctls(patterns: Vec<String>) -> Result<Vec<String>, Confi
         Some(bad) => Err(invalid(
             "allowedUnsafeSysctls",
             bad,
-            "only kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* and net.* belong to a pod alone",
+            "use kernel.shm*, kernel.msg*, kernel.sem, fs.mqueue.* or net.*: only these are isolated per pod",
         )),
     }
 }

@@ -15,20 +15,20 @@ use crate::core::node::shutdown::Period;
 pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
     (
         "configMapAndSecretChangeDetectionStrategy",
-        "what is in use is always watched",
+        "the agent always watches the objects that pods use",
     ),
     ("contentType", "requests are always JSON"),
     (
         "enableContentionProfiling",
-        "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
+        "there is no Go profiler ([alternatives](JOINING.md#profiling))",
     ),
     (
         "enableControllerAttachDetach",
-        "the attach-detach controller attaches volumes in any case, and the Node tells it to",
+        "the attach-detach controller always attaches volumes; an annotation on the Node requests this",
     ),
     (
         "enableProfilingHandler",
-        "there is no Go profiler ([what takes its place](JOINING.md#profiling))",
+        "there is no Go profiler ([alternatives](JOINING.md#profiling))",
     ),
     (
         "hairpinMode",
@@ -41,17 +41,14 @@ pub(super) const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ),
     (
         "kernelMemcgNotification",
-        "the kernel's notices are always used where it gives them",
+        "the agent always uses the kernel's memory notifications where they are available",
     ),
     ("showHiddenMetricsForVersion", "no metric is hidden"),
     (
         "streamingConnectionIdleTimeout",
         "as in the kubelet: the runtime decides (`stream_idle_timeout` of containerd)",
     ),
-    (
-        "volumeStatsAggPeriod",
-        "volumes are measured when somebody asks",
-    ),
+    ("volumeStatsAggPeriod", "volumes are measured on request"),
 ];
 
 /// Fields of the format that are read but not honoured by this version.
@@ -231,9 +228,7 @@ pub(super) fn parse(text: &str) -> Result<Read, String> {
     }
     let unknown = super::fields::take_unknown(&mut fields);
     let unknown = unknown.into_iter().map(|path| {
-        format!(
-            "{path}: there is no such field in KubeletConfiguration v1beta1; check its spelling"
-        )
+        format!("{path}: KubeletConfiguration v1beta1 has no such field; check its spelling")
     });
     unread.extend(unknown);
     Ok(Read { fields, unread })

@@ -4,7 +4,8 @@
 use serde_json::{Value, json};
 
 fn defaults() -> Value {
-    serde_json::from_str(include_str!("defaults.json")).expect("the file is part of the program")
+    serde_json::from_str(include_str!("defaults.json"))
+        .expect("the embedded defaults are valid JSON")
 }
 
 /// Replaces durations of zero by the defaults: kubeadm writes zeros for fields that it does not set.
@@ -54,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_wins_over_the_defaults_and_hides_its_secrets() {
+    fn a_file_overrides_the_defaults_and_its_secrets_are_hidden() {
         let shown = of(
             &json!({"maxPods": 5, "authentication": {"anonymous": {"enabled": true}}, "staticPodURLHeader": {"Authorization": ["Bearer x"]}}),
         );

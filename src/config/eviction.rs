@@ -48,7 +48,7 @@ pub(super) fn eviction(
     let signals = hard.keys().chain(soft.keys());
     let ignored = signals.filter(|signal| IGNORED.contains(&signal.as_str()));
     unused.extend(ignored.map(|signal| {
-        format!("{signal} (as in the kubelet: the thresholds of nodefs and imagefs count)")
+        format!("{signal} (as in the kubelet: the thresholds of nodefs and imagefs apply)")
     }));
     let transition = document.eviction_pressure_transition_period.as_ref();
     let settings = Settings {

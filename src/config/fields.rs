@@ -230,7 +230,7 @@ pub fn table() -> String {
             _ if is_honoured(name) => "honoured".to_owned(),
             Some((_, why)) => format!("without effect: {why}"),
             None => {
-                "read, not honoured: a warning at start says so where it is not the default".into()
+                "not honoured; the agent logs a warning at start if it is not the default".into()
             }
         };
         text.push_str(&format!("| `{name}` | {default} | {what} |\n"));
@@ -244,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_is_either_honoured_or_said_not_to_be() {
+    fn every_field_is_either_honoured_or_documented_as_ignored() {
         for name in ALL {
             let said = usize::from(NOT_HONOURED.contains(&name))
                 + WITHOUT_EFFECT
@@ -257,7 +257,10 @@ mod tests {
             .iter()
             .chain(WITHOUT_EFFECT.iter().map(|(name, _)| name))
         {
-            assert!(ALL.contains(name), "{name} is no field");
+            assert!(
+                ALL.contains(name),
+                "{name} is not a field of KubeletConfiguration"
+            );
         }
         for (name, value, expected) in [
             ("cpuManagerPolicy", json!("none"), true),

@@ -60,7 +60,7 @@ pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError
         return Err(invalid(
             "imageGCLowThresholdPercent",
             rules.low,
-            "it must be below imageGCHighThresholdPercent",
+            "use a percentage below imageGCHighThresholdPercent",
         ));
     }
     if rules
@@ -70,7 +70,7 @@ pub(super) fn image_rules(document: &Document) -> Result<ImageRules, ConfigError
         return Err(invalid(
             "imageMaximumGCAge",
             &document.image_maximum_gc_age,
-            "it must be longer than imageMinimumGCAge, or 0s",
+            "use more than imageMinimumGCAge, or 0s",
         ));
     }
     Ok(rules)
@@ -102,7 +102,7 @@ pub(super) fn verification(document: &mut Document) -> Result<Policy, ConfigErro
         Some(_) => Err(invalid(
             "preloadedImagesVerificationAllowlist",
             allowlist,
-            "it needs imagePullCredentialsVerificationPolicy NeverVerifyAllowlistedImages",
+            "set imagePullCredentialsVerificationPolicy: NeverVerifyAllowlistedImages, or remove the list",
         )),
     }
 }
@@ -115,12 +115,12 @@ pub(super) fn credential_providers(flags: &Overrides) -> Result<Option<PathBuf>,
         (Some(_), None) => Err(invalid(
             "--image-credential-provider-bin-dir",
             "",
-            "set it too: it is where the plugins lie",
+            "also set it: it names the directory of the plugins",
         )),
         (None, Some(_)) => Err(invalid(
             "--image-credential-provider-config",
             "",
-            "set it too: it says which plugins there are",
+            "also set it: it configures the plugins",
         )),
         (config, _) => Ok(config.cloned()),
     }
@@ -133,7 +133,7 @@ pub(super) fn parallel_pulls(
 ) -> Result<usize, ConfigError> {
     match (serial, most) {
         (Some(true), Some(n)) if n > 1 => {
-            let remedy = "it can only be above 1 when serializeImagePulls is false";
+            let remedy = "use 1, or set serializeImagePulls: false";
             Err(invalid("maxParallelImagePulls", n, remedy))
         }
         (_, Some(n)) => Ok(n.max(1)),

@@ -66,7 +66,7 @@ pub(super) fn resolve(
                 return Err(invalid(
                     &format!("logging.{key}"),
                     value,
-                    "there is no such field; use format or verbosity",
+                    "unknown field; use format or verbosity",
                 ));
             }
         }
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_are_known_and_the_flag_wins() {
+    fn formats_are_parsed_and_the_verbosity_flag_overrides_the_file() {
         let of = |text: &str, flag: u8| {
             resolve(&serde_saphyr::from_str(text).expect("YAML"), flag).map_err(|e| e.to_string())
         };
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(
             of("tracing: {endpoint: 'h:1'}", 0).map(|(l, _)| l.traces),
             Ok(None),
-            "nothing is kept"
+            "nothing is sampled"
         );
         assert!(
             of("tracing: {samplingRatePerMillion: 1000001}", 0)

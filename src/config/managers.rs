@@ -119,7 +119,7 @@ fn cpu_options(d: &Document) -> Result<Options, ConfigError> {
     match together.iter().find(|(one, _, other, _)| *one && *other) {
         None => Ok(options),
         Some((_, one, _, other)) => {
-            let remedy = format!("it contradicts {other}: remove one of them");
+            let remedy = format!("it conflicts with {other}: remove one of them");
             Err(invalid("cpuManagerPolicyOptions", one, &remedy))
         }
     }
@@ -137,7 +137,7 @@ fn cpus(d: &Document, reserved: &Amounts) -> Result<Option<cpus::Rules>, ConfigE
         Some("static") => {
             let reserved_milli = reserved.get("cpu").map_or(0, |cpu| cpu.milli());
             if reserved_milli <= 0 {
-                let remedy = "it needs processors that are reserved: set reservedSystemCPUs, or a cpu of more than 0 in systemReserved or kubeReserved";
+                let remedy = "the static policy needs reserved CPUs: set reservedSystemCPUs, or a cpu of more than 0 in systemReserved or kubeReserved";
                 return Err(invalid("cpuManagerPolicy", "static", remedy));
             }
             let list = named(d.reserved_system_cpus.as_ref());
@@ -166,7 +166,7 @@ fn memory(d: &Document) -> Result<Option<memory::Rules>, ConfigError> {
             let remedy = "use a quantity of more than 0, such as 1Gi";
             let bytes = bytes.ok_or_else(|| invalid(&field, text, remedy))?;
             if node.insert(resource.clone(), bytes).is_some() {
-                let remedy = "each NUMA node's resource stands once: add them up";
+                let remedy = "list each resource of a NUMA node once: add up the amounts";
                 return Err(invalid(&field, text, remedy));
             }
         }

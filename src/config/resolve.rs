@@ -46,7 +46,7 @@ fn not_honoured(document: &Document) -> Result<Vec<String>, ConfigError> {
             continue;
         }
         if !NOT_HONOURED.contains(&name.as_str()) {
-            let remedy = "there is no such field in KubeletConfiguration v1beta1";
+            let remedy = "KubeletConfiguration v1beta1 has no such field; check its spelling";
             return Err(invalid(name, value, remedy));
         }
         if !is_default(name, value) {
@@ -81,7 +81,7 @@ fn node_name(flags: &Overrides, hostname: &str) -> Result<String, ConfigError> {
     let name = given.trim().to_lowercase();
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
     if name.is_empty() || name.len() > 253 || !name.chars().all(is_allowed) {
-        let remedy = "a node name consists of lower-case letters, digits, '-' and '.'";
+        let remedy = "use only lower-case letters, digits, '-' and '.'";
         return Err(invalid("--hostname-override", &name, remedy));
     }
     Ok(name)
@@ -123,7 +123,7 @@ fn external_cloud(flags: &Overrides) -> Result<bool, ConfigError> {
         None | Some("") => Ok(false),
         Some("external") => Ok(true),
         Some(other) => {
-            let remedy = "use external: no provider is built in any more";
+            let remedy = "use external: built-in cloud providers no longer exist";
             Err(invalid("--cloud-provider", other, remedy))
         }
     }
@@ -222,7 +222,7 @@ fn max_open_files(document: &Document) -> Result<u64, ConfigError> {
 fn bootstrap_kubeconfig(flags: &Overrides) -> Result<Option<PathBuf>, ConfigError> {
     match (&flags.bootstrap_kubeconfig, &flags.kubeconfig) {
         (Some(_), None) => {
-            let remedy = "set it too: it is where the node's own credentials are written";
+            let remedy = "also set it: the agent writes the node's own credentials there";
             Err(invalid("--kubeconfig", "", remedy))
         }
         (path, _) => Ok(path.clone()),

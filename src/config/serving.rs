@@ -136,7 +136,7 @@ fn port(field: &str, value: Option<i32>, default: u16) -> Result<u16, ConfigErro
         invalid(
             field,
             value,
-            "use a port between 0 and 65535; 0 turns it off",
+            "use a port between 0 and 65535; 0 disables it",
         )
     })
 }
@@ -182,7 +182,7 @@ fn cipher_suites(asked: &[String]) -> Result<(Vec<String>, Vec<String>), ConfigE
             "tlsCipherSuites",
             unspoken.join(", "),
             &format!(
-                "none of them is spoken here: use some of {}",
+                "none of them is supported: use some of {}",
                 SUITES.join(", ")
             ),
         ));
@@ -217,7 +217,7 @@ fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> 
             return Err(invalid(FIELD, number, &remedy));
         };
         if asked[..place].contains(number) {
-            return Err(invalid(FIELD, number, "name each group once"));
+            return Err(invalid(FIELD, number, "list each group once"));
         }
         match GROUPS.iter().any(|(known, _)| *known == valid) {
             true => spoken.push(valid),
@@ -226,7 +226,7 @@ fn key_exchanges(asked: &[i64]) -> Result<(Vec<u16>, Vec<String>), ConfigError> 
     }
     if spoken.is_empty() && !unspoken.is_empty() {
         let all: Vec<String> = asked.iter().map(ToString::to_string).collect();
-        let remedy = format!("none of them is spoken here: {remedy}");
+        let remedy = format!("none of them is supported: {remedy}");
         return Err(invalid(FIELD, all.join(", "), &remedy));
     }
     Ok((spoken, unspoken))
@@ -297,14 +297,14 @@ pub(super) fn resolve(
             return Err(invalid(
                 "tlsPrivateKeyFile",
                 "",
-                &format!("set it too: it is the key of {}", one.display()),
+                &format!("also set it: it is the private key of {}", one.display()),
             ));
         }
         (None, Some(one)) => {
             return Err(invalid(
                 "tlsCertFile",
                 "",
-                &format!("set it too: {} is its key", one.display()),
+                &format!("also set it: {} is its private key", one.display()),
             ));
         }
     };
@@ -370,8 +370,8 @@ mod tests {
     }
 
     #[test]
-    fn a_file_closes_what_is_open_without_one() {
-        let closed = of("{}", true).expect("fine");
+    fn defaults_are_stricter_with_a_file_than_without() {
+        let closed = of("{}", true).expect("a valid configuration");
         assert_eq!(
             (
                 closed.read_only,
@@ -388,7 +388,7 @@ mod tests {
                 Some(([127, 0, 0, 1], 10248).into())
             )
         );
-        let open = of("{}", false).expect("fine");
+        let open = of("{}", false).expect("a valid configuration");
         assert_eq!(
             (
                 open.read_only.map(|a| a.port()),
@@ -399,7 +399,7 @@ mod tests {
             (Some(10255), true, false, false)
         );
         let own = of("port: 1234\nhealthzPort: 0\nauthorization: {mode: AlwaysAllow, webhook: {cacheAuthorizedTTL: 1s}}\nauthentication: {x509: {clientCAFile: /ca}}", true)
-            .expect("fine");
+            .expect("a valid configuration");
         assert_eq!(
             (
                 own.main.port(),
@@ -411,8 +411,8 @@ mod tests {
         );
         assert_eq!(own.client_ca, Some("/ca".into()));
         let suites = "tlsMinVersion: VersionTLS13\ntlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA, TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305]";
-        let (own, unspoken) =
-            resolve(&serde_saphyr::from_str(suites).expect("YAML"), true).expect("fine");
+        let (own, unspoken) = resolve(&serde_saphyr::from_str(suites).expect("YAML"), true)
+            .expect("a valid configuration");
         assert!(own.tls.only_tls13);
         assert_eq!(
             own.tls.cipher_suites,
@@ -420,14 +420,14 @@ mod tests {
         );
         assert_eq!(unspoken, ["tlsCipherSuites: TLS_RSA_WITH_AES_128_CBC_SHA"]);
         let groups = "tlsCurvePreferences: [4588, 25, 23]";
-        let (own, unspoken) =
-            resolve(&serde_saphyr::from_str(groups).expect("YAML"), true).expect("fine");
+        let (own, unspoken) = resolve(&serde_saphyr::from_str(groups).expect("YAML"), true)
+            .expect("a valid configuration");
         assert_eq!(own.tls.key_exchanges, [4588, 23]);
         assert_eq!(unspoken, ["tlsCurvePreferences: 25"]);
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn errors_name_the_invalid_field() {
         for (text, field) in [
             ("port: 0", "port"),
             ("port: 70000", "port"),
@@ -440,8 +440,8 @@ mod tests {
             ),
             ("tlsCurvePreferences: [0]", "tlsCurvePreferences"),
             ("tlsCurvePreferences: [65536]", "tlsCurvePreferences"),
-            ("tlsCurvePreferences: [23, 23]", "name each group once"),
-            ("tlsCurvePreferences: [25]", "none of them is spoken here"),
+            ("tlsCurvePreferences: [23, 23]", "list each group once"),
+            ("tlsCurvePreferences: [25]", "none of them is supported"),
             ("tlsCertFile: /c", "tlsPrivateKeyFile"),
             ("authorization: {mode: RBAC}", "authorization.mode"),
             (

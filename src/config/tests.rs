@@ -82,7 +82,7 @@ const FIELDS: &[(&str, &[&str])] = &[
 /// Every number, duration and quantity of the configuration at its limits is accepted or refused, alone and with
 /// others. Arithmetic with accepted times does not overflow.
 #[test]
-fn no_number_of_the_configuration_stops_the_agent() {
+fn no_accepted_number_makes_the_agent_panic() {
     let mut accepted = String::new();
     for (field, values) in FIELDS {
         for value in values.iter().rev() {
@@ -96,7 +96,7 @@ fn no_number_of_the_configuration_stops_the_agent() {
             }
         }
     }
-    let config = load(&accepted, &Overrides::default()).expect("it was accepted before");
+    let config = load(&accepted, &Overrides::default()).expect("each field was accepted");
     let times = [
         config.sync_frequency,
         config.node_status_update,
@@ -108,7 +108,8 @@ fn no_number_of_the_configuration_stops_the_agent() {
     ];
     for time in times {
         let _ = (std::time::Instant::now() + time, time * 4);
-        let span = jiff::SignedDuration::try_from(time).expect("it fits");
+        let span =
+            jiff::SignedDuration::try_from(time).expect("within the range of SignedDuration");
         let _ = crate::core::time::later(jiff::Timestamp::MAX, span);
     }
 }
@@ -177,13 +178,13 @@ const MISTAKES: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn files_are_read_flags_win_and_mistakes_are_named() {
+fn flags_override_the_file_and_errors_name_the_field() {
     let flags = Overrides::default();
     let config = load(
         "maxPods: 5\nsyncFrequency: 1m30s\nclusterDNS: [10.96.0.10]\nsystemReserved: {cpu: 100m}\nkubeReserved: {cpu: 200m}\nhairpinMode: none\nvolumePluginDir: /plugins\nshutdownGracePeriod: 0s\n",
         &flags,
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(
         (
             config.max_pods,
@@ -198,14 +199,15 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
         ["volumePluginDir"],
         "a default needs no warning"
     );
-    let zeros = load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("fine");
+    let zeros =
+        load("imageMinimumGCAge: 0s\nsyncFrequency: 0s\n", &flags).expect("a valid configuration");
     assert_eq!(
         (
             zeros.image_rules.minimum_age.as_secs(),
             zeros.sync_frequency.as_secs()
         ),
         (120, 60),
-        "zeros are left to us"
+        "zero selects the default"
     );
     let over = load(
         "maxPods: 5\n",
@@ -215,7 +217,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
             ..Overrides::default()
         },
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!((over.max_pods, over.node_name.as_str()), (7, "n1"));
     for (text, expected) in MISTAKES {
         let error = load(text, &flags).expect_err(text);
@@ -225,7 +227,7 @@ fn files_are_read_flags_win_and_mistakes_are_named() {
 }
 
 #[test]
-fn the_agent_and_the_system_have_cgroups_where_that_is_asked_for() {
+fn the_agent_and_the_system_get_the_configured_cgroups() {
     let load = |text: &str| load(text, &Overrides::default());
     for (text, agent, system) in [
         ("", None, None),
@@ -261,7 +263,7 @@ fn the_agent_and_the_system_have_cgroups_where_that_is_asked_for() {
 }
 
 #[test]
-fn pods_without_cgroups_cannot_be_limited_together() {
+fn pods_without_cgroups_per_qos_have_no_common_limit() {
     let load = |text: &str| load(text, &Overrides::default());
     let flat = |text: &str| load(text).map(|c| (c.enforcement.flat, c.not_honoured));
     for (text, expected) in [
@@ -285,7 +287,7 @@ fn pods_without_cgroups_cannot_be_limited_together() {
 }
 
 #[test]
-fn drop_ins_win_over_the_file_and_flags_over_both() {
+fn drop_ins_override_the_file_and_flags_override_both() {
     let dir = tempfile::tempdir().expect("a directory");
     let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";
     let write = |name: &str, text: &str| {
@@ -312,7 +314,7 @@ fn drop_ins_win_over_the_file_and_flags_over_both() {
         &Overrides::default(),
         "h",
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(
         (
             config.max_pods,
@@ -336,7 +338,7 @@ fn drop_ins_win_over_the_file_and_flags_over_both() {
 }
 
 #[test]
-fn what_a_strict_reading_would_refuse_is_left_out_and_told() {
+fn unknown_and_repeated_fields_are_ignored_and_reported() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("config.yaml");
     let head = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n";
@@ -348,7 +350,7 @@ fn what_a_strict_reading_would_refuse_is_left_out_and_told() {
     let told = config.unread.join("\n");
     for field in [
         "maxPods",
-        "maxPodz: there is no such field",
+        "maxPodz: KubeletConfiguration v1beta1 has no such field",
         "authentication.x508",
     ] {
         assert!(told.contains(field), "{field}: {told}");
@@ -375,19 +377,23 @@ fn addresses_and_clouds_are_checked() {
         offline_start: Some("5m".into()),
         ..Overrides::default()
     };
-    let error = load("", &flags).expect_err("no way to say it");
+    let error = load("", &flags).expect_err("an invalid value");
     assert!(
         error.contains("--offline-start") && error.contains("after=5m"),
         "{error}"
     );
-    let config = load("", &with("::", "external")).expect("fine");
+    let config = load("", &with("::", "external")).expect("a valid configuration");
     assert_eq!(config.offline_start.pods_after(), None, "safe by default");
-    assert!(config.has_node_ip, "a family is said");
+    assert!(config.has_node_ip, "the flag selects a family");
     assert_eq!(
         (config.node_ips, config.prefers_ipv6, config.external_cloud),
         (vec![], true, true)
     );
-    assert!(!load("", &with("", "external")).expect("fine").has_node_ip);
+    assert!(
+        !load("", &with("", "external"))
+            .expect("a valid configuration")
+            .has_node_ip
+    );
 }
 
 #[test]
@@ -433,12 +439,12 @@ fn thresholds_replace_the_defaults_or_are_merged_with_them() {
         "evictionPressureTransitionPeriod: 0s\n",
         &Overrides::default(),
     )
-    .expect("fine");
+    .expect("a valid configuration");
     assert_eq!(zeros.eviction.transition.as_secs(), 300);
 }
 
 #[test]
-fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is_set() {
+fn the_report_frequency_defaults_to_the_update_frequency_if_only_that_is_set() {
     for (text, seconds) in [
         ("", 300),
         ("nodeStatusUpdateFrequency: 20s\n", 20),
@@ -453,7 +459,7 @@ fn an_unchanged_status_is_reported_as_often_as_it_is_computed_where_only_that_is
 }
 
 #[test]
-fn a_negative_size_turns_the_rotation_of_logs_off() {
+fn a_negative_size_disables_log_rotation() {
     for (size, expected) in [("-1", u64::MAX), ("-1Mi", u64::MAX), ("4Ki", 4096)] {
         let config = load(
             &format!("containerLogMaxSize: {size:?}\n"),
@@ -464,12 +470,12 @@ fn a_negative_size_turns_the_rotation_of_logs_off() {
 }
 
 #[test]
-fn managers_are_resolved() {
+fn the_managers_settings_are_resolved() {
     use crate::core::node::hints::{Policy, Scope};
     let flags = Overrides::default();
     let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
     let with = |text: &str| load(&format!("{head}{text}"), &flags);
-    let config = with("cpuManagerPolicyOptions: {full-pcpus-only: 'true', distribute-cpus-across-numa: '1'}\ncpuManagerReconcilePeriod: 5s\ntopologyManagerPolicy: restricted\ntopologyManagerScope: pod\ntopologyManagerPolicyOptions: {prefer-closest-numa-nodes: 'true', max-allowable-numa-nodes: '16'}\n").expect("fine");
+    let config = with("cpuManagerPolicyOptions: {full-pcpus-only: 'true', distribute-cpus-across-numa: '1'}\ncpuManagerReconcilePeriod: 5s\ntopologyManagerPolicy: restricted\ntopologyManagerScope: pod\ntopologyManagerPolicyOptions: {prefer-closest-numa-nodes: 'true', max-allowable-numa-nodes: '16'}\n").expect("a valid configuration");
     let cpus = config.managers.cpus.expect("static");
     assert!(cpus.options.full_cores && cpus.options.across_nodes && !cpus.options.by_socket);
     assert_eq!(cpus.reserved.map(|set| set.len()), Some(2));
@@ -480,16 +486,25 @@ fn managers_are_resolved() {
     );
     assert!(alignment.closest && alignment.most_nodes == 16);
     assert_eq!(config.managers.reconcile.as_secs(), 5);
-    assert!(!load("", &flags).expect("fine").managers.bind());
+    assert!(
+        !load("", &flags)
+            .expect("a valid configuration")
+            .managers
+            .bind()
+    );
     let memory = with(
         "memoryManagerPolicy: Static\nreservedMemory: [{numaNode: 1, limits: {memory: 1Mi}}]\n",
     );
-    let memory = memory.expect("fine").managers.memory.expect("static");
+    let memory = memory
+        .expect("a valid configuration")
+        .managers
+        .memory
+        .expect("static");
     assert_eq!(memory.reserved[&1]["memory"], 1 << 20);
 }
 
 #[test]
-fn contradictions_of_the_managers_are_named() {
+fn conflicting_settings_of_the_managers_are_rejected() {
     let flags = Overrides::default();
     let head = "reservedSystemCPUs: 0-1\ncpuManagerPolicy: static\n";
     let with = |text: &str| load(&format!("{head}{text}"), &flags);
@@ -544,7 +559,7 @@ fn contradictions_of_the_managers_are_named() {
 }
 
 #[test]
-fn contradictions_of_reserved_memory_are_named() {
+fn invalid_reserved_memory_is_rejected() {
     for (text, expected) in [
         ("memoryManagerPolicy: Some\n", "memoryManagerPolicy"),
         (
@@ -566,7 +581,7 @@ fn contradictions_of_reserved_memory_are_named() {
 }
 
 #[test]
-fn what_is_set_aside_is_held_where_that_is_asked_for() {
+fn reservations_are_enforced_as_configured() {
     let flags = Overrides::default();
     let rules = |text: &str| load(text, &flags).expect(text).enforcement;
     assert!(rules("").limits_pods && !rules("enforceNodeAllocatable: [none]\n").limits_pods);
@@ -583,14 +598,14 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
     assert!(kube.compressible_only && kube.amounts.len() == 1);
     assert_eq!((all.limits_pods, all.qos_memory), (true, Some(50)));
     for (text, expected) in [
-        ("enforceNodeAllocatable: [pods, pods]\n", "name pods once"),
+        ("enforceNodeAllocatable: [pods, pods]\n", "list pods once"),
         (
             "enforceNodeAllocatable: [kube-reserved]\nkubeReserved: {cpu: 100m}\n",
             "kubeReservedCgroup",
         ),
         (
             "enforceNodeAllocatable: [system-reserved]\nsystemReservedCgroup: /system.slice\n",
-            "nothing is set aside",
+            "reserves nothing",
         ),
         (
             "enforceNodeAllocatable: [system-reserved, system-reserved-compressible]\nsystemReservedCgroup: /system.slice\n",
@@ -615,7 +630,7 @@ fn what_is_set_aside_is_held_where_that_is_asked_for() {
 }
 
 #[test]
-fn memory_is_protected_where_the_gate_is_open() {
+fn memory_is_protected_if_the_feature_gate_is_enabled() {
     let flags = Overrides::default();
     let memory = |text: &str| load(text, &flags).expect(text).enforcement.memory;
     assert_eq!(memory("memoryThrottlingFactor: 0.5\n"), None);
@@ -639,7 +654,7 @@ fn memory_is_protected_where_the_gate_is_open() {
 }
 
 #[test]
-fn a_shutdown_waits_as_the_kubelet_would_and_by_default_not_at_all() {
+fn shutdown_grace_periods_equal_the_kubelets_and_default_to_zero() {
     for (fields, seconds) in [
         ("", 0),
         (
@@ -663,7 +678,7 @@ fn a_shutdown_waits_as_the_kubelet_would_and_by_default_not_at_all() {
 }
 
 #[test]
-fn contradictions_of_a_shutdown_are_named() {
+fn conflicting_shutdown_settings_are_rejected() {
     for (text, expected) in [
         ("shutdownGracePeriod: soon\n", "shutdownGracePeriod"),
         ("shutdownGracePeriod: 100ms\n", "use 0s, or 1s or more"),
@@ -690,7 +705,7 @@ fn contradictions_of_a_shutdown_are_named() {
 }
 
 #[test]
-fn cgroup_v1_is_refused_only_where_that_is_asked_for_and_configz_says_so() {
+fn cgroup_v1_is_rejected_only_with_fail_cgroup_v1_and_configz_shows_it() {
     for (text, refuses) in [("", false), ("failCgroupV1: true", true)] {
         let config = load(text, &Overrides::default()).expect("a configuration");
         assert_eq!(config.refuses_cgroup_v1, refuses, "{text:?}");
@@ -699,8 +714,12 @@ fn cgroup_v1_is_refused_only_where_that_is_asked_for_and_configz_says_so() {
 }
 
 #[test]
-fn device_plugins_find_the_agent_where_they_look_for_it() {
-    let dir = |overrides: &Overrides| load("", overrides).expect("it is valid").device_plugin_dir;
+fn the_device_plugin_directory_does_not_depend_on_the_root_directory() {
+    let dir = |overrides: &Overrides| {
+        load("", overrides)
+            .expect("a valid configuration")
+            .device_plugin_dir
+    };
     let elsewhere = Overrides {
         root_dir: Some("/data/kubelet".into()),
         ..Overrides::default()

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_warning_of_the_same_subject_is_written_once_a_minute() {
+    fn a_repeated_warning_about_one_subject_is_logged_once_a_minute() {
         let lines = logged(|| {
             for pod in ["n/a", "n/b"] {
                 for tries in 0..50_u64 {
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_are_subjects() {
+    fn the_subject_includes_the_span() {
         let lines = logged(|| {
             for _ in 0..3 {
                 for pod in ["n/a", "n/b"] {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn only_warnings_that_nobody_limits_are_left_out() {
+    fn only_warnings_without_a_limit_of_their_own_are_suppressed() {
         let lines = logged(|| {
             for _ in 0..3 {
                 tracing::info!("a container exited");
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_carry_the_number_of_repetitions() {
+    fn lines_contain_the_number_of_repetitions() {
         let (mut text, mut json) = ("WARN busy\n".to_owned(), "{\"msg\":\"busy\"}\n".to_owned());
         count_in_text(&mut text, 7);
         count_in_json(&mut json, 7);

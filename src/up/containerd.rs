@@ -89,7 +89,7 @@ pub async fn refuse_of_another(endpoint: &str, agent: &Path) -> anyhow::Result<(
     match others.as_slice() {
         [] => Ok(()),
         [pod, ..] => bail!(
-            "--containerd-endpoint: {endpoint} already serves a kubelet: it has {} pods that are not this cluster's, for instance {} in {}; two agents on one runtime would end each other's pods, so leave the flag out (a private containerd is started then), or name another containerd",
+            "--containerd-endpoint: {endpoint} already serves a kubelet: it has {} pods of another node agent, for instance {} in {}; two agents on one runtime would stop each other's pods; remove the flag to start a private containerd, or use another containerd",
             others.len(),
             pod.name,
             pod.namespace
@@ -155,7 +155,7 @@ fn cni_binary() -> anyhow::Result<PathBuf> {
         PathBuf::from("/usr/lib/holdfast/holdfast-cni"),
         PathBuf::from("/opt/cni/bin/holdfast-cni"),
     ];
-    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not beside {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
+    places.iter().find(|p| p.is_file()).cloned().with_context(|| format!("the CNI plugins (holdfast-cni) are not in the directory of {}; build them with `cargo build --release --workspace`, or install them in /usr/lib/holdfast", own.display()))
 }
 
 /// Waits until a runtime answers CRI v1 at `endpoint`, as long as `alive` returns true.
@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn containerd_is_told_what_the_machine_has() {
+    async fn the_containerd_configuration_matches_the_machine() {
         let range = "10.1.0.0/16".parse().expect("a range");
         let endpoint = Some("unix:///nosuch".into());
         let settings = Settings::new("t", endpoint, 1, range).await;

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bundled_programs_run_without_any_library_and_leave_on_sigterm() {
+    fn the_bundled_programs_need_no_libraries_and_exit_on_sigterm() {
         use nix::sys::signal::{Signal, kill};
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().expect("a directory");
@@ -222,10 +222,10 @@ mod tests {
             {
                 assert!(
                     child.try_wait().expect("waited").is_none(),
-                    "{name} ended by itself"
+                    "{name} exited before SIGTERM"
                 );
             }
-            kill(pid, Signal::SIGTERM).expect("told to stop");
+            kill(pid, Signal::SIGTERM).expect("SIGTERM is sent");
             assert_eq!(child.wait().expect("waited").code(), Some(0), "{name}");
         }
     }

@@ -52,7 +52,7 @@ fn parts(dirs: &Dirs) -> Parts {
 fn require_root(command: &str) -> anyhow::Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!(
-            "`holdfast {command}` needs root: it makes network interfaces, mounts and cgroups; run it with sudo"
+            "`holdfast {command}` needs root: it creates network interfaces, mounts and cgroups; run it with sudo"
         );
     }
     Ok(())
@@ -64,7 +64,7 @@ pub async fn up(settings: &Settings) -> anyhow::Result<()> {
     let dirs = &settings.dirs;
     for dir in [&dirs.data, &dirs.run, &dirs.logs, &dirs.agent()] {
         fs::create_dir_all(dir)
-            .with_context(|| format!("the directory {} cannot be made", dir.display()))?;
+            .with_context(|| format!("the directory {} cannot be created", dir.display()))?;
     }
     fs::set_permissions(
         &dirs.data,
@@ -118,7 +118,7 @@ fn refuse_changes(settings: &Settings, parts: &Parts) -> anyhow::Result<()> {
         }
         let name = &settings.name;
         bail!(
-            "{flag}: the cluster {name} runs with {is}, not with {wanted}: repeat `up` with {flag} {is}, or stop the cluster first (holdfast down --name {name})"
+            "{flag}: {wanted} is invalid: the running cluster {name} has {is}; use {flag} {is}, or stop the cluster first (holdfast down --name {name})"
         );
     };
     if let Some(port) = parts.control.argument("--api-port") {
@@ -162,24 +162,24 @@ async fn join(dirs: &Dirs, kubeconfig: &Path) -> anyhow::Result<(kube::Client, S
     let client = crate::kubeapi::client::connect(&link).await?;
     let version = client.apiserver_version().await.map_err(|e| {
         let why = crate::kubeapi::client::chain(&e);
-        anyhow::anyhow!("--join: the apiserver that {shown} names does not answer: {why}")
+        anyhow::anyhow!("--join: the apiserver of {shown} does not answer: {why}")
     })?;
     Ok((
         client,
-        format!("of a control plane {}.", version.git_version),
+        format!("in a cluster of Kubernetes {}.", version.git_version),
     ))
 }
 
 fn hint(part: &Part, ours: bool) -> String {
     if ours {
         format!(
-            "{} did not come up; its log is {}\n{}",
+            "{} did not start; its log is {}\n{}",
             part.name,
             part.log.display(),
             part.last_words()
         )
     } else {
-        "the given --containerd-endpoint does not work".into()
+        "check that containerd runs at --containerd-endpoint".into()
     }
 }
 
@@ -189,7 +189,7 @@ fn start_containerd(settings: &Settings, part: &Part) -> anyhow::Result<()> {
         return containerd::write_network(settings);
     }
     let program = find_program("containerd")
-        .context("containerd is not installed (Debian: apt-get install containerd); or name a running one with --containerd-endpoint")?;
+        .context("containerd is not installed (Debian: apt-get install containerd); or use a running one with --containerd-endpoint")?;
     find_program("runc").context("runc is not installed (Debian: apt-get install runc)")?;
     containerd::install_network(settings)?;
     let config = settings.dirs.data.join("containerd.toml");
@@ -267,7 +267,7 @@ async fn wait_api(settings: &Settings, part: &Part, started: bool) -> anyhow::Re
         if part.is_lost(started) || tokio::time::Instant::now() > deadline {
             give_up(part, started)?;
             bail!(
-                "the control plane did not come up ({error}); its log is {}\n{}",
+                "the control plane did not start ({error}); its log is {}\n{}",
                 part.log.display(),
                 part.last_words()
             );
@@ -362,14 +362,14 @@ async fn wait_node(
 ) -> anyhow::Result<String> {
     let api: Api<k8s_openapi::api::core::v1::Node> = Api::all(client.clone());
     let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
-    let mut why = "it has not registered".to_owned();
+    let mut why = "the agent has not registered it".to_owned();
     loop {
         match api.get_opt(name).await {
             Ok(Some(node)) => {
                 let conditions = node.status.iter().flat_map(|s| s.conditions.iter());
                 match conditions.flatten().find(|c| c.type_ == "Ready") {
                     Some(c) if !is_of(c, part) => {
-                        "its agent has not reported yet".clone_into(&mut why);
+                        "the agent has not reported its status yet".clone_into(&mut why);
                     }
                     Some(c) if c.status == "True" => return Ok(node.name_any()),
                     Some(c) => why = c.message.clone().unwrap_or_default(),
@@ -383,7 +383,7 @@ async fn wait_node(
         if part.is_lost(started) || tokio::time::Instant::now() > deadline {
             give_up(part, started)?;
             bail!(
-                "the node {name} did not become ready: {why}; the agent's log is {}\n{}",
+                "the node {name} did not become Ready: {why}; the agent's log is {}\n{}",
                 part.log.display(),
                 part.last_words()
             );
@@ -436,14 +436,14 @@ pub async fn down(settings: &Settings, purge: bool) -> anyhow::Result<()> {
     println!(
         "{}",
         if stopped {
-            "Holdfast has stopped; nothing of its pods is left."
+            "Holdfast has stopped; all its pods were removed."
         } else {
             "Holdfast was not running."
         }
     );
     if !purge && dirs.data.exists() {
         println!(
-            "Its data stays in {}; `holdfast down --purge` removes it.",
+            "Its data is kept in {}; `holdfast down --purge` removes it.",
             dirs.data.display()
         );
     }
@@ -471,7 +471,7 @@ async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
     let listed = runtime
         .list()
         .await
-        .with_context(|| format!("the runtime at {endpoint} cannot be asked for its pods"))?;
+        .with_context(|| format!("the pods of the runtime at {endpoint} cannot be listed"))?;
     let private = settings.containerd_endpoint.is_none();
     let ours = listed
         .into_iter()
@@ -557,7 +557,7 @@ pub fn status(dirs: &Dirs) -> anyhow::Result<()> {
     }
     anyhow::ensure!(
         all_run,
-        "not everything runs; `holdfast up` starts what does not"
+        "some components do not run; start them with `holdfast up`"
     );
     Ok(())
 }
@@ -574,7 +574,12 @@ pub fn supervise(
     let name = PARTS
         .iter()
         .find(|known| **known == name)
-        .with_context(|| format!("--part {name:?} is none of {}", PARTS.join(", ")))?;
+        .with_context(|| {
+            format!(
+                "--part: {name:?} is invalid: use one of {}",
+                PARTS.join(", ")
+            )
+        })?;
     let part = Part::new(name, run, logs);
     match parent {
         Some(parent) => part.become_it(parent, program, arguments),

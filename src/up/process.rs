@@ -95,7 +95,7 @@ impl Part {
                 && !noted()
             {
                 bail!(
-                    "{} ended at once ({status}); see {}",
+                    "{} exited immediately ({status}); see {}",
                     self.name,
                     self.log.display()
                 );
@@ -114,7 +114,7 @@ impl Part {
         arguments: &[String],
     ) -> anyhow::Result<Command> {
         let (run, logs) = (self.pid_file.parent(), self.log.parent());
-        let (run, logs) = run.zip(logs).context("the part has no directories")?;
+        let (run, logs) = run.zip(logs).context("the component has no directories")?;
         let log = fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -145,7 +145,7 @@ impl Part {
         let dir = self
             .pid_file
             .parent()
-            .context("the part has no directory")?;
+            .context("the component has no directory")?;
         let failed = || format!("{} cannot be locked", dir.display());
         match fs::File::open(dir) {
             Ok(file) => {
@@ -176,7 +176,7 @@ impl Part {
         let noting = self.note_alone()?;
         if std::os::unix::process::parent_id() != parent {
             bail!(
-                "{} is not started: who wanted it has ended meanwhile",
+                "{} is not started: the process that started it has exited",
                 self.name
             );
         }

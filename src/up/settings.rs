@@ -146,12 +146,12 @@ impl Settings {
         match port {
             Some(port) if port == self.api_port || port == 0 => {
                 bail!(
-                    "--agent-port: {port} is invalid: use a port from 1 to 65535 that is not the API's"
+                    "--agent-port: {port} is invalid: use a port from 1 to 65535 other than the API port"
                 )
             }
             Some(port) => Ok(port),
             None => bail!(
-                "--agent-port is needed: without it the agent listens 1000 ports above the API, and {} + 1000 is no port",
+                "--agent-port is required: its default, the API port + 1000, is not a valid port ({} + 1000)",
                 self.api_port
             ),
         }

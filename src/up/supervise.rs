@@ -46,10 +46,10 @@ fn shown(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("it exited with code {code}"),
         (_, Some(signal)) => Signal::try_from(signal)
-            .map_or(format!("signal {signal} ended it"), |s| {
-                format!("{s} ended it")
+            .map_or(format!("it was killed by signal {signal}"), |s| {
+                format!("it was killed by {s}")
             }),
-        _ => "it ended".into(),
+        _ => "it exited".into(),
     }
 }
 
@@ -113,7 +113,7 @@ impl Part {
             let (pid, start) = state.supervisor;
             kill(Pid::from_raw(pid), Signal::SIGKILL).with_context(|| {
                 format!(
-                    "the supervisor of {} (pid {pid}) cannot be ended",
+                    "the supervisor of {} (pid {pid}) cannot be killed",
                     self.name
                 )
             })?;
@@ -141,7 +141,7 @@ impl Part {
             (Some(pid), Some(_)) => format!("runs (pid {pid})"),
             (Some(pid), None) if self.name == "containerd" => format!("runs (pid {pid})"),
             (Some(pid), None) => format!("runs (pid {pid}), without a supervisor"),
-            (None, Some(_)) => "ended and is about to be started again".to_owned(),
+            (None, Some(_)) => "does not run; its supervisor is about to restart it".to_owned(),
             (None, None) => "does not run".to_owned(),
         };
         if let Some(State {
@@ -152,7 +152,7 @@ impl Part {
         {
             let ago = now.saturating_sub(at).max(0);
             text.push_str(&format!(
-                "; started again {restarts} times, the last time {ago} s ago as {why}; its log is {}",
+                "; restarted {restarts} times, last {ago} s ago because {why}; its log is {}",
                 self.log.display()
             ));
         }
@@ -192,7 +192,7 @@ pub fn supervise(part: &Part, program: &Path, arguments: &[String]) -> anyhow::R
             eprintln!("holdfast: {error:#}");
         }
         eprintln!(
-            "holdfast: {} is started again in {} ms, as {why}",
+            "holdfast: {} is restarted in {} ms, because {why}",
             part.name,
             pause.as_millis()
         );
@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_and_start_over() {
+    fn the_back_off_grows_and_is_reset_after_a_steady_run() {
         let mut pause = Duration::ZERO;
         let mut seen = vec![];
         for _ in 0..8 {
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_ran_before_is_lost_without_its_supervisor_alone() {
+    fn a_component_that_ran_before_is_lost_only_without_its_supervisor() {
         let dir = tempfile::tempdir().expect("a directory");
         let part = Part::new("agent", dir.path(), dir.path());
         assert!(part.is_lost(false), "nothing runs");
@@ -229,8 +229,11 @@ mod tests {
         };
         let text = serde_json::to_vec(&state).expect("JSON");
         fs::write(part.state_file(), text).expect("a file");
-        assert!(!part.is_lost(false), "its supervisor starts it again");
-        assert!(part.is_lost(true), "it was started just now, in vain");
+        assert!(!part.is_lost(false), "its supervisor restarts it");
+        assert!(
+            part.is_lost(true),
+            "it has just been started and has exited"
+        );
         fs::write(&part.pid_file, format!("{own} {start}\n")).expect("a file");
         assert!(!part.is_lost(true) && !part.is_lost(false), "it runs");
     }

@@ -637,7 +637,7 @@ fn a_node_of_another_control_plane_is_started_by_up() {
     assert_eq!(second.node_name(), "t-another");
     let said = second.up();
     assert!(
-        said.contains("node t-another is Ready") && said.contains("of a control plane v1."),
+        said.contains("node t-another is Ready") && said.contains("in a cluster of Kubernetes v1."),
         "{said}"
     );
     assert!(!second.run_dir().join("control-plane.pid").exists());

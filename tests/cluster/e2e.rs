@@ -661,7 +661,7 @@ fn mistakes_are_answered_with_the_thing_and_the_remedy() {
                 "--agent-port",
                 "16498",
             ],
-            &["--agent-port", "16498", "not the API's"],
+            &["--agent-port", "16498", "other than the API port"],
         ),
         (
             &["agent", "--config", "/nonexistent.yaml"],

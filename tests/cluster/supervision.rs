@@ -63,7 +63,7 @@ fn a_part_that_ends_is_started_again() {
     let restarted = || supervisor.state().is_some_and(|s| s["restarts"] == 1);
     wait("its count", restarted);
     let state = supervisor.state().unwrap();
-    assert_eq!(state["last_end"][0], "SIGKILL ended it");
+    assert_eq!(state["last_end"][0], "it was killed by SIGKILL");
 }
 
 /// A supervisor that is killed at any moment leaves no component running whose PID is not recorded.
@@ -164,7 +164,7 @@ fn a_control_plane_that_dies_comes_back() {
         )
     };
     cluster.wait("the API", || {
-        status().1.contains("started again 1 times")
+        status().1.contains("restarted 1 times")
             && cluster
                 .log("control-plane")
                 .matches("the control plane is serving")
@@ -173,7 +173,7 @@ fn a_control_plane_that_dies_comes_back() {
     });
     cluster.kubectl(&["get", "nodes"]);
     let (runs, text) = status();
-    assert!(runs && text.contains("SIGKILL ended it"), "{text}");
+    assert!(runs && text.contains("it was killed by SIGKILL"), "{text}");
     the_control_plane_keeps_its_secrets(&cluster);
 
     // `up` does not restart running components, and starts a new supervisor for a component that has lost its own.

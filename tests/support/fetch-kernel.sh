@@ -4,7 +4,7 @@ set -eu
 target=$1
 [ -e "$target/boot" ] && exit 0
 package=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-[^ ]*\).*/\1/p' | head -n 1)
-[ -n "$package" ] || { echo "apt knows no linux-image-cloud-amd64" >&2; exit 1; }
+[ -n "$package" ] || { echo "apt has no package linux-image-cloud-amd64; run apt-get update" >&2; exit 1; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package")

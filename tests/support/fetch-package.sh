@@ -11,7 +11,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/lists/partial" "$work/etc" "$work/debs" "$work/cache/archives/partial"
 uri=$(cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | sed -nE 's/^URIs: *([^ ]+).*/\1/p; s/^deb +(\[[^]]*\] +)?([^ ]+) .*/\2/p' | grep -v security | head -n 1)
-[ -n "$uri" ] || { echo "no Debian archive in apt's sources" >&2; exit 1; }
+[ -n "$uri" ] || { echo "apt's sources list no Debian archive; add one to /etc/apt/sources.list" >&2; exit 1; }
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 echo "deb [signed-by=$key] $uri $suite main" >"$work/etc/sources.list"
 # Ignore the packages that are installed on this machine.

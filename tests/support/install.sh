@@ -18,11 +18,11 @@ if ! command -v cc >/dev/null; then missing="$missing gcc libc6-dev"; fi
 [ -n "$missing" ] || exit 0
 
 if ! command -v apt-get >/dev/null; then
-    echo "please install:$missing (this script knows only Debian's apt-get)" >&2
+    echo "apt-get is not available; install these packages with this system's package manager:$missing" >&2
     exit 1
 fi
 echo "installing:$missing"
-[ "$(id -u)" = 0 ] || { echo "root is needed to install packages: run make with sudo" >&2; exit 1; }
+[ "$(id -u)" = 0 ] || { echo "installing packages needs root; run make with sudo" >&2; exit 1; }
 export DEBIAN_FRONTEND=noninteractive
 # The package must not start its own containerd: `holdfast up` starts a private one.
 policy=/usr/sbin/policy-rc.d

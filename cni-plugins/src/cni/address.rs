@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_as_the_reference_does() {
+    fn addresses_are_parsed_as_in_the_reference() {
         let shown = |text| address(text).map(|a| a.to_string());
         assert_eq!(shown("10.1.2.3").as_deref(), Some("10.1.2.3"));
         assert_eq!(shown("fd00::1").as_deref(), Some("fd00::1"));
@@ -50,7 +50,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_are_read_as_the_reference_does() {
+    fn networks_are_parsed_as_in_the_reference() {
         let shown = |text| network(text).map(|a| a.to_string());
         assert_eq!(shown("10.1.2.3/24").as_deref(), Some("10.1.2.3/24"));
         assert_eq!(shown("fd00::/64").as_deref(), Some("fd00::/64"));

@@ -51,7 +51,7 @@ impl<'a> Json<'a> {
         };
         if !Path::new(path).is_absolute() {
             return Err(Error::config(format!(
-                "invalid {key} {path:?}: give an absolute path such as {absent:?}"
+                "invalid {key} {path:?}: use an absolute path such as {absent:?}"
             )));
         }
         Ok(path.into())
@@ -163,7 +163,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn keys_match_in_any_case_and_types_are_checked() {
+    fn keys_are_case_insensitive_and_types_are_checked() {
         let value = json!({"HostPort": 1, "isGateway": true, "mtu": "x", "name": null});
         let config = Json(&value);
         assert_eq!(config.number("hostport", 0, 0..=10), Ok(1));
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn args_are_strict_unless_told_otherwise() {
+    fn unknown_args_are_rejected_unless_ignore_unknown_is_set() {
         assert!(cni_args("", &[]).expect("empty").is_empty());
         assert!(cni_args("A=1", &[]).is_err());
         assert_eq!(

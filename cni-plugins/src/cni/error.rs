@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_status_says_that_add_cannot_be_served() {
+    fn only_status_returns_the_codes_for_unavailable_plugins() {
         let code = |code, verb| Error::new(code, "").of(verb).code;
         assert_eq!(code(Error::UNAVAILABLE, "STATUS"), 50);
         for verb in ["ADD", "DEL", "CHECK", "GC"] {

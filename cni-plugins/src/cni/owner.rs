@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn owners_know_what_is_theirs_and_so_do_networks() {
+    fn comments_match_only_their_owner_and_network() {
         let owner = Owner::new("net", "c1", "eth0");
         assert!(
             owner.has(&owner.comment)
@@ -79,6 +79,6 @@ mod tests {
             !is_left_over(&Owner::new("other", "c1", "eth1").comment, "net", &keep),
             "another network's"
         );
-        assert!(!is_left_over("c1", "net", &[]), "somebody else's comment");
+        assert!(!is_left_over("c1", "net", &[]), "another program's comment");
     }
 }

@@ -266,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_version_reads_what_it_writes() {
+    fn results_of_every_version_round_trip() {
         let success = Success {
             interfaces: vec![Interface {
                 name: "eth0".into(),

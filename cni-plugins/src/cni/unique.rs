@@ -77,7 +77,7 @@ mod tests {
     use super::duplicate;
 
     #[test]
-    fn keys_that_stand_twice_are_found_where_they_matter() {
+    fn duplicate_keys_are_found_in_the_given_object() {
         let find = |text: &str| duplicate(text.as_bytes(), "sysctl");
         assert_eq!(
             find(r#"{"a": 1, "a": 2, "sysctl": {"x": "1", "y": [1, {}], "z": null, "w": -1.5}}"#),

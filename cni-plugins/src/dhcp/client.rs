@@ -77,7 +77,7 @@ impl Asking {
         Err(Error::new(
             Error::TRY_AGAIN,
             format!(
-                "no DHCP server has answered within {} s: no more tries",
+                "no DHCP server answered within {} s",
                 self.patience.as_secs()
             ),
         ))
@@ -85,8 +85,8 @@ impl Asking {
 
     /// Acquires a lease from the first server that offers one. `again` is the previous address of the client, if any.
     pub fn acquire(&self, again: Option<Ipv4Addr>) -> Result<Lease, Error> {
-        let packets =
-            Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
+        let packets = Packets::open(self.link.0)
+            .map_err(|e| Error::doing("opening a socket for DHCP failed", e))?;
         let until = Instant::now() + self.patience;
         let mut discover = self.message(kind::DISCOVER, random()?);
         if let Some(address) = again {
@@ -95,7 +95,7 @@ impl Asking {
         let offer = self.ask(&packets, &discover, &[kind::OFFER], until)?;
         let server = offer
             .get(option::SERVER)
-            .ok_or_else(|| Error::other("a DHCP server's offer does not say whose it is"))?;
+            .ok_or_else(|| Error::other("a DHCP server's offer has no server identifier"))?;
         let request = self
             .message(kind::REQUEST, discover.id)
             .with(option::REQUESTED_ADDRESS, &offer.yours.octets())
@@ -110,14 +110,17 @@ impl Asking {
         request.client = lease.address.addr();
         let until = Instant::now() + lease.left(age).min(self.patience);
         if any {
-            let packets =
-                Packets::open(self.link.0).map_err(|e| Error::doing("no socket for DHCP", e))?;
+            let packets = Packets::open(self.link.0)
+                .map_err(|e| Error::doing("opening a socket for DHCP failed", e))?;
             return consent(&self.ask(&packets, &request, &[kind::ACK, kind::NAK], until)?);
         }
         request.broadcast = false;
         let failed = |e: io::Error| {
             Error::doing(
-                format!("the DHCP server {} cannot be asked", lease.server),
+                format!(
+                    "sending a request to the DHCP server {} failed",
+                    lease.server
+                ),
                 e,
             )
         };
@@ -186,7 +189,7 @@ impl Asking {
             },
         );
         sent.map(|_| ())
-            .map_err(|e| Error::doing("the lease cannot be given back", e))
+            .map_err(|e| Error::doing("releasing the lease failed", e))
     }
 }
 
@@ -197,7 +200,7 @@ fn consent(answer: &Message) -> Result<Lease, Error> {
             .map(|m| String::from_utf8_lossy(m).into_owned())
             .unwrap_or_default();
         return Err(Error::other(
-            format!("the DHCP server has refused the address {why}")
+            format!("the DHCP server rejected the address {why}")
                 .trim_end()
                 .to_owned(),
         ));
@@ -207,6 +210,7 @@ fn consent(answer: &Message) -> Result<Lease, Error> {
 
 fn random() -> Result<u32, Error> {
     let mut bytes = [0; 4];
-    crate::net::random(&mut bytes).map_err(|e| Error::doing("no random number", e))?;
+    crate::net::random(&mut bytes)
+        .map_err(|e| Error::doing("reading a random number failed", e))?;
     Ok(u32::from_ne_bytes(bytes))
 }

@@ -33,14 +33,14 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 const USAGE: &str = "usage: dhcp daemon [options]
 
-Holds the DHCP leases of containers for the CNI plugin \"dhcp\".
-  -socketpath PATH     where it listens (/run/cni/dhcp.sock); a socket from systemd comes first
-  -pidfile PATH        where it writes its process id
-  -hostprefix PATH     what it sees the host's files below, if it runs in a container
-  -broadcast           have servers send answers to all, as some networks need
-  -timeout DURATION    how long a server may take until it is asked again no more (10s)
-  -resendmax DURATION  the longest wait before a server is asked again (62s)
-  -resendtimeout DURATION  how long getting a lease may take altogether, if shorter than the timeout (208s)";
+Acquires and renews the DHCP leases of containers for the CNI plugin \"dhcp\".
+  -socketpath PATH     the socket to listen on (/run/cni/dhcp.sock); a socket from systemd takes precedence
+  -pidfile PATH        the file for the daemon's process id
+  -hostprefix PATH     the directory below which the daemon sees the host's files, if it runs in a container
+  -broadcast           request broadcast replies, which some networks need
+  -timeout DURATION    the timeout for a server's reply, including retransmissions (10s)
+  -resendmax DURATION  the longest pause between retransmissions (62s)
+  -resendtimeout DURATION  the timeout for acquiring a lease, if shorter than -timeout (208s)";
 
 /// The daemon's command-line settings.
 #[derive(Debug, Clone)]
@@ -117,7 +117,7 @@ impl Settings {
                 .ok_or_else(|| format!("-{name} needs a value\n{USAGE}"))?;
             let time = || {
                 duration(&value).ok_or_else(|| {
-                    format!("-{name} {value:?} is no duration, such as 10s or 1m30s")
+                    format!("invalid -{name} {value:?}: use a duration such as 10s or 1m30s")
                 })
             };
             match name {
@@ -194,7 +194,7 @@ fn code(name: &str) -> Result<u8, Error> {
     };
     known.ok_or_else(|| {
         Error::config(format!(
-            "ipam: the DHCP option {name:?} is unknown: give its number, from 1 to 254"
+            "ipam: the DHCP option {name:?} is unknown: use its number, from 1 to 254"
         ))
     })
 }
@@ -293,11 +293,14 @@ impl Holder {
         if !Namespace::at(Path::new(&self.netns)).may_be(self.namespace) {
             return Err(Error::new(
                 Error::NAMESPACE,
-                format!("{} is another network namespace by now", self.netns),
+                format!("{} now leads to another network namespace", self.netns),
             ));
         }
         netns::inside(&namespace, || {
-            work(&mut Socket::route().map_err(|e| Error::doing("no netlink socket", e))?)
+            work(
+                &mut Socket::route()
+                    .map_err(|e| Error::doing("opening a netlink socket failed", e))?,
+            )
         })
     }
 
@@ -390,7 +393,7 @@ impl Daemon {
     fn forget(&self, holder: &Holder) {
         match std::fs::remove_file(self.file(holder)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                log(&format!("a lease's file cannot be removed: {error}"))
+                log(&format!("removing a lease file failed: {error}"))
             }
             _ => {}
         }
@@ -412,7 +415,10 @@ impl Daemon {
             {
                 Some((holder, state)) => self.hold(holder, state),
                 None => {
-                    log(&format!("{} is no lease and is removed", path.display()));
+                    log(&format!(
+                        "{} is not a lease file; removing it",
+                        path.display()
+                    ));
                     std::fs::remove_file(&path)?;
                 }
             }
@@ -455,7 +461,7 @@ impl Daemon {
                 Step::Rebind(again) => (true, again),
                 Step::Ended => {
                     log(&format!(
-                        "the lease of {} for {name} has ended; the interface is brought down",
+                        "the lease of {} for {name} has expired; bringing the interface down",
                         state.lease.address
                     ));
                     let down = holder.inside(|socket| {
@@ -492,17 +498,19 @@ impl Daemon {
                         && let Err(error) = self.keep(holder, &state)
                     {
                         log(&format!(
-                            "the lease of {name} cannot be written down: {error}"
+                            "writing the lease of {name} to its file failed: {error}"
                         ));
                     }
                 }
                 Err(error) if error.code == Error::NAMESPACE => {
-                    log(&format!("{name} is gone: {error}"));
+                    log(&format!(
+                        "{name} no longer exists; dropping its lease: {error}"
+                    ));
                     return self.drop_lease(held);
                 }
                 Err(error) => {
                     log(&format!(
-                        "the lease of {} for {name} cannot be renewed, yet: {error}",
+                        "renewing the lease of {} for {name} failed, retrying: {error}",
                         state.lease.address
                     ));
                     self.sleep(held, Some(again));
@@ -553,7 +561,7 @@ impl Daemon {
             since: now(),
             over: false,
         };
-        let failed = |e| Error::doing("the lease cannot be written down", e);
+        let failed = |e| Error::doing("writing the lease to its file failed", e);
         self.keep(&holder, &state).map_err(failed)?;
         let result = state.lease.success(priority).json("1.0.0")?;
         self.hold(holder, state);
@@ -580,7 +588,7 @@ impl Daemon {
                 .inside(|socket| held.holder.asking(&self.settings, socket)?.release(&lease));
             if let Err(error) = released {
                 log(&format!(
-                    "the lease of {} for {} is let run out: {error}",
+                    "releasing the lease of {} for {} failed, so it expires on the server: {error}",
                     lease.address, held.holder.container
                 ));
             }
@@ -600,7 +608,7 @@ impl Daemon {
             .cloned();
         let held = held.ok_or_else(|| {
             Error::other(format!(
-                "dhcp: there is no lease for {ifname} of container {container}"
+                "dhcp: no lease for {ifname} of container {container}"
             ))
         })?;
         let address = lock(&held.state).lease.address.to_string();
@@ -680,7 +688,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     }
     let settings = Settings::parse(arguments)?;
     let listener = listener(&settings.socket)
-        .map_err(|e| format!("{} cannot be listened at: {e}", settings.socket.display()))?;
+        .map_err(|e| format!("listening on {} failed: {e}", settings.socket.display()))?;
     if let Some(path) = &settings.pid_file {
         std::fs::write(path, std::process::id().to_string())
             .map_err(|e| format!("{} cannot be written: {e}", path.display()))?;
@@ -700,12 +708,12 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         match stream {
             Ok(stream) => drop(std::thread::spawn(move || {
                 if let Err(error) = daemon.serve(stream) {
-                    log(&format!("a request was cut off: {error}"));
+                    log(&format!("a request was interrupted: {error}"));
                 }
             })),
             Err(error) => {
                 // Most likely out of file descriptors; a later attempt may succeed.
-                log(&format!("a request cannot be taken: {error}"));
+                log(&format!("accepting a request failed: {error}"));
                 std::thread::sleep(Duration::from_millis(100));
             }
         }
@@ -718,7 +726,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arguments_are_those_of_the_reference() {
+    fn the_arguments_of_the_reference_are_accepted() {
         let parse = |text: &str| {
             Settings::parse(
                 &text

@@ -82,7 +82,7 @@ mod tests {
     proptest! {
         /// Any packet yields a part of itself, or `None`.
         #[test]
-        fn any_packet_is_read_or_passed_over(mut bytes in vec(any::<u8>(), 0..100), payload in vec(any::<u8>(), 0..60), options in 5_u8..16) {
+        fn any_packet_is_decoded_or_ignored(mut bytes in vec(any::<u8>(), 0..100), payload in vec(any::<u8>(), 0..60), options in 5_u8..16) {
             let _ = from_servers(&bytes);
             // An IP header with options, followed by a well-formed datagram.
             let header = usize::from(options) * 4;
@@ -103,13 +103,17 @@ mod tests {
         assert_eq!(
             checksum(&[&packet[..20]]),
             0,
-            "a header with its sum sums up to nothing"
+            "the checksum of a header with its checksum is zero"
         );
         assert_eq!(
             (packet.len(), packet[9], &packet[16..20]),
             (31, UDP, &[255; 4][..])
         );
-        assert_eq!(from_servers(&packet), None, "that is for servers");
+        assert_eq!(
+            from_servers(&packet),
+            None,
+            "a request is addressed to servers"
+        );
         let mut answer = packet;
         answer[22..24].copy_from_slice(&CLIENT_PORT.to_be_bytes());
         assert_eq!(from_servers(&answer), Some(&b"abc"[..]));

@@ -89,12 +89,12 @@ impl Lease {
         };
         let missing = |what: &str| Error::other(format!("the DHCP server's answer has no {what}"));
         if ack.kind() != kind::ACK {
-            return Err(Error::other("the DHCP server has refused"));
+            return Err(Error::other("the DHCP server rejected the request"));
         }
         let mask = number(option::SUBNET_MASK).ok_or_else(|| missing("subnet mask"))?;
         let length = u8::try_from(mask.leading_ones()).unwrap_or(32);
         let address = Ipv4Net::new(ack.yours, length)
-            .map_err(|e| Error::doing("the DHCP server's address is none", e))?;
+            .map_err(|e| Error::doing("the address from the DHCP server is invalid", e))?;
         let routers = ack.get(option::ROUTERS).map(addresses).unwrap_or_default();
         let seconds = number(option::LEASE_TIME)
             .filter(|s| *s > 0)
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_say_what_they_give() {
+    fn a_lease_contains_the_options_of_the_reply() {
         let lease = Lease::of(&ack().with(option::STATIC_ROUTES, &[192, 168, 7, 0, 10, 0, 0, 3]))
             .expect("a lease");
         assert_eq!(

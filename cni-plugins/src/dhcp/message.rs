@@ -173,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sent_is_received(id in any::<u32>(), mac in any::<[u8; 6]>(), long in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn messages_round_trip(id in any::<u32>(), mac in any::<[u8; 6]>(), long in proptest::collection::vec(any::<u8>(), 0..600)) {
             let mut message = Message::new(kind::DISCOVER, id, mac).with(option::CLIENT_ID, b"\0abc");
             if !long.is_empty() {
                 message = message.with(option::HOST_NAME, &long);
@@ -182,7 +182,7 @@ mod tests {
         }
 
         #[test]
-        fn nonsense_is_no_message_and_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..700), cut in 0usize..300) {
+        fn any_bytes_are_decoded_or_rejected_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..700), cut in 0usize..300) {
             let _ = Message::parse(&bytes);
             let whole = Message::new(kind::OFFER, 1, [1; 6]).with(option::ROUTERS, &[1, 2, 3, 4]).encode();
             let _ = Message::parse(&whole[..cut]);

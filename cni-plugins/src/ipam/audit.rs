@@ -125,7 +125,7 @@ fn judge(
     let (netns, life) = match store.life(record) {
         Life::Unknown => match cached(&request.cache_dir, network, record) {
             Some(path) if Namespace::at(Path::new(&path)) == Namespace::default() => {
-                (None, Life::Gone("its network namespace is gone"))
+                (None, Life::Gone("its network namespace no longer exists"))
             }
             Some(path) => (Some(path), Life::Alive),
             None => (None, Life::Unknown),
@@ -149,7 +149,10 @@ fn judge(
                 if present.contains(address) {
                     State::Used
                 } else {
-                    leaked(format!("{} of its container has not got it", record.ifname))
+                    leaked(format!(
+                        "{} of its container does not have it",
+                        record.ifname
+                    ))
                 }
             };
             (
@@ -183,7 +186,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
     for network in &networks {
         let Some(mut store) = Store::open_existing(&request.data_dir, network)? else {
             return Err(Error::config(format!(
-                "there is no network {network:?} in {}",
+                "no network {network:?} in {}",
                 request.data_dir.display()
             )));
         };
@@ -234,7 +237,7 @@ pub fn audit(request: &Request) -> Result<Vec<Finding>, Error> {
                 .collect();
             if !others.is_empty() {
                 finding.state = State::Double(format!(
-                    "on an interface of {}, too: one of them must be made anew",
+                    "also on an interface of {}: delete one of these pods",
                     others.join(", ")
                 ));
             }
@@ -295,14 +298,12 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
         let state = match (&f.state, f.mended) {
             (State::Used, _) => "used".to_owned(),
             (State::Unknown, _) => {
-                "unknown: nothing tells whether its container is there".to_owned()
+                "unknown: no record shows whether its container still exists".to_owned()
             }
-            (State::Starting, _) => {
-                "starting: its attachment may still be in the making".to_owned()
-            }
+            (State::Starting, _) => "starting: its ADD may still be running".to_owned(),
             (State::Leaked(why), true) => format!("released: {why}"),
             (State::Leaked(why), false) => format!("leaked: {why}"),
-            (State::Double(why), _) => format!("held twice: {why}"),
+            (State::Double(why), _) => format!("allocated twice: {why}"),
         };
         well &= f.mended || matches!(f.state, State::Used | State::Unknown | State::Starting);
         rows.push([
@@ -334,11 +335,11 @@ pub fn table(findings: &[Finding]) -> (String, bool) {
 pub fn run(arguments: &[String]) -> Result<(String, bool), Error> {
     const USAGE: &str = "usage: host-local audit [--data-dir DIR] [--cache-dir DIR] [--network NAME] [--mend]
 
-Shows the addresses that host-local has given out, which of them are leaked (nobody can use them any more) or held
-twice, and with --mend releases the leaked ones. Exits with 1 if something is left to mend.
-  --data-dir DIR    where host-local keeps its networks (/var/lib/cni/networks)
-  --cache-dir DIR   where the runtime keeps results (/var/lib/cni/results)
-  --older-than SECS release only what was reserved longer ago (300): younger ones may belong to a pod that is starting";
+Lists the addresses that host-local has allocated, and which of them are leaked (no container uses them) or allocated
+twice; --mend releases the leaked ones. Exits with 1 if any leaked or doubly allocated addresses remain.
+  --data-dir DIR    the directory in which host-local keeps its networks (/var/lib/cni/networks)
+  --cache-dir DIR   the directory of the runtime's CNI results (/var/lib/cni/results)
+  --older-than SECS release only addresses that were reserved longer ago (300): younger ones may belong to a starting pod";
     let mut request = Request::default();
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {

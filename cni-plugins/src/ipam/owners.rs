@@ -225,7 +225,7 @@ impl Record {
             return Life::Unknown;
         }
         if self.here.boot != now.boot {
-            return Life::Gone("the machine has been rebooted since");
+            return Life::Gone("the machine has rebooted since");
         }
         let (path, own) = (Path::new(&self.netns), self.namespace);
         if self.netns.is_empty() || own.inode == 0 {
@@ -236,7 +236,7 @@ impl Record {
         }
         match is_inhabited(own.inode) && !self.is_number_reused() {
             true => Life::Alive,
-            false => Life::Gone("its network namespace is gone"),
+            false => Life::Gone("its network namespace no longer exists"),
         }
     }
 
@@ -425,7 +425,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_dead_are_told_from_the_living() {
+    fn owners_of_another_boot_or_a_deleted_namespace_are_dead() {
         let now = Here {
             boot: "b2".into(),
             machine: "m".into(),
@@ -458,7 +458,7 @@ mod tests {
             }
             .life(&now, |n| inhabited().contains(&n)),
             Life::Alive,
-            "processes are still in it"
+            "the namespace still has processes"
         );
         assert!(matches!(
             Record {
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reused_number_does_not_keep_the_dead_alive() {
+    fn a_reused_namespace_number_does_not_keep_an_owner_alive() {
         let dir = tempfile::tempdir().expect("a directory");
         let now = Here::now();
         let (own, other) = (dir.path().join("cni-1"), dir.path().join("cni-2"));
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_starting_is_known_by_its_age_and_its_plugin() {
+    fn an_owner_may_be_starting_if_it_is_young_or_its_plugin_runs() {
         let patience = Duration::from_secs(300);
         let at = |boot: &str, seconds: u64| Here {
             boot: boot.into(),
@@ -546,7 +546,7 @@ mod tests {
             ("old", record(at("b", 700), none), false),
             ("old and running", record(at("b", 0), own), true),
             (
-                "its number is another process's",
+                "another process reuses its pid",
                 record(at("b", 0), another),
                 false,
             ),

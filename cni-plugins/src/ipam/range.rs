@@ -48,7 +48,7 @@ impl Range {
             .ok_or_else(|| Error::config(format!("invalid subnet {text:?}: expected an address and a prefix length such as 10.22.0.0/24, without leading zeros")))?;
         if subnet.addr().is_ipv4() && text.contains(':') {
             return Err(Error::config(format!(
-                "invalid subnet {text:?}: a network of IPv4 in the notation of IPv6; write {subnet}"
+                "invalid subnet {text:?}: an IPv4 network in IPv6 notation; use {subnet}"
             )));
         }
         if subnet.addr() != subnet.network() {
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_checked_and_defaulted() {
+    fn ranges_are_validated_and_get_defaults() {
         let sets = parsed(&json!({"subnet": "10.1.2.0/24"})).expect("fine");
         let range = &sets[0][0];
         assert_eq!(
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_come_round_robin_without_gateways() {
+    fn addresses_are_allocated_round_robin_without_gateways() {
         let set =
             parsed(&json!({"ranges": [[{"subnet": "10.0.0.0/29", "rangeEnd": "10.0.0.3"}, {"subnet": "10.0.1.0/29", "rangeEnd": "10.0.1.2"}]]}))
                 .expect("fine");
@@ -261,7 +261,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_address_comes_exactly_once(prefix in 24u8..=30, last in any::<u8>()) {
+        fn the_iteration_visits_every_address_exactly_once(prefix in 24u8..=30, last in any::<u8>()) {
             let set = parsed(&json!({"subnet": format!("10.0.0.0/{prefix}")})).expect("fine");
             let last = IpAddr::from([10, 0, 0, last]);
             let mut seen: Vec<_> = candidates(&set[0], Some(last)).map(|(a, _)| a).collect();

@@ -55,10 +55,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_tell_all_or_nothing() {
+    fn an_undecodable_result_makes_the_list_empty() {
         let dir = tempfile::tempdir().expect("a directory");
         let write = |name: &str, text: &str| {
-            std::fs::write(dir.path().join(name), text).expect("it can be written");
+            std::fs::write(dir.path().join(name), text).expect("written");
         };
         assert_eq!(attached(&dir.path().join("nosuch")), []);
         write(

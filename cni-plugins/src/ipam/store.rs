@@ -514,12 +514,12 @@ mod tests {
         assert!(reserve(&store, "c1", &["10.0.0.2", "fd00::5"]));
         assert!(
             !reserve(&store, "c2", &["10.0.0.3", "fd00::5"]),
-            "the second is taken"
+            "the second address is reserved"
         );
         assert_eq!(
             store.taken().expect("taken"),
             HashSet::from([ip("10.0.0.2"), ip("fd00::5")]),
-            "the first was given back"
+            "the first address was released"
         );
         assert_eq!(
             std::fs::read(dir.path().join("net/10.0.0.2")).expect("a file"),
@@ -533,7 +533,7 @@ mod tests {
         drop(store);
         // Other implementations write there too, and do not clean up.
         std::fs::write(dir.path().join("net/10.0.0.9"), " c9 \n").expect("an old record");
-        std::fs::write(dir.path().join("net/10.0.0.8"), "").expect("what a crash leaves");
+        std::fs::write(dir.path().join("net/10.0.0.8"), "").expect("a file left by a crash");
         let store = Store::open(dir.path(), "net").expect("open");
         assert_eq!(store.taken().expect("taken").len(), 3);
         assert!(!dir.path().join("net/10.0.0.8").exists());
@@ -551,12 +551,12 @@ mod tests {
         );
         let mine = store.of("c1", "eth0").expect("mine");
         store.release(&mine).expect("release");
-        store.release(&mine).expect("again is fine");
+        store.release(&mine).expect("release is idempotent");
         assert!(store.taken().expect("taken").is_empty());
     }
 
     #[test]
-    fn what_is_somebody_elses_by_now_is_not_released() {
+    fn an_address_reserved_by_another_owner_is_not_released() {
         let dir = tempfile::tempdir().expect("a directory");
         let open = || Store::open(dir.path(), "net").expect("open");
         assert!(reserve(&open(), "c1", &["10.0.0.2"]));
@@ -597,15 +597,15 @@ mod tests {
         assert_eq!(mine.addresses, [ip("10.0.0.2"), ip("fd00::5")].into());
         let error = store.release(&mine).expect_err("unknown owner");
         assert!(error.to_string().contains("net/10.0.0.2"), "{error}");
-        assert!(store.of("c1", "eth0").is_some(), "a later DEL tries again");
+        assert!(store.of("c1", "eth0").is_some(), "a later DEL retries");
         std::fs::remove_file(&file).expect("removed");
         std::fs::write(&file, [0xff, 0xfe]).expect("no text");
         store.read_all().expect("read");
-        assert!(file.exists(), "what is no text is somebody's");
+        assert!(file.exists(), "a file that is not UTF-8 stays reserved");
     }
 
     #[test]
-    fn what_the_stamp_has_missed_is_found_when_everything_is_read() {
+    fn read_all_finds_changes_that_the_time_stamp_missed() {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
         std::fs::write(dir.path().join("net/10.0.0.9"), "theirs\r\neth0").expect("the reference's");
@@ -623,7 +623,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_frees_what_was_given_before_it_and_nothing_else() {
+    fn a_reboot_releases_only_addresses_of_this_machine_from_before_it() {
         let dir = tempfile::tempdir().expect("a directory");
         let at = |boot: &str, machine: &str| {
             Store::open_at(
@@ -644,13 +644,13 @@ mod tests {
         assert_eq!(
             store.taken().expect("taken"),
             HashSet::from([ip("10.0.0.3"), ip("10.0.0.4")]),
-            "another machine's and an unknown's stay"
+            "addresses of another machine and of unknown origin stay"
         );
         assert_eq!(store.of("c1", "eth0"), None);
     }
 
     #[test]
-    fn what_died_half_way_is_known_and_can_be_released() {
+    fn an_unfinished_reservation_can_be_released() {
         let dir = tempfile::tempdir().expect("a directory");
         let store = Store::open(dir.path(), "net").expect("open");
         let mut reservation = store

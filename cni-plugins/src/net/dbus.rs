@@ -161,7 +161,7 @@ fn read_fields(fields: &[u8]) -> Option<(u32, String)> {
 fn nonsense() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
-        "the message bus answers nonsense",
+        "the message bus sent a malformed reply",
     )
 }
 
@@ -205,7 +205,7 @@ impl Bus {
         if !line.starts_with(b"OK ") {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "the message bus does not let this process in",
+                "the message bus rejected the authentication of this process",
             ));
         }
         stream.write_all(b"BEGIN\r\n")?;
@@ -265,7 +265,7 @@ impl Bus {
         }
         Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("the message bus sent {SKIPPED} messages and no answer"),
+            format!("the message bus sent {SKIPPED} messages but no reply"),
         ))
     }
 
@@ -292,7 +292,7 @@ mod tests {
     proptest! {
         /// Any header is parsed or rejected. Well-formed fields are found among any others.
         #[test]
-        fn any_header_is_read_or_refused(bytes in vec(any::<u8>(), 0..200), reply_to in any::<u32>(), name in "[a-z.]{0,40}", flip in any::<(usize, u8)>()) {
+        fn any_header_is_decoded_or_rejected(bytes in vec(any::<u8>(), 0..200), reply_to in any::<u32>(), name in "[a-z.]{0,40}", flip in any::<(usize, u8)>()) {
             let _ = read_fields(&bytes);
             let _ = text(&bytes, 0);
             let mut fields = Writer::default();
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bus_that_only_talks_is_given_up() {
+    fn a_bus_without_a_reply_is_abandoned() {
         let (stream, mut other) = UnixStream::pair().expect("a pair");
         let talk = std::thread::spawn(move || {
             // A signal without fields and body.

@@ -30,7 +30,7 @@ pub fn clear(path: &Path) -> io::Result<()> {
         )),
         Ok(_) if is_served(path)? => Err(io::Error::new(
             io::ErrorKind::AddrInUse,
-            format!("another process listens at {}", path.display()),
+            format!("another process listens on {}", path.display()),
         )),
         Ok(_) => std::fs::remove_file(path),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -59,28 +59,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dead_socket_is_replaced_and_a_living_one_is_not() {
+    fn a_stale_socket_is_replaced_and_an_active_one_is_not() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("socket");
-        let first = listen(&path).expect("nothing is there");
+        let first = listen(&path).expect("the path is free");
         let mode = std::fs::metadata(&path).expect("a socket").permissions();
         assert_eq!(mode.mode() & 0o777, 0o600);
-        let error = listen(&path).expect_err("somebody listens");
+        let error = listen(&path).expect_err("another process listens");
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         drop(first);
-        listen(&path).expect("the dead one is replaced");
+        listen(&path).expect("the stale socket is replaced");
     }
 
     #[test]
     fn a_process_that_does_not_accept_still_listens() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("socket");
-        let busy = listen(&path).expect("nothing is there");
+        let busy = listen(&path).expect("the path is free");
         let address = UnixAddr::new(&path).expect("an address");
         let (first, next) = (client().expect("a socket"), client().expect("a socket"));
         nix::sys::socket::listen(&busy, nix::sys::socket::Backlog::new(0).expect("0"))
             .expect("a shorter backlog");
-        connect(first.as_raw_fd(), &address).expect("one has room");
+        connect(first.as_raw_fd(), &address).expect("the backlog has room for one");
         let full = connect(next.as_raw_fd(), &address).expect_err("the backlog is full");
         assert_eq!(full, Errno::EAGAIN);
         let error = listen(&path).expect_err("a process listens");
@@ -88,16 +88,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_dead_socket_stays() {
+    fn a_path_that_is_not_a_stale_socket_is_kept() {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("file");
         std::fs::write(&file, "kept").expect("a file");
-        let error = listen(&file).expect_err("a file is there");
+        let error = listen(&file).expect_err("the path is a file");
         assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
-        assert_eq!(std::fs::read(&file).expect("it stays"), b"kept");
+        assert_eq!(std::fs::read(&file).expect("the file is kept"), b"kept");
         let datagrams = dir.path().join("datagrams");
         let _served = std::os::unix::net::UnixDatagram::bind(&datagrams).expect("a socket");
-        let error = listen(&datagrams).expect_err("a process reads there");
+        let error = listen(&datagrams).expect_err("a process reads the datagram socket");
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     }
 }

@@ -41,7 +41,7 @@ pub fn own() -> Result<File, Error> {
     File::open(OWN).map_err(|e| {
         Error::new(
             Error::NAMESPACE,
-            format!("cannot open the own network namespace: {e}"),
+            format!("cannot open this process's network namespace: {e}"),
         )
     })
 }
@@ -66,11 +66,7 @@ pub fn inside<T>(namespace: &File, work: impl FnOnce() -> Result<T, Error>) -> R
     setns(namespace, CloneFlags::CLONE_NEWNET)
         .map_err(|e| fail("cannot enter the container's network namespace", &e))?;
     let result = work();
-    setns(&home, CloneFlags::CLONE_NEWNET).map_err(|e| {
-        fail(
-            "cannot come back from the container's network namespace",
-            &e,
-        )
-    })?;
+    setns(&home, CloneFlags::CLONE_NEWNET)
+        .map_err(|e| fail("cannot return from the container's network namespace", &e))?;
     result
 }

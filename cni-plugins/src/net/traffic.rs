@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_is_a_burst_and_25_ms() {
+    fn the_queue_holds_a_burst_and_25_ms_of_traffic() {
         assert_eq!(
             Bucket {
                 rate: 1_000_000,

@@ -110,7 +110,7 @@ fn host_end(call: &Call<'_>, socket: &mut Socket, previous: &Success) -> Result<
         None => None,
     };
     let peer = peer.filter(|l| l.kind == "veth").ok_or_else(|| {
-        Error::other(format!("the interface {:?} of the container has no other end on the host: only veth pairs can be limited", call.ifname))
+        Error::other(format!("the interface {:?} of the container has no peer on the host: only veth pairs can be limited", call.ifname))
     })?;
     if !previous
         .interfaces
@@ -130,7 +130,7 @@ fn add_ifb(call: &Call<'_>, socket: &mut Socket, host: &Link) -> Result<Link, Er
     let name = ifb(call)?;
     let failed = || {
         doing(format!(
-            "the interface {name:?} cannot be made; the kernel needs ifb"
+            "creating the interface {name:?} failed; the kernel needs ifb"
         ))
     };
     match socket.add_link(&LinkPlan {
@@ -147,7 +147,7 @@ fn add_ifb(call: &Call<'_>, socket: &mut Socket, host: &Link) -> Result<Link, Er
     let link = socket
         .link(&name)
         .map_err(failed())?
-        .ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
+        .ok_or_else(|| Error::other(format!("the interface {name:?} disappeared")))?;
     let owner = call.owner()?;
     let change = Change {
         up: Some(true),
@@ -174,7 +174,7 @@ impl Plugin for Bandwidth {
         if receives.is_none() && sends.is_none() {
             return Ok(success);
         }
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let host = host_end(call, &mut socket, &success)?;
         if let Some(limit) = receives {
             let added = socket.add_bucket(host.index, limit.bucket(host.mtu));
@@ -192,7 +192,7 @@ impl Plugin for Bandwidth {
                 // Report only the first error.
                 let _ = socket.delete_link(&ifb.name);
                 return Err(Error::doing(
-                    "what the container sends cannot be limited; the kernel needs sch_tbf, cls_u32 and act_mirred",
+                    "limiting the egress traffic of the container failed; the kernel needs sch_tbf, cls_u32 and act_mirred",
                     error,
                 ));
             }
@@ -206,7 +206,7 @@ impl Plugin for Bandwidth {
     }
 
     fn del(&self, call: &Call<'_>) -> Result<(), Error> {
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         socket
             .delete_link(&ifb(call)?)
             .map_err(doing("the ifb cannot be removed"))
@@ -218,7 +218,7 @@ impl Plugin for Bandwidth {
         if receives.is_none() && sends.is_none() {
             return Ok(());
         }
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let host = host_end(call, &mut socket, &previous)?;
         let ifb = ifb(call)?;
         for (limit, name) in [(receives, &host.name), (sends, &ifb)] {
@@ -242,7 +242,7 @@ impl Plugin for Bandwidth {
     }
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let links = socket
             .links()
             .map_err(doing("the host's interfaces cannot be read"))?;
@@ -269,7 +269,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn limits_come_in_pairs_and_bursts_are_sane() {
+    fn a_limit_needs_rate_and_burst_and_the_burst_is_bounded() {
         let parse = |config: serde_json::Value| Limit::parse(Json(&config), "ingress");
         assert_eq!(parse(json!({})), Ok(None));
         assert_eq!(

@@ -207,10 +207,10 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
     let name = format!("{}.{}", config.bridge, config.vlan);
     if name.len() > 15 {
         return Err(Error::config(format!(
-            "the gateway's interface {name:?} would be longer than 15 bytes: choose a shorter name for the bridge"
+            "the gateway's interface {name:?} would be longer than 15 bytes: use a shorter name for the bridge"
         )));
     }
-    let failed = || doing(format!("the gateway's interface {name:?} cannot be made"));
+    let failed = || doing(format!("creating the gateway's interface {name:?} failed"));
     if socket.link(&name).map_err(failed())?.is_none() {
         let here = netns::own()?;
         let macs = [
@@ -235,7 +235,7 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
                 let port = socket
                     .link(&port)
                     .map_err(failed())?
-                    .ok_or_else(|| Error::other(format!("the interface {port:?} vanished")))?;
+                    .ok_or_else(|| Error::other(format!("the interface {port:?} disappeared")))?;
                 for (vid, _) in socket.vlans(port.index).map_err(failed())? {
                     socket.delete_vlan(port.index, vid).map_err(failed())?;
                 }
@@ -248,7 +248,7 @@ fn gateway_link(socket: &mut Socket, config: &Config<'_>, bridge: &Link) -> Resu
     let link = socket
         .link(&name)
         .map_err(failed())?
-        .ok_or_else(|| Error::other(format!("the interface {name:?} vanished")))?;
+        .ok_or_else(|| Error::other(format!("the interface {name:?} disappeared")))?;
     socket.set_up(link.index, true).map_err(failed())?;
     Ok(link)
 }
@@ -263,7 +263,7 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
     };
     let mut found = find(socket)?;
     if found.is_none() {
-        let mac = random_mac().map_err(doing("no random MAC address"))?;
+        let mac = random_mac().map_err(doing("creating a random MAC address failed"))?;
         match socket.add_bridge(name, mac, config.mtu, config.has_vlans()) {
             Err(error)
                 if config.has_vlans()
@@ -281,7 +281,7 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
         found = find(socket)?;
     }
     let link = found
-        .ok_or_else(|| Error::other(format!("the bridge {name:?} vanished while it was set up")))?;
+        .ok_or_else(|| Error::other(format!("the bridge {name:?} disappeared during its setup")))?;
     if link.kind != "bridge" {
         return Err(Error::other(format!(
             "{name:?} already exists but is not a bridge"
@@ -292,7 +292,7 @@ fn ensure_bridge(socket: &mut Socket, config: &Config<'_>) -> Result<Link, Error
     let _ = sysctl::ensure(&format!("ipv6/conf/{name}/accept_ra"), "0");
     if config.has_vlans() && link.option(IFLA_BR_VLAN_FILTERING) != Some(1) {
         return Err(Error::other(format!(
-            "the bridge {name:?} was made without VLAN filtering, which \"vlan\" and \"vlanTrunk\" need: turn it on (ip link set {name} type bridge vlan_filtering 1) or name another bridge"
+            "the bridge {name:?} has no VLAN filtering, which \"vlan\" and \"vlanTrunk\" need: enable it (ip link set {name} type bridge vlan_filtering 1), or use another bridge"
         )));
     }
     if !link.up {
@@ -432,7 +432,7 @@ impl Plugin for Bridge {
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let config = Config::parse(call)?;
         let namespace = netns::require(&call.netns)?;
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let bridge = ensure_bridge(&mut socket, &config)?;
         let made = pair::add(
             &mut socket,
@@ -473,7 +473,7 @@ impl Plugin for Bridge {
             delegate::forward(call, config.ipam, "CHECK")?;
         }
         let expected = call.previous()?.unwrap_or_default();
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let bridge = socket
             .link(config.bridge)
             .map_err(doing("the bridge cannot be read"))?
@@ -482,7 +482,7 @@ impl Plugin for Bridge {
             .ok_or_else(|| Error::other(format!("the bridge {:?} is missing", config.bridge)))?;
         if config.promiscuous && !bridge.promiscuous {
             return Err(Error::other(format!(
-                "the bridge {:?} is not promiscuous any more",
+                "the bridge {:?} is no longer promiscuous",
                 config.bridge
             )));
         }
@@ -521,7 +521,7 @@ impl Plugin for Bridge {
 
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let config = Config::parse(call)?;
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let spoof = if config.spoof_check {
             let gone = |port: &str| matches!(socket.link(port), Ok(None));
             spoof::collect(keep, gone).map_err(doing("MAC spoof checks cannot be removed"))
@@ -560,7 +560,7 @@ fn attach(
             .link(&host_name)
             .map_err(doing("the host interface cannot be read"))?;
         let port =
-            port.ok_or_else(|| Error::other(format!("the interface {host_name:?} vanished")))?;
+            port.ok_or_else(|| Error::other(format!("the interface {host_name:?} disappeared")))?;
         socket
             .set_port(port.index, config.hairpin, config.isolated)
             .map_err(doing(format!(
@@ -614,7 +614,7 @@ fn forwards(socket: &mut Socket, port: &str) -> Result<(), Error> {
                 )));
             }
             None => {
-                return Err(Error::other(format!("the interface {port:?} vanished")));
+                return Err(Error::other(format!("the interface {port:?} disappeared")));
             }
         }
     }

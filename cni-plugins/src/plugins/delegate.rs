@@ -94,7 +94,7 @@ pub fn add(call: &Call<'_>, kind: &str) -> Result<Success, Error> {
             let value = serde_json::from_slice(&output).map_err(|e| {
                 Error::new(
                     Error::DECODE,
-                    format!("the IPAM plugin {kind} answered no JSON: {e}"),
+                    format!("the result of the IPAM plugin {kind} is not JSON: {e}"),
                 )
             })?;
             Success::parse(&value, call.version)

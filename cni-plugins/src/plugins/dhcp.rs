@@ -45,7 +45,7 @@ fn ask(call: &Call<'_>, verb: &str, keep: &[(String, String)]) -> Result<Value, 
         .read_to_string(&mut text)
         .map_err(failed)?;
     let answer: Value = serde_json::from_str(&text)
-        .map_err(|e| Error::doing("the DHCP daemon answers nonsense", e))?;
+        .map_err(|e| Error::doing("the DHCP daemon sent a malformed reply", e))?;
     match answer.get("result") {
         Some(result) => Ok(result.clone()),
         None => {

@@ -59,7 +59,7 @@ impl<'a> Config<'a> {
                 .any(|c| !c.is_ascii_alphanumeric() && !"-_".contains(c))
         {
             return Err(Error::config(format!(
-                "iptablesAdminChainName {admin:?} is no name of a chain: letters, digits, - and _, at most 28"
+                "invalid iptablesAdminChainName {admin:?}: use at most 28 letters, digits, - and _"
             )));
         }
         let policy = match c.text("ingressPolicy")? {
@@ -89,12 +89,12 @@ impl<'a> Config<'a> {
         match Firewalld::connect() {
             Ok(None) if self.backend == Backend::Firewalld => Err(Error::new(
                 Error::UNAVAILABLE,
-                "backend is \"firewalld\", but firewalld does not run: start it (systemctl start firewalld), or leave the backend out",
+                "backend is \"firewalld\", but firewalld does not run: start it (systemctl start firewalld), or remove the backend",
             )),
             Ok(found) => Ok(found),
             // If the configuration names no backend, an unreachable bus means that firewalld is not running.
             Err(_) if self.backend == Backend::Either => Ok(None),
-            Err(error) => Err(Error::doing("firewalld cannot be reached", error)),
+            Err(error) => Err(Error::doing("connecting to firewalld failed", error)),
         }
     }
 
@@ -103,7 +103,7 @@ impl<'a> Config<'a> {
         let Some(mut firewalld) = self.firewalld()? else {
             refuse_legacy()?;
             return iptables::allow(addresses, self.admin, &call.owner()?)
-                .map_err(doing("the firewall cannot be opened in nftables"));
+                .map_err(doing("adding the rules of the firewall to nftables failed"));
         };
         for (done, address) in addresses.iter().enumerate() {
             if let Err(error) = firewalld.add(self.zone, *address) {
@@ -114,7 +114,7 @@ impl<'a> Config<'a> {
                     .for_each(|a| drop(firewalld.remove(self.zone, *a)));
                 return Err(Error::doing(
                     format!(
-                        "firewalld does not take {address} into its zone {:?}",
+                        "firewalld did not add {address} to its zone {:?}",
                         self.zone
                     ),
                     error,
@@ -132,7 +132,7 @@ impl<'a> Config<'a> {
         for address in addresses {
             if !firewalld
                 .has(self.zone, *address)
-                .map_err(doing("firewalld cannot be asked"))?
+                .map_err(doing("querying firewalld failed"))?
             {
                 return Ok(false);
             }
@@ -150,7 +150,7 @@ impl<'a> Config<'a> {
             .first()
             .filter(|i| i.sandbox.is_empty() && crate::skel::check_ifname(&i.name).is_ok());
         first.map(|i| Some(i.name.as_str())).ok_or_else(|| {
-            Error::config("ingressPolicy needs the bridge as the first interface of prevResult: put this plugin behind \"bridge\" in the list")
+            Error::config("ingressPolicy needs the bridge as the first interface of prevResult: list this plugin after \"bridge\"")
         })
     }
 }
@@ -164,7 +164,7 @@ fn refuse_legacy() -> Result<(), Error> {
     if iptables::is_legacy("filter") {
         return Err(Error::new(
             Error::UNAVAILABLE,
-            "this host filters with the old iptables, which drops what nftables lets pass: change over (update-alternatives --set iptables /usr/sbin/iptables-nft, and the same for ip6tables), then reboot",
+            "this host filters with legacy iptables, which drops packets that nftables accepts: switch to nftables (update-alternatives --set iptables /usr/sbin/iptables-nft, and the same for ip6tables), then reboot",
         ));
     }
     Ok(())
@@ -195,7 +195,7 @@ impl Plugin for Firewall {
                 let _ = iptables::disallow(&[], &call.owner()?);
             }
             isolated.map_err(doing(format!(
-                "the bridge {bridge:?} cannot be kept apart in nftables"
+                "isolating the bridge {bridge:?} in nftables failed"
             )))?;
         }
         Ok(previous)
@@ -221,7 +221,7 @@ impl Plugin for Firewall {
                     .iter()
                     .try_for_each(|address| firewalld.remove(config.zone, *address));
                 removed.map_err(doing(format!(
-                    "addresses cannot be taken out of firewalld's zone {:?}",
+                    "removing addresses from firewalld's zone {:?} failed",
                     config.zone
                 )))
             }
@@ -245,7 +245,7 @@ impl Plugin for Firewall {
                 match iptables::is_isolated(bridge, config.policy == Policy::Isolated, &addresses) {
                     Ok(true) => Ok(()),
                     Ok(false) => Err(Error::other(format!(
-                        "the rules that keep the bridge {bridge:?} apart are missing"
+                        "the rules that isolate the bridge {bridge:?} are missing"
                     ))),
                     Err(error) => Err(Error::doing("the firewall cannot be read", error)),
                 }

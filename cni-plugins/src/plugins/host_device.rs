@@ -36,7 +36,7 @@ fn on_bus(bus: &str, id: &str) -> Result<PathBuf, Error> {
     let known = |c: char| c.is_ascii_alphanumeric() || ":._-".contains(c);
     if id.starts_with('.') || !id.chars().all(known) {
         return Err(Error::config(format!(
-            "{id:?} is no device on the PCI or the auxiliary bus, such as 0000:00:1f.6 or mlx5_core.sf.4"
+            "invalid device id {id:?}: use a device on the PCI or the auxiliary bus, such as 0000:00:1f.6 or mlx5_core.sf.4"
         )));
     }
     Ok(Path::new(bus).join(id))
@@ -94,7 +94,7 @@ impl<'a> Device<'a> {
             .find_map(|d| names(&d.join("net")).into_iter().next());
         first.ok_or_else(|| {
             Error::config(format!(
-                "there is no network interface below {}",
+                "no network interface below {}",
                 dir.join("net").display()
             ))
         })
@@ -120,7 +120,7 @@ impl<'a> Device<'a> {
             Device::Mac(text) => {
                 let mac = parse_mac(text).ok_or_else(|| {
                     Error::config(format!(
-                        "hwaddr {text:?} is no MAC address: expected six hexadecimal bytes"
+                        "invalid hwaddr {text:?}: expected six hexadecimal bytes"
                     ))
                 })?;
                 let text = crate::net::link::mac_text(&mac);
@@ -160,13 +160,15 @@ fn hand_over(
         netns::inside(to, || {
             Socket::route()
                 .and_then(|mut s| s.link(name))
-                .map_err(doing("the interfaces there cannot be read"))
+                .map_err(doing(
+                    "the interfaces of the target namespace cannot be read",
+                ))
         })
     };
     // Check first: the kernel would move the link and only then report that the name exists.
     if there(name)?.is_some() {
         return Err(Error::other(format!(
-            "there is an interface {name:?} already where {:?} shall go",
+            "an interface {name:?} already exists in the target namespace of {:?}",
             link.name
         )));
     }
@@ -234,7 +236,8 @@ fn give_back(call: &Call<'_>) -> Result<(), Error> {
     };
     let host = netns::own()?;
     netns::inside(&namespace, || {
-        let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+        let mut socket =
+            Socket::route().map_err(doing("opening a netlink socket in the container failed"))?;
         let Some(link) = socket
             .link(&call.ifname)
             .map_err(doing("the container's interface cannot be read"))?

@@ -59,7 +59,9 @@ fn parse(call: &Call<'_>) -> Result<Config, Error> {
             cni::address(t)
                 .or_else(|| cni::network(t).map(|n| n.addr()))
                 .ok_or_else(|| {
-                    Error::config(format!("invalid requested IP {t:?}: expected an address"))
+                    Error::config(format!(
+                        "invalid requested IP {t:?}: expected an IP address"
+                    ))
                 })
         })
         .collect::<Result<Vec<_>, _>>()?;
@@ -155,7 +157,7 @@ impl Plugin for HostLocal {
         if !requested.is_empty() {
             let left: Vec<String> = requested.iter().map(ToString::to_string).collect();
             return Err(Error::other(format!(
-                "failed to allocate all requested IPs: {}: they are in none of the ranges",
+                "failed to allocate all requested IPs: {}: no range contains them",
                 left.join(",")
             )));
         }
@@ -290,7 +292,7 @@ fn allocate(
         let range = set
             .iter()
             .find(|r| r.contains(address))
-            .ok_or_else(|| Error::other("a requested address left its range"))?;
+            .ok_or_else(|| Error::other("no range contains a requested address"))?;
         if address == range.gateway {
             return Err(Error::other(format!(
                 "requested IP {address} is gateway's IP"
@@ -339,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn resolv_conf_is_read_as_resolvers_do() {
+    fn resolv_conf_is_parsed_as_by_resolvers() {
         let dns = resolv_conf(
             "# c\nnameserver 1.1.1.1\nnameserver 8.8.8.8\ndomain a\ndomain b\nsearch x y\noptions ndots:5\nnonsense\n;c\n",
         );

@@ -19,13 +19,14 @@ pub(super) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl 
 
 /// Prepares the container's interface for its addresses. Must run inside the container's namespace.
 pub(super) fn ready(ifname: &str, success: &Success, dad: bool) -> Result<(Socket, u32), Error> {
-    let mut socket = Socket::route().map_err(doing("no netlink socket in the container"))?;
+    let mut socket =
+        Socket::route().map_err(doing("opening a netlink socket in the container failed"))?;
     let link = socket
         .link(ifname)
         .map_err(doing("the container's interface cannot be read"))?;
     let link = link.ok_or_else(|| {
         Error::other(format!(
-            "the interface {ifname:?} vanished from the container"
+            "the interface {ifname:?} disappeared from the container"
         ))
     })?;
     // Best effort, as in the reference: gratuitous ARP announces the address to neighbours.
@@ -225,7 +226,10 @@ pub(super) fn inside<T>(
 ) -> Result<T, Error> {
     let namespace = netns::require(&call.netns)?;
     netns::inside(&namespace, || {
-        work(&mut Socket::route().map_err(doing("no netlink socket in the container"))?)
+        work(
+            &mut Socket::route()
+                .map_err(doing("opening a netlink socket in the container failed"))?,
+        )
     })
 }
 
@@ -313,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_route_is_there_when_it_leads_over_the_gateway_that_was_asked_for() {
+    fn a_route_exists_if_it_uses_the_requested_gateway() {
         let of = |destination: &str, gateway: Option<&str>| crate::cni::Route {
             destination: destination.parse().expect("a network"),
             gateway: gateway.map(|g| g.parse().expect("an address")),

@@ -54,7 +54,7 @@ impl Plugin for Ipvlan {
             }
             (Addresses::None, _) => {
                 return Err(Error::config(
-                    "ipvlan needs addresses: set \"ipam\", or put it behind a plugin that gives them",
+                    "ipvlan needs addresses: set \"ipam\", or list it after a plugin that provides them",
                 ));
             }
             (other, _) => other,

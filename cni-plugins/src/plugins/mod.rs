@@ -71,7 +71,7 @@ fn has_links(kind: &str) -> Result<(), Error> {
             "the kernel has no {kind} links: load the module {kind}"
         ))),
         Err(error) => Err(unavailable(format!(
-            "{kind} links cannot be made: {error}; this process needs CAP_NET_ADMIN"
+            "{kind} links cannot be created: {error}; this process needs CAP_NET_ADMIN"
         ))),
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct PairConfig {
 /// A random name for a host end.
 pub(super) fn random_name() -> Result<String, Error> {
     let mut suffix = [0; 4];
-    crate::net::random(&mut suffix).map_err(doing("no random name"))?;
+    crate::net::random(&mut suffix).map_err(doing("creating a random name failed"))?;
     Ok(format!("veth{:08x}", u32::from_ne_bytes(suffix)))
 }
 
@@ -39,7 +39,10 @@ pub(super) fn add(
     config: PairConfig,
 ) -> Result<[Interface; 2], Error> {
     let mac = |given: Option<[u8; 6]>| {
-        given.map_or_else(|| random_mac().map_err(doing("no random MAC address")), Ok)
+        given.map_or_else(
+            || random_mac().map_err(doing("creating a random MAC address failed")),
+            Ok,
+        )
     };
     let (host_mac, peer_mac) = (mac(None)?, mac(config.mac)?);
     for _ in 0..10 {

@@ -51,7 +51,9 @@ fn mapping(config: Json<'_>) -> Result<Forward, Error> {
     let host = match config.text("hostIP")? {
         "" => None,
         text => Some(cni::address(text).ok_or_else(|| {
-            Error::config(format!("portMappings: hostIP {text:?} is no IP address"))
+            Error::config(format!(
+                "portMappings: hostIP {text:?} is not an IP address"
+            ))
         })?),
     };
     // An unspecified address means all addresses of its family.
@@ -111,12 +113,12 @@ fn conditions(config: Json<'_>, key: &str, v4: bool) -> Result<Vec<Condition>, E
     while !words.is_empty() {
         let (condition, length) = condition(words).ok_or_else(|| {
             Error::config(format!(
-                "{key}: {words:?} is not understood: addresses (\"-s\", \"-d\", \"ip saddr\", \"ip daddr\") and interfaces (\"-i\", \"-o\", \"iifname\", \"oifname\") are, \"!\" or \"!=\" for others"
+                "{key}: {words:?} is not supported: use conditions on addresses (\"-s\", \"-d\", \"ip saddr\", \"ip daddr\") and interfaces (\"-i\", \"-o\", \"iifname\", \"oifname\"), negated with \"!\" or \"!=\""
             ))
         })?;
         if matches!(&condition, Condition::Address(_, net, _) if net.addr().is_ipv4() != v4) {
             return Err(Error::config(format!(
-                "{key}: {words:?} is about an address of the other family"
+                "{key}: {words:?} has an address of the other family"
             )));
         }
         found.push(condition);
@@ -216,7 +218,7 @@ fn forget(ports: &[u16], containers: &[IpAddr]) {
     for v4 in [true, false] {
         if let Err(error) = conntrack::forget_udp(v4, ports, containers) {
             eprintln!(
-                "portmap: UDP flows that were known already may go on to where they went: {error}"
+                "portmap: deleting conntrack entries failed, so existing UDP flows may keep their old destination: {error}"
             );
         }
     }
@@ -277,7 +279,7 @@ impl Plugin for Portmap {
                 // Report only the first error; the runtime calls DEL for leftovers.
                 let _ = Nft::clean(|nft| hostport::remove(nft, &owner, None));
             }
-            added.map_err(doing("ports cannot be forwarded in nftables"))?;
+            added.map_err(doing("forwarding ports in nftables failed"))?;
         }
         forget(&config.udp_ports(), &[]);
         Ok(previous)
@@ -305,13 +307,13 @@ impl Plugin for Portmap {
         forget(&ports, &addresses);
         removed
             .map(drop)
-            .map_err(doing("forwarded ports cannot be removed"))
+            .map_err(doing("removing the rules for forwarded ports failed"))
     }
 
     fn check(&self, call: &Call<'_>) -> Result<(), Error> {
         let config = Config::parse(call)?;
         let (network, owner) = (call.network()?, call.owner()?);
-        let failed = || doing("forwarded ports cannot be read");
+        let failed = || doing("reading the rules for forwarded ports failed");
         for plan in config.plans(call, &call.chained("portmap")?) {
             let v4 = plan.container.is_ipv4();
             let found = hostport::count(&plan, &owner, &call.container).map_err(failed())?;
@@ -320,7 +322,7 @@ impl Plugin for Portmap {
                     .map_err(failed())?
             {
                 return Err(Error::other(format!(
-                    "{found} of {} rules are there that forward ports to {}{}",
+                    "only {found} of {} rules that forward ports to {} exist{}",
                     plan.size(),
                     plan.container,
                     iptables::unseen()
@@ -339,7 +341,7 @@ impl Plugin for Portmap {
             hostport::collect(nft, network, keep, is_gone)
         })
         .map(drop)
-        .map_err(doing("forwarded ports cannot be removed"))
+        .map_err(doing("removing the rules for forwarded ports failed"))
     }
 
     fn status(&self, call: &Call<'_>) -> Result<(), Error> {
@@ -354,7 +356,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn conditions_are_read_in_the_words_of_both_tools() {
+    fn conditions_are_parsed_in_the_syntax_of_iptables_and_nft() {
         let read = |words: serde_json::Value, v4| conditions(Json(&json!({"c": words})), "c", v4);
         let net = |text: &str| text.parse::<IpNet>().expect("a network");
         assert_eq!(
@@ -384,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_is_gone_if_its_runtime_knows_it_in_no_network() {
+    fn a_container_is_deleted_if_no_result_of_the_runtime_lists_it() {
         let attached = |list: &[(&str, &str)]| -> Vec<results::Attachment> {
             let one = |(network, container): &(&str, &str)| results::Attachment {
                 network: (*network).into(),
@@ -409,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_are_checked() {
+    fn port_mappings_are_validated() {
         let read = |m: serde_json::Value| mapping(Json(&m));
         assert_eq!(
             read(

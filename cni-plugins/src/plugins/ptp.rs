@@ -40,14 +40,13 @@ impl<'a> Config<'a> {
 
 /// The network that contains only this address.
 fn alone(address: IpAddr) -> Result<IpNet, Error> {
-    IpNet::new(address, if address.is_ipv4() { 32 } else { 128 })
-        .map_err(doing("an address cannot stand alone"))
+    IpNet::new(address, if address.is_ipv4() { 32 } else { 128 }).map_err(doing("invalid address"))
 }
 
 fn gateway(ip: &Address) -> Result<IpAddr, Error> {
     ip.gateway.ok_or_else(|| {
         Error::config(format!(
-            "the address {} has no gateway, over which ptp leads: give it one in \"ipam\"",
+            "the address {} has no gateway, which ptp needs: set one in \"ipam\"",
             ip.address
         ))
     })
@@ -93,7 +92,7 @@ fn outside(socket: &mut Socket, host: &str, success: &Success) -> Result<(), Err
     let link = socket
         .link(host)
         .map_err(doing("the host interface cannot be read"))?;
-    let link = link.ok_or_else(|| Error::other(format!("the interface {host:?} vanished")))?;
+    let link = link.ok_or_else(|| Error::other(format!("the interface {host:?} disappeared")))?;
     for ip in &success.ips {
         let address = alone(gateway(ip)?)?;
         match socket.add_address(link.index, address) {
@@ -146,7 +145,7 @@ impl Plugin for Ptp {
     fn add(&self, call: &Call<'_>) -> Result<Success, Error> {
         let config = Config::parse(call)?;
         let namespace = netns::require(&call.netns)?;
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         let interfaces = pair::add(
             &mut socket,
             call,
@@ -181,13 +180,15 @@ impl Plugin for Ptp {
             .find(|i| i.sandbox.is_empty())
             .map(|i| i.name.clone())
             .unwrap_or_default();
-        let mut socket = Socket::route().map_err(doing("no netlink socket"))?;
+        let mut socket = Socket::route().map_err(doing("opening a netlink socket failed"))?;
         if socket
             .link(&host)
             .map_err(doing("the host interface cannot be read"))?
             .is_none_or(|l| l.kind != "veth")
         {
-            return Err(Error::other(format!("the host's end {host:?} is missing")));
+            return Err(Error::other(format!(
+                "the host's interface {host:?} is missing"
+            )));
         }
         let routes = socket
             .routes()

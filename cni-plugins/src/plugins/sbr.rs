@@ -34,7 +34,7 @@ impl Config {
             .transpose()?;
         let gateway = |text: &String| {
             crate::cni::address(text)
-                .ok_or_else(|| Error::config(format!("gateways: {text:?} is no IP address")))
+                .ok_or_else(|| Error::config(format!("gateways: {text:?} is not an IP address")))
         };
         Ok(Config {
             table: table.and_then(|t| u32::try_from(t).ok()),
@@ -106,7 +106,7 @@ fn divert(
         let address = net.addr();
         let free = (FIRST..)
             .find(|t| !used.contains(t))
-            .ok_or_else(|| Error::other("no table for routes is free"))?;
+            .ok_or_else(|| Error::other("no routing table is free"))?;
         used.push(free);
         let same = |other: &IpAddr| other.is_ipv4() == address.is_ipv4();
         let adapt = |route: &Route| Route {
@@ -211,7 +211,7 @@ impl Plugin for Sbr {
         let addresses = addresses(call, &previous);
         if addresses.is_empty() {
             return Err(Error::config(format!(
-                "prevResult has no address for {:?}: put this plugin behind one that gives some",
+                "prevResult has no address for {:?}: list this plugin after one that provides addresses",
                 call.ifname
             )));
         }
@@ -278,7 +278,7 @@ impl Plugin for Sbr {
                     .any(|(s, table)| *s == address && serves(*table))
                 {
                     return Err(Error::other(format!(
-                        "there is no table of its own any more for what comes from {address}"
+                        "the rule or the routing table for packets from {address} is missing"
                     )));
                 }
             }

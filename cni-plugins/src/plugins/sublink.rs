@@ -18,7 +18,7 @@ pub(super) fn beside<T>(
     work: impl FnOnce(&mut Socket, Option<&File>) -> Result<T, Error>,
 ) -> Result<T, Error> {
     let namespace = netns::require(&call.netns)?;
-    let socket = || Socket::route().map_err(doing("no netlink socket"));
+    let socket = || Socket::route().map_err(doing("opening a netlink socket failed"));
     if in_container {
         netns::inside(&namespace, || work(&mut socket()?, None))
     } else {
@@ -44,7 +44,7 @@ pub(super) fn below(socket: &mut Socket, name: &str) -> Result<Link, Error> {
     };
     link.ok_or_else(|| {
         Error::config(
-            "no \"master\" is set, and there is no default route whose interface could be it",
+            "no \"master\" is set, and there is no default route whose interface is the default",
         )
     })
 }
@@ -149,7 +149,7 @@ fn equip(call: &Call<'_>, namespace: &File, mut success: Success) -> Result<Succ
             .map_err(doing("the new interface cannot be read"))?;
         link.map(|l| l.mac).ok_or_else(|| {
             Error::other(format!(
-                "the interface {:?} vanished from the container",
+                "the interface {:?} disappeared from the container",
                 call.ifname
             ))
         })
@@ -191,7 +191,7 @@ pub(super) fn check(
     let link = link.filter(|l| l.kind == kind);
     more(&link.ok_or_else(|| {
         Error::other(format!(
-            "the interface {:?} of the container is no {kind}",
+            "the interface {:?} of the container is not a {kind}",
             call.ifname
         ))
     })?)

@@ -66,7 +66,7 @@ impl<'a> Config<'a> {
             let mut finish = || -> Result<(), Error> {
                 let link = socket.link(&call.ifname).map_err(failed())?;
                 let link = link.ok_or_else(|| {
-                    Error::other(format!("the interface {:?} vanished", call.ifname))
+                    Error::other(format!("the interface {:?} disappeared", call.ifname))
                 })?;
                 let master = match self.bridge {
                     "" => None,

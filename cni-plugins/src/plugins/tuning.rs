@@ -40,7 +40,7 @@ fn path(key: &str, ifname: &str) -> Result<String, Error> {
         Ok(path)
     } else {
         Err(Error::config(format!(
-            "the sysctl {key:?} is not one of the network: only those below net. can be set"
+            "the sysctl {key:?} is not a network sysctl: use one below net."
         )))
     }
 }
@@ -58,7 +58,7 @@ impl Config {
         let (top, args) = (call.config, call.config.object("args")?.object("cni")?);
         if let Some(key) = duplicate(call.input, "sysctl") {
             return Err(Error::config(format!(
-                "the sysctl {key:?} stands twice in the configuration: which of them counts?"
+                "the sysctl {key:?} occurs twice in the configuration: remove one of them"
             )));
         }
         let mut config = Config::default();
@@ -106,7 +106,7 @@ impl Config {
                 .filter(|l| !l.is_empty() && !l.starts_with('#'))
             {
                 allowed.push(regex_lite::Regex::new(line).map_err(doing(format!(
-                    "{ALLOWED}: {line:?} is no regular expression"
+                    "{ALLOWED}: {line:?} is not a regular expression"
                 )))?);
             }
             let dotted = |path: &str| path.replace('/', ".");
@@ -205,7 +205,7 @@ fn keep(call: &Call<'_>, config: &Config, link: &Link) -> Result<(), Error> {
     put("txQLen", config.queue.map(|_| link.queue.into()));
     let failed = || {
         doing(format!(
-            "what the interface was like cannot be kept in {}",
+            "saving the previous state of the interface in {} failed",
             path.display()
         ))
     };
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sysctls_are_of_the_network_whatever_separates_them() {
+    fn sysctls_must_be_below_net_with_either_separator() {
         assert_eq!(
             path("net.ipv4.conf.IFNAME.arp_filter", "eth0").as_deref(),
             Ok("net/ipv4/conf/eth0/arp_filter")

@@ -45,7 +45,7 @@ impl<'a> Config<'a> {
 fn find(socket: &mut Socket, name: &str) -> Result<Option<Link>, Error> {
     match socket.link(name).map_err(doing("the vrf cannot be read"))? {
         Some(link) if link.kind != "vrf" => {
-            Err(Error::other(format!("the interface {name:?} is no vrf")))
+            Err(Error::other(format!("the interface {name:?} is not a vrf")))
         }
         found => Ok(found),
     }
@@ -78,7 +78,7 @@ fn ensure(socket: &mut Socket, config: &Config<'_>) -> Result<(Link, u32), Error
         super::sublink::make(socket, &plan)?;
     }
     let link = find(socket, config.name)?
-        .ok_or_else(|| Error::other(format!("the vrf {:?} vanished", config.name)))?;
+        .ok_or_else(|| Error::other(format!("the vrf {:?} disappeared", config.name)))?;
     let table = link
         .option(TABLE)
         .ok_or_else(|| Error::other(format!("the vrf {:?} has no table", config.name)))?;
@@ -127,13 +127,16 @@ fn join(call: &Call<'_>, socket: &mut Socket, vrf: &Link, table: u32) -> Result<
         },
     );
     moved.map_err(doing(format!(
-        "the interface {:?} cannot join the vrf {:?}",
+        "adding the interface {:?} to the vrf {:?} failed",
         call.ifname, vrf.name
     )))?;
     for address in addresses {
         match socket.add_address(link.index, address) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                return Err(Error::doing(format!("{address} was lost"), error));
+                return Err(Error::doing(
+                    format!("the address {address} was lost in the move to the vrf"),
+                    error,
+                ));
             }
             _ => {}
         }
@@ -141,7 +144,7 @@ fn join(call: &Call<'_>, socket: &mut Socket, vrf: &Link, table: u32) -> Result<
     for route in routes {
         let moved = Route { table, ..route };
         socket.add_route(&moved).map_err(doing(format!(
-            "the route to {} was lost",
+            "the route to {} was lost in the move to the vrf",
             route.destination
         )))?;
     }
@@ -208,7 +211,7 @@ impl Plugin for Vrf {
                         },
                     )
                     .map_err(doing(format!(
-                        "the interface {:?} cannot leave the vrf {:?}",
+                        "removing the interface {:?} from the vrf {:?} failed",
                         call.ifname, config.name
                     ))),
                 None => Ok(()),

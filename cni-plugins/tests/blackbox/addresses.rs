@@ -386,13 +386,13 @@ fn an_audit_looks_at_the_interfaces() {
     // And has removed that container's own address.
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
-    let starting = row(&table, "10.198.1.3").contains("starting: its attachment may still be");
+    let starting = row(&table, "10.198.1.3").contains("starting: its ADD may still be");
     assert!(well && starting, "it was reserved a moment ago: {table}");
     assert_eq!(world.taken().len(), 2);
     let (well, table) = audit(&["--mend", "--older-than=0"]);
     assert!(
         well && row(&table, "10.198.1.3")
-            .contains("released: eth0 of its container has not got it"),
+            .contains("released: eth0 of its container does not have it"),
         "{table}"
     );
     assert_eq!(world.taken(), ["10.198.1.2"]);

@@ -300,7 +300,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
         );
     let output = world.call_with("tuning", "ADD", &twice, &[]);
     assert!(
-        String::from_utf8_lossy(&output.stdout).contains("stands twice"),
+        String::from_utf8_lossy(&output.stdout).contains("occurs twice"),
         "{output:?}"
     );
     for (extra, expected) in [

@@ -292,7 +292,7 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
         assert!(!well, "{table}");
         assert!(
             row("10.9.9.2").contains("used")
-                && row("10.9.9.3").contains("leaked: its network namespace is gone"),
+                && row("10.9.9.3").contains("leaked: its network namespace no longer exists"),
             "{table}"
         );
         assert!(

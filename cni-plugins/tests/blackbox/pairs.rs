@@ -444,7 +444,10 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
     ip(&off);
     let error = world.refused("bridge", "CHECK", &with, &[]);
     assert!(
-        error["msg"].as_str().unwrap().contains("not promiscuous"),
+        error["msg"]
+            .as_str()
+            .unwrap()
+            .contains("no longer promiscuous"),
         "{error}"
     );
     let accept_ra = |name: &str| {

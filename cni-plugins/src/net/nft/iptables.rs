@@ -68,7 +68,7 @@ pub fn is_legacy(table: &str) -> bool {
 #[must_use]
 pub fn unseen() -> &'static str {
     if is_legacy("nat") {
-        "; this host has rules of the old iptables, too (iptables-legacy -t nat -S), which are not looked at"
+        "; this host also has legacy iptables rules, which this check does not read (see iptables-legacy -t nat -S)"
     } else {
         ""
     }
@@ -78,7 +78,7 @@ pub fn unseen() -> &'static str {
 fn drop_chain(nft: &mut Nft, entries: &[&str], chain: &str) -> io::Result<()> {
     if is_legacy("nat") {
         eprintln!(
-            "this host has rules of the old iptables; if the chain {chain} is among them, remove it by hand (iptables-legacy -t nat -S {chain})"
+            "this host has legacy iptables rules; if they contain the chain {chain}, remove it manually (see iptables-legacy -t nat -S {chain})"
         );
     }
     for table in NAT {

@@ -443,7 +443,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_found_among_other_user_data() {
+    fn comments_are_found_among_other_user_data() {
         let both = [COMMENT, 2, b'x', 0, 7, 2, 1, 1, KEY, 3, b'a', b'b', 0];
         assert_eq!(marked(&both, KEY).as_deref(), Some("ab"));
         assert_eq!(marked(&both, COMMENT).as_deref(), Some("x"));
