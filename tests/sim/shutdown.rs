@@ -101,7 +101,7 @@ async fn goes_on(seed: u64, world: &World, logind: &Logind, mut agent: JoinHandl
 }
 
 #[test]
-fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on() {
+fn a_shutdown_waits_for_pods_by_priority_and_leaves_the_node_usable() {
     for seed in 1..=20 {
         simulate(seed, shut_down(seed));
     }
@@ -109,7 +109,7 @@ fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on(
 
 /// A shutdown waits for a pod that hangs only as long as its configured period.
 #[test]
-fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
+fn a_shutdown_does_not_wait_for_a_pod_that_never_terminates() {
     simulate(1, async {
         let world = World::new(1);
         let logind = world.wait_for_pods(&[(0, 10), (1000, 20)]);
@@ -135,7 +135,7 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
 /// A shutdown is announced after the agent has queried for one, but before the agent takes its
 /// inhibitor lock. The agent stops the pods immediately.
 #[test]
-fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
+fn a_shutdown_before_the_inhibitor_lock_stops_pods_immediately() {
     simulate(1, async {
         let world = World::new(1);
         let logind = world.wait_for_pods(&[(0, 20)]);

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_could_have_pulled_it_may_use_it() {
+    fn only_pods_that_could_have_pulled_an_image_may_use_it() {
         let mut record = Record::default();
         record.note("r/x", By::Secret(secret("a", "h1")), "t");
         let cases = [
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_account_may_use_what_was_pulled_for_it() {
+    fn a_service_account_may_use_images_that_were_pulled_for_it() {
         let account = |name: &str, uid: &str| ByAccount {
             namespace: "n".into(),
             name: name.into(),

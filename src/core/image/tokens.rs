@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_by_their_fields() {
+    fn validation_errors_name_the_field() {
         for (changes, field) in [
             (
                 json!({"serviceAccountTokenAudience": null}),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plugin_gets_the_annotations_that_it_wants() {
+    fn a_plugin_gets_the_annotations_that_it_lists() {
         let rules = checked(
             json!({"requiredServiceAccountAnnotationKeys": ["role"], "optionalServiceAccountAnnotationKeys": ["team", "other"]}),
         );
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_good_for_the_account_or_for_the_token() {
+    fn credentials_are_cached_per_service_account_or_per_token() {
         let grant = |uid: &str, role: &str, token: &str| Grant {
             account: ByAccount {
                 uid: uid.into(),

@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn dead_containers_go_by_age_and_number() {
+    fn dead_containers_are_removed_by_age_and_number() {
         let rules = ContainerRules::default();
         let many = ["done-c-1", "alive-c-1", "done-c-0", "alive-c-0"]
             .map(|id| format!("{id} TooManyOfContainer"));
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_what_goes_and_what_stays_because_of_what() {
+    fn a_report_gives_the_reason_for_each_removed_or_kept_object() {
         let image = |name: &str, fate| ImageFate {
             id: "sha256:1".into(),
             names: vec![name.into()],
@@ -499,7 +499,7 @@ mod tests {
         /// With any rules, a live pod keeps the last instance of each container, and no container of an unknown pod is
         /// removed.
         #[test]
-        fn what_a_status_is_from_stays(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
+        fn containers_that_a_status_depends_on_are_kept(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
             let containers = ["alive", "else"].into_iter().flat_map(|uid| (0..count).map(move |n| dead(uid, "c", n)));
             let rules = ContainerRules { each, all, ..ContainerRules::default() };
             let fates = of_containers(containers.collect(), rules, standing, short, at(1000));

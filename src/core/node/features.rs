@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_that_make_no_difference_are_told_and_impossible_ones_refused() {
+    fn gates_without_effect_are_reported_and_impossible_settings_rejected() {
         assert_eq!(object("NodeSwap", true), None);
         assert!(matches!(
             object("NodeSwap", false),
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_built_is_enabled_and_gates_decide_where_they_can() {
+    fn implemented_features_are_enabled_unless_their_gate_disables_them() {
         let gates = |set: &[(&str, bool)]| -> BTreeMap<String, bool> {
             set.iter()
                 .map(|(name, on)| ((*name).to_owned(), *on))
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_upstreams_gates_and_stages() {
+    fn the_gate_table_matches_upstream() {
         let upstream: Vec<_> = facts().iter().map(|f| (f.0, f.1)).collect();
         let ours: Vec<_> = FEATURES.iter().map(|f| (f.name, f.stage)).collect();
         for gate in &ours {
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn only_locked_gates_are_refused_and_documentation_names_what_is_not_built() {
+    fn only_locked_gates_are_rejected_and_missing_features_are_documented() {
         let documented = include_str!("../../../docs/FEATURES.md");
         for (name, stage, default, locked) in facts() {
             if stage == Stage::Ga {

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_those_who_ask_for_it_get_pods_that_the_apiserver_has_not_confirmed() {
+    fn offline_start_values_round_trip_and_invalid_ones_get_a_remedy() {
         let of = |text: &str| text.parse::<OfflineStart>();
         for (text, keeps, pods_after) in [
             ("never", false, None),

@@ -175,7 +175,7 @@ mod tests {
     ];
 
     #[test]
-    fn kills_for_want_of_the_machines_memory_are_told_and_others_are_not() {
+    fn only_system_oom_kills_emit_events() {
         for (name, records, expected) in CASES {
             let mut reader = Reader::default();
             let found: Vec<Kill> = records.iter().filter_map(|r| reader.read(r)).collect();

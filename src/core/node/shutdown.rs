@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_end_in_phases_by_their_priority() {
+    fn a_shutdown_stops_pods_in_phases_by_priority() {
         type Expected<'a> = &'a [(i32, u64, &'a [&'a str])];
         let two: Expected<'_> = &[
             (0, 20, &["none", "negative", "high", "middle"]),
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn each_pod_gets_the_lesser_of_its_grace_and_what_is_left_of_the_phase() {
+    fn each_pod_gets_its_grace_period_or_the_rest_of_the_phase() {
         let phase = Phase {
             priority: 0,
             period: Duration::from_secs(10),
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kubelet_refuses_is_refused_by_its_name() {
+    fn invalid_grace_periods_are_rejected_by_field() {
         let both = Statements {
             all: Duration::from_secs(5),
             ..by_priority(&[(0, 5)])
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_the_kubelets() {
+    fn the_shutdown_state_file_has_the_kubelets_format() {
         let at = |text: &str| Some(text.parse().expect("a time"));
         let under_way = Times {
             start: at("2026-11-23T00:00:01.5Z"),

@@ -399,7 +399,7 @@ mod tests {
     /// Signers or relying parties could interpret content other than one common name, one organization and alternative
     /// names differently.
     #[test]
-    fn requests_that_can_be_read_in_two_ways_are_refused() {
+    fn ambiguous_certificate_requests_are_rejected() {
         type Change = fn(&mut rcgen::CertificateParams);
         let second_name: Change = |p| {
             p.distinguished_name.push(
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_get_certificates_for_themselves_and_nothing_more() {
+    fn nodes_get_certificates_only_for_themselves() {
         let bootstrapper = Requester {
             name: "system:bootstrap:abcdef",
             groups: &["system:bootstrappers".to_owned()],
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn renewal_is_due_before_the_end() {
+    fn certificates_are_renewed_before_they_expire() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         assert_eq!(
             (due(at(0), at(1000), 0.0), due(at(0), at(1000), 1.0)),
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_for_the_names_that_it_holds() {
+    fn a_certificate_covers_only_its_own_names() {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
         let of = |held: &[&str], asked: &[&str]| {
             let made = rcgen::generate_simple_self_signed(names(held)).expect("a certificate");

@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_choose_servers_and_searches() {
+    fn dns_policies_select_servers_and_search_domains() {
         let mut resolver = Resolver::parse("nameserver 1.1.1.1\nsearch a.b. .\noptions edns0\n");
         assert_eq!(resolver.searches, ["a.b"]);
         resolver.cluster_dns = vec!["10.96.0.10".into()];
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_left_out_and_said() {
+    fn excess_servers_and_searches_are_omitted_with_a_warning() {
         let resolver = Resolver {
             searches: (0..40).map(|n| format!("d{n}.example")).collect(),
             ..Resolver::default()
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn words_add_no_lines() {
+    fn names_with_line_breaks_are_rejected() {
         let right = json!({
             "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a.b"]}], "hostname": "h", "subdomain": "s",
             "dnsConfig": {"nameservers": ["1.1.1.1"], "searches": ["a."], "options": [{"name": "ndots", "value": "2"}]}
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_name_the_pod() {
+    fn the_hosts_file_names_the_pod() {
         let text = hosts_file(
             &pod(
                 json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]}),

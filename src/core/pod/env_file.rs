@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_quoted_and_the_first_wins() {
+    fn env_file_values_must_be_quoted_and_the_first_wins() {
         let text = "# a comment\n\nA='1' # one\nB='two\nlines'\nA='again'\nC= x\n  D='indented'\n";
         for (key, expected) in [
             ("A", Some("1")),

@@ -482,7 +482,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pull_that_is_under_way_shows_how_far_it_is() {
+    fn a_running_pull_shows_its_progress() {
         let mut journal = Journal::default();
         journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
         let far = Fetching {
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blocked_pod_says_what_since_when_and_when_again() {
+    fn a_blocked_pod_shows_the_cause_since_when_and_the_next_retry() {
         let explanation = explain("default", "web-1", "u", journal(true), None);
         let text = text(&explanation, at(30_010));
         for expected in [
@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_pod_shows_where_its_start_went() {
+    fn a_running_pod_shows_how_long_each_step_of_its_start_took() {
         let text = text(
             &explain("default", "web-1", "u", journal(false), None),
             at(100_000),
@@ -595,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_comes_before_containers_speaks_for_the_sandbox_condition() {
+    fn only_failures_before_containers_set_the_sandbox_condition() {
         assert_eq!(held_up(&journal(true)), None);
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(0));
@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn retries_change_no_word_of_the_status() {
+    fn retries_do_not_change_the_status_message() {
         let mut journal = Journal::default();
         let fail = |journal: &mut Journal, subject: &str, second: i64| {
             journal.begin(Step::Volume, subject, at(second * 1000));

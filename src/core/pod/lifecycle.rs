@@ -211,7 +211,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_order_never_goes_back_and_grace_never_grows(inputs in proptest::collection::vec(input(), 0..40)) {
+        fn the_lifecycle_never_goes_back_and_grace_periods_never_grow(inputs in proptest::collection::vec(input(), 0..40)) {
             let mut state = State::Syncing;
             for input in inputs {
                 let next = state.step(input);
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_pod_shortens_and_wins() {
+    fn deletion_shortens_the_grace_period_and_overrides_other_causes() {
         let intent = |deleted, grace| Intent {
             deleted,
             removed: false,

@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_in_a_row_make_a_result() {
+    fn consecutive_probe_results_reach_the_threshold() {
         let timing = Timing {
             delay: Duration::ZERO,
             period: Duration::ZERO,
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn short_periods_are_read_and_mistakes_named() {
+    fn short_probe_periods_are_parsed_and_errors_name_the_part() {
         let pod = |value: &str| {
             from::<Pod>(json!({"metadata": {"annotations": {format!("{PERIOD}c"): value}}}))
         };
@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_are_resolved_and_what_cannot_be_is_said() {
+    fn probe_handlers_are_resolved_or_rejected_with_an_error() {
         let container: Container = from(
             json!({"name": "c", "ports": [{"name": "web", "containerPort": 8080}], "env": [{"name": "A", "value": "1"}]}),
         );
@@ -606,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn health_gates_and_condemns() {
+    fn probe_results_decide_started_ready_and_failed() {
         let container: Container = from(
             json!({"name": "c", "startupProbe": {}, "readinessProbe": {}, "livenessProbe": {}}),
         );
@@ -665,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn http_replies_are_judged() {
+    fn http_responses_succeed_or_fail_as_upstream() {
         let request = Http {
             tls: false,
             host: "::1".into(),

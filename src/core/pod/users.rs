@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_keep_their_ranges_when_the_length_changes() {
+    fn pods_keep_their_id_ranges_when_the_length_changes() {
         let (short, long) = (Pool::all(LENGTH), Pool::all(4 * LENGTH));
         let mut taken: Vec<Mappings> = vec![];
         for pool in [short, long, short, long, short] {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_are_set_aside_are_whole_ranges_and_enough() {
+    fn subordinate_ids_must_be_whole_ranges_for_all_pods() {
         let ids = |first, count| Ids { first, count };
         let (length, pods) = (u64::from(LENGTH), 3);
         let pool = Pool::of(LENGTH, ids(10 * length, 3 * length), pods).expect("enough");
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn one_line_of_getsubids_counts() {
+    fn only_a_single_line_of_getsubids_is_accepted() {
         let one = Ids {
             first: 65_536,
             count: 7_208_960,

@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn searches_are_read_and_bad_ones_named() {
+    fn log_queries_are_parsed_and_errors_name_the_parameter() {
         assert_eq!(
             LogQuery::parse("tailLines=3"),
             Ok(None),

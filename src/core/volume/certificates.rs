@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_pending_until_somebody_has_decided() {
+    fn certificate_requests_are_pending_until_they_are_decided() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         let of = |status: Value| {
             outcome(

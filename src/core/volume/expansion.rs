@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_is_tried_after_a_pause_that_doubles() {
+    fn failed_expansions_are_retried_with_doubling_pauses() {
         let mut known = Expansions::default();
         let two = grown(2, false);
         let mut now = 0;
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_its_driver_does_not_grow_in_use_is_not_tried_before_it_has_left_the_node() {
+    fn an_offline_expansion_waits_until_the_volume_leaves_the_node() {
         let mut known = Expansions::default();
         let two = grown(2, false);
         assert_eq!(known.due("v", &two, at(0)), Due::Now);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_node_has_grown_is_grown_here_if_it_was_here_before() {
+    fn a_volume_expanded_on_another_node_is_expanded_here_if_already_mounted() {
         let mut known = Expansions::default();
         let (two, three) = (grown(2, true), grown(3, true));
         assert_eq!(known.due("v", &two, at(0)), Due::Never, "it came with that");

@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_becomes_its_drivers_volume() {
+    fn each_in_tree_type_becomes_its_drivers_volume() {
         for (spec, driver, handle, attributes) in [
             (
                 json!({"awsElasticBlockStore": {"volumeID": "aws://eu-1a/vol-1", "fsType": "xfs", "partition": 2}}),
@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_driver_serves_is_refused() {
+    fn volumes_without_a_driver_are_rejected() {
         for wrong in [
             json!({"awsElasticBlockStore": {"volumeID": "aws://z/snap-1"}}),
             json!({"azureDisk": {"diskName": "d", "diskURI": "u", "kind": "Dedicated"}}),
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn places_have_the_drivers_names_and_disks_the_modes_it_knows() {
+    fn zones_get_the_drivers_labels_and_disks_its_access_modes() {
         let affinity = |key: &str| json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": key, "operator": "In", "values": ["z"]}]}]}});
         let told = |made: PersistentVolume| serde_json::to_value(made.spec).expect("a spec");
         let named = told(
@@ -645,7 +645,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_own_source_is_named_by_its_disk() {
+    fn an_inline_volume_is_named_after_its_disk() {
         let of = |source: Value| {
             let volume: Volume = serde_json::from_value(source).expect("a volume");
             inline(&volume, "n").expect("it is translated")

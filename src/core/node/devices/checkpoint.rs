@@ -163,7 +163,7 @@ mod tests {
     ];
 
     #[test]
-    fn the_kubelets_files_are_read_and_written() {
+    fn the_kubelets_checkpoint_files_round_trip() {
         for text in FILES {
             let data = read(text).expect(text);
             // Only the order of map keys may differ.
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_or_cut_off_is_not_used() {
+    fn modified_or_truncated_files_are_rejected() {
         let changed = FILES[2].replace("\"d1\"", "\"d3\"");
         assert!(matches!(
             read(&changed),

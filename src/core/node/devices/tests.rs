@@ -85,7 +85,7 @@ fn amounts_of(devices: &Devices) -> (i64, i64) {
 }
 
 #[test]
-fn refusals_are_in_the_kubelets_words() {
+fn rejections_have_the_kubelets_messages() {
     let none = Affinities::new();
     let mut devices = with(&["a", "b", "c!"]);
     devices.reserve(&plain("first", 1), &none).expect("free");
@@ -124,7 +124,7 @@ fn refusals_are_in_the_kubelets_words() {
 }
 
 #[test]
-fn all_of_a_pods_devices_are_reserved_or_none() {
+fn a_pod_gets_all_its_devices_or_none() {
     let mut devices = with(&["a", "b"]);
     let two = json!({"containers": [container("one", 1), container("two", 2)]});
     assert!(
@@ -150,7 +150,7 @@ fn all_of_a_pods_devices_are_reserved_or_none() {
 }
 
 #[test]
-fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
+fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     let mut devices = with(&["a", "b", "c", "d"]);
     let mut sidecar = container("sidecar", 1);
     sidecar["restartPolicy"] = "Always".into();
@@ -187,7 +187,7 @@ fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
 }
 
 #[test]
-fn devices_near_the_wanted_nodes_come_first() {
+fn devices_on_the_preferred_numa_nodes_come_first() {
     let all = "a0,b1,c,d01,e1";
     for (node, wanted, expected, offered) in [
         (Some(1), 1, "b1", "b1,d01,e1"),
@@ -216,7 +216,7 @@ fn devices_near_the_wanted_nodes_come_first() {
 }
 
 #[test]
-fn hints_say_which_nodes_suffice() {
+fn hints_list_the_numa_nodes_that_suffice() {
     // A `+` marks a preferred hint.
     for (names, init, requested, expected) in [
         (vec!["a0", "b1"], 0, 1, "0+ 01 1+"),
@@ -262,7 +262,7 @@ fn hints_say_which_nodes_suffice() {
 }
 
 #[test]
-fn a_resource_goes_five_minutes_after_its_plugin() {
+fn a_resource_is_removed_five_minutes_after_its_plugin() {
     let mut devices = with(&["a", "b", "c!"]);
     assert_eq!(amounts_of(&devices), (3, 2));
     assert!(!devices.list(THING, 1, described(&["a", "b", "c!"])));
@@ -290,7 +290,7 @@ fn a_resource_goes_five_minutes_after_its_plugin() {
 }
 
 #[test]
-fn a_restart_keeps_what_containers_have() {
+fn a_restart_keeps_the_devices_of_containers() {
     let mut devices = with(&["a0", "b01", "c"]);
     devices
         .reserve(&plain("p", 2), &Affinities::new())
@@ -324,7 +324,7 @@ fn a_restart_keeps_what_containers_have() {
 }
 
 #[test]
-fn answers_of_several_plugins_are_put_together_and_the_first_counts() {
+fn responses_of_several_plugins_are_merged_and_the_first_wins() {
     use holdfast_proto::deviceplugin as pb;
     let mut devices = with(&["a"]);
     devices.register("example.com/other", 2);
@@ -368,7 +368,7 @@ fn answers_of_several_plugins_are_put_together_and_the_first_counts() {
 }
 
 #[test]
-fn names_of_resources_are_extended_ones() {
+fn resource_names_must_be_extended_ones() {
     for (name, expected) in [
         (THING, true),
         ("a/B_c.d-e", true),
@@ -443,7 +443,7 @@ fn check_owners(devices: &Devices) {
 
 proptest! {
     #[test]
-    fn no_device_is_given_twice_and_no_unhealthy_one(changes in prop::collection::vec(change(), 1..40)) {
+    fn no_device_is_allocated_twice_or_while_unhealthy(changes in prop::collection::vec(change(), 1..40)) {
         let mut devices = Devices::default();
         let mut number = 0;
         for change in changes {
@@ -511,7 +511,7 @@ proptest! {
 }
 
 #[test]
-fn the_health_of_what_containers_have_follows_their_plugin() {
+fn device_health_follows_the_plugin() {
     use crate::core::pod::status::devices::Health;
 
     let mut devices = with(&["a", "b"]);

@@ -32,7 +32,7 @@ fn with_two_cpus<T>(work: impl FnOnce(&Here<'_>) -> T) -> T {
 }
 
 #[test]
-fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
+fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_termination() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -91,7 +91,7 @@ fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
 
 /// With a thousand pods: the cost of another pod does not depend on their number.
 #[test]
-fn the_sums_are_those_of_the_pods_that_count() {
+fn requested_sums_match_the_admitted_pods() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         for uid in ["a", "b"] {
@@ -117,7 +117,7 @@ fn the_sums_are_those_of_the_pods_that_count() {
 /// On a node with two CPUs, a critical pod lacks some. Columns: pods with CPUs, pods evicted before, CPUs of the
 /// critical pod, expected victims.
 #[test]
-fn what_those_that_end_already_free_is_not_taken_from_others() {
+fn resources_of_terminating_pods_are_counted_before_preemption() {
     type Case = (
         &'static [(&'static str, &'static str)],
         &'static [&'static str],
@@ -175,7 +175,7 @@ fn what_those_that_end_already_free_is_not_taken_from_others() {
 }
 
 #[test]
-fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
+fn a_node_under_pressure_keeps_its_pods_and_evicts_each_victim_once() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -198,7 +198,7 @@ fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
 }
 
 #[test]
-fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
+fn a_node_that_shuts_down_keeps_its_pods_and_admits_none() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -228,7 +228,7 @@ fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
 }
 
 #[test]
-fn whoever_waits_for_room_gets_it_in_turn() {
+fn pods_that_wait_for_resources_get_them_in_order() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let all = [("a", 0), ("b", 0), ("c", 1000), ("d", 0)];
@@ -263,7 +263,7 @@ fn whoever_waits_for_room_gets_it_in_turn() {
 }
 
 #[test]
-fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
+fn a_resize_beyond_the_nodes_capacity_is_infeasible() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "500m");
@@ -291,7 +291,7 @@ fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
 }
 
 #[test]
-fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
+fn a_withdrawn_resize_allocates_nothing() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "500m");
@@ -317,7 +317,7 @@ fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
 
 /// A pod was granted a size that its spec no longer requests, and its present request does not fit.
 #[test]
-fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
+fn a_granted_size_that_is_no_longer_requested_is_released() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "200m");
@@ -335,7 +335,7 @@ fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
 }
 
 #[test]
-fn what_has_stopped_makes_room_before_it_is_forgotten() {
+fn a_stopped_pods_resources_are_free_before_it_is_removed() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -367,7 +367,7 @@ fn what_has_stopped_makes_room_before_it_is_forgotten() {
 }
 
 #[test]
-fn a_claim_of_one_pod_alone_passes_on_when_its_pod_is_released() {
+fn an_exclusive_claim_is_free_once_its_pod_is_released() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         for uid in ["a", "b"] {

@@ -116,7 +116,7 @@ fn free(managers: &Managers, resource: &str) -> Vec<u64> {
 }
 
 #[test]
-fn memory_is_from_one_node_or_from_a_group_of_nodes() {
+fn memory_comes_from_one_numa_node_or_one_group() {
     let mut managers = start(2, None);
     assert_eq!(free(&managers, "memory"), [82, 82]);
     managers
@@ -168,7 +168,7 @@ fn memory_is_from_one_node_or_from_a_group_of_nodes() {
 }
 
 #[test]
-fn pods_of_other_classes_have_no_memory_of_their_own() {
+fn only_guaranteed_pods_get_exclusive_memory() {
     let mut managers = start(2, None);
     let mut burstable = pod("e", &[("main", 10, 0)]);
     let spec = burstable.spec.as_mut().expect("a spec");
@@ -185,7 +185,7 @@ fn pods_of_other_classes_have_no_memory_of_their_own() {
 }
 
 #[test]
-fn alignment_holds_for_memory() {
+fn memory_follows_the_topology_policy() {
     for (policy, size, fits) in [
         (Policy::SingleNode, 80, true),
         (Policy::SingleNode, 90, false),
@@ -220,7 +220,7 @@ fn alignment_holds_for_memory() {
 }
 
 #[test]
-fn rules_that_do_not_fit_are_named() {
+fn invalid_memory_rules_are_reported() {
     let with = |change: &dyn Fn(&mut Reserved), nodes| {
         let mut rules = rules(2, None);
         change(&mut rules.memory.as_mut().expect("static").reserved);
@@ -268,7 +268,7 @@ fn rules_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn states_that_do_not_fit_are_named() {
+fn memory_state_mismatches_are_reported() {
     let mut managers = start(2, None);
     managers
         .admit(
@@ -314,7 +314,7 @@ fn states_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn what_is_set_aside_is_what_pods_may_not_use() {
+fn reserved_memory_equals_what_node_allocatable_reserves() {
     let size = MachineSize {
         cpus: 4,
         memory: 8 << 30,
@@ -354,7 +354,7 @@ fn what_is_set_aside_is_what_pods_may_not_use() {
 }
 
 #[test]
-fn memory_is_not_changed_while_containers_run() {
+fn memory_of_running_containers_is_not_resized() {
     let managers = start(1, None);
     let (one, two) = (pod("a", &[("main", 10, 0)]), pod("a", &[("main", 20, 0)]));
     assert_eq!(managers.resize(&one, &one), Ok(()));
@@ -371,7 +371,7 @@ fn memory_is_not_changed_while_containers_run() {
 
 /// A single node of a group is not allocated alone: a node allocates alone or with one group.
 #[test]
-fn a_node_of_a_group_stays_in_it() {
+fn a_numa_node_of_a_group_allocates_only_with_the_group() {
     let mut memory = start(2, None).memory().expect("static").clone();
     let give = |memory: &mut Memory, uid: &str, size, nodes: &[u32]| {
         let pod = pod(uid, &[("main", size, 0)]);
@@ -474,7 +474,7 @@ fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
 }
 
 #[test]
-fn answers_are_those_of_the_kubelet() {
+fn memory_is_allocated_as_by_the_kubelet() {
     let mut memory = memory_of("100/0/1");
     for line in include_str!("allocations.txt").lines() {
         let (question, expected) = line.split_once(": ").unwrap_or((line, ""));
@@ -512,7 +512,7 @@ proptest! {
     /// Allocated and free memory add up on each node and in total, a restart changes nothing, and after all pods are
     /// released everything is free.
     #[test]
-    fn memory_adds_up(
+    fn allocated_and_free_memory_add_up(
         number in 1_u32..5,
         policy in 0_u8..4,
         happenings in prop::collection::vec((0_u8..6, prop::bool::weighted(0.7), 0_u64..120, 1_u64..120, 0_u64..5), 1..30),
@@ -552,7 +552,7 @@ proptest! {
 
     /// With any affinity, no node is in two groups, and a restart finds a consistent state.
     #[test]
-    fn nodes_are_in_one_group(
+    fn no_numa_node_is_in_two_groups(
         number in 1_u32..5,
         happenings in prop::collection::vec((0_u8..6, 1_u64..150, 0_u64..3, 0_u32..16, any::<bool>()), 1..30),
     ) {

@@ -130,7 +130,7 @@ fn answer(topology: &Arc<Topology>, question: &str) -> String {
 }
 
 #[test]
-fn what_is_given_is_what_the_kubelet_gives() {
+fn cpus_are_allocated_as_by_the_kubelet() {
     let mut topology = Arc::new(Topology::default());
     let mut differences = vec![];
     for line in include_str!("../gives.txt").lines() {
@@ -152,7 +152,7 @@ fn what_is_given_is_what_the_kubelet_gives() {
 }
 
 #[test]
-fn a_pod_is_given_what_its_containers_have_at_a_time() {
+fn a_pod_gets_the_peak_cpus_of_its_containers() {
     for (containers, expected) in [
         (vec![("init", "0"), ("main", "0")], 0),
         (vec![("init", "2"), ("main", "2")], 2),

@@ -5,7 +5,7 @@ use super::*;
 /// The image is changed after it was pulled and before the sandbox exists: the container does not start with the old
 /// image.
 #[test]
-fn an_image_that_changes_before_the_start_is_pulled_too() {
+fn an_image_changed_before_the_start_is_pulled() {
     let spec = |image: &str| json!({"containers": [{"name": "c", "image": image}, {"name": "d", "image": "i"}]});
     let mut run = Run::new(a_pod(spec("i"), json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));

@@ -17,7 +17,7 @@ pub(super) fn verdict(seconds: u64) -> Verdict {
 }
 
 #[test]
-fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
+fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     let spec = || json!({"terminationGracePeriodSeconds": 600, "restartPolicy": "Always", "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec(), json!({})));
     run.settle();
@@ -69,7 +69,7 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
 /// As with the kubelet, an eviction shortens the grace period of a terminating pod, and the pod's status has the
 /// reason.
 #[test]
-fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
+fn an_eviction_shortens_the_grace_period_of_a_terminating_pod() {
     let evicted = |grace| {
         Input::Evicted(
             Eviction::under_pressure("u", "memory.available", "low".into(), grace).verdict,

@@ -78,7 +78,7 @@ fn comes_to(
 /// As with the kubelet after its start, the manifest determines what should run, and the runtime what has run. The
 /// mirror determines nothing.
 #[test]
-fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
+fn a_static_pod_unknown_to_the_runtime_starts_from_scratch() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     for (policy, mirror) in [
@@ -93,7 +93,7 @@ fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
 }
 
 #[test]
-fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
+fn a_static_pod_resumes_from_the_runtimes_state() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     let running = the_fourth(&json!({"running": {"startedAt": "2023-11-14T00:00:00Z"}}));
@@ -123,7 +123,7 @@ fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
 
 /// The API becomes available after the containers.
 #[test]
-fn a_mirror_that_is_seen_late_takes_nothing_back() {
+fn a_late_mirror_reverts_nothing() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let mirror = || Some(told("Succeeded", Some("old"), &the_fourth(&ended)));
     for (runtime, restarts) in [

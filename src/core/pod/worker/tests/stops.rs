@@ -13,7 +13,7 @@ fn deleted(grace: i64) -> (Run, Turn) {
 }
 
 #[test]
-fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
+fn the_terminal_phase_waits_for_sidecars_which_stop_in_reverse_order() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
     run.exit("c0", 0);
@@ -39,7 +39,7 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
 
 /// Simulation seed 1533: the runtime may carry out a start that was cancelled.
 #[test]
-fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
+fn the_terminal_phase_waits_for_a_restarting_sidecar() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
     let is_start = |op: &Op| matches!(op, Op::Start { .. });
@@ -66,7 +66,7 @@ fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
 }
 
 #[test]
-fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
+fn sidecar_hooks_start_together_and_signals_wait_for_hook_and_order() {
     let (mut run, turn) = deleted(30);
     let keys = |ops: &[Op]| ops.iter().map(Op::key).collect::<Vec<_>>();
     let hook = |name: &str| Key::PreStop(name.into());
@@ -91,7 +91,7 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
 }
 
 #[test]
-fn a_hook_that_goes_on_past_the_grace_period_runs_until_its_container_exits() {
+fn a_hook_that_outlasts_the_grace_period_runs_until_its_container_exits() {
     let (mut run, _) = deleted(30);
     let hook = Key::PreStop("t0".into());
     run.settle_but(|op| op.key() == hook);
@@ -110,7 +110,7 @@ fn a_hook_that_goes_on_past_the_grace_period_runs_until_its_container_exits() {
 }
 
 #[test]
-fn past_the_grace_period_all_are_stopped() {
+fn after_the_grace_period_all_containers_are_stopped() {
     let (mut run, turn) = deleted(5);
     assert_eq!(
         turn.begin.iter().map(Op::key).collect::<Vec<_>>(),
@@ -131,7 +131,7 @@ fn past_the_grace_period_all_are_stopped() {
 /// The runtime briefly reported the sandbox as not ready. When the sandbox is lost much later, its containers get their
 /// full grace period.
 #[test]
-fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() {
+fn each_stop_of_a_pod_has_the_full_grace_period() {
     let spec =
         json!({"containers": [{"name": "c", "image": "i"}], "terminationGracePeriodSeconds": 30});
     let mut run = Run::new(a_pod(spec, json!({})));
@@ -199,7 +199,7 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
 }
 
 #[test]
-fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_once() {
+fn a_container_stopped_for_a_failed_hook_is_stopped_once_when_its_pod_terminates() {
     let mut run = with_failed_hook();
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
     let metadata = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "resourceVersion": "2"});
@@ -216,7 +216,7 @@ fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_o
 
 /// `kubectl delete`, then `--force`: the last grace period arrives together with the removal.
 #[test]
-fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
+fn the_last_object_of_a_removed_pod_shortens_the_running_stop() {
     let mut spec = with_sidecar("Always");
     spec["terminationGracePeriodSeconds"] = 500.into();
     let deleted = |version: u32, grace: i64| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": grace, "resourceVersion": version.to_string()});
@@ -259,7 +259,7 @@ fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
 
 /// A relist that lacks the pod does not contain a grace period. As with the kubelet, that of the spec applies.
 #[test]
-fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
+fn a_pod_missing_from_a_relist_has_the_grace_period_of_its_spec() {
     let spec =
         json!({"terminationGracePeriodSeconds": 500, "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
@@ -271,7 +271,7 @@ fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
 }
 
 #[test]
-fn a_pod_that_ends_is_audited_until_the_api_has_removed_it() {
+fn a_terminating_pod_is_audited_until_the_api_removes_it() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let deleted = |finalizers: Value| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "finalizers": finalizers, "resourceVersion": "2"});
     for (finalizers, requests) in [(Value::Null, 4), (json!(["x"]), 1)] {
