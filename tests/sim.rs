@@ -178,7 +178,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     world.delete_pod("free");
     tokio::time::sleep(Duration::from_secs(10)).await;
     late("", "free")?;
-    world.check_says("held", "It is ending: it was deleted. Now: ")?;
+    world.check_says("held", "Terminating: the pod was deleted. Now: ")?;
     world.answer_far();
     tokio::time::sleep(Duration::from_secs(15)).await;
     late("", "held")

@@ -102,7 +102,7 @@ impl World {
             let said = explain::explain("ns", name, &uid, journal, None).sentence;
             let stands = |c: &&Value| state.is_as_its_spec_says(&uid, pod, &c["name"]);
             let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
-            if said.contains("as its spec says.") && !all.all(|c| stands(&c)) {
+            if said.contains("Running as specified") && !all.all(|c| stands(&c)) {
                 return Err(format!("{name}: {said} {:?}", pod["status"]));
             }
         }

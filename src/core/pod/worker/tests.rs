@@ -299,7 +299,7 @@ fn a_restarted_init_container_delays_later_containers() {
         run.settle();
         let why = run.worker.waiting.clone().unwrap_or_default();
         assert!(
-            why.contains("container c waits until init container t is done"),
+            why.contains("container c waits for init container t to complete"),
             "{attempt}: {why:?}"
         );
         run.exit(&format!("t{attempt}"), 0);

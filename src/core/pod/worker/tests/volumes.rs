@@ -13,7 +13,7 @@ fn failed_volume_refreshes_are_retried_and_delay_no_start() {
         assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
         let turn = run.done(&Key::Volumes, outdated());
         let why = run.worker.waiting.clone().unwrap_or_default();
-        assert!(why.contains("volumes are not up to date"), "{why}");
+        assert!(why.contains("refreshing its volumes failed"), "{why}");
         let wake = turn.wake_at.expect("it is tried again");
         pauses.push(wake.duration_since(at(run.now)).as_millis());
         run.now += i64::try_from(*pauses.last().expect("one")).expect("short");
@@ -35,7 +35,7 @@ fn failed_volume_refreshes_are_retried_and_delay_no_start() {
     run.input(Input::Tick);
     run.settle();
     let why = run.worker.waiting.clone().unwrap_or_default();
-    assert!(!why.contains("volumes are not up to date"), "{why}");
+    assert!(!why.contains("refreshing its volumes failed"), "{why}");
 }
 
 /// The API could not be read for the volumes' sources: the refresh is retried soon, without waiting for the next
