@@ -80,7 +80,7 @@ impl Attributes {
     pub fn check(&self) -> Result<Rules, (&'static str, String)> {
         let field = "serviceAccountTokenAudience";
         if self.service_account_token_audience.is_empty() {
-            return Err((field, "set it: tokens are meant for somebody".into()));
+            return Err((field, "set it to the audience of the tokens".into()));
         }
         let field = "requireServiceAccount";
         let requires = self.require_service_account;
@@ -99,7 +99,7 @@ impl Attributes {
         for (field, keys) in [(of_required, required), (of_optional, optional)] {
             for key in keys {
                 if !is_annotation_key(key) {
-                    return Err((field, format!("{key:?} is no key of annotations")));
+                    return Err((field, format!("{key:?} is not a valid annotation key")));
                 }
                 if !seen.insert(key) {
                     let remedy = format!("name {key:?} once, as required or as optional");

@@ -202,7 +202,7 @@ pub fn objection(ip: IpAddr) -> Option<&'static str> {
     };
     match ip {
         ip if ip.is_multicast() => Some("it is a multicast address"),
-        _ if link_local => Some("it is a link-local address: it means nothing beyond its own link"),
+        _ if link_local => Some("it is a link-local address, which is valid only on its own link"),
         _ => None,
     }
 }

@@ -227,7 +227,7 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
     // These two gates set others, which have no effect here.
     if matches!(name, "AllAlpha" | "AllBeta") {
         return Some(Objection::Ignored(format!(
-            "featureGates.{name}: it changes nothing here"
+            "featureGates.{name}: it has no effect here"
         )));
     }
     if is_configurable(name) {
@@ -235,7 +235,7 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
     }
     match FEATURES.iter().find(|f| f.name == name) {
         None => Some(Objection::Ignored(format!(
-            "featureGates.{name}: it is not known here"
+            "featureGates.{name}: unknown gate"
         ))),
         Some(Feature {
             stage: Stage::Ga, ..
@@ -244,9 +244,9 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
         )),
         Some(feature) if feature.here != enabled => {
             let way = if feature.here {
-                "behaves so in any case"
+                "always behaves as if it were true"
             } else {
-                "does not behave so"
+                "does not implement it"
             };
             Some(Objection::Ignored(format!(
                 "featureGates.{name}: the agent {way}"
@@ -314,11 +314,11 @@ mod tests {
         }
         assert!(
             !is_enabled("PodsAPI", &[("PodsAPI", true)]),
-            "it is not built"
+            "it is not implemented"
         );
         assert!(
             is_enabled("EnvFiles", &[("EnvFiles", false)]),
-            "no gate turns it off"
+            "no gate disables it"
         );
     }
 
@@ -359,7 +359,7 @@ mod tests {
         let documented = include_str!("../../../docs/FEATURES.md");
         for (name, stage, default, locked) in facts() {
             if stage == Stage::Ga {
-                assert!(locked && default, "{name}: its other value is refused");
+                assert!(locked && default, "{name}: its other value is rejected");
             }
             if default && !is_enabled(name, &BTreeMap::new()) {
                 let named = documented.contains(&format!("`{name}`"));

@@ -55,7 +55,7 @@ impl FromStr for OfflineStart {
                 .strip_prefix("after=")
                 .and_then(duration)
                 .map(OfflineStart::After)
-                .ok_or("use never, static-only, always, or after= and a duration such as after=5m"),
+                .ok_or("use never, static-only, always, or a duration such as after=5m"),
         }
     }
 }

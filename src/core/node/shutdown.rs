@@ -100,7 +100,7 @@ impl Periods {
             return Err(invalid(
                 "shutdownGracePeriodCriticalPods",
                 format!("{critical:?}"),
-                "it is a part of shutdownGracePeriod: use no more than that",
+                "it is a part of shutdownGracePeriod: use at most that period",
             ));
         }
         let mut periods = statements.by_priority.clone();
@@ -109,8 +109,7 @@ impl Periods {
         }
         let field = "shutdownGracePeriodByPodPriority";
         if !all.is_zero() {
-            let remedy =
-                "use it without shutdownGracePeriod and shutdownGracePeriodCriticalPods, or these";
+            let remedy = "use it without shutdownGracePeriod and shutdownGracePeriodCriticalPods, or only those";
             return Err(invalid(field, format!("{periods:?}"), remedy));
         }
         if let Some(wrong) = periods.iter().find(|p| p.shutdown_grace_period_seconds < 0) {

@@ -68,7 +68,7 @@ fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
             &mut organization
         } else {
             return Err(format!(
-                "the subject has the attribute {}; only a common name and an organization are signed",
+                "the subject has the attribute {}; only a common name and an organization are allowed",
                 attribute.attr_type()
             ));
         };
@@ -77,14 +77,14 @@ fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
             .map_err(|_| "a name in the subject is not plain text".to_owned())?;
         if slot.replace(text.to_owned()).is_some() {
             return Err(
-                "the subject has two common names or two organizations; one each is signed".into(),
+                "the subject has two common names or two organizations; only one of each is allowed".into(),
             );
         }
     }
     match (name, organization) {
         (Some(name), Some(organization)) => Ok((name, organization)),
         (None, _) => Err("the common name must be system:node:<name>".into()),
-        (_, None) => Err("the organization must be system:nodes, and no other".into()),
+        (_, None) => Err("the only organization must be system:nodes".into()),
     }
 }
 
@@ -101,7 +101,11 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
                         .map_err(|_| "an IP address has neither 4 nor 16 bytes")?,
                 );
             }
-            _ => return Err("only DNS names and IP addresses may be served".into()),
+            _ => {
+                return Err(
+                    "only DNS names and IP addresses are allowed as alternative names".into(),
+                );
+            }
         }
     }
     Ok((dns, addresses))
@@ -110,10 +114,10 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
 /// Parses a DER-encoded request for one of the node signers; the error names the content that is not allowed.
 pub fn asked(request: &[u8]) -> Result<Asked, String> {
     let Ok((rest, csr)) = X509CertificationRequest::from_der(request) else {
-        return Err("the request cannot be read".into());
+        return Err("the request is not a valid PKCS#10 request".into());
     };
     if !rest.is_empty() {
-        return Err("bytes follow the request".into());
+        return Err("the request has trailing bytes".into());
     }
     let info = &csr.certification_request_info;
     let (name, organization) = only_names(&info.subject)?;
@@ -124,7 +128,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
             ParsedCriAttribute::ExtensionRequest(request) => extensions.extend(&request.extensions),
             _ => {
                 return Err(format!(
-                    "the request has the attribute {}; only extensions are signed",
+                    "the request has the attribute {}; only extensions are allowed",
                     attribute.oid
                 ));
             }
@@ -137,7 +141,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
             }
             _ => {
                 return Err(format!(
-                    "the request has the extension {}; only one of alternative names is signed",
+                    "the request has the extension {}; only one extension of alternative names is allowed",
                     extension.oid
                 ));
             }
@@ -155,7 +159,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
 /// Checks that a DER-encoded certificate has exactly the requested content; the error names the difference.
 pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
-        .map_err(|_| "the certificate cannot be read".to_owned())?;
+        .map_err(|_| "the certificate is not a valid X.509 certificate".to_owned())?;
     if only_names(certificate.subject())? != (asked.name.clone(), asked.organization.clone()) {
         return Err("the certificate has another subject".into());
     }
@@ -182,7 +186,7 @@ pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<()
         )
     });
     if certificate.is_ca() || usage != Some((client, !client, false)) {
-        return Err("the certificate may be used for something else".into());
+        return Err("the certificate allows other uses than requested".into());
     }
     Ok(())
 }
@@ -205,7 +209,7 @@ pub fn judge(
     };
     let name = asked.name.as_str();
     if asked.organization != "system:nodes" {
-        return refuse("the organization must be system:nodes, and no other");
+        return refuse("the only organization must be system:nodes");
     }
     if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
         return refuse("the common name must be system:node:<name>");
@@ -222,7 +226,7 @@ pub fn judge(
             .any(|u| ![main, "digital signature", "key encipherment"].contains(u))
     {
         return Verdict::Refuse(format!(
-            "the usages must be digital signature, {main}, and key encipherment if need be"
+            "the usages must be digital signature, {main} and optionally key encipherment"
         ));
     }
     let named = !asked.dns.is_empty() || !asked.addresses.is_empty();
@@ -231,13 +235,13 @@ pub fn judge(
             false => refuse("at least one DNS name or IP address is needed"),
             // Only the node itself may request its serving certificate.
             true if requester.name != name => {
-                refuse("a serving certificate is asked for by its own node")
+                refuse("only the node itself may request its serving certificate")
             }
             true => Verdict::Wait,
         };
     }
     if named {
-        return refuse("a client has no other names");
+        return refuse("a client certificate must not have alternative names");
     }
     let bootstraps = requester
         .groups

@@ -102,7 +102,7 @@ pub struct Difference {
 impl std::fmt::Display for Difference {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let found = self.found.as_deref().unwrap_or("missing");
-        write!(f, "{} was {found} instead of {}", self.file, self.wanted)
+        write!(f, "{} was {found}, expected {}", self.file, self.wanted)
     }
 }
 

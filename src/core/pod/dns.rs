@@ -66,7 +66,7 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
         warnings.push((
             "MissingClusterDNS",
             format!(
-                "no cluster DNS is configured (clusterDNS): pod {} asks for {policy:?} and gets the node's own name resolution",
+                "no cluster DNS is configured (clusterDNS): pod {} has dnsPolicy {policy:?} and gets the node's own name resolution",
                 pod::described(pod)
             ),
         ));
@@ -157,7 +157,7 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
     }
     if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
         return Some(format!(
-            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"
+            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is omitted: {long}"
         ));
     }
     let line: usize = resolver
@@ -166,7 +166,7 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
         .map(|s| s.len().saturating_add(1))
         .sum();
     (line > MAX_SEARCH_LINE + 1)
-        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is left out"))
+        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is omitted"))
 }
 
 fn unique(list: &mut Vec<String>) {
@@ -248,7 +248,7 @@ pub fn check_words(pod: &Pod) -> Result<(), Fault> {
     match words.into_iter().find(|(_, word)| word.contains(splits)) {
         None => Ok(()),
         Some((field, word)) => Err(Fault::invalid(format!(
-            "spec.{field}: {word:?} has spaces or line breaks: it is one word of a line of /etc/hosts or /etc/resolv.conf"
+            "spec.{field}: {word:?} has spaces or line breaks: use a single word, because it becomes part of a line of /etc/hosts or /etc/resolv.conf"
         ))),
     }
 }

@@ -424,7 +424,7 @@ impl Origins<'_> {
         match &source.file_key_ref {
             Some(reference) => self.in_file(reference),
             None => Err(Fault::invalid(format!(
-                "environment variable {name:?} has a source that is not supported"
+                "environment variable {name:?} has an unsupported source"
             ))),
         }
     }
@@ -438,7 +438,7 @@ impl Origins<'_> {
             Some(Err(error)) => return Err(error.clone().within("couldn't parse env file")),
             None => {
                 return Err(Fault::later(format!(
-                    "couldn't parse env file: {path} was not read"
+                    "couldn't parse env file: {path} has not been read"
                 )));
             }
         };

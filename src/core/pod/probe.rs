@@ -195,7 +195,7 @@ fn configured_period(
     for part in text.split(',').map(str::trim) {
         let invalid = || {
             format!(
-                "annotation {key}: {part:?} is invalid: write for instance readiness=100ms, with startup, readiness or liveness and 50ms up to the probe's own period; the period of the probe applies"
+                "annotation {key}: {part:?} is invalid: use a value such as readiness=100ms, with startup, readiness or liveness, and a period from 50ms up to periodSeconds; periodSeconds applies"
             )
         };
         let (name, period) = part.split_once('=').ok_or_else(invalid)?;

@@ -333,7 +333,7 @@ impl LogOptions {
                     return Err((
                         400,
                         format!(
-                            "stream: {value:?} is not served: the streams of a log are not told apart, use All"
+                            "stream: {value:?} is not supported: a log is returned with all its streams, use All"
                         ),
                     ));
                 }
@@ -628,7 +628,7 @@ mod tests {
             ("GET", "/flagz", Some(404)),
         ] {
             let Routed::Found(endpoint) = route(method, path) else {
-                panic!("{path} leads nowhere");
+                panic!("{path} has no route");
             };
             let answer = without_debugging(&endpoint);
             assert_eq!(answer.map(|(code, _)| code), code, "{path}");

@@ -28,7 +28,7 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
             block.map_err(|e| Fault::missing(format!("the trust bundle is not PEM: {e}")))?;
         if block.label != "CERTIFICATE" {
             return Err(Fault::missing(format!(
-                "the trust bundle has a block {:?}: only CERTIFICATE may be in it",
+                "the trust bundle has a block {:?}: only CERTIFICATE blocks are allowed",
                 block.label
             )));
         }

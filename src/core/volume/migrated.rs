@@ -154,7 +154,7 @@ fn pd_region(zones: &[&str]) -> Result<String, Fault> {
         })
         .ok_or_else(|| {
             Fault::invalid(format!(
-                "the zones {} are not of one region",
+                "the zones {} are not in one region",
                 zones.join(", ")
             ))
         })
@@ -302,7 +302,7 @@ fn persistent_share(
         secret: &file.secret_name,
         share: &file.share_name,
         name: meta::name(volume),
-        namespace: namespace.ok_or_else(|| Fault::missing("azureFile has neither secretNamespace nor a claim: the namespace of its secret is not known"))?,
+        namespace: namespace.ok_or_else(|| Fault::missing("azureFile has neither secretNamespace nor a claim: the namespace of its secret is unknown"))?,
     };
     Ok(azure_file(&share, file.read_only))
 }

@@ -250,7 +250,7 @@ fn downward(
                 .find(|(_, c)| Some(&c.name) == reference.container_name.as_ref());
             let (_, container) = named.ok_or_else(|| {
                 Fault::invalid(format!(
-                    "resourceFieldRef names no container of the pod: {:?}",
+                    "resourceFieldRef names a container that the pod does not have: {:?}",
                     reference.container_name
                 ))
             })?;
@@ -396,7 +396,7 @@ fn projection(
     let known =
         "configMap, secret, downwardAPI, serviceAccountToken, clusterTrustBundle or podCertificate";
     Err(Fault::invalid(format!(
-        "the projected volume has a source that is not known: use {known}"
+        "the projected volume has an unknown source: use {known}"
     )))
 }
 

@@ -80,9 +80,7 @@ pub fn read(text: &str, policy: &str) -> Result<State, String> {
         expected: checksum(&document),
     }
     .check(policy)?;
-    let set = |text: &str| {
-        parse_list(text).ok_or_else(|| format!("{text:?} is not a list of processors"))
-    };
+    let set = |text: &str| parse_list(text).ok_or_else(|| format!("{text:?} is not a CPU list"));
     let mut state = State {
         shared: set(&document.shared)?,
         ..State::default()

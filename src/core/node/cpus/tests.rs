@@ -303,13 +303,13 @@ fn a_checkpoint_is_restored_or_rejected_with_the_remedy() {
         (
             rules(Options::default(), "1"),
             "laptop",
-            "not all of the reserved processors 1",
+            "not all of the reserved CPUs 1",
         ),
         (rules(strict, "0"), "laptop", "strictly reserved"),
         (
             rules(Options::default(), "0"),
             "one socket with a cache for four cores",
-            "this one has 0-31",
+            "this machine has 0-31",
         ),
         (
             managers::Rules::default(),

@@ -106,7 +106,7 @@ pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     let one = |c: &Candidate| {
         let used = resource.quantity(c.usage(resource));
         let (name, asked, priority) = (pod::full_name(&c.pod), c.request(resource), c.priority());
-        format!("{name} uses {used}, asked for {asked}, priority {priority}")
+        format!("{name} uses {used}, requested {asked}, priority {priority}")
     };
     let told: Vec<String> = ranked.iter().take(TOLD).map(one).collect();
     match ranked.len().checked_sub(TOLD) {
@@ -264,7 +264,7 @@ mod tests {
         }
         let told = explain(Resource::Memory, &rank(Resource::Memory, all()));
         assert!(
-            told.starts_with("large_n uses 300Mi, asked for 100Mi, priority 0; small_n uses 50Mi"),
+            told.starts_with("large_n uses 300Mi, requested 100Mi, priority 0; small_n uses 50Mi"),
             "{told}"
         );
     }

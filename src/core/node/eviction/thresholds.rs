@@ -125,7 +125,7 @@ fn entries<'a>(
             field,
             signal: name.clone(),
             value: text.clone(),
-            remedy: "there is no such signal; use memory.available, allocatableMemory.available, nodefs.available, nodefs.inodesFree, imagefs.available, imagefs.inodesFree or pid.available",
+            remedy: "no such signal: use memory.available, allocatableMemory.available, nodefs.available, nodefs.inodesFree, imagefs.available, imagefs.inodesFree or pid.available",
         }),
     })
 }

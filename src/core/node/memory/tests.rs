@@ -237,7 +237,7 @@ fn invalid_memory_rules_are_reported() {
         ),
         (
             with(&|r| _ = r.insert(0, reserved(95)), 2),
-            "NUMA node 0 has 92Mi of memory, and 95Mi are to be reserved there",
+            "NUMA node 0 has 92Mi of memory, but 95Mi are to be reserved there",
         ),
         (
             with(
@@ -290,7 +290,7 @@ fn memory_state_mismatches_are_reported() {
     });
     let none = managers::Rules::default();
     for (rules, machine, expected) in [
-        (rules(3, None), machine(3), "this one has [0, 1, 2]"),
+        (rules(3, None), machine(3), "this machine has [0, 1, 2]"),
         (rules(2, None), other, "NUMA node 1 had 104857600 bytes"),
         (none, machine(2), "memoryManagerPolicy: Static"),
     ] {
@@ -310,7 +310,7 @@ fn memory_state_mismatches_are_reported() {
     };
     let error = Managers::new(&rules(2, None), &machine(2), &checkpoints);
     let error = error.expect_err("nobody has what is taken");
-    assert!(error.contains("does not add up"), "{error}");
+    assert!(error.contains("do not add up"), "{error}");
 }
 
 #[test]

@@ -162,7 +162,7 @@ fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
     assert!(
         of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| {
             let said = e.told("v");
-            said.contains("no volume plugin matched") && said.contains("does not serve")
+            said.contains("no volume plugin matched") && said.contains("does not support")
         })
     );
     let told = |e: Problem| {
