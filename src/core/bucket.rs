@@ -65,7 +65,7 @@ mod tests {
         assert_eq!(
             (0..9).filter(|_| bucket.take(at(60_000)).is_ok()).count(),
             3,
-            "what is not used does not pile up"
+            "unused capacity does not accumulate"
         );
         assert!((0..1000).all(|_| Bucket::new(0.0, 0.0, at(0)).take(at(0)).is_ok()));
     }

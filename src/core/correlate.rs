@@ -220,7 +220,7 @@ mod tests {
                 .map(|v| v.message)
                 .as_deref(),
             Some("m13"),
-            "later it is a matter of its own"
+            "later it is a separate event"
         );
     }
 

@@ -312,7 +312,7 @@ mod tests {
         #[test]
         fn printing_and_parsing_agree(nanos in -1_000_000_000_000_000_000i64..1_000_000_000_000_000_000, binary: bool) {
             let quantity = Quantity { nanos: i128::from(nanos), binary };
-            let again: Quantity = quantity.to_string().parse().expect("what is printed can be read");
+            let again: Quantity = quantity.to_string().parse().expect("the printed quantity can be parsed");
             prop_assert_eq!(again, quantity);
         }
 

@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(
             ledger.plan(&images, &rules, roomy, at(300), at(400)),
             Plan::default(),
-            "the agent is too young to know"
+            "the agent has not run for the maximum age"
         );
         let full = Filesystem {
             capacity: 1000,
@@ -401,7 +401,7 @@ mod tests {
                 .plan(&images, &Rules { high: 81, ..rules }, full, at(0), at(400))
                 .wanted,
             0,
-            "what has gone by age counts as freed"
+            "images removed by age count as freed"
         );
     }
 

@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(
             found("team/x"),
             [("of".to_owned(), "team".to_owned())],
-            "the hub's key is for what no other covers"
+            "the key of Docker Hub is the fallback"
         );
         assert_eq!(found("other.example/x"), []);
         assert_eq!(

@@ -248,7 +248,7 @@ mod tests {
             let key = |uid, role, token| rules.key(&grant(uid, role, token));
             let one = key("u", "r", "t");
             assert_eq!(one, key("u", "r", "t"));
-            assert_ne!(one, key("v", "r", "t"), "made anew under the same name");
+            assert_ne!(one, key("v", "r", "t"), "created again under the same name");
             assert_ne!(one, key("u", "s", "t"));
             assert_eq!(one != key("u", "r", "t2"), other_token_is_other);
             assert!(!format!("{one:?}").contains("\"t\""), "no token is printed");

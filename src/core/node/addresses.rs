@@ -435,7 +435,7 @@ mod tests {
             })
         };
         assert_eq!(with(&reported), None);
-        assert_eq!(with(&[]).map(|all| all.len()), Some(1), "the name alone");
+        assert_eq!(with(&[]).map(|all| all.len()), Some(1), "only the name");
     }
 
     #[test]

@@ -245,7 +245,7 @@ mod tests {
                 ..limits(&reserved)
             };
             let all = capacity(&machine, limits);
-            assert_eq!(all["pods"].units(), expected, "{per_core} a core");
+            assert_eq!(all["pods"].units(), expected, "{per_core} per core");
             assert!(!all.contains_key("ephemeral-storage"));
         }
     }

@@ -293,7 +293,7 @@ mod tests {
         let found = tree.iter().find(|(g, _)| g == group);
         found
             .map(|(_, values)| values.clone())
-            .expect("in the tree")
+            .expect("a group of the tree")
     }
 
     #[test]
@@ -403,7 +403,7 @@ mod tests {
             assert_eq!(
                 huge,
                 [(2 << 20, Bound::At(1 << 30)), (1 << 30, Bound::At(0))],
-                "not more than there are"
+                "at most the existing ones"
             );
             let tier = of(&all, &Group::BestEffort);
             assert_eq!(tier.memory, Some(Bound::Unlimited));

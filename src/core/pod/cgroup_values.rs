@@ -368,7 +368,7 @@ mod tests {
                 ("cpu.cfs_quota_us", "-1"),
                 ("memory.limit_in_bytes", "-1"),
             ]),
-            "what was limited before is not any more"
+            "earlier limits are removed"
         );
         assert_eq!(files(&Values::default(), true), []);
     }

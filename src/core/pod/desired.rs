@@ -135,8 +135,12 @@ mod tests {
         assert_eq!(all(&desired), [("1".into(), Some("2".into()))]);
         assert_eq!(desired.uids("p1_ns").collect::<Vec<_>>(), ["2", "1"]);
         let names = desired.replace_statics(vec![]);
-        assert_eq!(names, ["p1_ns".to_owned()].into(), "of what has gone, too");
-        assert_eq!(all(&desired), [], "a mirror is no pod");
+        assert_eq!(
+            names,
+            ["p1_ns".to_owned()].into(),
+            "removed pods are included"
+        );
+        assert_eq!(all(&desired), [], "a mirror is not a pod");
         assert!(desired.mirror("p1_ns").is_some() && !desired.has_static("p1_ns"));
     }
 

@@ -386,7 +386,7 @@ mod tests {
         journal.begin(Step::Sandbox, "", at(5));
         let entry = journal
             .blocking()
-            .expect("it still blocks while it is tried again");
+            .expect("it still blocks during the retry");
         assert_eq!(
             (entry.since, entry.attempts, &entry.progress),
             (at(1), 2, &Progress::Failed("no network".into()))
@@ -427,7 +427,7 @@ mod tests {
     fn a_recovered_failure_no_longer_blocks() {
         let mut journal = Journal::default();
         journal.recover(Step::Readiness, "web", true, at(1));
-        assert!(journal.steps.is_empty(), "what never failed cannot recover");
+        assert!(journal.steps.is_empty(), "only a failed step can recover");
         journal.begin(Step::Readiness, "web", at(1));
         journal.end(
             Step::Readiness,

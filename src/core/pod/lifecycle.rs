@@ -217,7 +217,7 @@ mod tests {
                 let next = state.step(input);
                 // The only way back from Finished is to Terminated, to release the records of a deleted pod.
                 prop_assert!(rank(next) >= rank(state) || (rank(state) == 3 && rank(next) == 2));
-                prop_assert!(!state.is_ending() || next.is_ending(), "nothing starts after the end began");
+                prop_assert!(!state.is_ending() || next.is_ending(), "no start after termination has begun");
                 if let (State::Terminating { grace: before, .. }, State::Terminating { grace: after, .. }) = (state, next) {
                     prop_assert!(after <= before && after >= 1);
                 }

@@ -648,7 +648,7 @@ mod tests {
         );
         assert!(
             none.ready(&Container::default(), "id"),
-            "without probes what runs is ready"
+            "a running container without probes is ready"
         );
         let known: ContainerStatus = from(
             json!({"name": "c", "image": "i", "imageID": "", "restartCount": 0, "containerID": "containerd://id", "ready": true, "started": true}),

@@ -182,11 +182,7 @@ mod tests {
 
     #[test]
     fn log_queries_are_parsed_and_errors_name_the_parameter() {
-        assert_eq!(
-            LogQuery::parse("tailLines=3"),
-            Ok(None),
-            "nothing is searched"
-        );
+        assert_eq!(LogQuery::parse("tailLines=3"), Ok(None), "no query");
         let found = LogQuery::parse(
             "query=kubelet&query=containerd&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-21T11:00:00%2B00:00&tailLines=5&pattern=a b&boot=-1",
         );
@@ -228,7 +224,7 @@ mod tests {
         assert_eq!(
             LogQuery::parse("query=a;b&boot=1").map_err(|e| e.lines().count()),
             Err(2),
-            "all that is wrong is said"
+            "all errors are reported"
         );
     }
 }

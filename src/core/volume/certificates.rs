@@ -228,7 +228,7 @@ mod tests {
         assert!(
             chosen(json!({"signerName": "a.b/c"}))
                 .is_err_and(|e| e.message.contains("matched zero")),
-            "no selector selects nothing"
+            "without a selector nothing matches"
         );
         assert!(
             chosen(json!({"name": "none"}))
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(
             of(json!({"certificateChain": "C"})),
             Outcome::Pending,
-            "not without its condition"
+            "a chain without its condition is not issued"
         );
     }
 }

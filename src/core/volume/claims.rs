@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(
             growth(&volume("2Mi"), &claim(json!({}))),
             None,
-            "what it has is not known yet"
+            "the claim's capacity is not known yet"
         );
         // The allocated size applies, and the state must be a node's.
         for (state, grows) in [
@@ -411,7 +411,7 @@ mod tests {
         assert_eq!(
             grown(many.clone(), json!({}), followed(json!(null))),
             Some((3 << 20, true, true)),
-            "the claim asks for 2Mi"
+            "the claim requests 2Mi"
         );
         let state = json!({"storage": "NodeResizePending"});
         assert_eq!(grown(many, json!({}), followed(state)), None);

@@ -143,7 +143,10 @@ mod tests {
             let starts = counted(&took, Duration::from_secs(3600));
             for (uid, starts) in starts.iter().filter(|(uid, _)| uid.starts_with("small")) {
                 let pause = longest_pause(starts);
-                assert!(pause <= 4500, "{big} big ones: {uid} waited {pause} ms");
+                assert!(
+                    pause <= 4500,
+                    "{big} large volumes: {uid} waited {pause} ms"
+                );
             }
         }
     }
@@ -194,11 +197,7 @@ mod tests {
                 .begin(std::iter::empty(), second(100_000))
                 .is_empty()
         );
-        assert_eq!(
-            counting.0.len(),
-            next.len(),
-            "only what is under way is kept"
-        );
+        assert_eq!(counting.0.len(), next.len(), "only running walks are kept");
         next.iter()
             .for_each(|uid| counting.ended(uid, second(100_001)));
         assert!(

@@ -585,7 +585,7 @@ mod tests {
             mount_group: true,
             ..plain
         };
-        assert!(!gives_group(&rwo, None, own), "the driver does it");
+        assert!(!gives_group(&rwo, None, own), "the driver sets the group");
         let message = capability(&rwo, own, Some(42));
         assert!(
             matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42")

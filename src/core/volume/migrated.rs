@@ -588,7 +588,7 @@ mod tests {
                 json!({}),
             ),
         ] {
-            let made = persistent(volume(json!({}), spec.clone())).expect("it is translated");
+            let made = persistent(volume(json!({}), spec.clone())).expect("a translation");
             let csi = made.spec.and_then(|s| s.csi).expect("a CSI volume");
             let told = serde_json::to_value(&csi.volume_attributes).expect("a map");
             assert_eq!(
@@ -648,7 +648,7 @@ mod tests {
     fn an_inline_volume_is_named_after_its_disk() {
         let of = |source: Value| {
             let volume: Volume = serde_json::from_value(source).expect("a volume");
-            inline(&volume, "n").expect("it is translated")
+            inline(&volume, "n").expect("a translation")
         };
         let disk = of(json!({"name": "v", "azureDisk": {"diskName": "d", "diskURI": "/s/d"}}))
             .expect("a volume");

@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(
             of(json!(["ReadWriteOnce"]), level("s0:c1,c2"), one.clone()),
             None,
-            "others may use it with another label"
+            "other pods may use it with another label"
         );
         assert_eq!(
             of(alone(), json!({}), one.clone()),
@@ -276,13 +276,13 @@ mod tests {
         assert_eq!(
             of(alone(), level("s0:c1,c2"), privileged),
             None,
-            "a privileged container asks as others do"
+            "a privileged container counts like others"
         );
         let one_asks = json!([mounting(json!({})), mounting(level("s0:c1,c2"))]);
         assert_eq!(
             of(alone(), json!({}), one_asks),
             expected,
-            "who has no options asks for nothing"
+            "a container without options requests no label"
         );
     }
 
@@ -297,7 +297,7 @@ mod tests {
         };
         assert_eq!(label(&options, &files("")), None);
         assert!(is_loaded("system_u:system_r:kubelet_t:s0\0"));
-        assert!(is_loaded(""), "another security module answers");
+        assert!(is_loaded(""), "another security module is active");
         assert!(!is_loaded("kernel\0") && !is_loaded("kernel"));
     }
 
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(
             known.admit("v", "d", None, true),
             conflict,
-            "it has not got it"
+            "it is still not admitted"
         );
         for uid in ["a", "b", "c"] {
             known.forget(uid);

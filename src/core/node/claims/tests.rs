@@ -93,7 +93,7 @@ fn a_pods_claims_are_named_in_its_spec_or_generated_for_it() {
         "resourceClaimStatuses": [{"name": "b", "resourceClaimName": "p-b-x"}, {"name": "none"}],
         "extendedResourceClaimStatus": {"resourceClaimName": "extended", "requestMappings": []}}}));
     let found: Vec<(String, bool)> = references(&made)
-        .expect("all are made")
+        .expect("all claims exist")
         .into_iter()
         .map(|r| (r.name, r.own))
         .collect();
@@ -175,7 +175,7 @@ fn a_shared_claim_is_prepared_once_and_unprepared_after_its_last_pod() {
     assert_eq!(names(&back), ["d: own"]);
     claims.given_back(&back, false);
     let back = ask(claims.give_back("p"));
-    assert_eq!(names(&back), ["d: own"], "what failed is repeated");
+    assert_eq!(names(&back), ["d: own"], "a failed call is repeated");
     claims.given_back(&back, true);
     assert!(!claims.uses("p"));
     let back = ask(claims.give_back("q"));
@@ -393,7 +393,7 @@ impl World {
                     return;
                 }
                 let begun = self.claims.prepare(&pod.to_string(), &list);
-                if let Begun::Ask(batches) = begun.expect("one uid a name") {
+                if let Begun::Ask(batches) = begun.expect("one uid per name") {
                     self.calls.push(Call::Prepare(pod, its, batches));
                 }
             }
@@ -451,11 +451,11 @@ proptest! {
         for event in events {
             world.happens(event);
             for claim in world.ready.values().flatten() {
-                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was given back under a pod");
+                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was unprepared while a pod uses it");
             }
             let mut busy = BTreeSet::new();
             for claim in world.calls.iter().flat_map(Call::claims) {
-                prop_assert!(busy.insert(claim.clone()), "two calls for {claim:?}");
+                prop_assert!(busy.insert(claim.clone()), "two concurrent calls for {claim:?}");
             }
         }
         while let Some(call) = world.calls.pop() {
@@ -465,7 +465,7 @@ proptest! {
             let batches = ask(world.claims.give_back(&pod));
             world.ends(Call::GiveBack(0, batches), true);
         }
-        prop_assert!(world.held.is_empty(), "left at the driver: {:?}", world.held);
+        prop_assert!(world.held.is_empty(), "still prepared at the driver: {:?}", world.held);
         prop_assert_eq!(world.claims, Claims::default());
     }
 }

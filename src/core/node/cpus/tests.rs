@@ -86,7 +86,7 @@ fn cpus_are_taken_in_the_kubelets_order() {
             let taken = accumulator::take(&topology, &set(free), number, way);
             let taken = taken.map_or("none".to_owned(), |taken| list(&taken));
             if taken != answer {
-                differences.push(format!("{name}: {line}, and here {taken}"));
+                differences.push(format!("{name}: {line}, but got {taken}"));
             }
         }
     }
@@ -177,7 +177,7 @@ fn whole_cpus_stay_exclusive_until_their_pod_is_removed() {
     managers
         .admit(&pod("a", &[("main", "2")]), &mut Devices::default())
         .result
-        .expect("it has them");
+        .expect("a repeated admission succeeds");
     let refusal = managers
         .admit(
             &pod("c", &[("main", "3"), ("main", "3")]),
@@ -331,7 +331,7 @@ fn cpus_of_running_containers_are_not_resized() {
     let managers = manager("laptop", Options::default(), "0");
     let (one, two) = (pod("a", &[("main", "1")]), pod("a", &[("main", "2")]));
     assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("not while it runs");
+    let refusal = managers.resize(&one, &two).expect_err("a rejection");
     assert_eq!(refusal.reason, "Infeasible");
     let detail = refusal.infeasible.map(Infeasible::detail);
     assert_eq!(detail, Some("guaranteed_pod_cpu_manager_static_policy"));

@@ -90,7 +90,7 @@ fn rejections_have_the_kubelets_messages() {
     let mut devices = with(&["a", "b", "c!"]);
     devices.reserve(&plain("first", 1), &none).expect("free");
     let error = devices.reserve(&plain("second", 2), &none);
-    let refusal = error.expect_err("one is free").refusal();
+    let refusal = error.expect_err("only one is free").refusal();
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
@@ -133,7 +133,7 @@ fn a_pod_gets_all_its_devices_or_none() {
             .is_err()
     );
     assert_eq!(devices.free(THING).len(), 2);
-    assert!(!devices.release("p"), "nothing is left of it");
+    assert!(!devices.release("p"), "it has no devices");
     // Resources without a plugin, or provided by a claim, are ignored.
     let mut claimed = pod(
         "q",
@@ -431,7 +431,7 @@ fn check_owners(devices: &Devices) {
                 else {
                     continue;
                 };
-                assert_eq!(&other, uid, "{id} has two pods");
+                assert_eq!(&other, uid, "{id} is allocated to two pods");
                 assert!(
                     (container == "init") != (name == "init"),
                     "{id}: {container} and {name}"
@@ -518,8 +518,12 @@ fn device_health_follows_the_plugin() {
     let pod = plain("p", 1);
     devices
         .reserve(&pod, &Affinities::new())
-        .expect("there is room");
-    assert_eq!(devices.health("p"), BTreeMap::new(), "it is not given yet");
+        .expect("enough devices");
+    assert_eq!(
+        devices.health("p"),
+        BTreeMap::new(),
+        "reserved devices are not allocated yet"
+    );
     assert!(devices.answered("p", &slot("c"), answer("a")));
     let of = |devices: &Devices| {
         let health = devices.health("p");
@@ -533,7 +537,11 @@ fn device_health_follows_the_plugin() {
     assert!(devices.list(THING, 1, described(&["a!", "b"])));
     assert_eq!(of(&devices), Health::Unhealthy);
     assert!(devices.list(THING, 1, described(&["b"])));
-    assert_eq!(of(&devices), Health::Unknown, "it is not named any more");
+    assert_eq!(
+        of(&devices),
+        Health::Unknown,
+        "the plugin no longer lists it"
+    );
     assert!(devices.list(THING, 1, described(&["a!", "b!"])));
     // After the plugin reconnects, health is unknown until it lists its devices, even if the list is unchanged.
     assert!(devices.lose(THING, 1, at(0)));
@@ -542,7 +550,7 @@ fn device_health_follows_the_plugin() {
     assert_eq!(of(&devices), Health::Unknown);
     assert!(
         devices.list(THING, 2, described(&["a!", "b!"])),
-        "that is news"
+        "the health has changed"
     );
     assert_eq!(of(&devices), Health::Unhealthy);
     // A new registration without a disconnect changes nothing.

@@ -264,7 +264,7 @@ mod tests {
             ("burstable", &burstable, true, false),
             ("critical", &critical, true, true),
             ("tolerant", &tolerant, true, false),
-            ("runs here already", &runs, true, true),
+            ("already running", &runs, true, true),
         ] {
             assert_eq!(refusal(&Pressures::new(), pod), None, "{name}");
             assert_eq!(refusal(&memory, pod).is_none(), under_memory, "{name}");

@@ -100,7 +100,7 @@ fn hints_are_merged_as_the_kubelet_merges_them() {
         for (policy, expected) in expected {
             let got = merged(rules(policy, closest), &here, offers);
             if got != expected {
-                differences.push(format!("{policy:?} {line}, and here {got}"));
+                differences.push(format!("{policy:?} {line}, but got {got}"));
             }
         }
     }

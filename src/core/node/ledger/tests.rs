@@ -43,7 +43,7 @@ fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_termination() {
         assert!(matches!(plain, Decision::Refused(r) if r.reason == "OutOfcpu"));
         let critical = pod("c", 2_000_000_000, "1");
         let Decision::AwaitingPreemption(first) = ledger.admit(&critical, here, NOW) else {
-            panic!("others have to make room");
+            panic!("expected a preemption");
         };
         assert_eq!(
             first.iter().map(|e| e.uid.as_str()).collect::<Vec<_>>(),
@@ -53,7 +53,7 @@ fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_termination() {
         assert_eq!(
             ledger.admit(&critical, here, NOW),
             Decision::AwaitingPreemption(vec![]),
-            "nobody is told twice"
+            "no victim is evicted twice"
         );
         ledger.release("a");
         assert_eq!(ledger.admit(&critical, here, NOW), Decision::Admitted);
@@ -105,7 +105,7 @@ fn requested_sums_match_the_admitted_pods() {
         assert_eq!(used(&ledger), 750);
         ledger.uncount("a");
         ledger.book(&pod("a", 0, "2"));
-        assert_eq!(used(&ledger), 250, "it has stopped");
+        assert_eq!(used(&ledger), 250, "a stopped pod does not count");
         assert!(ledger.grow(&pod("b", 0, "2"), here.room()).is_ok());
         assert_eq!(used(&ledger), 2000);
         ledger.release("a");
@@ -275,7 +275,7 @@ fn a_resize_beyond_the_nodes_capacity_is_infeasible() {
         let refused = ledger
             .grow(&pod("a", 0, "1900m"), here.room())
             .expect_err("full");
-        assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
+        assert_ne!(refused.reason, INFEASIBLE, "it waits until b is removed");
         assert_eq!(refused.infeasible, None);
         let refused = ledger
             .grow(&pod("a", 0, "3"), here.room())
@@ -286,7 +286,11 @@ fn a_resize_beyond_the_nodes_capacity_is_infeasible() {
             refused.message,
             "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"
         );
-        assert_eq!(ledger.waiting_to_grow(), [], "nor for what it asked before");
+        assert_eq!(
+            ledger.waiting_to_grow(),
+            [],
+            "its earlier request is withdrawn"
+        );
     });
 }
 
@@ -300,12 +304,12 @@ fn a_withdrawn_resize_allocates_nothing() {
         assert_eq!(ledger.admit(&other, here, NOW), Decision::Admitted);
         let large = pod("a", 0, "1500m");
         assert!(ledger.grow(&large, here.room()).is_err());
-        assert!(!ledger.withdraw(&small), "it did not have it");
+        assert!(!ledger.withdraw(&small), "it was not granted");
         assert_eq!(ledger.waiting_to_grow(), []);
         ledger.release("b");
         // The resources are granted just before the resize is cancelled.
         assert!(ledger.grow(&large, here.room()).is_ok());
-        assert!(ledger.withdraw(&small), "that room is free for others");
+        assert!(ledger.withdraw(&small), "its resources are free for others");
         assert_eq!(
             ledger.admit(&pod("c", 0, "1500m"), here, NOW),
             Decision::Admitted
@@ -352,12 +356,12 @@ fn a_stopped_pods_resources_are_free_before_it_is_removed() {
         assert_eq!(ledger.admit(&next, here, NOW), Decision::Admitted);
         assert!(
             !ledger.hold_alone("b", "n", "data"),
-            "its volumes are there"
+            "its volumes are still mounted"
         );
         // A stopped pod is not preempted.
         let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here, NOW);
         let Decision::AwaitingPreemption(evictions) = critical else {
-            panic!("it waits for one");
+            panic!("expected a preemption");
         };
         assert_eq!(evictions.iter().map(|e| &*e.uid).collect::<Vec<_>>(), ["b"]);
         ledger.uncount("b");
@@ -374,7 +378,7 @@ fn an_exclusive_claim_is_free_once_its_pod_is_released() {
             ledger.admit(&pod(uid, 0, "100m"), here, NOW);
         }
         assert!(ledger.hold_alone("a", "n", "data"));
-        assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
+        assert!(ledger.hold_alone("a", "n", "data"), "its pod keeps it");
         assert!(ledger.holds_alone("a") && !ledger.holds_alone("b"));
         assert!(!ledger.hold_alone("b", "n", "data"));
         ledger.release("a");

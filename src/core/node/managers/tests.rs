@@ -59,7 +59,7 @@ fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers 
         topology: topology(),
         set_aside: Amounts::from([("memory".to_owned(), "10Mi".parse().expect("a quantity"))]),
     };
-    Managers::new(&rules, &machine, &Checkpoints::default()).expect("rules that fit")
+    Managers::new(&rules, &machine, &Checkpoints::default()).expect("valid rules")
 }
 
 /// Devices by id; the digit is the NUMA node.
@@ -132,7 +132,7 @@ fn cpus_memory_and_devices_of_a_container_are_on_one_numa_node() {
         assert_eq!(
             admission.result,
             Ok(vec![slot]),
-            "its plugin is to be asked"
+            "its plugin must be called"
         );
         assert_eq!(
             nodes(&managers, &devices, "p"),
@@ -191,7 +191,7 @@ fn a_pod_gets_all_its_resources_or_none() {
     }
     // Devices are rejected before CPUs are checked, as in the kubelet.
     let both = managers.admit(&pod("p", &[("9", 3)]), &mut devices);
-    let refusal = both.result.expect_err("too many of both");
+    let refusal = both.result.expect_err("too many CPUs and devices");
     assert!(
         refusal
             .message

@@ -131,7 +131,7 @@ fn memory_comes_from_one_numa_node_or_one_group() {
     assert_eq!(
         nodes(&managers, "b"),
         [[1]],
-        "the first has not enough left"
+        "the first node has too little left"
     );
     assert_eq!(
         (free(&managers, "memory"), free(&managers, HUGE)),
@@ -140,7 +140,7 @@ fn memory_comes_from_one_numa_node_or_one_group() {
     let refusal = managers
         .admit(&pod("c", &[("main", 60, 0)]), &mut Devices::default())
         .result
-        .expect_err("no group of used nodes");
+        .expect_err("used nodes form no group");
     assert_eq!(refusal.reason, "UnexpectedAdmissionError");
     assert!(
         refusal
@@ -161,7 +161,11 @@ fn memory_comes_from_one_numa_node_or_one_group() {
         .admit(&pod("d", &[("main", 10, 0)]), &mut Devices::default())
         .result
         .expect("from the group");
-    assert_eq!(nodes(&managers, "d"), [[0, 1]], "they are in a group now");
+    assert_eq!(
+        nodes(&managers, "d"),
+        [[0, 1]],
+        "the nodes are in a group now"
+    );
     managers.release("c");
     managers.release("d");
     assert_eq!(free(&managers, "memory"), [82, 82]);
@@ -180,7 +184,7 @@ fn only_guaranteed_pods_get_exclusive_memory() {
     managers
         .admit(&burstable, &mut Devices::default())
         .result
-        .expect("nothing to give");
+        .expect("no exclusive memory");
     assert!(nodes(&managers, "e").is_empty());
 }
 
@@ -206,7 +210,7 @@ fn memory_follows_the_topology_policy() {
         )
         .result;
     assert_eq!(
-        refusal.expect_err("not on one node").reason,
+        refusal.expect_err("it does not fit on one node").reason,
         "TopologyAffinityError"
     );
     managers
@@ -309,7 +313,7 @@ fn memory_state_mismatches_are_reported() {
         ..Checkpoints::default()
     };
     let error = Managers::new(&rules(2, None), &machine(2), &checkpoints);
-    let error = error.expect_err("nobody has what is taken");
+    let error = error.expect_err("memory without an owner");
     assert!(error.contains("do not add up"), "{error}");
 }
 
@@ -358,7 +362,7 @@ fn memory_of_running_containers_is_not_resized() {
     let managers = start(1, None);
     let (one, two) = (pod("a", &[("main", 10, 0)]), pod("a", &[("main", 20, 0)]));
     assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("not while it runs");
+    let refusal = managers.resize(&one, &two).expect_err("a rejection");
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
@@ -431,7 +435,7 @@ fn memory_of(line: &str) -> Memory {
         all += node[2];
     }
     let set_aside = Amounts::from([("memory".to_owned(), bytes(all))]);
-    Memory::new(&rules, &topology, &set_aside).expect("rules that fit")
+    Memory::new(&rules, &topology, &set_aside).expect("valid rules")
 }
 
 fn asked(text: &str) -> Vec<Asked<'_>> {
@@ -456,7 +460,7 @@ fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
             memory.release(uid);
             let why = refusal.message.strip_prefix("Allocate failed due to ");
             let why = why.and_then(|why| why.strip_suffix(", which is unexpected"));
-            return format!("{answer} ! {}", why.expect("the kubelet's words"));
+            return format!("{answer} ! {}", why.expect("the kubelet's message"));
         }
     }
     answer += " =";

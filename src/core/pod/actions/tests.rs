@@ -187,7 +187,7 @@ fn a_lost_sandbox_is_replaced_with_its_containers() {
         (never.kill_pod, never.create_sandbox, never.start.len()),
         (true, None, 0)
     );
-    assert!(never.give_up, "what ran under Never must not run again");
+    assert!(never.give_up, "a container with Never must not run again");
     let init = json!([{"name": "i", "image": "i"}]);
     let early = seen(
         vec![sandbox("s", 0, false)],
@@ -197,7 +197,7 @@ fn a_lost_sandbox_is_replaced_with_its_containers() {
     assert_eq!(
         (again.give_up, again.create_sandbox, starts(&again)),
         (false, Some(1), vec![("i".into(), 1)]),
-        "nothing of the pod itself had run"
+        "no container of the pod had run"
     );
     let mut host = a_pod("Always", json!([]), &["a"]);
     host.spec.as_mut().expect("spec").host_network = Some(true);
@@ -258,7 +258,10 @@ fn init_containers_run_one_by_one_and_sidecars_keep_running() {
     let lost = container("i1", "s", 0, ContainerState::Unknown, 0);
     let actions = compute(&pod, &seen(ready(), vec![lost]), &none(), |_| 0);
     assert_eq!(actions.start[0].container.name, "i1");
-    assert_eq!(actions.kill[0].id, "i1-0", "two of them never run");
+    assert_eq!(
+        actions.kill[0].id, "i1-0",
+        "two instances never run at once"
+    );
     let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
     let failed = compute(
         &never,
@@ -484,7 +487,7 @@ fn restart_rules_precede_the_containers_policy_and_that_the_pods() {
     assert_eq!(
         (order, actions.start.len()),
         (vec!["b", "a"], 0),
-        "the one that asked goes last"
+        "the container that caused the restart is last"
     );
     let init = Container {
         name: "i".into(),
@@ -661,7 +664,7 @@ proptest! {
         let actions = compute(&pod, &observed, &none(), |_| 0);
         for start in &actions.start {
             let running = observed.newest(&start.container.name).is_some_and(|c| c.state == Running);
-            prop_assert!(!running || actions.kill_pod, "a running container is only started anew after its pod was killed");
+            prop_assert!(!running || actions.kill_pod, "a running container is only restarted after its pod was killed");
         }
         if deleted && ready {
             prop_assert!(actions.start.is_empty());

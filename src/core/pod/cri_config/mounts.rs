@@ -264,7 +264,7 @@ mod tests {
                 "missing value for A, EMPTY, Z",
             ),
         ] {
-            let fault = of(expression, plain).expect_err("it is refused");
+            let fault = of(expression, plain).expect_err("a rejection");
             assert_eq!(fault.message, refused);
         }
     }

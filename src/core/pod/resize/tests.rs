@@ -353,7 +353,11 @@ fn after_a_failed_resize_the_size_of_a_container_is_unknown() {
     // A container that does not run is started with its wanted size.
     assert!(resizing.unsettled.contains_key("a"));
     let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
-    assert_eq!(lowered(&resizing), Some(64 << 20), "it may use more");
+    assert_eq!(
+        lowered(&resizing),
+        Some(64 << 20),
+        "its usage may be higher"
+    );
     resizing.carried_out(&["a".into()], wanted(&small));
     assert!(!resizing.is_under_way(&wanted(&small), |_| true));
     assert_eq!(lowered(&resizing), None);

@@ -125,7 +125,7 @@ fn a_lost_init_container_has_completed_if_a_later_container_was_created() {
     for state in [Running, Exited, ContainerState::Created] {
         let all = vec![container("a", 0, state, 1), side.clone()];
         let (ends, ready, _) = of(all, &fresh);
-        let end = ends[0].as_ref().expect("it has ended");
+        let end = ends[0].as_ref().expect("a terminal state");
         assert_eq!(
             (end.exit_code, end.reason.as_deref()),
             (0, Some("Completed"))
@@ -247,7 +247,7 @@ fn phases_follow_container_states() {
             "Failed",
         ),
         (
-            "init fails again and again",
+            "init keeps failing",
             "Always",
             init,
             vec![container("i", 0, Exited, 1)],
@@ -420,7 +420,7 @@ fn patches_contain_only_changes_and_keep_foreign_conditions() {
     assert_eq!(
         patch(AS_READ, &api, &status),
         None,
-        "a foreign condition is not ours to remove"
+        "conditions of other components are kept"
     );
     // A kube-apiserver returns or drops empty values, whatever was written.
     for container in api.container_statuses.iter_mut().flatten() {
@@ -532,7 +532,7 @@ fn device_health_is_published_and_kept_while_unknown() {
     assert_eq!(
         status(Some(&ill), Health::Untold),
         ill,
-        "an agent that has just started says what was said"
+        "a new agent keeps the published health"
     );
     let unknown = shown(&status(None, Health::Untold));
     assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);

@@ -204,7 +204,7 @@ impl Run {
             let outcome = self.outcome(&op);
             self.done(&op.key(), outcome);
         }
-        panic!("it never comes to rest: {:?}", self.begun);
+        panic!("the worker never becomes idle: {:?}", self.begun);
     }
 
     fn settle(&mut self) {
@@ -279,7 +279,7 @@ fn a_container_starts_as_soon_as_its_sidecar_has_started() {
         .filter(|k| matches!(k, Key::Start(_)))
         .collect();
     assert_eq!(starts, [&start("s"), &start("t"), &start("c")]);
-    assert_eq!(run.now, 0, "without waiting for anything");
+    assert_eq!(run.now, 0, "without a delay");
     assert_eq!(
         (run.phase(), run.worker.waiting.as_deref()),
         ("Running", None)
@@ -382,12 +382,12 @@ fn a_hook_of_one_container_does_not_delay_restarts_of_others() {
     assert_eq!(
         run.count(&start("c")),
         0,
-        "c comes after b, whose hook runs"
+        "c waits for b, whose hook is running"
     );
     run.exit("a0", 1);
     run.input(Input::Hint);
     run.settle_but(hook);
-    assert_eq!(run.count(&start("a")), 2, "a has been started again");
+    assert_eq!(run.count(&start("a")), 2, "a has restarted");
     assert_eq!(run.count(&start("b")), 1);
     run.settle();
     assert_eq!(run.count(&start("c")), 1);
@@ -429,7 +429,7 @@ fn removing_a_finalizer_takes_one_request() {
         run.settle();
     }
     assert_eq!(run.count(&Key::Finalise), 1);
-    assert!(!run.gone, "the object is still there");
+    assert!(!run.gone, "the object still exists");
     let mut removed = a_pod(spec, deleted(41));
     removed.removed = true;
     run.input(Input::Update(removed));
@@ -481,7 +481,7 @@ fn a_static_pod_starts_without_the_state_of_an_older_mirror() {
     assert_eq!(
         run.count(&Key::Mirror),
         1,
-        "one try until the API shows more"
+        "one attempt until the API shows a change"
     );
 }
 
@@ -577,11 +577,7 @@ fn a_status_change_of_an_outdated_mirror_writes_no_second_mirror() {
     assert_eq!(run.count(&Key::Mirror), mirrored);
     update.object = wrong("3", "f");
     run.input(Input::Update(update));
-    assert_eq!(
-        run.count(&Key::Mirror),
-        mirrored + 1,
-        "that is another mirror"
-    );
+    assert_eq!(run.count(&Key::Mirror), mirrored + 1, "this mirror differs");
 }
 
 /// The life of a pod needs three status updates, and none of them waits for a sandbox that does not stop.
@@ -599,7 +595,10 @@ fn a_pods_life_takes_three_status_updates() {
         containers.any(|c| c.state.as_ref().is_some_and(|s| s.terminated.is_some()))
     };
     assert!(ended(&run.worker.status) && run.waiting.iter().any(stopping));
-    assert!(!run.published.iter().any(ended), "the end is near");
+    assert!(
+        !run.published.iter().any(ended),
+        "the status waits for the sandbox stop"
+    );
     let mut hung = Run {
         worker: run.worker.clone(),
         published: vec![],
@@ -609,7 +608,7 @@ fn a_pods_life_takes_three_status_updates() {
     let told = hung.input(Input::Tick).publish;
     assert!(
         told.is_some_and(|status| ended(&status)),
-        "it is not waited for"
+        "the status does not wait for it"
     );
     run.settle();
     let phases = run.published.iter().map(|s| s.phase.as_deref());
@@ -641,7 +640,11 @@ fn a_completed_pods_terminal_status_precedes_its_sandbox_stop() {
         assert_eq!(run.worker.has_completed_unawaited(), patient);
         let statuses = run.published.len();
         run.settle();
-        assert_eq!(run.published.len(), statuses, "all was told");
+        assert_eq!(
+            run.published.len(),
+            statuses,
+            "everything has been published"
+        );
     }
 }
 
@@ -711,7 +714,7 @@ fn a_replayed_record_reports_different_decisions() {
     assert_eq!(
         run.record.entries.len(),
         entries,
-        "an echo of the status would keep a whole pod"
+        "an echo of the status needs no record of the pod"
     );
     read.entries[3].decision.begin.push(Key::Finalise);
     let differences = read.replay();

@@ -210,14 +210,14 @@ fn a_failed_step_names_the_persistent_volume() {
     let mut claimed = claimed(source, "Bound");
     assert_eq!(reached(&claimed, Some(&node("a"))), Ok(()));
     assert_eq!(reached(&claimed, None), Ok(()));
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
     assert_eq!(
         problem.told("v"),
         "MountVolume.NodeAffinity check failed for volume \"pv\" : no matching NodeSelectorTerms"
     );
     assert_eq!(problem.reason(), "FailedMount");
     claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
     // The only problem of a block device with this reason.
     assert_eq!(problem.reason(), "FailedMount");
     assert_eq!(
@@ -352,7 +352,7 @@ fn mount_options_come_from_the_annotation_or_the_spec() {
         of(host(json!([])), named),
     ] {
         assert_eq!(
-            refused.expect_err("it is refused").told("v"),
+            refused.expect_err("a rejection").told("v"),
             "MountVolume.MountOptionSupport check failed for volume \"pv\" : mount options are not supported for this volume type"
         );
     }

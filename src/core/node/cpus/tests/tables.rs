@@ -35,7 +35,7 @@ fn unused(topology: &Arc<Topology>, options: Options, reserved: &str) -> Cpus {
         reserved_milli: number.unwrap_or(0) * 1000,
         reserved: number.is_none().then(|| numbers(reserved)),
     };
-    Cpus::new(&rules, None, Arc::clone(topology)).expect("rules that fit")
+    Cpus::new(&rules, None, Arc::clone(topology)).expect("valid rules")
 }
 
 /// Restores a state with these shared CPUs; CPUs that are neither shared nor in `own` belong to another pod.
@@ -50,7 +50,7 @@ fn used(mut cpus: Cpus, shared: &CpuSet, own: &CpuSet) -> Cpus {
     }
     let shared = shared.clone();
     let adopted = cpus.adopt(State { shared, exclusive });
-    adopted.expect("a state that fits");
+    adopted.expect("a valid state");
     cpus
 }
 
@@ -145,7 +145,7 @@ fn cpus_are_allocated_as_by_the_kubelet() {
             None => got == expected,
         };
         if !is_expected {
-            differences.push(format!("{line}, and here {got}"));
+            differences.push(format!("{line}, but got {got}"));
         }
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));

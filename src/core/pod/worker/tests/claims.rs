@@ -22,7 +22,7 @@ fn a_pod_terminates_once_its_claims_are_unprepared() {
     }
     let turn = run.done(
         &Key::ReturnClaims,
-        Outcome::Failed(Fault::later("the driver says no")),
+        Outcome::Failed(Fault::later("the driver failed")),
     );
     assert_eq!(run.phase(), "Running");
     assert!(matches!(run.worker.state, State::Terminating { .. }));

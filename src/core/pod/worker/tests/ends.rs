@@ -77,7 +77,10 @@ fn a_terminal_phase_that_arrives_late_is_kept() {
         run.input(Input::Update(with_status(2, ended(phase))));
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
         is_told_as_ended(&run, phase);
-        assert!(!run.worker.has_told_its_end(), "it has what it was given");
+        assert!(
+            !run.worker.has_told_its_end(),
+            "its resources are still allocated"
+        );
         run.settle();
         assert!(run.worker.has_told_its_end());
         is_told_as_ended(&run, phase);

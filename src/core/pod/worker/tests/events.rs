@@ -92,7 +92,7 @@ fn an_event_counts_only_if_it_reports_an_unknown_state() {
         assert_eq!(told, expected, "{state:?} {in_flight:?} {id} {kind:?}");
     }
     let told = event_effect(None, &[], &event("c0", EventKind::Created));
-    assert_eq!(told, Observe, "nothing has been seen yet");
+    assert_eq!(told, Observe, "nothing has been observed yet");
 }
 
 /// A start whose events arrive before its calls return needs no more observations than a start without events.
@@ -118,7 +118,7 @@ fn events_of_the_workers_own_operations_need_no_observation() {
     assert_eq!(run.phase(), "Running");
     assert_eq!(run.count(&Key::Observe), silent.count(&Key::Observe));
     let late = run.input(Input::Happened(event("c0", EventKind::Started)));
-    assert!(late.unchanged, "it comes again");
+    assert!(late.unchanged, "the event is repeated");
     assert_eq!(run.record.replay(), vec![]);
 }
 
@@ -142,7 +142,7 @@ fn an_unrelated_event_is_observed_when_the_operation_completes() {
     assert_eq!(
         run.count(&Key::Observe),
         looked + 1,
-        "nobody is starting it"
+        "no start explains the event"
     );
 }
 
@@ -165,7 +165,10 @@ fn a_container_reported_after_its_start_needs_no_observation() {
         if state == ContainerState::Running {
             assert!(turn.observed, "probes and the audit follow");
             assert_eq!(run.phase(), "Running");
-            assert!(turn.publish.is_some(), "it is told in full at once");
+            assert!(
+                turn.publish.is_some(),
+                "the full status is published at once"
+            );
         }
         assert_eq!(run.record.replay(), vec![]);
     }

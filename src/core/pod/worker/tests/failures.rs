@@ -125,7 +125,7 @@ fn frequent_changes_do_not_bypass_the_back_off() {
     }
     let tries = run.count(&start("c")) - begun;
     // One try with each refresh.
-    assert!((25..=31).contains(&tries), "{tries} tries in a minute");
+    assert!((25..=31).contains(&tries), "{tries} attempts in a minute");
 }
 
 /// Without a change, a failure of this class is not retried.

@@ -51,7 +51,7 @@ fn a_rejected_pending_pod_stops_before_it_is_failed() {
         };
         run.done(&Key::Admit, refused);
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
-        assert_eq!(run.phase(), "Pending", "its sidecars run");
+        assert_eq!(run.phase(), "Pending", "its sidecars are running");
         run.settle();
         assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
     }

@@ -53,7 +53,7 @@ fn the_observed_generation_follows_the_resize_decision() {
     assert_eq!(
         told(&run),
         (1, vec![]),
-        "who waits for it would think it done"
+        "a client that waits would think it is done"
     );
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
     assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
@@ -150,7 +150,7 @@ fn the_cgroup_is_resized_after_a_container_restarts_for_its_resize() {
     assert_eq!(
         run.count(&Key::Resize),
         0,
-        "it may use more than it is to have"
+        "its usage may exceed the new size"
     );
     assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
     run.settle();
@@ -177,10 +177,14 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
             let resources = all.and_then(|all| all[0].resources.clone());
             resources.and_then(|r| Some(r.requests?["cpu"].0.clone()))
         };
-        assert_eq!(cpu(&run).as_deref(), Some("1"), "it is not believed");
+        assert_eq!(
+            cpu(&run).as_deref(),
+            Some("1"),
+            "the runtime's size is not published"
+        );
         let error = one("PodResizeInProgress", "Error", "deadline exceeded");
         assert_eq!(told(&run), (2, error));
-        assert_eq!(run.count(&Key::Resize), 1, "it is tried again later");
+        assert_eq!(run.count(&Key::Resize), 1, "it is retried later");
         let (generation, expected, tries) = match taken_back {
             true => (3, "1", 3),
             false => (2, "2", 2),
@@ -198,7 +202,7 @@ fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
             assert_eq!(cpu(&run).as_deref(), Some("1"));
         }
         let turn = run.input(Input::Tick);
-        let at = turn.wake_at.expect("a time to try it again");
+        let at = turn.wake_at.expect("the time of the retry");
         run.now = at.as_millisecond() - 1_700_000_000_000;
         run.input(Input::Tick);
         let resize = |op: &Op| matches!(op, Op::Resize { names, .. } if names == &["c"]);

@@ -88,7 +88,7 @@ fn no_container_starts_in_a_stopping_sandbox() {
     let stops = |op: &Op| matches!(op, Op::StopSandbox(_));
     assert!(
         !turn.begin.iter().any(stops),
-        "what the start did is seen before"
+        "the outcome of the start is observed first"
     );
     run.settle_but(|op| matches!(op, Op::StopSandbox(_)));
     assert!(!run.waiting.iter().any(is_start), "{:?}", run.waiting);
@@ -103,7 +103,7 @@ fn no_container_starts_in_a_stopping_sandbox() {
     assert_eq!(
         run.count(&start("a")),
         1,
-        "what has succeeded does not run again"
+        "a succeeded container does not run again"
     );
     assert_eq!(
         (run.phase(), run.worker.waiting.as_deref()),

@@ -56,7 +56,11 @@ fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     assert_eq!(turn.wake_at, Some(at(600_000)));
     run.now = 1000;
     let turn = run.input(Input::Evicted(verdict(10)));
-    assert_eq!(turn.wake_at, Some(at(11_000)), "it has less time now");
+    assert_eq!(
+        turn.wake_at,
+        Some(at(11_000)),
+        "the grace period is shorter now"
+    );
     assert!(matches!(
         run.worker.state,
         State::Terminating {
@@ -90,7 +94,11 @@ fn an_eviction_shortens_the_grace_period_of_a_terminating_pod() {
         assert_eq!(turn.events.len(), usize::from(!is_deleted));
         run.now = 1000;
         let turn = run.input(evicted(1));
-        assert_eq!(turn.wake_at, Some(at(2000)), "it has less time now");
+        assert_eq!(
+            turn.wake_at,
+            Some(at(2000)),
+            "the grace period is shorter now"
+        );
         // The first eviction emits the event.
         assert_eq!(turn.events.len(), usize::from(is_deleted));
         assert_eq!(run.input(evicted(60)).wake_at, Some(at(2000)));

@@ -104,17 +104,27 @@ fn a_static_pod_resumes_from_the_runtimes_state() {
     let exited = |code| runtime(ContainerState::Exited, code);
     let lives = || runtime(ContainerState::Running, 0);
     let over = ("Succeeded", 0, 4);
-    comes_to("it has ended", ("Never", has_ended()), exited(0), over);
-    comes_to("its end was not told", ("Never", runs()), exited(0), over);
+    comes_to(
+        "it has a terminal phase",
+        ("Never", has_ended()),
+        exited(0),
+        over,
+    );
+    comes_to(
+        "its terminal phase was not published",
+        ("Never", runs()),
+        exited(0),
+        over,
+    );
     let again = ("Running", 1, 5);
     let always = ("Always", with_machine());
-    comes_to("it ended with the machine", always, exited(143), again);
+    comes_to("it exited with the machine", always, exited(143), again);
     let badly = ("OnFailure", with_machine());
-    comes_to("it ended badly", badly, exited(143), again);
+    comes_to("it exited with an error", badly, exited(143), again);
     let on = ("Running", 0, 4);
     comes_to("it runs", ("Always", runs()), lives(), on);
     comes_to(
-        "it was refused, and runs",
+        "it was rejected and is running",
         ("Always", refused()),
         lives(),
         on,

@@ -59,8 +59,11 @@ fn the_terminal_phase_waits_for_a_restarting_sidecar() {
     let op = run.waiting.iter().find(|op| op.key() == observe).cloned();
     let outcome = run.outcome(&op.expect("a look"));
     let turn = run.done(&observe, outcome);
-    assert!(turn.cancel.contains(&start("s")), "it is pointless now");
-    assert_eq!(run.phase(), "Running", "it may run all the same");
+    assert!(
+        turn.cancel.contains(&start("s")),
+        "its start is no longer needed"
+    );
+    assert_eq!(run.phase(), "Running", "it may nevertheless run");
     run.settle();
     assert_eq!(run.phase(), "Succeeded");
 }
@@ -74,7 +77,7 @@ fn sidecar_hooks_start_together_and_signals_wait_for_hook_and_order() {
     assert_eq!(
         keys(&turn.begin),
         [stop("c0"), hook("t0"), hook("s0")],
-        "all at once"
+        "all start at once"
     );
     // The last sidecar's hook still runs when it is the sidecar's turn: its signal waits for the hook.
     run.settle_but(|op| op.key() == hook("t0"));
@@ -103,7 +106,7 @@ fn a_hook_that_outlasts_the_grace_period_runs_until_its_container_exits() {
     run.settle_but(|op| op.key() == hook || matches!(op, Op::StopSandbox(_)));
     assert!(
         !run.waiting.iter().any(|op| op.key() == hook),
-        "killed with it"
+        "the hook ends with its container"
     );
     run.settle();
     assert!(matches!(run.worker.state, State::Finished { .. }));
@@ -165,7 +168,7 @@ fn with_failed_hook() -> Run {
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| op.key() == start("a"));
     let [op] = &run.waiting[..] else {
-        panic!("only a is being started: {:?}", run.waiting);
+        panic!("expected only the start of a: {:?}", run.waiting);
     };
     let op = op.clone();
     let Outcome::Started { id, .. } = run.outcome(&op) else {

@@ -14,7 +14,7 @@ fn failed_volume_refreshes_are_retried_and_delay_no_start() {
         let turn = run.done(&Key::Volumes, outdated());
         let why = run.worker.waiting.clone().unwrap_or_default();
         assert!(why.contains("refreshing its volumes failed"), "{why}");
-        let wake = turn.wake_at.expect("it is tried again");
+        let wake = turn.wake_at.expect("the time of the retry");
         pauses.push(wake.duration_since(at(run.now)).as_millis());
         run.now += i64::try_from(*pauses.last().expect("one")).expect("short");
         run.input(Input::Tick);
@@ -54,7 +54,11 @@ fn a_failed_read_of_volume_sources_is_retried() {
     run.settle();
     run.now += 10_000;
     run.input(Input::Tick);
-    assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
+    assert_eq!(
+        run.count(&Key::Volumes),
+        refreshed,
+        "no retry after a success"
+    );
 }
 
 /// A driver could not expand a volume: the call is retried after a pause, without waiting for the next regular refresh.
@@ -74,7 +78,11 @@ fn a_non_blocking_failure_is_retried_when_due() {
     run.settle();
     run.now += 10_000;
     run.input(Input::Tick);
-    assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
+    assert_eq!(
+        run.count(&Key::Volumes),
+        refreshed,
+        "no retry after a success"
+    );
 }
 
 /// Simulation seed 4383: the directories became due while a volume refresh waited for its retry, and nothing woke the
@@ -90,11 +98,11 @@ fn directories_are_prepared_in_time_while_volume_refreshes_fail() {
     while run.now < 60_000 {
         let outcome = Outcome::Outdated("no space left on device".into());
         let turn = run.done(&Key::Volumes, outcome);
-        let wake = turn.wake_at.expect("it is tried again");
+        let wake = turn.wake_at.expect("the time of the retry");
         run.now += i64::try_from(wake.duration_since(at(run.now)).as_millis()).expect("short");
         run.input(Input::Tick);
     }
-    assert_eq!(run.now, 60_000, "not at the next try");
+    assert_eq!(run.now, 60_000, "one minute, not the time of a retry");
     assert_eq!((run.count(&Key::Prepare), run.count(&Key::Upkeep)), (1, 1));
 }
 
@@ -236,7 +244,11 @@ fn refreshes_are_rate_limited_whatever_the_rate_of_changes() {
             run.now += 10_000;
             run.input(Input::Tick);
             run.settle();
-            assert_eq!(run.count(&Key::Volumes), all, "{name}: nothing has changed");
+            assert_eq!(
+                run.count(&Key::Volumes),
+                all,
+                "{name}: no change, no refresh"
+            );
         }
     }
 }
