@@ -199,7 +199,7 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
         let result = scenario(&world).await;
         if std::env::var_os("HOLDFAST_TRACE").is_some() {
             world.trace().iter().for_each(|line| println!("{line}"));
-            println!("the most within a minute: {:?}", world.most());
+            println!("maximum per minute: {:?}", world.most());
         }
         let trace = world.trace();
         world.end();
@@ -220,7 +220,7 @@ fn a_seed_replays_exactly() {
                 &second.1[at.saturating_sub(2)..=at],
             )
         });
-        assert_eq!(shown, None, "seed {seed} went another way");
+        assert_eq!(shown, None, "seed {seed} did not replay");
         assert_eq!(
             (first.1.len(), &first.0),
             (second.1.len(), &second.0),
@@ -291,7 +291,7 @@ fn a_completed_pod_causes_no_work() {
             tokio::time::sleep(Duration::from_secs(240)).await;
             assert!(
                 world.record("job") == before,
-                "seed {seed}: it was looked at again"
+                "seed {seed}: the completed pod was observed again"
             );
             assert!(before.is_some());
             agent.abort();
@@ -377,7 +377,11 @@ fn three_hundred_objects_in_use_take_few_refreshes() {
         world.begin_quiet();
         world.change_all_objects();
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(world.check_at_rest(), Ok(()), "all are shown");
+        assert_eq!(
+            world.check_at_rest(),
+            Ok(()),
+            "the volumes show all changes"
+        );
         let refreshes = world.refreshes("wide", "k299");
         assert!((1..=3).contains(&refreshes), "{refreshes}");
         assert_eq!(world.broken(), Ok(()));

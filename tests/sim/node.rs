@@ -21,7 +21,7 @@ fn api_pods_wait_for_the_node_object_and_static_pods_do_not() {
         seconds(20).await;
         let late = world.uid("late");
         assert_eq!(world.asked_for_sandbox(&late), 0);
-        assert_eq!(world.sandboxes(), 1, "that of the static pod");
+        assert_eq!(world.sandboxes(), 1, "only the sandbox of the static pod");
         world.freeze(false);
         seconds(20).await;
         assert_eq!(world.phase("late").unwrap_or_default().0, "Running");
@@ -71,7 +71,7 @@ fn a_deleted_node_is_registered_again_after_its_removed_pods_stop() {
             assert_eq!(world.registrations(), 0, "within a minute");
             seconds(25).await;
             if hangs {
-                assert_eq!(world.registrations(), 0, "its pod still runs");
+                assert_eq!(world.registrations(), 0, "its pod is still running");
                 world.answer();
                 seconds(60).await;
             }

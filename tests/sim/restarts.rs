@@ -131,7 +131,7 @@ fn during_a_pre_stop_hook_only_readiness_is_probed() {
         assert_eq!(
             world.hooked_stops(),
             1,
-            "it is killed, and not its hook before"
+            "the container is killed, but not its hook before"
         );
         assert_eq!(world.not_in_phase(""), Vec::<String>::new());
         assert_eq!(world.broken(), Ok(()));

@@ -45,7 +45,7 @@ async fn shut_down(seed: u64) {
     while logind.inhibitors().0 > 0 {
         assert!(
             seconds(begun) < 40,
-            "seed {seed}: it is waited for too long"
+            "seed {seed}: the shutdown is delayed too long"
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -122,7 +122,11 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_terminates() {
         logind.announce(true);
         tokio::time::sleep(Duration::from_secs(9)).await;
         let next = || world.phase("next").map(|(phase, _)| phase);
-        assert_eq!(next().as_deref(), Some("Running"), "it is not its turn");
+        assert_eq!(
+            next().as_deref(),
+            Some("Running"),
+            "its phase has not started"
+        );
         while logind.inhibitors().0 > 0 {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }

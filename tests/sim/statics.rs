@@ -88,7 +88,11 @@ fn a_static_pod_waits_for_the_cleanup_of_its_predecessor() {
         tokio::time::sleep(Duration::from_secs(70)).await;
         world.add_manifest();
         tokio::time::sleep(Duration::from_secs(600)).await;
-        assert_eq!(world.sandboxes(), 0, "its directories are being removed");
+        assert_eq!(
+            world.sandboxes(),
+            0,
+            "its directories are still being removed"
+        );
         world.answer();
         tokio::time::sleep(Duration::from_secs(5)).await;
         let running = Some(("Running".to_owned(), String::new()));
