@@ -113,7 +113,7 @@ mod tests {
             );
         }
         assert_eq!("in".parse::<Operator>(), Err(UnknownOperator));
-        assert!(!Operator::Gt.matches(&[], Some("6")), "no bound");
+        assert!(!Operator::Gt.matches(&[], Some("6")), "no value to compare");
     }
 
     #[test]

@@ -237,7 +237,7 @@ mod tests {
                 false,
                 vec![],
                 true,
-                "nobody asks",
+                "never checked",
             ),
             (
                 Policy::AlwaysVerify,

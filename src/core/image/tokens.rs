@@ -192,7 +192,7 @@ mod tests {
                 "optionalServiceAccountAnnotationKeys",
             ),
         ] {
-            let error = checked(changes.clone()).expect_err("a mistake");
+            let error = checked(changes.clone()).expect_err("an error");
             assert_eq!(error.0, field, "{changes}: {}", error.1);
         }
         for key in [

@@ -159,7 +159,7 @@ mod tests {
             &[],
         ),
         (
-            "what others write there, and what is no record",
+            "lines of other programs, and lines that are no records",
             &[
                 "12,20,7,-;x invoked oom-killer: gfp_mask=0",
                 "12,21,7,-;oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg=/,task=x,pid=1,uid=0",

@@ -464,7 +464,7 @@ mod tests {
         assert_eq!(
             subject(certificate.der()),
             None,
-            "nor is such a certificate anybody's"
+            "such a certificate has no subject either"
         );
     }
 
@@ -491,7 +491,7 @@ mod tests {
         assert_eq!(
             judge(CLIENT, &own, &client, other),
             Verdict::Wait,
-            "that is for somebody to decide"
+            "an administrator decides"
         );
         assert_eq!(judge(SERVING, &served, &serving, node), Verdict::Wait);
         assert_eq!(

@@ -236,7 +236,7 @@ pub fn explain(
             None => "Running as specified; nothing is pending.".to_owned(),
             Some(waiting) => format!("Not yet running as specified: {waiting}."),
         },
-        (State::Syncing, Some(held)) => format!("Blocked:  {held}."),
+        (State::Syncing, Some(held)) => format!("Blocked: {held}."),
         (State::Terminating { cause, .. } | State::Terminated { cause }, held) => {
             let held = held.map_or(String::new(), |held| format!(" Now: {held}."));
             format!("Terminating: {}.{held}", why(cause))
@@ -495,11 +495,11 @@ mod tests {
             |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
         assert_eq!(
             said(&journal, far),
-            "Blocked:  the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts in progress, for 3 pulls in total)."
+            "Blocked: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts in progress, for 3 pulls in total)."
         );
         assert_eq!(
             said(&journal, Fetching::default()),
-            "Blocked:  the image of container c is being pulled."
+            "Blocked: the image of container c is being pulled."
         );
         journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
         assert_eq!(

@@ -463,8 +463,8 @@ mod tests {
                 journal.decided(at(i64::try_from(n).expect("small")), state, input, next);
                 state = next;
             }
-            let stored = serde_json::to_string(&journal).expect("it can be stored");
-            let read: Journal = serde_json::from_str(&stored).expect("and read");
+            let stored = serde_json::to_string(&journal).expect("JSON");
+            let read: Journal = serde_json::from_str(&stored).expect("the stored journal");
             let mut replayed = State::Syncing;
             for decision in &read.decisions {
                 replayed = replayed.step(decision.input);

@@ -505,7 +505,7 @@ mod tests {
             )
         };
         let ended = |text: &str| -> Vec<String> {
-            let session = Iscsi::noted(text.as_bytes()).expect("a note");
+            let session = Iscsi::noted(text.as_bytes()).expect("a recorded session");
             assert_eq!(session.lun, 3);
             let calls = session.portals.iter().flat_map(|p| session.logout(p));
             calls.map(|call| call.join(" ")).collect()

@@ -334,7 +334,7 @@ fn a_modified_or_truncated_checkpoint_is_rejected() {
         changed,
         checkpoint::CheckpointError::Checksum { .. }
     ));
-    let cut = checkpoint::read(&text[..100]).expect_err("an end");
+    let cut = checkpoint::read(&text[..100]).expect_err("a truncated checkpoint");
     assert!(matches!(cut, checkpoint::CheckpointError::Malformed(_)));
 }
 
@@ -416,7 +416,8 @@ impl World {
                 for call in begun {
                     self.held.extend(call.claims().map(|c| c.name.clone()));
                 }
-                self.claims = checkpoint::read(&checkpoint::write(&self.claims)).expect("our own");
+                self.claims = checkpoint::read(&checkpoint::write(&self.claims))
+                    .expect("the agent's own checkpoint");
             }
         }
     }

@@ -69,7 +69,7 @@ fn cpus_are_taken_in_the_kubelets_order() {
     for (name, topology, takes) in machines() {
         for line in takes {
             let (question, answer) = line.split_once(": ").expect("an answer");
-            let (way, rest) = question.split_once(' ').expect("a way");
+            let (way, rest) = question.split_once(' ').expect("a manner");
             let (number, free) = rest.split_once(" of ").expect("a number");
             let way = match way.strip_prefix("nodes-") {
                 Some(group) => Way {

@@ -157,7 +157,7 @@ fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     let spec = json!({"initContainers": [container("first", 2), container("second", 1), sidecar],
         "containers": [container("main", 1), container("other", 1)]});
     let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    assert_eq!(asked.expect("they suffice").len(), 5);
+    assert_eq!(asked.expect("enough devices").len(), 5);
     let ids = |devices: &Devices, name: &str| devices.ids("p", &slot(name)).join(",");
     let all = |devices: &Devices| {
         ["first", "second", "sidecar", "main", "other"].map(|name| ids(devices, name))
@@ -201,7 +201,7 @@ fn devices_on_the_preferred_numa_nodes_come_first() {
         let mut devices = with(&["a0", "b1", "c", "d01", "e1"]);
         let near = node.map(|node| ("c".to_owned(), BTreeSet::from([node])));
         let reserved = devices.reserve(&plain("p", wanted), &near.into_iter().collect());
-        reserved.expect("they suffice");
+        reserved.expect("enough devices");
         let offer = devices.offer("p", &slot("c")).expect("reserved");
         let available: Vec<String> = offer.available.into_iter().collect();
         assert_eq!(

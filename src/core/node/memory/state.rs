@@ -187,7 +187,7 @@ impl State {
         tables.find_map(|((resource, table), was)| {
             if fixed(table) != fixed(was) {
                 return Some(format!(
-                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved, and has {} and {} now",
+                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved; now it has {} and {}",
                     was.total, was.system_reserved, table.total, table.system_reserved
                 ));
             }

@@ -228,7 +228,7 @@ fn invalid_memory_rules_are_reported() {
     let with = |change: &dyn Fn(&mut Reserved), nodes| {
         let mut rules = rules(2, None);
         change(&mut rules.memory.as_mut().expect("static").reserved);
-        Managers::new(&rules, &machine(nodes), &Checkpoints::default()).expect_err("no fit")
+        Managers::new(&rules, &machine(nodes), &Checkpoints::default()).expect_err("invalid rules")
     };
     for (error, expected) in [
         (

@@ -157,7 +157,7 @@ fn phases_follow_container_states() {
         &str,
     )> = vec![
         (
-            "nothing yet",
+            "no container yet",
             "Always",
             json!([]),
             vec![],
@@ -202,7 +202,7 @@ fn phases_follow_container_states() {
             "Failed",
         ),
         (
-            "ended well",
+            "succeeded",
             "Always",
             json!([]),
             vec![container("a", 0, Exited, 0)],
@@ -211,7 +211,7 @@ fn phases_follow_container_states() {
             "Succeeded",
         ),
         (
-            "ended badly",
+            "failed",
             "Always",
             json!([]),
             vec![container("a", 0, Exited, 143)],

@@ -697,8 +697,8 @@ fn a_replayed_record_reports_different_decisions() {
         run.input(Input::Hint);
         run.settle();
     }
-    let stored = serde_json::to_string(&run.record).expect("it can be stored");
-    let mut read: Record = serde_json::from_str(&stored).expect("and read");
+    let stored = serde_json::to_string(&run.record).expect("JSON");
+    let mut read: Record = serde_json::from_str(&stored).expect("the stored record");
     assert_eq!(read.replay(), vec![]);
     let entries = run.record.entries.len();
     let mut echo = run.worker.update().clone();

@@ -15,7 +15,7 @@ fn a_rejected_running_pod_stops_before_it_is_failed() {
     run.settle_but(|op| matches!(op, Op::Admit));
     run.done(&Key::Admit, refused);
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(run.phase(), "Running", "containers run");
+    assert_eq!(run.phase(), "Running", "its containers are running");
     run.settle();
     let status = &run.worker.status;
     assert_eq!(run.phase(), "Failed");

@@ -122,7 +122,7 @@ fn a_static_pod_resumes_from_the_runtimes_state() {
     let badly = ("OnFailure", with_machine());
     comes_to("it exited with an error", badly, exited(143), again);
     let on = ("Running", 0, 4);
-    comes_to("it runs", ("Always", runs()), lives(), on);
+    comes_to("it is running", ("Always", runs()), lives(), on);
     comes_to(
         "it was rejected and is running",
         ("Always", refused()),

@@ -19,7 +19,7 @@ fn the_terminal_phase_waits_for_sidecars_which_stop_in_reverse_order() {
     run.exit("c0", 0);
     run.input(Input::Hint);
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(run.phase(), "Running", "sidecars run");
+    assert_eq!(run.phase(), "Running", "its sidecars are running");
     let stopping = |run: &Run| run.waiting.iter().map(Op::key).collect::<Vec<_>>();
     assert_eq!(stopping(&run), [Key::Stop("t0".into())]);
     let op = run.waiting[0].clone();
@@ -57,7 +57,7 @@ fn the_terminal_phase_waits_for_a_restarting_sidecar() {
     run.settle_but(|op| matches!(op, Op::Observe { .. }) || is_start(op));
     let observe = Key::Observe;
     let op = run.waiting.iter().find(|op| op.key() == observe).cloned();
-    let outcome = run.outcome(&op.expect("a look"));
+    let outcome = run.outcome(&op.expect("an observation"));
     let turn = run.done(&observe, outcome);
     assert!(
         turn.cancel.contains(&start("s")),
@@ -122,7 +122,7 @@ fn after_the_grace_period_all_containers_are_stopped() {
             Key::PreStop("t0".into()),
             Key::PreStop("s0".into())
         ],
-        "hooks begin at once"
+        "hooks start at once"
     );
     assert_eq!(turn.wake_at, Some(at(5000)));
     run.now = 5000;
@@ -172,7 +172,7 @@ fn with_failed_hook() -> Run {
     };
     let op = op.clone();
     let Outcome::Started { id, .. } = run.outcome(&op) else {
-        panic!("it starts");
+        panic!("expected the start to succeed");
     };
     let message = "command \"x\" exited with 1".into();
     run.done(&op.key(), Outcome::HookFailed { id, message });
@@ -193,7 +193,7 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
         first: true,
         until: at(7_000),
     };
-    assert_eq!(run.waiting, [stop], "and b is not started");
+    assert_eq!(run.waiting, [stop], "b is not started");
     let all = run.worker.status.container_statuses.as_ref();
     let told = &all.expect("statuses")[0];
     assert!(!told.ready && told.started != Some(true), "{told:?}");
