@@ -178,7 +178,7 @@ async fn a_volume_hangs(world: &World) -> Result<(), String> {
     world.delete_pod("free");
     tokio::time::sleep(Duration::from_secs(10)).await;
     late("", "free")?;
-    world.check_says("held", "It is ending: it was deleted. Now: ")?;
+    world.check_says("held", "Terminating: the pod was deleted. Now: ")?;
     world.answer_far();
     tokio::time::sleep(Duration::from_secs(15)).await;
     late("", "held")
@@ -199,7 +199,7 @@ fn run(seed: u64) -> (Result<(), String>, Vec<String>) {
         let result = scenario(&world).await;
         if std::env::var_os("HOLDFAST_TRACE").is_some() {
             world.trace().iter().for_each(|line| println!("{line}"));
-            println!("the most within a minute: {:?}", world.most());
+            println!("maximum per minute: {:?}", world.most());
         }
         let trace = world.trace();
         world.end();
@@ -220,7 +220,7 @@ fn a_seed_replays_exactly() {
                 &second.1[at.saturating_sub(2)..=at],
             )
         });
-        assert_eq!(shown, None, "seed {seed} went another way");
+        assert_eq!(shown, None, "seed {seed} did not replay");
         assert_eq!(
             (first.1.len(), &first.0),
             (second.1.len(), &second.0),
@@ -235,7 +235,7 @@ fn a_seed_replays_exactly() {
 }
 
 #[test]
-fn one_hung_pod_holds_up_no_other() {
+fn a_hanging_pod_delays_no_other() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -256,7 +256,7 @@ fn one_hung_pod_holds_up_no_other() {
 /// After `kubectl delete --force` of a pod that hangs, a new pod with its name (as a StatefulSet
 /// creates it) runs next to it.
 #[test]
-fn a_pod_that_hangs_does_not_hold_up_its_replacement() {
+fn a_hanging_pod_does_not_delay_its_replacement() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -275,7 +275,7 @@ fn a_pod_that_hangs_does_not_hold_up_its_replacement() {
 
 /// The runtime keeps listing the exited containers of a completed pod. They must not cause any work.
 #[test]
-fn a_completed_pod_is_left_alone() {
+fn a_completed_pod_causes_no_work() {
     // The runtimes of every third seed have no events, so the agent lists their containers every second.
     for seed in [1, 3] {
         simulate(seed, async {
@@ -291,7 +291,7 @@ fn a_completed_pod_is_left_alone() {
             tokio::time::sleep(Duration::from_secs(240)).await;
             assert!(
                 world.record("job") == before,
-                "seed {seed}: it was looked at again"
+                "seed {seed}: the completed pod was observed again"
             );
             assert!(before.is_some());
             agent.abort();
@@ -302,7 +302,7 @@ fn a_completed_pod_is_left_alone() {
 /// Starting a pod with one container costs six runtime calls, and one observation (two list calls)
 /// before them. The events that these calls cause cost no further calls.
 #[test]
-fn a_start_costs_no_more_calls_than_it_must() {
+fn a_pod_start_takes_the_minimum_of_runtime_calls() {
     // The runtimes of every third seed have no events: a periodic list may coincide with the start and
     // cause another observation.
     for (seed, looks) in [(1, 1), (2, 1), (3, 2)] {
@@ -341,7 +341,7 @@ fn a_start_costs_no_more_calls_than_it_must() {
 
 /// The machine's address changes: the probes of host-network pods go to the new address.
 #[test]
-fn probes_follow_the_address_of_the_node() {
+fn probes_follow_the_nodes_address() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -364,7 +364,7 @@ fn probes_follow_the_address_of_the_node() {
 /// A pod uses 300 ConfigMaps and Secrets. It starts when the faults end. After all these objects
 /// change, its volumes show the changes soon, after a few refreshes.
 #[test]
-fn three_hundred_objects_in_use_cost_a_few_refreshes() {
+fn three_hundred_objects_in_use_take_few_refreshes() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -377,7 +377,11 @@ fn three_hundred_objects_in_use_cost_a_few_refreshes() {
         world.begin_quiet();
         world.change_all_objects();
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(world.check_at_rest(), Ok(()), "all are shown");
+        assert_eq!(
+            world.check_at_rest(),
+            Ok(()),
+            "the volumes show all changes"
+        );
         let refreshes = world.refreshes("wide", "k299");
         assert!((1..=3).contains(&refreshes), "{refreshes}");
         assert_eq!(world.broken(), Ok(()));
@@ -388,7 +392,7 @@ fn three_hundred_objects_in_use_cost_a_few_refreshes() {
 /// The pod garbage collector or another agent writes a terminal phase while this agent writes the pod's
 /// start. The watch has not delivered the phase yet.
 #[test]
-fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
+fn a_terminal_phase_not_yet_watched_is_not_overwritten() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -412,7 +416,7 @@ fn an_end_that_the_watch_has_not_shown_yet_is_not_written_over() {
 /// Another client has written a terminal phase. The agent releases the pod's resources only after it
 /// has observed that no container runs.
 #[test]
-fn what_may_still_run_under_a_told_end_is_given_to_nobody() {
+fn resources_are_kept_until_no_container_runs_after_a_foreign_terminal_phase() {
     simulate(1, async {
         let world = World::new(1);
         world.resize_node(2);
@@ -434,7 +438,7 @@ fn what_may_still_run_under_a_told_end_is_given_to_nobody() {
 /// Only a few sandboxes are created at once. A pod that is deleted while it waits is removed
 /// immediately, and no sandbox is created for it.
 #[test]
-fn a_sandbox_is_not_made_for_a_pod_that_was_deleted_while_it_waited() {
+fn no_sandbox_is_created_for_a_pod_deleted_while_queued() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -464,7 +468,7 @@ fn a_sandbox_is_not_made_for_a_pod_that_was_deleted_while_it_waited() {
 /// After a restart of the agent the node has capacity for half of its pods. The pods with the earliest
 /// start time are admitted, whatever their creation times and the order of their workers.
 #[test]
-fn after_a_restart_pods_are_admitted_as_they_were_started() {
+fn after_a_restart_pods_are_admitted_by_start_time() {
     let threads = || {
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         builder.worker_threads(4).enable_all().build().unwrap()
@@ -498,7 +502,7 @@ fn after_a_restart_pods_are_admitted_as_they_were_started() {
 /// The agent checkpoints a pod's CPUs before the pod starts, so that a restarted agent does not assign
 /// them to another pod.
 #[test]
-fn processors_are_written_down_before_a_pod_starts_with_them() {
+fn cpus_are_checkpointed_before_their_pod_starts() {
     simulate(1, async {
         let root = tempfile::tempdir().unwrap();
         let world = World::new(1);
@@ -518,7 +522,7 @@ fn processors_are_written_down_before_a_pod_starts_with_them() {
 
 /// A slow compression occupies one worker. It delays no rotation, not even of the same container's log.
 #[test]
-fn logs_are_rotated_in_time_however_long_a_compression_takes() {
+fn a_slow_compression_delays_no_log_rotation() {
     simulate(1, async {
         let world = World::new(1);
         // The agent checks sizes every 10 s and rotates logs larger than 10 MiB.
@@ -542,7 +546,7 @@ fn logs_are_rotated_in_time_however_long_a_compression_takes() {
 /// Seed 981: resources that were allocated to a container after it exited count for its pod until the
 /// pod is removed, as with the kubelet.
 #[test]
-fn a_resize_waits_for_what_was_granted_to_a_container_that_has_ended() {
+fn resources_of_an_exited_container_delay_a_resize() {
     simulate(1, async {
         let world = World::new(1);
         world.resize_node(4);

@@ -380,10 +380,10 @@ src/control/api/rbac/bootstrap roles 116
 src/control/api/storage cells 130
 src/control/api/storage validate 115
 src/control/api/table cells 154
-src/core/image/pulled only_who_could_have_pulled_it_may_use_it 103
-src/core/node/admit refusals_name_what_is_short 114
-src/core/pod/status/tests phases 128
-src/core/serving/mod every_path_leads_where_it_should_and_needs_what_it_must 175
+src/core/image/pulled only_pods_that_could_have_pulled_an_image_may_use_it 103
+src/core/node/admit rejections_name_the_insufficient_resource 114
+src/core/pod/status/tests phases_follow_container_states 128
+src/core/serving/mod every_path_has_its_route_and_its_required_permission 175
 tests/cluster/certificates pods_get_roots_and_certificates_of_their_own 109
 tests/cluster/containers containers_find_what_their_pods_promise 151
 tests/control/access a_node_sees_what_its_pods_refer_to_and_nothing_else 197

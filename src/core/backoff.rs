@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_bound_and_start_over() {
+    fn back_off_doubles_up_to_the_maximum_and_resets() {
         let mut pauses = Doubling::new(Duration::from_secs(2), Duration::from_secs(10));
         let seconds: Vec<u64> = (0..5).map(|_| pauses.pause().as_secs()).collect();
         assert_eq!(seconds, [2, 4, 8, 10, 10]);
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn pulls_wait_longer_and_longer_until_one_succeeds() {
+    fn pull_back_off_grows_until_a_pull_succeeds() {
         let mut backoff = PullBackoff::default();
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         let key = ("uid".to_owned(), "image".to_owned());
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_is_set_back_holds_nothing_up() {
+    fn a_clock_set_back_delays_no_retry() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         let mut pulls = PullBackoff::default();
         let key = ("uid".to_owned(), "image".to_owned());
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn restarts_wait_longer_and_longer_until_one_lasts() {
+    fn restart_back_off_grows_until_a_container_runs_long_enough() {
         let mut backoff = Backoff::default();
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         assert_eq!(

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_is_let_through_and_then_the_rate() {
+    fn requests_pass_up_to_the_burst_and_then_at_the_rate() {
         let at = |ms: i64| Timestamp::from_millisecond(ms).expect("a time");
         let mut bucket = Bucket::new(2.0, 3.0, at(0));
         assert_eq!((0..5).filter(|_| bucket.take(at(0)).is_ok()).count(), 3);
@@ -65,7 +65,7 @@ mod tests {
         assert_eq!(
             (0..9).filter(|_| bucket.take(at(60_000)).is_ok()).count(),
             3,
-            "what is not used does not pile up"
+            "unused capacity does not accumulate"
         );
         assert!((0..1000).all(|_| Bucket::new(0.0, 0.0, at(0)).take(at(0)).is_ok()));
     }

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_event_is_counted_and_similar_ones_are_merged() {
+    fn equal_events_are_counted_and_similar_events_are_combined() {
         let mut correlator = Correlator::default();
         assert_eq!(say(&mut correlator, "a", 0).and_then(|v| v.counted), None);
         assert_eq!(
@@ -220,12 +220,12 @@ mod tests {
                 .map(|v| v.message)
                 .as_deref(),
             Some("m13"),
-            "later it is a matter of its own"
+            "later it is a separate event"
         );
     }
 
     #[test]
-    fn an_object_that_says_too_much_is_silenced_and_others_are_not() {
+    fn an_object_with_excess_events_is_limited_and_others_are_not() {
         let mut correlator = Correlator::default();
         let posted = (0..100)
             .filter(|_| say(&mut correlator, "x", 0).is_some())
@@ -252,7 +252,7 @@ mod tests {
 
     /// As in `getSpamKey`: a pod with ten containers may emit 25 warnings and 25 normal events.
     #[test]
-    fn the_parts_of_an_object_have_one_limit_for_each_type() {
+    fn all_containers_of_a_pod_share_one_event_limit_per_type() {
         let mut correlator = Correlator::default();
         for kind in ["Warning", "Normal"] {
             let mut posted = 0;
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_stays_bounded() {
+    fn the_number_of_remembered_events_is_bounded() {
         let mut correlator = Correlator::default();
         for n in 0..20_000 {
             let about = format!("pod{n}");

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read_and_written_as_the_kernel_has_them() {
+    fn cpu_lists_are_parsed_and_printed_in_the_kernels_format() {
         for (text, canonical) in [
             ("", Some("")),
             ("0-3,8\n", Some("0-3,8")),

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fnv_has_its_published_values() {
+    fn fnv_matches_published_test_values() {
         let bytes = || b"foobar".iter().copied();
         assert_eq!(fnv32(bytes()), 0xbf9c_f968);
         assert_eq!(fnv64(bytes()), 0x8594_4171_f739_67e8);
@@ -85,12 +85,12 @@ mod tests {
     }
 
     #[test]
-    fn the_crc_has_its_published_check_value() {
+    fn crc_matches_the_published_check_value() {
         assert_eq!((crc32(b"123456789"), crc32(b"")), (0xcbf4_3926, 0));
     }
 
     #[test]
-    fn the_empty_text_has_its_known_digest() {
+    fn sha256_of_the_empty_string_is_correct() {
         assert_eq!(
             sha256(b""),
             "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_read_is_written_in_the_shortest_form() {
+    fn parsed_indexes_are_printed_in_the_shortest_form() {
         for (text, completions, written, total) in [
             ("", 5, "", 0),
             ("0", 5, "0", 1),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_users_write_has_to_be_in_order_and_in_range() {
+    fn indexes_of_users_must_be_in_order_and_in_range() {
         for (text, fine) in [
             ("", true),
             ("0,2-4", true),
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_that_are_missing_come_first() {
+    fn the_lowest_missing_indexes_come_first() {
         let mut set = Indexes::read("1,3-4", 10);
         assert_eq!(set.missing(7, 9), [0, 2, 5, 6]);
         assert_eq!(set.missing(7, 2), [0, 2]);

@@ -261,7 +261,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn texts_are_read_and_printed_canonically() {
+    fn quantities_are_parsed_and_printed_canonically() {
         let cases = [
             ("0", "0"),
             ("100m", "100m"),
@@ -310,14 +310,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn printing_and_reading_agree(nanos in -1_000_000_000_000_000_000i64..1_000_000_000_000_000_000, binary: bool) {
+        fn printing_and_parsing_agree(nanos in -1_000_000_000_000_000_000i64..1_000_000_000_000_000_000, binary: bool) {
             let quantity = Quantity { nanos: i128::from(nanos), binary };
-            let again: Quantity = quantity.to_string().parse().expect("what is printed can be read");
+            let again: Quantity = quantity.to_string().parse().expect("the printed quantity can be parsed");
             prop_assert_eq!(again, quantity);
         }
 
         #[test]
-        fn whatever_is_read_can_be_printed_counted_and_read_again(text in "[-+]?[0-9]{0,45}[.]?[0-9]{0,45}([eE][-+]?[0-9]{0,4}|[numkMGTPE]|[KMGTPE]i)?") {
+        fn every_parsed_quantity_round_trips(text in "[-+]?[0-9]{0,45}[.]?[0-9]{0,45}([eE][-+]?[0-9]{0,4}|[numkMGTPE]|[KMGTPE]i)?") {
             if let Ok(quantity) = text.parse::<Quantity>() {
                 prop_assert_eq!(quantity.to_string().parse(), Ok(quantity));
                 let _ = (quantity.milli(), quantity.units(), quantity + quantity, quantity - quantity - quantity);

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_that_repeats_is_logged_after_pauses_that_grow() {
+    fn a_repeated_failure_is_logged_with_growing_pauses() {
         let mut failures = RepeatedFailures::default();
         let mut logged = vec![];
         for second in (0..86_400).step_by(10) {
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_keys_costs_a_bounded_size() {
+    fn any_number_of_keys_takes_bounded_memory() {
         let mut failures = RepeatedFailures::default();
         for key in 0..10_000_i64 {
             assert_eq!(failures.record(key, "x", at(key)), Some(0));

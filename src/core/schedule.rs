@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_schedule_is_refused_with_the_part() {
+    fn an_invalid_schedule_is_rejected_with_the_part() {
         for (text, why) in [
             ("", "empty spec string"),
             ("* * * *", "expected exactly 5 fields, found 4: [* * * *]"),
@@ -294,7 +294,7 @@ mod tests {
 @every 90s           2026-01-01T00:00:00 2026-01-01T00:01:30 2026-01-01T00:03:00";
 
     #[test]
-    fn times_follow_the_fields() {
+    fn schedule_times_follow_the_fields() {
         for line in TIMES.lines() {
             let (text, rest) = line.split_at(21);
             let all: Vec<String> = rest.split(' ').map(|t| format!("{t}Z")).collect();
@@ -307,7 +307,7 @@ mod tests {
 
     /// A zone with central European rules, given as a POSIX description so that no file is read.
     #[test]
-    fn an_hour_that_is_left_out_has_no_times_and_one_that_is_repeated_has_them_twice() {
+    fn a_skipped_hour_has_no_times_and_a_repeated_hour_has_them_twice() {
         let zone = TimeZone::posix("CET-1CEST,M3.5.0,M10.5.0/3").expect("a zone");
         let of = |text: &str, after: &str, count: usize| times(text, after, &zone, count);
         assert_eq!(

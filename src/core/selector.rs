@@ -89,7 +89,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn every_operator_with_a_label_that_is_there_or_absent() {
+    fn every_operator_matches_present_and_absent_labels_correctly() {
         let values = ["5".to_owned(), "7".to_owned()];
         for (operator, of_6, of_5, of_text, of_absent) in [
             ("In", false, true, false, false),
@@ -113,11 +113,11 @@ mod tests {
             );
         }
         assert_eq!("in".parse::<Operator>(), Err(UnknownOperator));
-        assert!(!Operator::Gt.matches(&[], Some("6")), "no bound");
+        assert!(!Operator::Gt.matches(&[], Some("6")), "no value to compare");
     }
 
     #[test]
-    fn selectors_match_by_labels_and_expressions() {
+    fn selectors_match_labels_and_expressions() {
         let labels = BTreeMap::from([("a".to_owned(), "1".to_owned())]);
         for (selector, expected) in [
             (json!({}), true),

@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_are_read_as_go_writes_them() {
+    fn go_durations_are_parsed() {
         for (text, millis) in [
             ("0", Some(0)),
             ("1m30s", Some(90_000)),
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_of_seconds_leaves_the_calendar() {
+    fn every_number_of_seconds_yields_a_valid_time() {
         let now: Timestamp = "2026-11-20T00:00:00Z".parse().expect("a time");
         for (seconds, expected) in [
             (i64::MIN, 0),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_are_shown_as_go_shows_them() {
+    fn durations_are_printed_as_by_go() {
         for (seconds, text) in [(0, "0s"), (10, "10s"), (160, "2m40s"), (3600, "1h0m0s")] {
             assert_eq!(shown(Duration::from_secs(seconds)), text);
         }

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_of_one_error_are_the_same_and_other_errors_are_not() {
+    fn one_error_has_one_masked_text_and_different_errors_differ() {
         let id = "4f0c8b1d2e3a4f0c8b1d2e3a4f0c8b1d2e3a4f0c8b1d2e3a4f0c8b1d2e3a4f0c";
         let same = [
             (

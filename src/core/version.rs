@@ -137,14 +137,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_versions_agree() {
+    fn all_version_strings_agree() {
         assert_eq!(format!("{MAJOR}.{MINOR}"), release!());
         assert!(KUBERNETES.starts_with(&format!("v{MAJOR}.{MINOR}.")));
         assert_eq!(REPORTED.split('+').next(), Some(KUBERNETES));
     }
 
     #[test]
-    fn the_flag_takes_what_upstream_takes() {
+    fn the_version_flag_accepts_upstreams_values() {
         for (text, expected) in [
             ("true", Some(Wanted::Line)),
             ("T", Some(Wanted::Line)),
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_commit_of_a_reflog_is_its_last_lines() {
+    fn the_newest_commit_is_on_the_last_line_of_a_reflog() {
         let (one, two) = ("1".repeat(40), "2f".repeat(20));
         let entry = |old: &str, new: &str| format!("{old} {new} A <a@b> 1 +0000\tcommit: x y\n");
         let both = entry(&"0".repeat(40), &one) + &entry(&one, &two);

@@ -259,7 +259,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     cluster.wait("the pull's progress", || {
         let said = explain();
         said.contains("the image of container c is being pulled (")
-            && said.contains("MiB of 1 part under way")
+            && said.contains("MiB of 1 part in progress")
     });
     throttle.free.store(true, Ordering::Relaxed);
     cluster.wait("the slow image", || phase("slow") == "Succeeded");
@@ -288,7 +288,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
     });
     let second = support::busybox_in(cluster, "k8s.io", "test.local/second:1", b"second");
     // The image is kept for a second after it was first seen.
-    assert!(gc(cluster, &["--dry-run"]).contains("it stays for its minimum age"));
+    assert!(gc(cluster, &["--dry-run"]).contains("younger than its minimum age"));
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let told = gc(cluster, &["--dry-run"]);
     let line = |name: &str| {

@@ -274,12 +274,12 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             .contains("Unhealthy Liveness probe failed")
     });
     cluster.wait("it is well again", || {
-        explain("blip", "text").contains("as its spec says")
+        explain("blip", "text").contains("as specified")
     });
     assert_eq!(status(&pod("blip"), "c")["restartCount"], 0);
     let running = explain("startup", "text");
     assert!(
-        running.contains("as its spec says")
+        running.contains("as specified")
             && running.contains("startup probe c")
             && running.contains("sandbox"),
         "{running}"
@@ -630,7 +630,7 @@ fn has_told(cluster: &Cluster, node: &str, mirror: &str) {
     assert!(ends[0] < ends[2] && ends[1] < ends[2], "{ends:?}");
     let why = cluster.holdfast(&["explain", "pod", "plain"]);
     assert!(
-        why.contains("It has ended: the node is shutting down."),
+        why.contains("Terminated: the node is shutting down."),
         "{why}"
     );
     let metrics = cluster.kubectl(&[

@@ -335,7 +335,7 @@ impl Node {
             // The runtime is queried after the explanation, so its state can only be newer.
             let main = self.observe(&uid).newest("main").cloned();
             let waits = main.is_none_or(|c| c.state == ContainerState::Created);
-            assert!(!waits || !said.contains("It is as its spec says"), "{said}");
+            assert!(!waits || !said.contains("Running as specified"), "{said}");
             !waits
         });
         self.within(15, "the pod ends", || self.is("sidecar", "Succeeded"));

@@ -11,7 +11,7 @@ async fn seconds(number: u64) {
 
 /// Regression: a restarted agent admitted pods without the Node's labels, taints and extended resources.
 #[test]
-fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
+fn api_pods_wait_for_the_node_object_and_static_pods_do_not() {
     simulate(1, async {
         let world = World::new(1);
         world.freeze(true);
@@ -21,7 +21,7 @@ fn pods_of_the_api_wait_until_the_node_is_known_and_static_pods_do_not() {
         seconds(20).await;
         let late = world.uid("late");
         assert_eq!(world.asked_for_sandbox(&late), 0);
-        assert_eq!(world.sandboxes(), 1, "that of the static pod");
+        assert_eq!(world.sandboxes(), 1, "only the sandbox of the static pod");
         world.freeze(false);
         seconds(20).await;
         assert_eq!(world.phase("late").unwrap_or_default().0, "Running");
@@ -53,7 +53,7 @@ fn the_status_of_an_idle_node_is_written_every_five_minutes() {
 /// The Node is deleted, and the control plane removes a pod that does not stop; its controller may start
 /// a replacement elsewhere. The agent must not register the node again while the removed pod runs.
 #[test]
-fn a_deleted_node_is_registered_again_when_its_removed_pods_have_stopped() {
+fn a_deleted_node_is_registered_again_after_its_removed_pods_stop() {
     for hangs in [false, true] {
         simulate(1, async {
             let world = World::new(1);
@@ -71,7 +71,7 @@ fn a_deleted_node_is_registered_again_when_its_removed_pods_have_stopped() {
             assert_eq!(world.registrations(), 0, "within a minute");
             seconds(25).await;
             if hangs {
-                assert_eq!(world.registrations(), 0, "its pod still runs");
+                assert_eq!(world.registrations(), 0, "its pod is still running");
                 world.answer();
                 seconds(60).await;
             }

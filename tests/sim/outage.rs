@@ -7,7 +7,7 @@ use super::world::World;
 
 /// Retries of a lasting fault write no status: the requests of many broken pods would delay those of healthy pods.
 #[test]
-fn a_fault_that_lasts_leads_to_few_status_writes() {
+fn a_lasting_fault_causes_few_status_writes() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -40,7 +40,7 @@ fn a_fault_that_lasts_leads_to_few_status_writes() {
 }
 
 #[test]
-fn events_of_an_outage_arrive_after_it() {
+fn events_of_an_outage_are_posted_after_it() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -59,7 +59,7 @@ fn events_of_an_outage_arrive_after_it() {
 
 /// A runtime whose list calls hang may still send events.
 #[test]
-fn a_listing_that_hangs_delays_no_event() {
+fn a_hanging_list_call_delays_no_event() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();

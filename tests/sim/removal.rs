@@ -8,7 +8,7 @@ use super::world::World;
 /// `kubectl delete --force`, also after `kubectl delete`: whichever revisions the watch delivers, the
 /// pod has no grace period left, and its hanging hooks are cancelled.
 #[test]
-fn a_forced_deletion_ends_a_pod_soon() {
+fn a_forced_deletion_stops_a_pod_soon() {
     for seed in 1..20 {
         simulate(seed, async {
             let world = World::new(seed);
@@ -29,7 +29,7 @@ fn a_forced_deletion_ends_a_pod_soon() {
 /// A pod that was removed while no agent ran is known only from the runtime. Its containers have a
 /// grace period of one second (upstream's `HandlePodCleanups`), raised to the minimum of two.
 #[test]
-fn a_pod_that_only_the_runtime_knows_ends_soon() {
+fn a_pod_known_only_to_the_runtime_is_stopped_soon() {
     for seed in 1..7 {
         simulate(seed, async {
             let world = World::new(seed);

@@ -8,7 +8,7 @@ use super::world::World;
 /// A Job's container has succeeded when the sandbox of its pod is stopped by hand and replaced. The
 /// container must not run again.
 #[test]
-fn what_has_succeeded_does_not_run_again_when_its_sandbox_is_replaced() {
+fn a_succeeded_container_does_not_run_again_in_a_new_sandbox() {
     for seed in 1..=6 {
         simulate(seed, async {
             let world = World::new(seed);
@@ -37,7 +37,7 @@ fn what_has_succeeded_does_not_run_again_when_its_sandbox_is_replaced() {
 /// The RuntimeClass of a running pod was deleted, and its directories cannot be repaired, not even by a
 /// restarted agent. The pod keeps working; only the creation of a new sandbox waits.
 #[test]
-fn failing_upkeep_blocks_nothing_of_a_running_pod() {
+fn failing_upkeep_does_not_block_a_running_pod() {
     for restarts in [false, true] {
         simulate(1, async {
             let world = World::new(1);
@@ -81,7 +81,7 @@ fn failing_upkeep_blocks_nothing_of_a_running_pod() {
 /// A network plugin hangs during RunPodSandbox. The pod's deletion waits as long as a sandbox usually
 /// takes. A sandbox that the runtime creates later is removed, even if a finalizer keeps the object.
 #[test]
-fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
+fn a_deleted_pod_does_not_wait_for_a_hanging_network_plugin() {
     for seed in 1..=12 {
         simulate(seed, async {
             let world = World::new(seed);
@@ -113,7 +113,7 @@ fn a_deleted_pod_does_not_wait_for_a_network_plugin_that_sleeps() {
 /// A preStop hook that never returns runs until its container is killed, 2 s after the grace period. Meanwhile
 /// readiness probes continue. Liveness probes stop, even those of sidecars, because no container of the pod restarts.
 #[test]
-fn while_a_hook_goes_on_only_readiness_is_probed() {
+fn during_a_pre_stop_hook_only_readiness_is_probed() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -131,7 +131,7 @@ fn while_a_hook_goes_on_only_readiness_is_probed() {
         assert_eq!(
             world.hooked_stops(),
             1,
-            "it is killed, and not its hook before"
+            "the container is killed, but not its hook before"
         );
         assert_eq!(world.not_in_phase(""), Vec::<String>::new());
         assert_eq!(world.broken(), Ok(()));
@@ -142,7 +142,7 @@ fn while_a_hook_goes_on_only_readiness_is_probed() {
 /// Whatever its restart policy, a pod whose container gets another image runs the new one: the exit of the instance that
 /// the agent stopped completes no pod, also if the runtime is observed before the next instance starts.
 #[test]
-fn another_image_restarts_a_container_of_any_policy() {
+fn a_changed_image_restarts_a_container_of_any_policy() {
     for seed in 1..=12 {
         simulate(seed, async {
             let world = World::new(seed);

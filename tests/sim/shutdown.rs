@@ -45,7 +45,7 @@ async fn shut_down(seed: u64) {
     while logind.inhibitors().0 > 0 {
         assert!(
             seconds(begun) < 40,
-            "seed {seed}: it is waited for too long"
+            "seed {seed}: the shutdown is delayed too long"
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -101,7 +101,7 @@ async fn goes_on(seed: u64, world: &World, logind: &Logind, mut agent: JoinHandl
 }
 
 #[test]
-fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on() {
+fn a_shutdown_waits_for_pods_by_priority_and_leaves_the_node_usable() {
     for seed in 1..=20 {
         simulate(seed, shut_down(seed));
     }
@@ -109,7 +109,7 @@ fn a_shutdown_waits_for_pods_by_their_priority_and_leaves_the_node_fit_to_go_on(
 
 /// A shutdown waits for a pod that hangs only as long as its configured period.
 #[test]
-fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
+fn a_shutdown_does_not_wait_for_a_pod_that_never_terminates() {
     simulate(1, async {
         let world = World::new(1);
         let logind = world.wait_for_pods(&[(0, 10), (1000, 20)]);
@@ -122,7 +122,11 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
         logind.announce(true);
         tokio::time::sleep(Duration::from_secs(9)).await;
         let next = || world.phase("next").map(|(phase, _)| phase);
-        assert_eq!(next().as_deref(), Some("Running"), "it is not its turn");
+        assert_eq!(
+            next().as_deref(),
+            Some("Running"),
+            "its phase has not started"
+        );
         while logind.inhibitors().0 > 0 {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
@@ -135,7 +139,7 @@ fn a_shutdown_does_not_wait_for_a_pod_that_never_ends() {
 /// A shutdown is announced after the agent has queried for one, but before the agent takes its
 /// inhibitor lock. The agent stops the pods immediately.
 #[test]
-fn a_shutdown_that_comes_too_early_to_wait_ends_pods_at_once() {
+fn a_shutdown_before_the_inhibitor_lock_stops_pods_immediately() {
     simulate(1, async {
         let world = World::new(1);
         let logind = world.wait_for_pods(&[(0, 20)]);

@@ -35,7 +35,7 @@ fn a_mirror_that_waits_for_a_finalizer_is_deleted_once() {
 
 /// The manifest of a static pod with a terminal phase changes, while the agent runs or is down.
 #[test]
-fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
+fn a_completed_static_pod_is_replaced_by_its_next_manifest() {
     for (seed, policy) in [
         (1, "Never"),
         (2, "OnFailure"),
@@ -74,7 +74,7 @@ fn a_static_pod_that_has_ended_gives_way_to_its_next_manifest() {
 /// The agent is still cleaning up a static pod when its manifest returns with the same UID. The pod
 /// starts when the cleanup is complete, however long that takes.
 #[test]
-fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
+fn a_static_pod_waits_for_the_cleanup_of_its_predecessor() {
     simulate(1, async {
         let world = World::new(1);
         let agent = world.start_agent();
@@ -88,7 +88,11 @@ fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
         tokio::time::sleep(Duration::from_secs(70)).await;
         world.add_manifest();
         tokio::time::sleep(Duration::from_secs(600)).await;
-        assert_eq!(world.sandboxes(), 0, "its directories are being removed");
+        assert_eq!(
+            world.sandboxes(),
+            0,
+            "its directories are still being removed"
+        );
         world.answer();
         tokio::time::sleep(Duration::from_secs(5)).await;
         let running = Some(("Running".to_owned(), String::new()));
@@ -102,7 +106,7 @@ fn a_static_pod_waits_until_what_it_left_before_has_been_removed() {
 /// A static pod runs before its apiserver does. Its mirror pod is created as soon as the apiserver
 /// answers, without waiting for a back-off.
 #[test]
-fn a_mirror_is_there_as_soon_as_the_api_answers() {
+fn a_mirror_is_created_as_soon_as_the_api_answers() {
     for seed in 1..6 {
         simulate(seed, async {
             let world = World::new(seed);
@@ -127,7 +131,7 @@ fn a_mirror_is_there_as_soon_as_the_api_answers() {
 /// The manifest is removed and written again before the agent reads the directory: the pod stops and starts again
 /// (upstream's e2e test for mirror pods, "should successfully recreate when file is removed and recreated").
 #[test]
-fn a_static_pod_whose_manifest_is_written_again_starts_again() {
+fn a_static_pod_whose_manifest_is_rewritten_restarts() {
     for seed in [1, 2, 3] {
         simulate(seed, async {
             let world = World::new(seed);

@@ -40,7 +40,7 @@ impl PodApi for World {
         for id in invariants::ids(&pod) {
             let owner = state.owners.get(&id);
             if owner != Some(&runtime_uid) {
-                let what = format!("{uid}: {id} of {owner:?} is told as its own");
+                let what = format!("{uid}: the status contains {id} of {owner:?}");
                 state.deny(what);
             }
         }
@@ -74,7 +74,7 @@ impl PodApi for World {
         }
         state.publish(&uid);
         if lost {
-            return Err(ApiFailure::Timeout("the answer was lost".into()));
+            return Err(ApiFailure::Timeout("the response was lost".into()));
         }
         Ok(serde_json::from_value(pod).unwrap())
     }
@@ -100,7 +100,9 @@ impl PodApi for World {
         };
         let is_mirror = state.runtime_uid(uid) != uid;
         if pod["metadata"]["deletionTimestamp"].is_null() && !is_mirror {
-            state.deny(format!("{uid}: nobody asked for this pod's deletion"));
+            state.deny(format!(
+                "{uid}: the pod was deleted without a deletion request"
+            ));
         }
         let held = !state.live(uid).is_empty()
             || state
@@ -111,7 +113,7 @@ impl PodApi for World {
             || state.cgroups.contains(uid);
         if held {
             state.deny(format!(
-                "{uid}: given back to the API before everything was released"
+                "{uid}: the finalizer was removed before all resources were released"
             ));
         }
         if pod["metadata"]["finalizers"].is_null() {
@@ -125,7 +127,7 @@ impl PodApi for World {
             state.publish(uid);
         }
         match lost {
-            true => Err(ApiFailure::Timeout("the answer was lost".into())),
+            true => Err(ApiFailure::Timeout("the response was lost".into())),
             false => Ok(()),
         }
     }
@@ -147,7 +149,7 @@ impl PodApi for World {
         state.pods.insert(uid.clone(), pod);
         state.publish(&uid);
         match lost {
-            true => Err(ApiFailure::Timeout("the answer was lost".into())),
+            true => Err(ApiFailure::Timeout("the response was lost".into())),
             false => Ok(faults::object(&state.pods[&uid])),
         }
     }

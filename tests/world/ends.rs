@@ -29,7 +29,7 @@ fn condition<'a>(pod: &'a Value, kind: &str) -> Option<&'a Value> {
 
 /// Sets the `DisruptionTarget` condition, as a client does before it deletes a pod.
 fn disrupt(pod: &mut Value, reason: &str) -> Value {
-    let target = json!({"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "told by others"});
+    let target = json!({"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "set by another client"});
     let status = &mut pod["status"];
     if status["conditions"].is_null() {
         status["conditions"] = json!([]);
@@ -77,7 +77,7 @@ impl State {
             && told.end != end_of(pod)
         {
             let what = format!(
-                "{uid}: its end was taken back: {:?} became {:?}",
+                "{uid}: its terminal phase was reverted: {:?} became {:?}",
                 told.end,
                 end_of(pod)
             );
@@ -90,7 +90,7 @@ impl State {
             && cause != Some(target)
             && !is_own
         {
-            let what = format!("{uid}: why it is disrupted was written over: {target}");
+            let what = format!("{uid}: its DisruptionTarget condition was overwritten: {target}");
             self.deny(what);
         }
     }
@@ -111,7 +111,7 @@ impl State {
         let result = match told.end == end_of(pod) && !runs && !is_ready && !holds {
             true => Ok(()),
             false => Err(format!(
-                "somebody has told its end ({:?}); runs, ready, holds: {:?}: {}",
+                "another client has written a terminal phase ({:?}); runs, ready, holds: {:?}: {}",
                 told.end,
                 (runs, is_ready, holds),
                 pod["status"]
@@ -134,7 +134,7 @@ impl State {
         let pod = self.pods.get_mut(uid).unwrap();
         change(pod);
         let end = end_of(pod);
-        let line = format!("somebody tells the end of {uid}: {end:?}");
+        let line = format!("another client writes the terminal phase of {uid}: {end:?}");
         self.trace.push(line);
         self.told.insert(uid.to_owned(), Told { end, known: None });
         self.publish(uid);

@@ -45,7 +45,7 @@ pub(super) fn show_far(pod: &mut Value) {
 }
 
 fn unanswered() -> HostError {
-    HostError::under_way("the kernel has not answered for a while; it is waited for")
+    HostError::under_way("the kernel has not responded for a while; still waiting")
 }
 
 impl World {
@@ -100,7 +100,7 @@ impl World {
         let mount = tokio::spawn(async move {
             world.while_silent().await;
             let mut state = world.state();
-            let not_wanted = Err("it is not wanted any more".into());
+            let not_wanted = Err("the volume is no longer needed".into());
             if state.life != world.2 || state.far.mounting.remove(&of) != Some(true) {
                 return not_wanted;
             }

@@ -144,7 +144,7 @@ impl World {
         let begun = Instant::now();
         while self.state().frozen {
             if begun.elapsed() >= DEADLINE {
-                return Err(ApiFailure::Timeout("not answered within 30s".into()));
+                return Err(ApiFailure::Timeout("no response within 30s".into()));
             }
             self.sleep(Duration::from_secs(1)).await;
         }

@@ -41,7 +41,7 @@ impl World {
         state.hooked_stops += usize::from(is_hooking);
         // After the grace period the hook continues until its container is killed.
         if grace > 2 && is_hooking {
-            state.deny(format!("{id}: told to stop while its preStop hook runs"));
+            state.deny(format!("{id}: stopped while its preStop hook is running"));
         }
         let runs = state
             .containers
@@ -54,7 +54,7 @@ impl World {
             all.is_some_and(|all| all.iter().any(|ran| ran.ends_with(hook.as_str())))
         };
         if let Some(hook) = hook.filter(|hook| !ran(hook)) {
-            state.deny(format!("{id}: told to stop, and {hook:?} has not run"));
+            state.deny(format!("{id}: stopped before {hook:?} has run"));
         }
     }
 
@@ -74,7 +74,7 @@ impl World {
             .collect();
         for container in hooked {
             state.deny(format!(
-                "{id}: stopped while the preStop hook of {container} runs"
+                "{id}: stopped while the preStop hook of {container} is running"
             ));
         }
     }

@@ -70,7 +70,7 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
     let generation = |s: &Value| s["observedGeneration"].as_i64().unwrap_or(0);
     rule(
         ["Pending", "Running", "Succeeded", "Failed"].contains(&phase),
-        format!("the phase {phase:?} does not exist"),
+        format!("unknown phase {phase:?}"),
     );
     // If init containers run again in a new sandbox, the pod is Pending again, as with the kubelet.
     let has_init = after["spec"]["initContainers"]
@@ -98,27 +98,27 @@ pub fn of_status(before: &Value, after: &After, probed: &BTreeSet<String>) -> Ve
     );
     rule(
         old["podIP"].is_null() || !new["podIP"].is_null(),
-        "the address was forgotten".into(),
+        "the pod's address was removed".into(),
     );
     rule(
         condition(after, "Ready") != Some("True")
             || condition(after, "ContainersReady") == Some("True"),
-        "ready with containers that are not".into(),
+        "the pod is ready, but its containers are not".into(),
     );
     rule(
         condition(before, "Initialized") != Some("True")
             || condition(after, "Initialized") == Some("True"),
-        "initialised no more".into(),
+        "the pod is no longer initialised".into(),
     );
     rule(
         condition(after, "PodScheduled") == Some("True")
             || condition(after, "PodScheduled").is_none(),
-        "a pod on this node is scheduled".into(),
+        "PodScheduled is not True".into(),
     );
     let ended = ["Succeeded", "Failed"].contains(&phase) && is_ours;
     rule(
         !ended || condition(after, "Ready") != Some("True"),
-        "ended and ready".into(),
+        "the phase is terminal, but the pod is ready".into(),
     );
     rule(
         !ended || live.is_empty(),
@@ -156,7 +156,7 @@ fn of_container(
     let running = status["state"]["running"].is_object();
     rule(
         status["ready"] != true || running || status["state"]["terminated"]["exitCode"] == 0,
-        format!("{name} is ready and does not run"),
+        format!("{name} is ready, but not running"),
     );
     rule(
         !running || !id.is_empty(),
@@ -170,7 +170,7 @@ fn of_container(
         .is_some_and(|c| c["readinessProbe"].is_object());
     rule(
         !(probes && running && status["ready"] == true) || probed.contains(id),
-        format!("{name} is ready though no probe of {id} has succeeded"),
+        format!("{name} is ready, although no probe of {id} has succeeded"),
     );
     let Some(earlier) = earlier else {
         return broken;
@@ -178,7 +178,7 @@ fn of_container(
     let state = |s: &Value| s["state"]["terminated"]["exitCode"].as_i64();
     rule(
         state(status).is_some() || state(earlier).is_none_or(|code| may_restart(pod, name, code)),
-        format!("the API refuses that {name} is not terminated any more: {earlier} {status}"),
+        format!("the API rejects that {name} is no longer terminated: {earlier} {status}"),
     );
     let count = |s: &Value| s["restartCount"].as_i64().unwrap_or(0);
     rule(
@@ -188,7 +188,7 @@ fn of_container(
     let same = status["containerID"].is_string() && status["containerID"] == earlier["containerID"];
     rule(
         !(same && earlier["state"]["terminated"].is_object() && running),
-        format!("{name} runs again under the id under which it had ended"),
+        format!("{name} runs again with the id of its terminated instance"),
     );
     rule(
         !(same && earlier["state"]["terminated"].is_object()) || count(status) == count(earlier),

@@ -77,7 +77,7 @@ impl World {
         }
         let result = act(&mut self.state());
         match fault {
-            Fault::After => Err("injected, after it was done".into()),
+            Fault::After => Err("injected after success".into()),
             _ => Ok(result),
         }
     }
@@ -261,7 +261,7 @@ impl PodHost for World {
         self.machine(|s| {
             if !s.live(uid).is_empty() {
                 s.deny(format!(
-                    "{uid}: volumes were torn down under a running container"
+                    "{uid}: volumes were unmounted while a container is running"
                 ));
             }
             s.volumes.remove(uid);
@@ -278,7 +278,7 @@ impl PodHost for World {
             s.keep_logs(&uid(pod), keeps_logs);
             if s.volumes.contains(&uid(pod)) || s.far.holds(&uid(pod)) {
                 s.deny(format!(
-                    "{}: directories were removed with a volume mounted",
+                    "{}: directories were removed while a volume is mounted",
                     uid(pod)
                 ));
             }
@@ -314,7 +314,7 @@ impl PodHost for World {
             let is_static = s.statics.values().any(|p| p["metadata"]["uid"] == *uid);
             if s.pods.contains_key(uid) || is_static && has_begun {
                 s.deny(format!(
-                    "{uid}: a pod's directories were taken for leftovers"
+                    "{uid}: directories of a known pod were removed as orphaned"
                 ));
             }
             s.volumes.remove(uid);

@@ -391,7 +391,7 @@ impl World {
         let world = self.clone();
         tokio::spawn(async move {
             let result = Box::pin(agent.run()).await;
-            world.state().deny(format!("the agent ended: {result:?}"));
+            world.state().deny(format!("the agent exited: {result:?}"));
         })
     }
 
@@ -585,7 +585,7 @@ impl World {
         let mut state = self.state();
         if state.pulls.1 > 4 {
             let most = state.pulls.1;
-            state.deny(format!("{most} images were pulled at once"));
+            state.deny(format!("{most} images were pulled concurrently"));
         }
         if state.broken.is_empty() {
             Ok(())
@@ -623,7 +623,11 @@ impl World {
             state.trace.push(format!("{at} delay {delay}"));
             if state.trace.len() > LONGEST_TRACE {
                 let last = &state.trace[LONGEST_TRACE - 40..];
-                panic!("too much happens: {:?}\n{}", state.broken, last.join("\n"));
+                panic!(
+                    "the trace is too long: {:?}\n{}",
+                    state.broken,
+                    last.join("\n")
+                );
             }
             let fault = if state.faults { state.pick(24) } else { 99 };
             (delay, fault)

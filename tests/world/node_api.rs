@@ -23,7 +23,7 @@ impl State {
     /// Rule: the agent starts no pod of the API before it knows the Node.
     pub(super) fn node_is_known(&mut self, uid: &str) {
         if !self.node.answered {
-            self.deny(format!("{uid}: begun before the Node was known"));
+            self.deny(format!("{uid}: started before the Node was known"));
         }
     }
 }
@@ -121,7 +121,7 @@ impl NodeApi for World {
         });
         if let Some(orphaned) = orphaned {
             let what = format!(
-                "{}: the node is registered while its container runs, and the API does not have it",
+                "{}: the node is registered while a container of this pod runs, which the API does not have",
                 orphaned.uid
             );
             state.deny(what);

@@ -136,10 +136,12 @@ impl State {
         let most = self.node.seen(uid).map(|said| said.lanes).max();
         let mut wrong = vec![];
         if !self.node.seen(uid).any(fits) {
-            wrong.push(format!("{uid}: begun on a node that it does not fit on"));
+            wrong.push(format!("{uid}: started on a node that it does not fit"));
         }
         if lanes(pod) > 0 && lanes(pod) + used > most.unwrap_or(0) {
-            wrong.push(format!("{uid}: begun with {used} lanes in use of {most:?}"));
+            wrong.push(format!(
+                "{uid}: started with {used} lanes in use of {most:?}"
+            ));
         }
         wrong.into_iter().for_each(|what| self.deny(what));
     }
@@ -147,7 +149,7 @@ impl State {
     /// Rule: a status may reject a pod only if the agent has not started it and there was a reason.
     pub(super) fn is_refused(&mut self, uid: &str, reason: &str) {
         if self.node.taken.contains(uid) {
-            self.deny(format!("{uid}: refused ({reason}) after it was taken"));
+            self.deny(format!("{uid}: rejected ({reason}) after it was admitted"));
         }
         let pod = &self.pods[uid];
         let mut seen = self.node.seen(uid);
@@ -158,7 +160,7 @@ impl State {
         };
         drop(seen);
         if !has_cause {
-            self.deny(format!("{uid}: refused ({reason}) without a cause"));
+            self.deny(format!("{uid}: rejected ({reason}) without a cause"));
         }
     }
 
@@ -177,7 +179,7 @@ impl State {
             && (!on_host || of(&status["podIPs"]) == *ips);
         match is_right {
             true => Ok(()),
-            false => Err(format!("the node has {ips:?}, and it tells {status}")),
+            false => Err(format!("the node has {ips:?}, but the status is {status}")),
         }
     }
 

@@ -65,7 +65,7 @@ impl World {
         let noted = std::fs::read_to_string(root.join(cpus::checkpoint::FILE));
         let uid = pod.metadata.uid.clone().unwrap();
         if !noted.unwrap_or_default().contains(&uid) {
-            let what = format!("{uid} is made, and its processors are not written down");
+            let what = format!("{uid} is created before its CPUs are checkpointed");
             self.state().deny(what);
         }
     }

@@ -176,7 +176,7 @@ impl World {
                 let removal = state.gone_at[&uid];
                 let (grace, past) = (removal.grace, removal.at.elapsed());
                 state.deny(format!(
-                    "{uid}: removed {past:?} ago with {grace} s of grace, and {live:?} run"
+                    "{uid}: removed {past:?} ago with a grace period of {grace} s, but {live:?} still run"
                 ));
             }
         }

@@ -43,7 +43,7 @@ impl World {
         let said: Vec<String> = said.collect();
         match said.iter().any(|sentence| sentence.contains(what)) {
             true => Ok(()),
-            false => Err(format!("{name}: {said:?} does not say {what:?}")),
+            false => Err(format!("{name}: {said:?} does not contain {what:?}")),
         }
     }
 
@@ -65,7 +65,7 @@ impl World {
             ];
             if writes.contains(what) && times.len() > 2 {
                 return Err(format!(
-                    "{uid}: {} times {what} though nothing happens",
+                    "{uid}: {} times {what} although nothing changes",
                     times.len()
                 ));
             }
@@ -80,7 +80,7 @@ impl World {
         match all.find(|c| c.container.state == ContainerState::Running) {
             None => Ok(()),
             Some(c) => Err(format!(
-                "{} still runs after its grace period: {:?}",
+                "{} is still running after its grace period: {:?}",
                 c.uid, c.container
             )),
         }
@@ -102,7 +102,7 @@ impl World {
             let said = explain::explain("ns", name, &uid, journal, None).sentence;
             let stands = |c: &&Value| state.is_as_its_spec_says(&uid, pod, &c["name"]);
             let mut all = pod["spec"]["containers"].as_array().unwrap().iter();
-            if said.contains("as its spec says.") && !all.all(|c| stands(&c)) {
+            if said.contains("Running as specified") && !all.all(|c| stands(&c)) {
                 return Err(format!("{name}: {said} {:?}", pod["status"]));
             }
         }
@@ -123,7 +123,7 @@ impl World {
         match count {
             0 => Ok(()),
             _ => Err(format!(
-                "left behind (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"
+                "leftover (pods, sandboxes, containers, volumes, cgroups, directories): {left:?}"
             )),
         }
     }
@@ -140,7 +140,7 @@ impl World {
         match left.0 + left.1 + left.2.len() + left.3.len() {
             0 => Ok(()),
             _ => Err(format!(
-                "left behind (sandboxes, containers, volumes, cgroups): {left:?}"
+                "leftover (sandboxes, containers, volumes, cgroups): {left:?}"
             )),
         }
     }
@@ -176,7 +176,7 @@ impl State {
                 && live.is_empty();
             return match held {
                 true => Ok(()),
-                false => wrong(format!("deleted and still there: {}", pod["status"])),
+                false => wrong(format!("deleted and still existing: {}", pod["status"])),
             };
         }
         if let Some(told) = self.has_come_to_the_told_end(uid) {
@@ -225,7 +225,7 @@ impl State {
             let shown = self.shown.get(&(uid.to_owned(), map.to_owned()));
             if shown != Some(&newest) {
                 let name = pod["metadata"]["name"].as_str().unwrap();
-                let why = format!("volume {map} shows {shown:?} and not {newest}");
+                let why = format!("volume {map} shows {shown:?} instead of {newest}");
                 return Err((name.to_owned(), why));
             }
         }
@@ -250,8 +250,8 @@ impl State {
                     let shown = mirror.map(|api| &self.pods[api]["status"]);
                     return wrong(&format!("has never run: {shown:?}"));
                 }
-                false if mirror.is_some() => return wrong("is gone, and its mirror is not"),
-                false if sandboxes > 0 => return wrong("is gone, and its sandbox is not"),
+                false if mirror.is_some() => return wrong("was removed, but its mirror was not"),
+                false if sandboxes > 0 => return wrong("was removed, but its sandbox was not"),
                 _ => {}
             }
         }
@@ -275,7 +275,7 @@ fn are_told(pod: &Value, live: &[&Container]) -> Result<(), String> {
                 && status["state"]["running"].is_object()
         });
         if !told {
-            return Err(format!("{container:?} is told as {shown:?}"));
+            return Err(format!("the status of {container:?} is {shown:?}"));
         }
     }
     Ok(())

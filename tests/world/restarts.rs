@@ -139,7 +139,7 @@ impl State {
         let key = (uid.to_owned(), name.to_owned());
         if let Some(before) = self.over.get(&key).cloned() {
             self.deny(format!(
-                "{uid}/{name}: started again, and {before} had ended for good"
+                "{uid}/{name}: restarted although {before} was final"
             ));
         }
     }
@@ -191,7 +191,9 @@ impl World {
     pub(super) fn check_not_stopping(&self, what: &str, sandbox: &str) {
         let mut state = self.state();
         if state.stopping.contains(&(self.2, sandbox.to_owned())) {
-            state.deny(format!("{sandbox}: {what} while it is being stopped"));
+            state.deny(format!(
+                "{sandbox}: {what} while the sandbox is being stopped"
+            ));
         }
     }
 

@@ -180,7 +180,7 @@ impl Runtime for World {
     ) -> Result<String, RuntimeError> {
         let (now, uid) = (self.1.now(), config.labels[label::POD_UID].clone());
         self.state().spend("create_container", &uid);
-        self.check_not_stopping("a container is made", sandbox);
+        self.check_not_stopping("a container is created", sandbox);
         self.call(|state| {
             let Some(b) = state.boxes.get(sandbox).filter(|b| b.sandbox.ready) else {
                 return Err(missing("sandbox"));
@@ -275,7 +275,7 @@ impl Runtime for World {
             }
             state.check_not_over(&uid, &name);
             if state.live(&uid).iter().any(|other| other.name == name) {
-                state.deny(format!("{uid}/{name}: two instances run at once"));
+                state.deny(format!("{uid}/{name}: two instances run concurrently"));
             }
             if !state.started.insert((uid.clone(), name.clone(), attempt))
                 && !state
@@ -323,11 +323,11 @@ impl Runtime for World {
                 state.deny(format!("{uid}/{name}: started after the pod's final phase"));
             }
             if !may_start {
-                state.deny(format!("{uid}/{name}: started for a pod that is gone"));
+                state.deny(format!("{uid}/{name}: started for a pod that was removed"));
             }
             if state.ended.contains(&uid) {
                 state.deny(format!(
-                    "{uid}/{name}: started after the pod's end was told"
+                    "{uid}/{name}: started after the pod's terminal phase was published"
                 ));
             }
             state.ran.insert(uid);
@@ -356,7 +356,7 @@ impl Runtime for World {
                 && grace > limit
             {
                 state.deny(format!(
-                    "{id}: stopped with {grace} s where {limit} s are allowed"
+                    "{id}: stopped with a grace period of {grace} s instead of at most {limit} s"
                 ));
             }
             slow
@@ -517,7 +517,7 @@ impl Runtime for World {
                 .get(id)
                 .is_some_and(|c| c.container.state == ContainerState::Running)
             {
-                state.deny(format!("{id}: removed while it runs"));
+                state.deny(format!("{id}: removed while it is running"));
             }
             state.containers.remove(id);
             Ok(())
@@ -562,7 +562,7 @@ impl Runtime for World {
             let uid = &sandbox.metadata.as_ref().unwrap().uid;
             assert!(
                 state.cgroups.contains(uid),
-                "a pull is for a pod that is prepared"
+                "a pull requires the pod's cgroup"
             );
             state.pulls.0 += 1;
             state.pulls.1 = state.pulls.1.max(state.pulls.0);

@@ -76,7 +76,7 @@ impl State {
             .map(|c| (c.uid.as_str(), c.shares))
             .collect();
         match used.iter().map(|(_, shares)| shares).sum::<i64>() > shares(self.node.milli()) {
-            true => Err(format!("{used:?} are in use of {} m", self.node.milli())),
+            true => Err(format!("{used:?} exceed {} m", self.node.milli())),
             false => Ok(()),
         }
     }
@@ -95,7 +95,7 @@ impl State {
             let (has, told) = (self.containers[&running.id].shares, told(pod));
             if has != shares(granted) || told != Some(granted) {
                 return Err(format!(
-                    "it was granted {granted}m, has {has} shares, and {told:?} m are told: {}",
+                    "granted {granted}m, but it has {has} shares and a status of {told:?} m: {}",
                     pod["status"]
                 ));
             }
@@ -103,7 +103,7 @@ impl State {
         let conditions = pod["status"]["conditions"].as_array();
         let condition = |kind: &str| conditions.into_iter().flatten().find(|c| c["type"] == kind);
         if let Some(resizing) = condition("PodResizeInProgress") {
-            return Err(format!("its resize does not end: {resizing}"));
+            return Err(format!("its resize does not complete: {resizing}"));
         }
         let reason = condition("PodResizePending").map(|c| c["reason"].as_str().unwrap());
         let others = self.pods.iter().filter(|(other, _)| *other != uid);
@@ -119,7 +119,7 @@ impl State {
         match right {
             true => Ok(()),
             false => Err(format!(
-                "it asks for {asked}m, was granted {granted}m, others {of_others}m, and its resize is {reason:?}"
+                "requested {asked}m, granted {granted}m, others {of_others}m, and its resize is {reason:?}"
             )),
         }
     }

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn room_is_made_by_what_was_used_least_recently() {
+    fn the_least_recently_used_images_are_removed_first() {
         let (mut ledger, rules, full) = (
             Ledger::default(),
             Rules::default(),
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_before_the_agent_is_old() {
+    fn images_older_than_the_agent_may_be_removed() {
         let (mut ledger, full) = (
             Ledger::default(),
             Filesystem {
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_used_for_too_long_goes() {
+    fn unused_images_are_removed_after_the_maximum_age() {
         let rules = Rules {
             maximum_age: Some(SignedDuration::from_secs(300)),
             ..Rules::default()
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(
             ledger.plan(&images, &rules, roomy, at(300), at(400)),
             Plan::default(),
-            "the agent is too young to know"
+            "the agent has not run for the maximum age"
         );
         let full = Filesystem {
             capacity: 1000,
@@ -401,12 +401,12 @@ mod tests {
                 .plan(&images, &Rules { high: 81, ..rules }, full, at(0), at(400))
                 .wanted,
             0,
-            "what has gone by age counts as freed"
+            "images removed by age count as freed"
         );
     }
 
     #[test]
-    fn every_image_goes_or_stays_for_a_reason() {
+    fn every_image_is_removed_or_kept_for_a_reason() {
         let (mut ledger, full) = (
             Ledger::default(),
             Filesystem {
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_filesystem_that_says_nothing_is_full() {
+    fn a_filesystem_of_unknown_size_counts_as_full() {
         assert_eq!(Filesystem::default().percent(), 100);
         assert_eq!(
             Filesystem {

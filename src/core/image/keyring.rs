@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_lose_what_does_not_count() {
+    fn registry_keys_are_normalised() {
         for (key, expected) in [
             ("reg.example", "reg.example"),
             ("https://reg.example:5000/", "reg.example:5000"),
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn an_auth_field_comes_before_user_name_and_password() {
+    fn the_auth_field_takes_precedence_over_user_name_and_password() {
         let some = |name: &str, word: &str| Some((name.to_owned(), word.to_owned()));
         for (value, expected) in [
             // echo -n u:p | base64
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn configurations_of_both_formats_are_read_and_the_most_specific_comes_first() {
+    fn both_config_formats_are_parsed_and_the_most_specific_credentials_come_first() {
         let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
         let config = json!({"auths": {
             "https://reg.example:5000/v2/": {"auth": encode("u:p:w")},
@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(
             found("team/x"),
             [("of".to_owned(), "team".to_owned())],
-            "the hub's key is for what no other covers"
+            "the key of Docker Hub is the fallback"
         );
         assert_eq!(found("other.example/x"), []);
         assert_eq!(

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tags_and_registries_are_told_from_ports_and_digests() {
+    fn tags_and_registries_are_distinguished_from_ports_and_digests() {
         let digest = format!("a@sha256:{}", "0".repeat(64));
         let cases = [
             ("busybox", true, "docker.io", Ok("busybox:latest")),
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_name_is_refused_in_the_kubelets_words() {
+    fn an_invalid_image_name_has_the_kubelets_error() {
         let (hex, upper) = ("0a".repeat(32), "0A".repeat(32));
         let lower_case = |name: &str| {
             format!("invalid reference format: repository name ({name}) must be lowercase")
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_runtime_names_at_the_beginning_of_its_error_is_the_reason() {
+    fn the_prefix_of_a_runtimes_pull_error_becomes_the_reason() {
         for (error, reason, message) in [
             (
                 "RegistryUnavailable: no route",

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_could_have_pulled_it_may_use_it() {
+    fn only_pods_that_could_have_pulled_an_image_may_use_it() {
         let mut record = Record::default();
         record.note("r/x", By::Secret(secret("a", "h1")), "t");
         let cases = [
@@ -197,7 +197,7 @@ mod tests {
                 true,
                 vec![],
                 false,
-                "a pull was begun",
+                "a pull had started",
             ),
             (
                 Policy::default(),
@@ -205,7 +205,7 @@ mod tests {
                 false,
                 vec![],
                 false,
-                "pulled by somebody's secret",
+                "pulled with another secret",
             ),
             (
                 Policy::default(),
@@ -237,7 +237,7 @@ mod tests {
                 false,
                 vec![],
                 true,
-                "nobody asks",
+                "never checked",
             ),
             (
                 Policy::AlwaysVerify,
@@ -245,7 +245,7 @@ mod tests {
                 false,
                 vec![],
                 false,
-                "always asked",
+                "always checked",
             ),
             (
                 Policy::NeverVerifyAllowlisted(vec!["r/*".into()]),
@@ -253,7 +253,7 @@ mod tests {
                 false,
                 vec![],
                 true,
-                "listed, and pulled by somebody's secret",
+                "listed, and pulled with another secret",
             ),
             (
                 Policy::NeverVerifyAllowlisted(vec!["r/y".into()]),
@@ -284,14 +284,14 @@ mod tests {
         };
         assert!(
             !of("r/other", &record, &[secret("a", "h1")]),
-            "another name of the image is another matter"
+            "another name of the image is checked itself"
         );
         record.note("r/x", By::Anyone, "t");
         assert!(of("r/x", &record, &[]));
     }
 
     #[test]
-    fn a_service_account_may_use_what_was_pulled_for_it() {
+    fn a_service_account_may_use_images_that_were_pulled_for_it() {
         let account = |name: &str, uid: &str| ByAccount {
             namespace: "n".into(),
             name: name.into(),
@@ -318,7 +318,10 @@ mod tests {
             may_use(&Policy::default(), "r/x", Some(record), false, own)
         };
         assert!(may(&record, Some(&account("a", "1"))));
-        assert!(!may(&record, None), "its credentials are not everybody's");
+        assert!(
+            !may(&record, None),
+            "its credentials apply only to its account"
+        );
         for other in [account("a", "2"), account("c", "1")] {
             assert!(!may(&record, Some(&other)), "{other:?}");
         }

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_what_the_library_says() {
+    fn image_names_parse_as_in_the_reference_library() {
         let (sha256, long) = ("0".repeat(64), "a".repeat(256));
         let names = [
             "",
@@ -276,7 +276,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_name_is_what_the_library_says(name in "[a-cA0-1._:@/-]{0,12}", host in "([a-b.-]{1,5}(:[0-9]{0,2})?/)?", digest in "(@sha(256|512):[0a]{60,66})?") {
+        fn any_image_name_parses_as_in_the_reference_library(name in "[a-cA0-1._:@/-]{0,12}", host in "([a-b.-]{1,5}(:[0-9]{0,2})?/)?", digest in "(@sha(256|512):[0a]{60,66})?") {
             for text in [name.clone(), format!("{host}{name}{digest}")] {
                 prop_assert_eq!(ours(&text), library(&text), "{:?}", text);
             }

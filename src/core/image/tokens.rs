@@ -80,7 +80,7 @@ impl Attributes {
     pub fn check(&self) -> Result<Rules, (&'static str, String)> {
         let field = "serviceAccountTokenAudience";
         if self.service_account_token_audience.is_empty() {
-            return Err((field, "set it: tokens are meant for somebody".into()));
+            return Err((field, "set it to the audience of the tokens".into()));
         }
         let field = "requireServiceAccount";
         let requires = self.require_service_account;
@@ -99,7 +99,7 @@ impl Attributes {
         for (field, keys) in [(of_required, required), (of_optional, optional)] {
             for key in keys {
                 if !is_annotation_key(key) {
-                    return Err((field, format!("{key:?} is no key of annotations")));
+                    return Err((field, format!("{key:?} is not a valid annotation key")));
                 }
                 if !seen.insert(key) {
                     let remedy = format!("name {key:?} once, as required or as optional");
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_by_their_fields() {
+    fn validation_errors_name_the_field() {
         for (changes, field) in [
             (
                 json!({"serviceAccountTokenAudience": null}),
@@ -192,7 +192,7 @@ mod tests {
                 "optionalServiceAccountAnnotationKeys",
             ),
         ] {
-            let error = checked(changes.clone()).expect_err("a mistake");
+            let error = checked(changes.clone()).expect_err("an error");
             assert_eq!(error.0, field, "{changes}: {}", error.1);
         }
         for key in [
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plugin_gets_the_annotations_that_it_wants() {
+    fn a_plugin_gets_the_annotations_that_it_lists() {
         let rules = checked(
             json!({"requiredServiceAccountAnnotationKeys": ["role"], "optionalServiceAccountAnnotationKeys": ["team", "other"]}),
         );
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_good_for_the_account_or_for_the_token() {
+    fn credentials_are_cached_per_service_account_or_per_token() {
         let grant = |uid: &str, role: &str, token: &str| Grant {
             account: ByAccount {
                 uid: uid.into(),
@@ -248,7 +248,7 @@ mod tests {
             let key = |uid, role, token| rules.key(&grant(uid, role, token));
             let one = key("u", "r", "t");
             assert_eq!(one, key("u", "r", "t"));
-            assert_ne!(one, key("v", "r", "t"), "made anew under the same name");
+            assert_ne!(one, key("v", "r", "t"), "created again under the same name");
             assert_ne!(one, key("u", "s", "t"));
             assert_eq!(one != key("u", "r", "t2"), other_token_is_other);
             assert!(!format!("{one:?}").contains("\"t\""), "no token is printed");

@@ -202,7 +202,7 @@ pub fn objection(ip: IpAddr) -> Option<&'static str> {
     };
     match ip {
         ip if ip.is_multicast() => Some("it is a multicast address"),
-        _ if link_local => Some("it is a link-local address: it means nothing beyond its own link"),
+        _ if link_local => Some("it is a link-local address, which is valid only on its own link"),
         _ => None,
     }
 }
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_certificate_is_for_every_name_and_address() {
+    fn a_certificate_lists_every_host_name_and_address() {
         let of = |all: &[(&str, &str)]| {
             let address = |(kind, address): &(&str, &str)| NodeAddress {
                 type_: (*kind).into(),
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cloud_controllers_addresses_are_left_alone() {
+    fn addresses_of_a_cloud_controller_are_unchanged() {
         let ips = ["192.0.2.1".to_owned(), "2001:db8::1".to_owned()];
         let cloud = [NodeAddress {
             type_: "ExternalIP".into(),
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_have_the_addresses_that_a_cloud_controller_reports() {
+    fn host_ips_are_the_addresses_that_a_cloud_controller_reports() {
         let of = |text: &str| -> Vec<NodeAddress> {
             let pairs = text.split_whitespace().filter_map(|p| p.split_once('='));
             let address = |(kind, address): (&str, &str)| NodeAddress {
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nodes_address_is_its_names_or_its_default_routes_and_never_a_bridges() {
+    fn the_node_address_comes_from_its_name_or_default_route_and_never_from_a_bridge() {
         for (held, default, name, resolved, ipv6, expected) in CHOSEN {
             let resolved = resolved.split_whitespace();
             let resolved: Vec<IpAddr> = resolved.map(|t| t.parse().expect("an address")).collect();
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_that_the_machine_lacks_are_named() {
+    fn addresses_that_the_machine_lacks_are_reported() {
         let own = machine(UP, [&[], &[]]);
         let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
         let (here, there) = (ip("192.0.2.4"), ip("2001:db8::9"));
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_that_are_not_known_yet_leave_those_that_are_reported() {
+    fn unknown_addresses_do_not_replace_reported_ones() {
         let reported = [NodeAddress {
             type_: "InternalIP".into(),
             address: "192.0.2.1".into(),
@@ -435,11 +435,11 @@ mod tests {
             })
         };
         assert_eq!(with(&reported), None);
-        assert_eq!(with(&[]).map(|all| all.len()), Some(1), "the name alone");
+        assert_eq!(with(&[]).map(|all| all.len()), Some(1), "only the name");
     }
 
     #[test]
-    fn a_network_that_comes_late_or_changes_is_seen_and_one_that_is_away_for_a_moment_is_not() {
+    fn a_new_or_changed_address_counts_as_a_change_and_a_lost_one_does_not() {
         let of = |text: &str| text.split_whitespace().map(Into::into).collect::<Vec<_>>();
         for (known, found, expected) in [
             ("", "192.0.2.1", true),
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_that_cannot_be_a_nodes_are_refused() {
+    fn invalid_node_addresses_are_rejected() {
         let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
         for (text, fine) in [
             ("192.0.2.1", true),

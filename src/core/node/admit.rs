@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn where_containers_swap_their_memory_requests_stay() {
+    fn memory_requests_of_swapping_containers_cannot_be_resized() {
         let with = |memory: &str| {
             pod(
                 json!({"spec": {"containers": [{"name": "c", "resources": {"requests": {"memory": memory}}}]}}),
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_that_are_not_ordinary_are_known_by_the_node_or_refused() {
+    fn extended_resources_and_huge_pages_are_checked_against_the_node() {
         let node: Node = serde_json::from_value(
             json!({"metadata": {}, "status": {"allocatable": {"example.com/gpu": "0", "example.com/lane": "2"}}}),
         )
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_claim_gives_is_not_taken_from_a_plugin() {
+    fn devices_of_a_claim_are_not_requested_from_a_plugin() {
         let gpu = "example.com/gpu";
         let amounts = Amounts::from([
             ("pods".to_owned(), Quantity::from_units(10)),
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_what_is_short() {
+    fn rejections_name_the_insufficient_resource() {
         let node: Node =
             serde_json::from_value(json!({"metadata": {"labels": {"a": "1"}}, "spec": {"taints": [{"key": "k", "effect": "NoExecute"}]}}))
                 .expect("a node");

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_advertised_and_taken_from_memory() {
+    fn huge_pages_are_advertised_and_subtracted_from_memory() {
         let machine = MachineSize {
             cpus: 4,
             memory: 8 << 30,
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn hard_eviction_thresholds_are_not_for_pods() {
+    fn hard_eviction_thresholds_are_subtracted_from_allocatable() {
         use crate::core::node::eviction::{DEFAULT_HARD, Statements, parse};
         let machine = MachineSize {
             cpus: 4,
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn processors_are_counted_from_the_kernels_list() {
+    fn cpus_are_counted_from_the_kernels_list() {
         for (list, expected) in [
             ("0", Some(1)),
             ("0-3\n", Some(4)),
@@ -245,7 +245,7 @@ mod tests {
                 ..limits(&reserved)
             };
             let all = capacity(&machine, limits);
-            assert_eq!(all["pods"].units(), expected, "{per_core} a core");
+            assert_eq!(all["pods"].units(), expected, "{per_core} per core");
             assert!(!all.contains_key("ephemeral-storage"));
         }
     }

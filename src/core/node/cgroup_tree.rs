@@ -293,11 +293,11 @@ mod tests {
         let found = tree.iter().find(|(g, _)| g == group);
         found
             .map(|(_, values)| values.clone())
-            .expect("in the tree")
+            .expect("a group of the tree")
     }
 
     #[test]
-    fn no_tier_outweighs_what_its_pods_ask_for() {
+    fn cpu_weight_of_a_qos_class_is_the_sum_of_its_pods_requests() {
         let small = json!({"cpu": "100m", "memory": "1Mi"});
         let guaranteed = pod(small.clone(), small);
         let burstable = pod(json!({"cpu": "500m"}), json!({}));
@@ -329,7 +329,7 @@ mod tests {
     /// A pod with two CPUs requests 64, which is not granted yet: its shares are unchanged. The shares include a pod
     /// that is not admitted yet, because its cgroup is about to be created.
     #[test]
-    fn a_size_that_was_not_granted_weighs_nothing() {
+    fn a_resize_that_is_not_granted_changes_no_cpu_weight() {
         let sized = |uid: &str, cpu: &str| {
             let mut pod = pod(json!({"cpu": cpu}), json!({}));
             pod.metadata.uid = Some(uid.to_owned());
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn without_cgroups_of_pods_only_the_root_has_values() {
+    fn without_qos_cgroups_only_the_root_has_values() {
         let reserved = Reserved {
             cgroup: "/system".into(),
             amounts: amounts(&[("cpu", "1")]),
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn all_pods_together_get_what_is_not_set_aside() {
+    fn all_pods_together_get_what_is_not_reserved() {
         let enforced = Rules {
             limits_pods: true,
             ..Rules::default()
@@ -403,7 +403,7 @@ mod tests {
             assert_eq!(
                 huge,
                 [(2 << 20, Bound::At(1 << 30)), (1 << 30, Bound::At(0))],
-                "not more than there are"
+                "at most the existing ones"
             );
             let tier = of(&all, &Group::BestEffort);
             assert_eq!(tier.memory, Some(Bound::Unlimited));
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_higher_classes_ask_for_is_kept_from_lower_ones() {
+    fn memory_requests_of_higher_qos_classes_limit_lower_ones() {
         let sizes = json!({"cpu": "1", "memory": "1Gi"});
         let guaranteed = pod(sizes.clone(), sizes);
         let burstable = pod(json!({"memory": "2Gi"}), json!({}));
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_protected_where_that_is_asked_for() {
+    fn memory_is_protected_if_configured() {
         let sizes = json!({"cpu": "1", "memory": "1Gi"});
         let guaranteed = pod(sizes.clone(), sizes);
         let burstable = pod(json!({"memory": "2Gi"}), json!({}));
@@ -472,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_aside_is_held_in_the_cgroups_named_for_it() {
+    fn reservations_are_enforced_on_the_configured_cgroups() {
         let reserved = |cgroup: &str, compressible_only| Reserved {
             cgroup: cgroup.into(),
             amounts: amounts(&[("cpu", "500m"), ("memory", "1Gi"), ("pid", "1000")]),
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn cgroups_are_named_as_their_driver_does() {
+    fn cgroup_names_follow_the_cgroup_driver() {
         for (group, in_files, in_systemd) in [
             (Group::Pods, "/t/kubepods", "t-kubepods.slice"),
             (

@@ -21,13 +21,13 @@ impl Head<'_> {
     pub(super) fn check(&self, policy: &str) -> Result<(), String> {
         if self.checksum != 0 && self.checksum != self.expected {
             return Err(format!(
-                "its checksum is {}, and it should be {}",
+                "its checksum is {} instead of {}",
                 self.checksum, self.expected
             ));
         }
         if self.policy != policy {
             return Err(format!(
-                "it was written under {}: {}, and now it is {policy}",
+                "it was written with {}: {}, and the configuration has {policy}",
                 self.field, self.policy
             ));
         }

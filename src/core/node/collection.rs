@@ -111,7 +111,7 @@ impl fmt::Display for Fate {
             Fate::Goes(Removal::Space) => "unused, and the disk is too full",
             Fate::Goes(Removal::Age) => "unused for longer than imageMaximumGCAge",
             Fate::Goes(Removal::TooManyOfContainer) => {
-                "newer instances of the container have ended, too"
+                "newer instances of the container have exited"
             }
             Fate::Goes(Removal::TooManyOnNode) => "more dead containers than the node keeps",
             Fate::Goes(Removal::PodFinished) => "its pod has finished",
@@ -123,12 +123,12 @@ impl fmt::Display for Fate {
                     more => write!(f, " and {more} more"),
                 };
             }
-            Fate::Stays(Stay::Pinned) => "pinned: the runtime keeps it for itself",
-            Fate::Stays(Stay::New) => "new: it stays for its minimum age",
-            Fate::Stays(Stay::NoNeed) => "unused; there is room enough",
-            Fate::Stays(Stay::Enough) => "unused; what goes before it is enough",
-            Fate::Stays(Stay::LastOfContainer) => "the pod's status and logs are from it",
-            Fate::Stays(Stay::UnknownPod) => "this agent does not have its pod",
+            Fate::Stays(Stay::Pinned) => "pinned by the runtime",
+            Fate::Stays(Stay::New) => "new: younger than its minimum age",
+            Fate::Stays(Stay::NoNeed) => "unused; the filesystem has enough space",
+            Fate::Stays(Stay::Enough) => "unused; removing earlier images frees enough space",
+            Fate::Stays(Stay::LastOfContainer) => "the pod's status and logs depend on it",
+            Fate::Stays(Stay::UnknownPod) => "its pod is unknown to this agent",
         };
         f.write_str(text)
     }
@@ -266,7 +266,7 @@ impl Report {
     /// Suffix with the error, if the removal failed.
     fn failure(&self, id: &str) -> String {
         let why = self.failures.get(id);
-        why.map(|why| format!("; it could not be removed: {why}"))
+        why.map(|why| format!("; removal failed: {why}"))
             .unwrap_or_default()
     }
 }
@@ -281,7 +281,7 @@ pub fn text(report: &Report, done: bool) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         text,
-        "{}: {used}% of {} in use at {}; images go from {}% on, down to {}%",
+        "{}: {used}% of {} in use at {}; images are removed from {}% on, down to {}%",
         report.node,
         size(report.capacity_bytes),
         report.filesystem,
@@ -292,7 +292,7 @@ pub fn text(report: &Report, done: bool) -> String {
     if missing > 0 {
         let _ = writeln!(
             text,
-            "{} too little: remove what else fills the disk, or make it larger",
+            "{} short: remove other files, or enlarge the filesystem",
             size(missing)
         );
     }
@@ -354,7 +354,7 @@ fn write_containers(report: &Report, done: bool, removed: &str, text: &mut Strin
         let failure = report.failure(&container.id);
         let _ = writeln!(
             text,
-            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (made {made}){failure}"
+            "  {what:<8}{namespace}/{pod} {name} #{attempt}: {fate} (created {made}){failure}"
         );
     }
 }
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn dead_containers_go_by_age_and_number() {
+    fn dead_containers_are_removed_by_age_and_number() {
         let rules = ContainerRules::default();
         let many = ["done-c-1", "alive-c-1", "done-c-0", "alive-c-0"]
             .map(|id| format!("{id} TooManyOfContainer"));
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_says_what_goes_and_what_stays_because_of_what() {
+    fn a_report_gives_the_reason_for_each_removed_or_kept_object() {
         let image = |name: &str, fate| ImageFate {
             id: "sha256:1".into(),
             names: vec![name.into()],
@@ -468,8 +468,8 @@ mod tests {
         };
         let told = text(&report, false);
         for line in [
-            "node: 90% of 100.0 GiB in use at /images; images go from 85% on, down to 80%\n",
-            "10.0 GiB too little: remove what else",
+            "node: 90% of 100.0 GiB in use at /images; images are removed from 85% on, down to 80%\n",
+            "10.0 GiB short: remove other files",
             "images: 1 of 2 would be removed, 3.0 MiB\n",
             "  goes        3.0 MiB  old: unused, and the disk is too full (used: 1m0s ago)\n",
             "web: in use by pod n/a, pod n/b, pod n/c and 1 more",
@@ -489,7 +489,7 @@ mod tests {
         for line in [
             "images: 0 of 2 removed, 0.0 MiB\n",
             "  failed      3.0 MiB  old: unused",
-            "(used: 1m0s ago); it could not be removed: the runtime is busy\n",
+            "(used: 1m0s ago); removal failed: the runtime is busy\n",
         ] {
             assert!(told.contains(line), "{line:?} is not in\n{told}");
         }
@@ -499,7 +499,7 @@ mod tests {
         /// With any rules, a live pod keeps the last instance of each container, and no container of an unknown pod is
         /// removed.
         #[test]
-        fn what_a_status_is_from_stays(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
+        fn containers_that_a_status_depends_on_are_kept(each in -1..3, all in -1..5, short: bool, count in 0_u32..4) {
             let containers = ["alive", "else"].into_iter().flat_map(|uid| (0..count).map(move |n| dead(uid, "c", n)));
             let rules = ContainerRules { each, all, ..ContainerRules::default() };
             let fates = of_containers(containers.collect(), rules, standing, short, at(1000));

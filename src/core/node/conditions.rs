@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn heartbeats_alone_are_not_reported_and_addresses_replace() {
+    fn heartbeats_alone_are_no_change_and_addresses_are_replaced() {
         let first = status(None, 1, "192.0.2.1", &NodeStatus::default());
         assert!(is_ready(&first));
         let later = status(None, 60, "192.0.2.1", &first);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn all_reasons_are_told_once() {
+    fn each_not_ready_reason_is_listed_once() {
         for (problems, expected) in [
             (&[][..], None),
             (&["a"], Some("a")),
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn shortages_are_conditions_and_their_changes_events() {
+    fn pressure_sets_conditions_and_its_changes_emit_events() {
         let of = |pressures: &[Pressure], old: &NodeStatus| {
             let known = old.conditions.as_deref().unwrap_or_default();
             let pressures = pressures.iter().copied().collect();
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_that_are_gone_are_deleted() {
+    fn removed_resources_are_deleted_from_the_status() {
         let of = |value: Value| -> NodeStatus { serde_json::from_value(value).expect("a status") };
         let old = of(json!({"capacity": {"cpu": "2", "hugepages-2Mi": "1Gi"}}));
         let new = of(json!({"capacity": {"cpu": "2"}}));
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn unchanged_reports_are_spread() {
+    fn status_reports_without_changes_are_jittered() {
         let five = Duration::from_secs(300);
         let times: Vec<Duration> = (0..100_u32)
             .map(|n| report_after(five, format!("node-{n}").as_bytes()))

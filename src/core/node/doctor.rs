@@ -200,7 +200,7 @@ pub fn unusable(why: String) -> Finding {
         severity: Severity::Error,
         found: why,
         leads_to: Some("the agent does not start".into()),
-        remedy: Some("correct the flag or the field of the configuration that is named".into()),
+        remedy: Some("correct the flag or configuration field that the error names".into()),
     }
 }
 

@@ -227,7 +227,7 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
     // These two gates set others, which have no effect here.
     if matches!(name, "AllAlpha" | "AllBeta") {
         return Some(Objection::Ignored(format!(
-            "featureGates.{name}: it changes nothing here"
+            "featureGates.{name}: it has no effect here"
         )));
     }
     if is_configurable(name) {
@@ -235,7 +235,7 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
     }
     match FEATURES.iter().find(|f| f.name == name) {
         None => Some(Objection::Ignored(format!(
-            "featureGates.{name}: it is not known here"
+            "featureGates.{name}: unknown gate"
         ))),
         Some(Feature {
             stage: Stage::Ga, ..
@@ -244,9 +244,9 @@ pub fn object(name: &str, enabled: bool) -> Option<Objection> {
         )),
         Some(feature) if feature.here != enabled => {
             let way = if feature.here {
-                "behaves so in any case"
+                "always behaves as if it were true"
             } else {
-                "does not behave so"
+                "does not implement it"
             };
             Some(Objection::Ignored(format!(
                 "featureGates.{name}: the agent {way}"
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_that_make_no_difference_are_told_and_impossible_ones_refused() {
+    fn gates_without_effect_are_reported_and_impossible_settings_rejected() {
         assert_eq!(object("NodeSwap", true), None);
         assert!(matches!(
             object("NodeSwap", false),
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_built_is_enabled_and_gates_decide_where_they_can() {
+    fn implemented_features_are_enabled_unless_their_gate_disables_them() {
         let gates = |set: &[(&str, bool)]| -> BTreeMap<String, bool> {
             set.iter()
                 .map(|(name, on)| ((*name).to_owned(), *on))
@@ -314,11 +314,11 @@ mod tests {
         }
         assert!(
             !is_enabled("PodsAPI", &[("PodsAPI", true)]),
-            "it is not built"
+            "it is not implemented"
         );
         assert!(
             is_enabled("EnvFiles", &[("EnvFiles", false)]),
-            "no gate turns it off"
+            "no gate disables it"
         );
     }
 
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_has_upstreams_gates_and_stages() {
+    fn the_gate_table_matches_upstream() {
         let upstream: Vec<_> = facts().iter().map(|f| (f.0, f.1)).collect();
         let ours: Vec<_> = FEATURES.iter().map(|f| (f.name, f.stage)).collect();
         for gate in &ours {
@@ -355,11 +355,11 @@ mod tests {
     }
 
     #[test]
-    fn only_locked_gates_are_refused_and_documentation_names_what_is_not_built() {
+    fn only_locked_gates_are_rejected_and_missing_features_are_documented() {
         let documented = include_str!("../../../docs/FEATURES.md");
         for (name, stage, default, locked) in facts() {
             if stage == Stage::Ga {
-                assert!(locked && default, "{name}: its other value is refused");
+                assert!(locked && default, "{name}: its other value is rejected");
             }
             if default && !is_enabled(name, &BTreeMap::new()) {
                 let named = documented.contains(&format!("`{name}`"));

@@ -59,7 +59,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn networks_are_those_of_host_local() {
+    fn only_host_local_networks_are_listed() {
         let plugin = |source: Value| {
             let kind = source["type"].clone();
             json!({"Network": {"type": kind, "ipam": {}, "dns": {}}, "Source": source.to_string()})

@@ -93,7 +93,7 @@ pub struct Admission {
 /// The error for a checkpoint that does not fit.
 fn unusable(file: &str, why: &str) -> String {
     format!(
-        "{file} cannot be gone on with: {why}; drain this node and remove the file, then start the agent again"
+        "{file} cannot be restored: {why}; drain this node, remove the file and restart the agent"
     )
 }
 
@@ -112,7 +112,7 @@ impl Managers {
         let topology = &machine.topology;
         if topology.nodes.keys().any(|node| *node >= NodeMask::NODES) {
             return Err(format!(
-                "NUMA nodes are numbered from {} on here: set the CPU, memory and topology manager's policies to none",
+                "this machine has NUMA nodes with numbers of {} and more, which are not supported: set the CPU, memory and topology manager's policies to none",
                 NodeMask::NODES
             ));
         }

@@ -55,7 +55,7 @@ impl FromStr for OfflineStart {
                 .strip_prefix("after=")
                 .and_then(duration)
                 .map(OfflineStart::After)
-                .ok_or("use never, static-only, always, or after= and a duration such as after=5m"),
+                .ok_or("use never, static-only, always, or a duration such as after=5m"),
         }
     }
 }
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_those_who_ask_for_it_get_pods_that_the_apiserver_has_not_confirmed() {
+    fn offline_start_values_round_trip_and_invalid_ones_get_a_remedy() {
         let of = |text: &str| text.parse::<OfflineStart>();
         for (text, keeps, pods_after) in [
             ("never", false, None),

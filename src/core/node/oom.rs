@@ -159,7 +159,7 @@ mod tests {
             &[],
         ),
         (
-            "what others write there, and what is no record",
+            "lines of other programs, and lines that are no records",
             &[
                 "12,20,7,-;x invoked oom-killer: gfp_mask=0",
                 "12,21,7,-;oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg=/,task=x,pid=1,uid=0",
@@ -175,7 +175,7 @@ mod tests {
     ];
 
     #[test]
-    fn kills_for_want_of_the_machines_memory_are_told_and_others_are_not() {
+    fn only_system_oom_kills_emit_events() {
         for (name, records, expected) in CASES {
             let mut reader = Reader::default();
             let found: Vec<Kill> = records.iter().filter_map(|r| reader.read(r)).collect();

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_valuable_go_and_no_more_than_needed() {
+    fn the_fewest_and_least_important_pods_are_preempted() {
         let critical = pod("c", "1", false, CRITICAL);
         let (small, large, best, guaranteed) = (
             pod("small", "300m", false, 0),

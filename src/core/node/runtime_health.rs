@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_that_answers_and_lists_no_pods_makes_the_node_not_ready() {
+    fn a_runtime_whose_pod_list_fails_makes_the_node_not_ready() {
         let mut health = RuntimeHealth::default();
         health.answered(at(1), Answer::default());
         for (ago, is_ready) in [(30, true), (180, true), (181, false), (0, true)] {
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_is_not_ready_counts_at_once() {
+    fn a_not_ready_response_applies_immediately() {
         let mut health = RuntimeHealth::default();
         let answer = Answer {
             runtime: None,

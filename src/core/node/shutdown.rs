@@ -100,7 +100,7 @@ impl Periods {
             return Err(invalid(
                 "shutdownGracePeriodCriticalPods",
                 format!("{critical:?}"),
-                "it is a part of shutdownGracePeriod: use no more than that",
+                "it is a part of shutdownGracePeriod: use at most that period",
             ));
         }
         let mut periods = statements.by_priority.clone();
@@ -109,8 +109,7 @@ impl Periods {
         }
         let field = "shutdownGracePeriodByPodPriority";
         if !all.is_zero() {
-            let remedy =
-                "use it without shutdownGracePeriod and shutdownGracePeriodCriticalPods, or these";
+            let remedy = "use it without shutdownGracePeriod and shutdownGracePeriodCriticalPods, or only those";
             return Err(invalid(field, format!("{periods:?}"), remedy));
         }
         if let Some(wrong) = periods.iter().find(|p| p.shutdown_grace_period_seconds < 0) {
@@ -289,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_end_in_phases_by_their_priority() {
+    fn a_shutdown_stops_pods_in_phases_by_priority() {
         type Expected<'a> = &'a [(i32, u64, &'a [&'a str])];
         let two: Expected<'_> = &[
             (0, 20, &["none", "negative", "high", "middle"]),
@@ -348,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn each_pod_gets_the_lesser_of_its_grace_and_what_is_left_of_the_phase() {
+    fn each_pod_gets_its_grace_period_or_the_rest_of_the_phase() {
         let phase = Phase {
             priority: 0,
             period: Duration::from_secs(10),
@@ -376,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kubelet_refuses_is_refused_by_its_name() {
+    fn invalid_grace_periods_are_rejected_by_field() {
         let both = Statements {
             all: Duration::from_secs(5),
             ..by_priority(&[(0, 5)])
@@ -398,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_the_kubelets() {
+    fn the_shutdown_state_file_has_the_kubelets_format() {
         let at = |text: &str| Some(text.parse().expect("a time"));
         let under_way = Times {
             start: at("2026-11-23T00:00:01.5Z"),

@@ -68,7 +68,7 @@ fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
             &mut organization
         } else {
             return Err(format!(
-                "the subject has the attribute {}; only a common name and an organization are signed",
+                "the subject has the attribute {}; only a common name and an organization are allowed",
                 attribute.attr_type()
             ));
         };
@@ -77,14 +77,14 @@ fn only_names(subject: &X509Name<'_>) -> Result<(String, String), String> {
             .map_err(|_| "a name in the subject is not plain text".to_owned())?;
         if slot.replace(text.to_owned()).is_some() {
             return Err(
-                "the subject has two common names or two organizations; one each is signed".into(),
+                "the subject has two common names or two organizations; only one of each is allowed".into(),
             );
         }
     }
     match (name, organization) {
         (Some(name), Some(organization)) => Ok((name, organization)),
         (None, _) => Err("the common name must be system:node:<name>".into()),
-        (_, None) => Err("the organization must be system:nodes, and no other".into()),
+        (_, None) => Err("the only organization must be system:nodes".into()),
     }
 }
 
@@ -101,7 +101,11 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
                         .map_err(|_| "an IP address has neither 4 nor 16 bytes")?,
                 );
             }
-            _ => return Err("only DNS names and IP addresses may be served".into()),
+            _ => {
+                return Err(
+                    "only DNS names and IP addresses are allowed as alternative names".into(),
+                );
+            }
         }
     }
     Ok((dns, addresses))
@@ -110,10 +114,10 @@ fn alternative_names(names: &[GeneralName<'_>]) -> Result<(Vec<String>, Vec<IpAd
 /// Parses a DER-encoded request for one of the node signers; the error names the content that is not allowed.
 pub fn asked(request: &[u8]) -> Result<Asked, String> {
     let Ok((rest, csr)) = X509CertificationRequest::from_der(request) else {
-        return Err("the request cannot be read".into());
+        return Err("the request is not a valid PKCS#10 request".into());
     };
     if !rest.is_empty() {
-        return Err("bytes follow the request".into());
+        return Err("the request has trailing bytes".into());
     }
     let info = &csr.certification_request_info;
     let (name, organization) = only_names(&info.subject)?;
@@ -124,7 +128,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
             ParsedCriAttribute::ExtensionRequest(request) => extensions.extend(&request.extensions),
             _ => {
                 return Err(format!(
-                    "the request has the attribute {}; only extensions are signed",
+                    "the request has the attribute {}; only extensions are allowed",
                     attribute.oid
                 ));
             }
@@ -137,7 +141,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
             }
             _ => {
                 return Err(format!(
-                    "the request has the extension {}; only one of alternative names is signed",
+                    "the request has the extension {}; only one extension of alternative names is allowed",
                     extension.oid
                 ));
             }
@@ -155,7 +159,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
 /// Checks that a DER-encoded certificate has exactly the requested content; the error names the difference.
 pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
-        .map_err(|_| "the certificate cannot be read".to_owned())?;
+        .map_err(|_| "the certificate is not a valid X.509 certificate".to_owned())?;
     if only_names(certificate.subject())? != (asked.name.clone(), asked.organization.clone()) {
         return Err("the certificate has another subject".into());
     }
@@ -182,7 +186,7 @@ pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<()
         )
     });
     if certificate.is_ca() || usage != Some((client, !client, false)) {
-        return Err("the certificate may be used for something else".into());
+        return Err("the certificate allows other uses than requested".into());
     }
     Ok(())
 }
@@ -205,7 +209,7 @@ pub fn judge(
     };
     let name = asked.name.as_str();
     if asked.organization != "system:nodes" {
-        return refuse("the organization must be system:nodes, and no other");
+        return refuse("the only organization must be system:nodes");
     }
     if name.strip_prefix("system:node:").is_none_or(str::is_empty) {
         return refuse("the common name must be system:node:<name>");
@@ -222,7 +226,7 @@ pub fn judge(
             .any(|u| ![main, "digital signature", "key encipherment"].contains(u))
     {
         return Verdict::Refuse(format!(
-            "the usages must be digital signature, {main}, and key encipherment if need be"
+            "the usages must be digital signature, {main} and optionally key encipherment"
         ));
     }
     let named = !asked.dns.is_empty() || !asked.addresses.is_empty();
@@ -231,13 +235,13 @@ pub fn judge(
             false => refuse("at least one DNS name or IP address is needed"),
             // Only the node itself may request its serving certificate.
             true if requester.name != name => {
-                refuse("a serving certificate is asked for by its own node")
+                refuse("only the node itself may request its serving certificate")
             }
             true => Verdict::Wait,
         };
     }
     if named {
-        return refuse("a client has no other names");
+        return refuse("a client certificate must not have alternative names");
     }
     let bootstraps = requester
         .groups
@@ -399,7 +403,7 @@ mod tests {
     /// Signers or relying parties could interpret content other than one common name, one organization and alternative
     /// names differently.
     #[test]
-    fn requests_that_can_be_read_in_two_ways_are_refused() {
+    fn ambiguous_certificate_requests_are_rejected() {
         type Change = fn(&mut rcgen::CertificateParams);
         let second_name: Change = |p| {
             p.distinguished_name.push(
@@ -460,12 +464,12 @@ mod tests {
         assert_eq!(
             subject(certificate.der()),
             None,
-            "nor is such a certificate anybody's"
+            "such a certificate has no subject either"
         );
     }
 
     #[test]
-    fn nodes_get_certificates_for_themselves_and_nothing_more() {
+    fn nodes_get_certificates_only_for_themselves() {
         let bootstrapper = Requester {
             name: "system:bootstrap:abcdef",
             groups: &["system:bootstrappers".to_owned()],
@@ -487,7 +491,7 @@ mod tests {
         assert_eq!(
             judge(CLIENT, &own, &client, other),
             Verdict::Wait,
-            "that is for somebody to decide"
+            "an administrator decides"
         );
         assert_eq!(judge(SERVING, &served, &serving, node), Verdict::Wait);
         assert_eq!(
@@ -533,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn renewal_is_due_before_the_end() {
+    fn certificates_are_renewed_before_they_expire() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         assert_eq!(
             (due(at(0), at(1000), 0.0), due(at(0), at(1000), 1.0)),
@@ -546,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_is_for_the_names_that_it_holds() {
+    fn a_certificate_covers_only_its_own_names() {
         let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
         let of = |held: &[&str], asked: &[&str]| {
             let made = rcgen::generate_simple_self_signed(names(held)).expect("a certificate");

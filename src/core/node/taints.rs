@@ -27,7 +27,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn key_value_and_effect_decide() {
+    fn a_toleration_matches_by_key_value_and_effect() {
         let taint: Taint =
             serde_json::from_value(json!({"key": "k", "value": "v", "effect": "NoSchedule"}))
                 .expect("a taint");

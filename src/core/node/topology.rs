@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn combinations_come_in_the_order_of_their_items() {
+    fn combinations_keep_the_order_of_their_items() {
         assert_eq!(
             combinations(&[7, 5, 6], 2),
             [vec![7, 5], vec![7, 6], vec![5, 6]]

@@ -77,7 +77,7 @@ mod tests {
     proptest! {
         /// After any sequence of changes, the running sums equal the sums over the present pods.
         #[test]
-        fn the_running_sums_are_the_sums(steps in proptest::collection::vec((0u8..4, proptest::option::of((0usize..6, 0u16..3))), 0..30)) {
+        fn running_sums_equal_the_recomputed_sums(steps in proptest::collection::vec((0u8..4, proptest::option::of((0usize..6, 0u16..3))), 0..30)) {
             const SIZES: [&str; 6] = ["0", "1", "250m", "1e30", "9223372036854775807", "0.0000001"];
             let (mut used, mut pods) = (Used::default(), BTreeMap::new());
             for (uid, change) in steps {

@@ -284,7 +284,7 @@ mod tests {
     use serde_json::{Value, json};
 
     #[test]
-    fn cgroups_lie_where_their_driver_puts_them() {
+    fn cgroup_paths_follow_the_driver() {
         assert_eq!(place("/kubepods/podu", None), "/kubepods/podu");
         assert_eq!(place("/kubepods/podu", Some("id")), "/kubepods/podu/id");
         assert_eq!(
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cgroup_of_a_container_is_known_by_its_name() {
+    fn a_containers_cgroup_is_recognised_by_its_name() {
         let id = "0123456789abcdef".repeat(4);
         for name in [
             id.clone(),
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_follow_driver_and_class() {
+    fn pod_cgroup_paths_follow_driver_and_qos_class() {
         let uid = "1-2";
         assert_eq!(
             pod_path("/", Driver::Cgroupfs, QosClass::Guaranteed, uid),
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_has_the_huge_pages_that_it_asks_for_and_no_others() {
+    fn a_pod_gets_exactly_the_huge_pages_that_it_requests() {
         let container = json!({"name": "c", "resources": {"limits": {"cpu": "1", "memory": "1Mi", "hugepages-2Mi": "4Mi"},
             "requests": {"cpu": "1", "memory": "1Mi", "hugepages-2Mi": "4Mi"}}});
         let pod: Pod =
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_counts_only_if_every_container_has_one() {
+    fn the_pod_cgroup_is_limited_only_if_every_container_has_a_limit() {
         let limits = |containers: Value| {
             pod_limits(
                 &serde_json::from_value(json!({"spec": {"containers": containers}}))
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_of_the_pod_as_a_whole_bound_its_cgroup() {
+    fn pod_level_limits_bound_the_pod_cgroup() {
         let pod: Pod =
             serde_json::from_value(json!({"spec": {"resources": {"limits": {"cpu": "1", "memory": "1Mi"}}, "containers": [{"name": "a"}]}}))
                 .expect("a pod");
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_node_cannot_do_without_is_killed_last() {
+    fn critical_pods_are_oom_killed_last() {
         let score = |source: &str, class: &str, priority: Option<i32>| {
             let pod: Pod = serde_json::from_value(json!({
                 "metadata": {"annotations": {"kubernetes.io/config.source": source}},
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_kills_those_first_that_asked_for_least() {
+    fn containers_with_smaller_requests_are_oom_killed_first() {
         let scores = |spec: Value| -> Vec<i64> {
             let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");
             pod::containers(&pod)
@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn conversions_keep_their_bounds() {
+    fn cpu_conversions_stay_within_kernel_bounds() {
         assert_eq!(
             [shares(0), shares(1000), shares(i64::MAX)],
             [2, 1024, 262_144]

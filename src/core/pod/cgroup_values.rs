@@ -102,7 +102,7 @@ pub struct Difference {
 impl std::fmt::Display for Difference {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let found = self.found.as_deref().unwrap_or("missing");
-        write!(f, "{} was {found} instead of {}", self.file, self.wanted)
+        write!(f, "{} was {found}, expected {}", self.file, self.wanted)
     }
 }
 
@@ -323,14 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_huge_pages_have_the_names_of_cgroup_files() {
+    fn huge_page_sizes_match_cgroup_file_names() {
         for (bytes, name) in [(64 << 10, "64KB"), (2 << 20, "2MB"), (1 << 30, "1GB")] {
             assert_eq!(page_name(bytes), name);
         }
     }
 
     #[test]
-    fn values_are_written_as_each_version_has_them() {
+    fn values_are_written_in_the_format_of_each_cgroup_version() {
         let text = |pairs: &[(&str, &str)]| -> Vec<(String, String)> {
             let pairs = pairs.iter();
             pairs.map(|(a, b)| ((*a).into(), (*b).into())).collect()
@@ -368,13 +368,13 @@ mod tests {
                 ("cpu.cfs_quota_us", "-1"),
                 ("memory.limit_in_bytes", "-1"),
             ]),
-            "what was limited before is not any more"
+            "earlier limits are removed"
         );
         assert_eq!(files(&Values::default(), true), []);
     }
 
     #[test]
-    fn what_the_kernel_rounds_is_not_a_difference() {
+    fn values_that_the_kernel_rounds_are_no_difference() {
         let limits = Values {
             memory: Some(Bound::At(10_000)),
             ..Values::default()
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn systemd_is_told_limits_in_its_units() {
+    fn systemd_properties_use_systemd_units() {
         assert_eq!(
             values().properties(true),
             [
@@ -427,7 +427,7 @@ mod tests {
     proptest! {
         /// A value that was just written is never reported as a change by another program.
         #[test]
-        fn what_is_written_is_met(shares in 2_u64..262_144, quota in proptest::option::of(1000_u64..1 << 40), memory in any::<u64>(), pids in any::<u32>(), unified: bool) {
+        fn written_values_are_never_a_difference(shares in 2_u64..262_144, quota in proptest::option::of(1000_u64..1 << 40), memory in any::<u64>(), pids in any::<u32>(), unified: bool) {
             let all = Values {
                 shares: Some(shares),
                 cpu: Some(CpuTime { quota, period: 100_000 }),

@@ -64,7 +64,7 @@ mod tests {
 
     /// The values that upstream's own tests expect (`TestHashContainer`, `TestHashContainerWithoutResources`).
     #[test]
-    fn hashes_are_the_kubelets() {
+    fn container_hashes_match_upstream() {
         let resources = json!({"name": "foo", "image": "bar",
             "resources": {"limits": {"cpu": "200m", "memory": "200Mi"}, "requests": {"cpu": "100m", "memory": "100Mi"}},
             "resizePolicy": [{"resourceName": "cpu", "restartPolicy": "RestartContainer"}]});
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn only_name_and_image_count() {
+    fn only_name_and_image_affect_the_hash() {
         let of = |container: Value| {
             container_hash(&serde_json::from_value::<Container>(container).expect("a container"))
         };
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_written_as_go_does() {
+    fn json_is_encoded_as_by_go() {
         let container = Container {
             name: "n".into(),
             image: Some("a<b>&\u{2028}\"".into()),

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mirror_tells_the_status_of_its_static_pod() {
+    fn a_mirror_pod_carries_its_static_pods_status() {
         let mut desired = Desired::default();
         let names = desired.replace_statics(vec![pod(1, 1, false)]);
         assert_eq!(names, ["p1_ns".to_owned()].into());
@@ -135,14 +135,18 @@ mod tests {
         assert_eq!(all(&desired), [("1".into(), Some("2".into()))]);
         assert_eq!(desired.uids("p1_ns").collect::<Vec<_>>(), ["2", "1"]);
         let names = desired.replace_statics(vec![]);
-        assert_eq!(names, ["p1_ns".to_owned()].into(), "of what has gone, too");
-        assert_eq!(all(&desired), [], "a mirror is no pod");
+        assert_eq!(
+            names,
+            ["p1_ns".to_owned()].into(),
+            "removed pods are included"
+        );
+        assert_eq!(all(&desired), [], "a mirror is not a pod");
         assert!(desired.mirror("p1_ns").is_some() && !desired.has_static("p1_ns"));
     }
 
     proptest! {
         #[test]
-        fn one_by_one_comes_to_the_same_as_the_list(changes in proptest::collection::vec((0u8..4, 0u8..9, any::<bool>(), any::<bool>()), 0..30)) {
+        fn single_changes_and_a_relist_lead_to_the_same_state(changes in proptest::collection::vec((0u8..4, 0u8..9, any::<bool>(), any::<bool>()), 0..30)) {
             let mut desired = Desired::default();
             desired.replace_statics(vec![pod(0, 100, false), pod(1, 101, false)]);
             let mut listed = desired.clone();

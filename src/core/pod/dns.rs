@@ -66,7 +66,7 @@ pub fn config(pod: &Pod, resolver: &Resolver) -> (DnsConfig, Warnings) {
         warnings.push((
             "MissingClusterDNS",
             format!(
-                "no cluster DNS is configured (clusterDNS): pod {} asks for {policy:?} and gets the node's own name resolution",
+                "no cluster DNS is configured (clusterDNS): pod {} has dnsPolicy {policy:?} and gets the node's own name resolution",
                 pod::described(pod)
             ),
         ));
@@ -157,7 +157,7 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
     }
     if let Some(long) = resolver.searches.iter().find(|s| s.len() > MAX_SEARCH) {
         return Some(format!(
-            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is left out: {long}"
+            "a search domain in the node's resolv.conf is longer than {MAX_SEARCH} characters and is omitted: {long}"
         ));
     }
     let line: usize = resolver
@@ -166,7 +166,7 @@ pub fn check_host(resolver: &Resolver) -> Option<String> {
         .map(|s| s.len().saturating_add(1))
         .sum();
     (line > MAX_SEARCH_LINE + 1)
-        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is left out"))
+        .then(|| format!("the search line in the node's resolv.conf is longer than {MAX_SEARCH_LINE} characters; its end is omitted"))
 }
 
 fn unique(list: &mut Vec<String>) {
@@ -248,7 +248,7 @@ pub fn check_words(pod: &Pod) -> Result<(), Fault> {
     match words.into_iter().find(|(_, word)| word.contains(splits)) {
         None => Ok(()),
         Some((field, word)) => Err(Fault::invalid(format!(
-            "spec.{field}: {word:?} has spaces or line breaks: it is one word of a line of /etc/hosts or /etc/resolv.conf"
+            "spec.{field}: {word:?} has spaces or line breaks: use a single word, because it becomes part of a line of /etc/hosts or /etc/resolv.conf"
         ))),
     }
 }
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_choose_servers_and_searches() {
+    fn dns_policies_select_servers_and_search_domains() {
         let mut resolver = Resolver::parse("nameserver 1.1.1.1\nsearch a.b. .\noptions edns0\n");
         assert_eq!(resolver.searches, ["a.b"]);
         resolver.cluster_dns = vec!["10.96.0.10".into()];
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_left_out_and_said() {
+    fn excess_servers_and_searches_are_omitted_with_a_warning() {
         let resolver = Resolver {
             searches: (0..40).map(|n| format!("d{n}.example")).collect(),
             ..Resolver::default()
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn words_add_no_lines() {
+    fn names_with_line_breaks_are_rejected() {
         let right = json!({
             "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["a.b"]}], "hostname": "h", "subdomain": "s",
             "dnsConfig": {"nameservers": ["1.1.1.1"], "searches": ["a."], "options": [{"name": "ndots", "value": "2"}]}
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_name_the_pod() {
+    fn the_hosts_file_names_the_pod() {
         let text = hosts_file(
             &pod(
                 json!({"subdomain": "s", "hostAliases": [{"ip": "1.2.3.4", "hostnames": ["x", "y"]}]}),

@@ -424,7 +424,7 @@ impl Origins<'_> {
         match &source.file_key_ref {
             Some(reference) => self.in_file(reference),
             None => Err(Fault::invalid(format!(
-                "environment variable {name:?} has a source that is not supported"
+                "environment variable {name:?} has an unsupported source"
             ))),
         }
     }
@@ -438,7 +438,7 @@ impl Origins<'_> {
             Some(Err(error)) => return Err(error.clone().within("couldn't parse env file")),
             None => {
                 return Err(Fault::later(format!(
-                    "couldn't parse env file: {path} was not read"
+                    "couldn't parse env file: {path} has not been read"
                 )));
             }
         };
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn the_apiserver_is_told_of_unless_the_namespace_has_a_service_of_its_name() {
+    fn kubernetes_service_variables_are_set_unless_the_namespace_overrides_them() {
         let service = |namespace: &str, name: &str, ip: &str| -> Arc<Service> {
             let service = json!({"metadata": {"namespace": namespace, "name": name},
                 "spec": {"clusterIP": ip, "ports": [{"port": 443}]}});
@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn dollars_expand_as_documented() {
+    fn variable_references_expand_as_documented() {
         let lookup = |name: &str| (name == "X").then(|| "1".to_owned());
         for (text, expected) in [
             ("$(X)", "1"),
@@ -594,7 +594,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_are_those_of_the_container_that_is_named() {
+    fn resource_fields_refer_to_the_named_container() {
         let pod: Pod = serde_json::from_value(json!({"spec": {
             "initContainers": [{"name": "i", "resources": {"limits": {"cpu": "3"}}}],
             "containers": [{"name": "c", "resources": {"limits": {"cpu": "1"}}}]}}))

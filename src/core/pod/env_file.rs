@@ -20,10 +20,10 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
         let (name, value) = rest
             .split_once('=')
             .filter(|(name, _)| !name.contains('\n'))
-            .ok_or_else(|| wrong("it has no '='"))?;
+            .ok_or_else(|| wrong("missing '='"))?;
         let name = name.trim_start();
         if name.is_empty() || name.ends_with(char::is_whitespace) {
-            return Err(wrong("there must be a name and no space before '='"));
+            return Err(wrong("expected a name and no space before '='"));
         }
         let (value, after) = if let Some(quoted) = value.strip_prefix('\'') {
             let (value, after) = quoted
@@ -39,7 +39,7 @@ pub fn lookup(text: &str, key: &str) -> Result<Option<String>, Fault> {
             let (bare, next) = value.split_once('\n').unwrap_or((value, ""));
             // A value that begins with white space is empty. Any other unquoted value is an error.
             if !bare.is_empty() && !bare.starts_with(char::is_whitespace) {
-                return Err(wrong("the value must stand in single quotes"));
+                return Err(wrong("the value must be in single quotes"));
             }
             ("", next)
         };
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_quoted_and_the_first_wins() {
+    fn env_file_values_must_be_quoted_and_the_first_wins() {
         let text = "# a comment\n\nA='1' # one\nB='two\nlines'\nA='again'\nC= x\n  D='indented'\n";
         for (key, expected) in [
             ("A", Some("1")),
@@ -73,7 +73,7 @@ mod tests {
             ("A ='1'\n", "no space"),
             ("A='1\n", "closing quote"),
             ("A='1' x\n", "comment"),
-            ("A\n", "line 1: it has no '='"),
+            ("A\n", "line 1: missing '='"),
         ] {
             assert!(
                 lookup(wrong, "B").is_err_and(|e| e.message.contains(expected)),

@@ -125,7 +125,7 @@ mod tests {
         assert_eq!(
             follow(vec![instance("b", 1, None), old()], 100),
             [],
-            "before this agent"
+            "exited before this agent started"
         );
         assert_eq!(
             follow(vec![instance("b", 1, Some(101)), old()], 101),

@@ -60,12 +60,12 @@ impl std::fmt::Display for Fetching {
         };
         write!(
             f,
-            "{:.1} of {:.1} MiB of {parts} under way",
+            "{:.1} of {:.1} MiB of {parts} in progress",
             mib(self.bytes),
             mib(self.of_bytes)
         )?;
         if self.pulls > 1 {
-            write!(f, ", of {} pulls together", self.pulls)
+            write!(f, ", for {} pulls in total", self.pulls)
         } else {
             Ok(())
         }
@@ -87,7 +87,7 @@ impl Step {
     pub fn label(self) -> &'static str {
         match self {
             Step::Admission => "admission",
-            Step::Observe => "asking the runtime",
+            Step::Observe => "runtime query",
             Step::Network => "node network",
             Step::Cgroup => "cgroup",
             Step::Mirror => "mirror pod",
@@ -108,7 +108,7 @@ impl Step {
             Step::PreStop => "preStop hook",
             Step::Stop => "stop",
             Step::StopSandbox => "stop sandbox",
-            Step::ReturnClaims => "give back resource claims",
+            Step::ReturnClaims => "unprepare resource claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
@@ -146,38 +146,38 @@ pub fn sentence(entry: &Entry) -> String {
             Step::Readiness => {
                 format!("the readiness probe of container {subject} has not succeeded yet")
             }
-            Step::PostStart => format!("the postStart hook of container {subject} runs"),
-            Step::PreStop => format!("the preStop hook of container {subject} runs"),
-            Step::Stop => format!("container {subject} was told to stop and has not ended yet"),
+            Step::PostStart => format!("the postStart hook of container {subject} is running"),
+            Step::PreStop => format!("the preStop hook of container {subject} is running"),
+            Step::Stop => format!("container {subject} is being stopped"),
             Step::Volume => format!("volume {subject} is being set up"),
-            step if subject.is_empty() => format!("this is under way: {}", step.label()),
-            step => format!("this is under way: {} {subject}", step.label()),
+            step if subject.is_empty() => format!("step in progress: {}", step.label()),
+            step => format!("step in progress: {} {subject}", step.label()),
         };
     };
     match entry.step {
-        Step::Admission => format!("the node does not take it: {error}"),
+        Step::Admission => format!("the node does not admit the pod: {error}"),
         Step::Observe | Step::Network => error.clone(),
-        Step::Cgroup => format!("its cgroup cannot be made: {error}"),
-        Step::Mirror => format!("its mirror pod cannot be made: {error}"),
-        Step::Directories => format!("its directories cannot be made: {error}"),
+        Step::Cgroup => format!("the pod's cgroup cannot be created: {error}"),
+        Step::Mirror => format!("the mirror pod cannot be created: {error}"),
+        Step::Directories => format!("the pod's directories cannot be created: {error}"),
         Step::Volume => format!("volume {subject} cannot be set up: {error}"),
-        Step::Objects => format!("what it refers to cannot be read: {error}"),
-        Step::Claims => format!("its resource claims cannot be prepared: {error}"),
-        Step::Sandbox => format!("its sandbox cannot be made: {error}"),
+        Step::Objects => format!("objects that the pod refers to cannot be read: {error}"),
+        Step::Claims => format!("the pod's resource claims cannot be prepared: {error}"),
+        Step::Sandbox => format!("the pod's sandbox cannot be created: {error}"),
         Step::Image => format!("the image of container {subject} cannot be pulled: {error}"),
         Step::Create => format!("container {subject} cannot be created: {error}"),
         Step::Start => format!("container {subject} cannot be started: {error}"),
         Step::PostStart => format!("the postStart hook of container {subject} failed: {error}"),
-        Step::BackOff => format!("container {subject} ends again and again: {error}"),
+        Step::BackOff => format!("container {subject} keeps exiting: {error}"),
         Step::Startup => format!("the startup probe of container {subject} fails: {error}"),
         Step::Readiness => format!("the readiness probe of container {subject} fails: {error}"),
         Step::Liveness => format!("the liveness probe of container {subject} fails: {error}"),
-        Step::Resize => format!("its resize cannot be carried out: {error}"),
+        Step::Resize => format!("the pod cannot be resized: {error}"),
         Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
         Step::Stop => format!("container {subject} cannot be stopped: {error}"),
-        Step::StopSandbox => format!("its sandbox cannot be stopped: {error}"),
-        Step::ReturnClaims => format!("its resource claims cannot be given back: {error}"),
-        Step::Release => format!("what it held cannot be released: {error}"),
+        Step::StopSandbox => format!("the pod's sandbox cannot be stopped: {error}"),
+        Step::ReturnClaims => format!("the pod's resource claims cannot be unprepared: {error}"),
+        Step::Release => format!("the pod's resources cannot be released: {error}"),
         Step::Finalise => error.clone(),
     }
 }
@@ -217,13 +217,13 @@ pub fn explain(
     let blocking = journal.blocking().cloned();
     let state = journal.decisions.back().map_or(State::Syncing, |d| d.state);
     let why = |cause: Cause| match cause {
-        Cause::Deleted => "it was deleted",
-        Cause::Removed => "it left its source",
-        Cause::Completed => "its containers have finished",
-        Cause::Rejected => "the node did not take it",
-        Cause::Preempted => "it made room for a critical pod",
-        Cause::Evicted => "the node evicted it",
-        Cause::DeadlineExceeded => "it was active for longer than activeDeadlineSeconds",
+        Cause::Deleted => "the pod was deleted",
+        Cause::Removed => "the pod was removed from its source",
+        Cause::Completed => "all containers have finished",
+        Cause::Rejected => "the node rejected the pod",
+        Cause::Preempted => "a critical pod preempted the pod",
+        Cause::Evicted => "the node evicted the pod",
+        Cause::DeadlineExceeded => "the pod was active for longer than activeDeadlineSeconds",
         Cause::NodeShutdown => "the node is shutting down",
     };
     let fetching = fetching.filter(|f| f.parts > 0 && journal.is_pulling());
@@ -233,15 +233,15 @@ pub fn explain(
         .map(|entry| format!("{}{progress}", sentence(entry)));
     let sentence = match (state, held) {
         (State::Syncing, None) => match &journal.waiting {
-            None => "It is as its spec says.".to_owned(),
-            Some(waiting) => format!("It is not yet as its spec says: {waiting}."),
+            None => "Running as specified; nothing is pending.".to_owned(),
+            Some(waiting) => format!("Not yet running as specified: {waiting}."),
         },
-        (State::Syncing, Some(held)) => format!("It is held up: {held}."),
+        (State::Syncing, Some(held)) => format!("Blocked: {held}."),
         (State::Terminating { cause, .. } | State::Terminated { cause }, held) => {
             let held = held.map_or(String::new(), |held| format!(" Now: {held}."));
-            format!("It is ending: {}.{held}", why(cause))
+            format!("Terminating: {}.{held}", why(cause))
         }
-        (State::Finished { cause }, _) => format!("It has ended: {}.", why(cause)),
+        (State::Finished { cause }, _) => format!("Terminated: {}.", why(cause)),
     };
     let (namespace, name, uid) = (namespace.to_owned(), name.to_owned(), uid.to_owned());
     Explanation {
@@ -380,7 +380,7 @@ pub fn text(explanation: &Explanation, now: Timestamp) -> String {
         .unwrap_or(0)
         .max(1);
     if !start.is_empty() {
-        let _ = writeln!(out, "\nWhere the time went ({} in all):", took(whole));
+        let _ = writeln!(out, "\nDuration of the start ({} in total):", took(whole));
     }
     let width = start
         .iter()
@@ -482,7 +482,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pull_that_is_under_way_shows_how_far_it_is() {
+    fn a_running_pull_shows_its_progress() {
         let mut journal = Journal::default();
         journal.begin(Step::Image, "c", Timestamp::UNIX_EPOCH);
         let far = Fetching {
@@ -495,14 +495,17 @@ mod tests {
             |journal: &Journal, far| explain("n", "p", "u", journal.clone(), Some(far)).sentence;
         assert_eq!(
             said(&journal, far),
-            "It is held up: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts under way, of 3 pulls together)."
+            "Blocked: the image of container c is being pulled (1.0 of 2.5 MiB of 2 parts in progress, for 3 pulls in total)."
         );
         assert_eq!(
             said(&journal, Fetching::default()),
-            "It is held up: the image of container c is being pulled."
+            "Blocked: the image of container c is being pulled."
         );
         journal.end(Step::Image, "c", Progress::Done, Timestamp::UNIX_EPOCH);
-        assert_eq!(said(&journal, far), "It is as its spec says.");
+        assert_eq!(
+            said(&journal, far),
+            "Running as specified; nothing is pending."
+        );
     }
 
     #[test]
@@ -553,12 +556,12 @@ mod tests {
     }
 
     #[test]
-    fn a_blocked_pod_says_what_since_when_and_when_again() {
+    fn a_blocked_pod_shows_the_cause_since_when_and_the_next_retry() {
         let explanation = explain("default", "web-1", "u", journal(true), None);
         let text = text(&explanation, at(30_010));
         for expected in [
             "Pod default/web-1",
-            "held up: the image of container web cannot be pulled: ErrImagePull",
+            "Blocked: the image of container web cannot be pulled: ErrImagePull",
             "(30s ago)",
             "next try in 9s",
             "failing",
@@ -569,20 +572,20 @@ mod tests {
         assert!(svg.contains("&lt;no such host&gt;") && svg.ends_with("</svg>\n"));
         let json = serde_json::to_string(&explanation).expect("json");
         assert_eq!(
-            serde_json::from_str::<Explanation>(&json).expect("read again"),
+            serde_json::from_str::<Explanation>(&json).expect("the same JSON"),
             explanation
         );
     }
 
     #[test]
-    fn a_running_pod_shows_where_its_start_went() {
+    fn a_running_pod_shows_how_long_each_step_of_its_start_took() {
         let text = text(
             &explain("default", "web-1", "u", journal(false), None),
             at(100_000),
         );
         assert!(
-            text.contains("as its spec says")
-                && text.contains("(600 ms in all)")
+            text.contains("Running as specified")
+                && text.contains("(600 ms in total)")
                 && text.contains("490 ms"),
             "{text}"
         );
@@ -591,15 +594,19 @@ mod tests {
             .filter(|l| l.contains('│'))
             .map(|l| l.matches('█').count())
             .collect();
-        assert_eq!(bars, [1, 20, 32, 6], "bars are as long as their share");
+        assert_eq!(
+            bars,
+            [1, 20, 32, 6],
+            "the length of a bar is its share of the time"
+        );
     }
 
     #[test]
-    fn only_what_comes_before_containers_speaks_for_the_sandbox_condition() {
+    fn only_failures_before_containers_set_the_sandbox_condition() {
         assert_eq!(held_up(&journal(true)), None);
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(0));
-        assert_eq!(held_up(&journal), None, "under way is no failure");
+        assert_eq!(held_up(&journal), None, "a running step is no failure");
         journal.end(
             Step::Sandbox,
             "",
@@ -613,7 +620,7 @@ mod tests {
     }
 
     #[test]
-    fn retries_change_no_word_of_the_status() {
+    fn retries_do_not_change_the_status_message() {
         let mut journal = Journal::default();
         let fail = |journal: &mut Journal, subject: &str, second: i64| {
             journal.begin(Step::Volume, subject, at(second * 1000));
@@ -635,7 +642,7 @@ mod tests {
         for second in 2..100 {
             let subject = if second % 2 == 0 { "a" } else { "b" };
             journal.begin(Step::Volume, subject, at(second * 1000));
-            assert_eq!(held_up(&journal), first, "while the retry is under way");
+            assert_eq!(held_up(&journal), first, "during the retry");
             fail(&mut journal, subject, second);
             assert_eq!(held_up(&journal), first);
         }

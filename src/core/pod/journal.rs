@@ -357,7 +357,7 @@ mod tests {
 
     /// Simulation seed 925: while the runtime was being queried, the journal did not name a volume that hung.
     #[test]
-    fn a_look_at_the_runtime_blocks_only_where_nothing_else_is_under_way() {
+    fn an_observation_is_the_blocking_step_only_if_nothing_else_is_in_progress() {
         let mut journal = Journal::default();
         journal.begin(Step::Observe, "", at(1));
         let blocks = |journal: &Journal| journal.blocking().map(|e| e.step);
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_fails_goes_on_and_the_newest_failure_blocks() {
+    fn a_failed_step_stays_open_and_the_newest_failure_is_the_blocking_one() {
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(1));
         journal.end(
@@ -386,7 +386,7 @@ mod tests {
         journal.begin(Step::Sandbox, "", at(5));
         let entry = journal
             .blocking()
-            .expect("it still blocks while it is tried again");
+            .expect("it still blocks during the retry");
         assert_eq!(
             (entry.since, entry.attempts, &entry.progress),
             (at(1), 2, &Progress::Failed("no network".into()))
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_at_the_start_holds_up_no_pod_that_ends() {
+    fn failures_of_the_start_do_not_block_termination() {
         let mut journal = Journal::default();
         let failed = |why: &str| Progress::Failed(why.into());
         journal.begin(Step::Start, "web", at(1));
@@ -424,10 +424,10 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_that_is_over_blocks_no_longer() {
+    fn a_recovered_failure_no_longer_blocks() {
         let mut journal = Journal::default();
         journal.recover(Step::Readiness, "web", true, at(1));
-        assert!(journal.steps.is_empty(), "what never failed cannot recover");
+        assert!(journal.steps.is_empty(), "only a failed step can recover");
         journal.begin(Step::Readiness, "web", at(1));
         journal.end(
             Step::Readiness,
@@ -463,8 +463,8 @@ mod tests {
                 journal.decided(at(i64::try_from(n).expect("small")), state, input, next);
                 state = next;
             }
-            let stored = serde_json::to_string(&journal).expect("it can be stored");
-            let read: Journal = serde_json::from_str(&stored).expect("and read");
+            let stored = serde_json::to_string(&journal).expect("JSON");
+            let read: Journal = serde_json::from_str(&stored).expect("the stored journal");
             let mut replayed = State::Syncing;
             for decision in &read.decisions {
                 replayed = replayed.step(decision.input);
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replay_shows_a_wrong_decision() {
+    fn a_replay_reports_a_wrong_decision() {
         let decision = Decision {
             at: at(0),
             input: Input::Stopped,

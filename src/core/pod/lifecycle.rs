@@ -211,13 +211,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_order_never_goes_back_and_grace_never_grows(inputs in proptest::collection::vec(input(), 0..40)) {
+        fn the_lifecycle_never_goes_back_and_grace_periods_never_grow(inputs in proptest::collection::vec(input(), 0..40)) {
             let mut state = State::Syncing;
             for input in inputs {
                 let next = state.step(input);
                 // The only way back from Finished is to Terminated, to release the records of a deleted pod.
                 prop_assert!(rank(next) >= rank(state) || (rank(state) == 3 && rank(next) == 2));
-                prop_assert!(!state.is_ending() || next.is_ending(), "nothing starts after the end began");
+                prop_assert!(!state.is_ending() || next.is_ending(), "no start after termination has begun");
                 if let (State::Terminating { grace: before, .. }, State::Terminating { grace: after, .. }) = (state, next) {
                     prop_assert!(after <= before && after >= 1);
                 }
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_pod_shortens_and_wins() {
+    fn deletion_shortens_the_grace_period_and_overrides_other_causes() {
         let intent = |deleted, grace| Intent {
             deleted,
             removed: false,

@@ -154,7 +154,7 @@ mod tests {
         let odd = pod(json!({"requests": {"memory": "1"}, "limits": {"memory": "10001"}}));
         assert_eq!(files(&odd, false)[2], ("memory.high", 8192), "whole pages");
         let small = pod(json!({"requests": {"memory": "4097"}, "limits": {"memory": "4100"}}));
-        assert_eq!(files(&small, false).len(), 2, "not below the request");
+        assert_eq!(files(&small, false).len(), 2, "never below the request");
         let more_than_there_is = pod(json!({"requests": {"memory": "2000Mi"}}));
         assert_eq!(files(&more_than_there_is, false).len(), 2);
     }

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_changes_at_once_never_cancel_out() {
+    fn two_simultaneous_changes_always_change_the_fingerprint() {
         let of = |n: u32, m: u32, state: ContainerState| {
             let ids = [format!("ctr{n:04}"), format!("ctr{m:04}")];
             fingerprint(ids.iter().map(|id| (id.as_str(), 10 + state as u8)))

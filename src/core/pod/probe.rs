@@ -195,7 +195,7 @@ fn configured_period(
     for part in text.split(',').map(str::trim) {
         let invalid = || {
             format!(
-                "annotation {key}: {part:?} is invalid: write for instance readiness=100ms, with startup, readiness or liveness and 50ms up to the probe's own period; the period of the probe applies"
+                "annotation {key}: {part:?} is invalid: use a value such as readiness=100ms, with startup, readiness or liveness, and a period from 50ms up to periodSeconds; periodSeconds applies"
             )
         };
         let (name, period) = part.split_once('=').ok_or_else(invalid)?;
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_in_a_row_make_a_result() {
+    fn consecutive_probe_results_reach_the_threshold() {
         let timing = Timing {
             delay: Duration::ZERO,
             period: Duration::ZERO,
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn short_periods_are_read_and_mistakes_named() {
+    fn short_probe_periods_are_parsed_and_errors_name_the_part() {
         let pod = |value: &str| {
             from::<Pod>(json!({"metadata": {"annotations": {format!("{PERIOD}c"): value}}}))
         };
@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_are_resolved_and_what_cannot_be_is_said() {
+    fn probe_handlers_are_resolved_or_rejected_with_an_error() {
         let container: Container = from(
             json!({"name": "c", "ports": [{"name": "web", "containerPort": 8080}], "env": [{"name": "A", "value": "1"}]}),
         );
@@ -606,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn health_gates_and_condemns() {
+    fn probe_results_decide_started_ready_and_failed() {
         let container: Container = from(
             json!({"name": "c", "startupProbe": {}, "readinessProbe": {}, "livenessProbe": {}}),
         );
@@ -648,7 +648,7 @@ mod tests {
         );
         assert!(
             none.ready(&Container::default(), "id"),
-            "without probes what runs is ready"
+            "a running container without probes is ready"
         );
         let known: ContainerStatus = from(
             json!({"name": "c", "image": "i", "imageID": "", "restartCount": 0, "containerID": "containerd://id", "ready": true, "started": true}),
@@ -665,7 +665,7 @@ mod tests {
     }
 
     #[test]
-    fn http_replies_are_judged() {
+    fn http_responses_succeed_or_fail_as_upstream() {
         let request = Http {
             tls: false,
             host: "::1".into(),

@@ -106,7 +106,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn the_pods_own_resources_decide_where_they_are_set() {
+    fn pod_level_resources_decide_the_qos_class_if_set() {
         for (resources, expected) in [
             (
                 json!({"limits": {"cpu": "1", "memory": "1Gi"}, "requests": {"cpu": "1", "memory": "1Gi"}}),
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_follow_requests_and_limits() {
+    fn qos_classes_follow_requests_and_limits() {
         let cases = [
             (json!({}), "BestEffort"),
             (json!({"requests": {"cpu": "0"}}), "BestEffort"),

@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_shown_is_escaped_as_in_go() {
+    fn unprintable_characters_are_escaped_as_in_go() {
         for (text, expected) in [
             ("", r#""""#),
             ("it's plain", r#""it's plain""#),

@@ -57,7 +57,7 @@ impl std::fmt::Display for Decision {
             }
         }
         if let Some(waiting) = &self.waiting {
-            write!(f, "; waits: {waiting}")?;
+            write!(f, "; pending: {waiting}")?;
         }
         if let Some(at) = self.wake_at {
             write!(f, "; wakes at {at}")?;
@@ -91,7 +91,7 @@ impl std::fmt::Display for Entry {
             }
             Input::Evicted(verdict) => {
                 let what = match verdict.cause {
-                    Cause::NodeShutdown => "ended with the node",
+                    Cause::NodeShutdown => "stopped by the node's shutdown",
                     _ => "evicted",
                 };
                 write!(f, "{what}: {}", verdict.message)?;
@@ -119,7 +119,7 @@ fn brief(outcome: &Outcome) -> String {
                 .map(|s| format!("sandbox {}", ready(s.ready)));
             let all: Vec<String> = sandboxes.chain(containers).collect();
             match all.is_empty() {
-                true => "nothing in the runtime".into(),
+                true => "no sandbox or container in the runtime".into(),
                 false => all.join(", "),
             }
         }
@@ -131,14 +131,14 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::HookFailed { id, message } => {
             format!("{id}, its postStart hook failed: {message}")
         }
-        Outcome::Outdated(why) => format!("not up to date: {why}"),
+        Outcome::Outdated(why) => format!("outdated: {why}"),
         Outcome::Failed(fault) => format!("failed: {fault}"),
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
         Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),
-        Outcome::NotBegun => "not begun, as the pod ends".into(),
+        Outcome::NotBegun => "not started: the pod is terminating".into(),
         Outcome::Done => "done".into(),
-        Outcome::Again(at) => format!("done, and again at {at}"),
+        Outcome::Again(at) => format!("done, due again at {at}"),
     }
 }
 
@@ -296,7 +296,7 @@ impl Report {
             0 => writeln!(text, "This program decides the same in every turn."),
             n => writeln!(
                 text,
-                "This program decides otherwise in {n} of {turns} turns."
+                "This program decides differently in {n} of {turns} turns."
             ),
         };
         (text, differences.len())

@@ -197,7 +197,7 @@ pub(crate) mod tests {
     use serde_json::{Value, json};
 
     #[test]
-    fn volumes_variables_and_pull_secrets_are_found() {
+    fn references_of_volumes_variables_and_pull_secrets_are_found() {
         let pod: Pod = serde_json::from_value(json!({"spec": {
             "volumes": [{"name": "v", "configMap": {"name": "a"}}, {"name": "w", "secret": {"secretName": "b"}},
                 {"name": "x", "iscsi": {"iqn": "i", "lun": 0, "targetPortal": "t", "secretRef": {"name": "e"}}}],
@@ -362,7 +362,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pods_that_need_no_api_have_no_reference() {
+    fn pods_without_api_objects_have_no_references() {
         let volume = |kind: &str, source: Value| json!({"volumes": [{"name": "v", kind: source}]});
         let variable =
             json!({"name": "X", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}});

@@ -187,7 +187,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_is_set_for_the_pod_replaces_its_containers_sums() {
+    fn pod_level_resources_replace_the_sums_of_containers() {
         let pod: Pod = serde_json::from_value(json!({"spec": {
             "overhead": {"memory": "1Mi"},
             "resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "4", "memory": "64Mi", "example.com/x": "9"}},

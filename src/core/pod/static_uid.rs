@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_runs_keeps_its_uid_until_its_manifest_is_changed() {
+    fn a_running_static_pod_keeps_its_uid_until_its_manifest_changes() {
         let of = |pods: &[Started], changed: Option<i64>| {
             Uids::new(pods.to_vec(), BTreeMap::new()).of("p-n_default", OURS, changed.map(at))
         };
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uid_stays_with_the_words_of_its_manifest() {
+    fn a_uid_survives_a_touched_or_reverted_manifest() {
         let pods = vec![started("p-n_default", KUBELETS, 100, true)];
         let mut uids = Uids::new(pods.clone(), BTreeMap::new());
         assert_eq!(uids.of("p-n_default", OURS, Some(at(1))), KUBELETS);

@@ -48,7 +48,7 @@ pub struct Ids {
 pub enum PoolError {
     /// The ids are not a whole number of ranges.
     #[error(
-        "userNamespaces.idsPerPod is {each}, and the subordinate ids of the user kubelet are {count} from {first}: begin them at a multiple of {each}, not at 0, and give it a multiple of {each} in /etc/subuid and /etc/subgid"
+        "userNamespaces.idsPerPod is {each}, but the user kubelet has {count} subordinate ids from {first}: in /etc/subuid and /etc/subgid, start at a positive multiple of {each} and assign a multiple of {each} ids"
     )]
     Uneven {
         /// Number of ids per pod.
@@ -60,7 +60,7 @@ pub enum PoolError {
     },
     /// There are too few ids.
     #[error(
-        "the subordinate ids of the user kubelet are for {has} pods, and maxPods is {pods}: give it {needed} of them in /etc/subuid and /etc/subgid, or lower maxPods"
+        "the subordinate ids of the user kubelet suffice for {has} pods, but maxPods is {pods}: assign {needed} ids in /etc/subuid and /etc/subgid, or lower maxPods"
     )]
     Few {
         /// Number of pods that the ids suffice for.
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_keep_their_ranges_when_the_length_changes() {
+    fn pods_keep_their_id_ranges_when_the_length_changes() {
         let (short, long) = (Pool::all(LENGTH), Pool::all(4 * LENGTH));
         let mut taken: Vec<Mappings> = vec![];
         for pool in [short, long, short, long, short] {
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_are_set_aside_are_whole_ranges_and_enough() {
+    fn subordinate_ids_must_be_whole_ranges_for_all_pods() {
         let ids = |first, count| Ids { first, count };
         let (length, pods) = (u64::from(LENGTH), 3);
         let pool = Pool::of(LENGTH, ids(10 * length, 3 * length), pods).expect("enough");
@@ -221,12 +221,12 @@ mod tests {
         let few = Pool::of(LENGTH, ids(length, 2 * length), pods).expect_err("too few");
         assert_eq!(
             few.to_string(),
-            "the subordinate ids of the user kubelet are for 2 pods, and maxPods is 3: give it 196608 of them in /etc/subuid and /etc/subgid, or lower maxPods"
+            "the subordinate ids of the user kubelet suffice for 2 pods, but maxPods is 3: assign 196608 ids in /etc/subuid and /etc/subgid, or lower maxPods"
         );
     }
 
     #[test]
-    fn one_line_of_getsubids_counts() {
+    fn only_a_single_line_of_getsubids_is_accepted() {
         let one = Ids {
             first: 65_536,
             count: 7_208_960,

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_files_of_v1_with_a_disk_count() {
+    fn the_first_v1_files_that_list_a_disk_are_used() {
         for (at, (bytes, _)) in V1.into_iter().enumerate() {
             // As the kernel writes it if another scheduler counts.
             let text =
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn both_versions_say_what_was_read_and_written() {
+    fn both_cgroup_versions_report_reads_and_writes() {
         // Recorded on Linux 6.1 (v2) and 6.18 (v1), shortened.
         let bytes = "8:0 Read 69632\n8:0 Write 4096\n8:0 Sync 73728\n8:0 Async 0\n8:0 Discard 0\n8:0 Total 73728\nTotal 73728\n";
         let requests = "8:0 Read 17\n8:0 Write 1\n8:16 Read 3\nTotal 21\n";
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn the_counters_of_disks_are_read() {
+    fn disk_counters_are_parsed() {
         let text = "   7       0 loop0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n 254       1 vda1 10 11 12 13 20 21 22 23 1 31 32 0 0 0 0 0 0\n 8 0 sda 1 2\n";
         assert_eq!(
             counters(text),

@@ -341,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_several_use_is_added_up() {
+    fn usage_of_several_containers_is_summed() {
         let of = |working_set, limit| Usage {
             cpu: 5,
             memory: working_set + 1,
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn both_versions_tell_the_same() {
+    fn both_cgroup_versions_yield_the_same_usage() {
         let old = Texts::from([
             ("cpuacct.usage", "2000000\n".to_owned()),
             ("cpuacct.stat", "user 1\nsystem 2\n".to_owned()),
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_read() {
+    fn limits_are_parsed() {
         let of = |pairs: &[(&'static str, &str)]| -> Texts {
             let pairs = pairs.iter();
             pairs
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_files_that_are_read() {
+    fn every_settings_file_is_read() {
         let v1 = V1.iter().map(|(_, file, _)| *file);
         let read: Vec<&str> = v1.chain(V2.iter().map(|(file, _)| *file)).collect();
         for file in SETTINGS {
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_is_there_where_the_kernel_says_it() {
+    fn pressure_is_reported_only_if_the_kernel_provides_it() {
         let line = "some avg10=1.50 avg60=0.00 avg300=0.00 total=7\n".to_owned();
         let usage = v2(&Texts::from([("io.pressure", line)]));
         let io = usage.pressure.io.unwrap_or_default();

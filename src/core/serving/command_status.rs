@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn statuses_are_written_as_runtimes_write_them() {
+    fn command_statuses_have_the_runtimes_messages() {
         let command = ["sh".to_owned(), "-c".to_owned(), "exit 3 >&2".to_owned()];
         for (ended, expected) in [
             (Ok(0), r#"{"metadata":{},"status":"Success"}"#),

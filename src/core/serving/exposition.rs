@@ -313,7 +313,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_read_as_prometheus_writes_them() {
+    fn pages_have_the_prometheus_text_format() {
         let mut registry = Registry::default();
         let seconds = Family {
             name: "a_seconds",
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_outside_names_does_not_fill_the_memory() {
+    fn label_values_from_clients_are_bounded() {
         let mut registry = Registry::default();
         let family = Family {
             name: "a_total",
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_in_common_stand_among_others_by_their_names() {
+    fn common_labels_are_sorted_among_the_others() {
         let common = Common::new(&[("b", "x\"y"), ("d", "")]);
         let mut page = Page::default();
         for own in [&[][..], &[("a", "1"), ("c", "2"), ("e", "\n")]] {

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dispatcher_that_hangs_is_told() {
+    fn a_hanging_dispatcher_fails_the_health_check() {
         let of = |last: u64, resync: u64| Health {
             last_turn: Duration::from_secs(last),
             resync: Duration::from_secs(resync),

@@ -72,13 +72,13 @@ impl LogQuery {
         let mut asked = all("query");
         asked.retain(|name| !name.trim().is_empty());
         if asked.is_empty() {
-            return Err("query: it is empty: name services or one file".into());
+            return Err("query: empty: use names of services, or one file".into());
         }
         let (files, services): (Vec<String>, Vec<String>) = asked
             .into_iter()
             .partition(|name| name.contains(['/', '\\']));
         if since.zip(until).is_some_and(|(since, until)| since > until) {
-            wrong.push("untilTime: it must be after sinceTime".into());
+            wrong.push("untilTime: must be after sinceTime".into());
         }
         let tail = last("tailLines").map(|text| {
             (
@@ -94,7 +94,7 @@ impl LogQuery {
         let boot = last("boot").map(|text| (text.parse::<i32>().ok().filter(|n| *n <= 0), text));
         if let Some((None, text)) = &boot {
             wrong.push(format!(
-                "boot: {text:?} is invalid: use 0 for this boot, -1 for the one before"
+                "boot: {text:?} is invalid: use 0 for this boot, or -1 for the previous one"
             ));
         }
         let pattern = last("pattern");
@@ -107,9 +107,8 @@ impl LogQuery {
             (0, n) if n > SERVICES => wrong.push(format!(
                 "query: {n} services are too many: use at most {SERVICES}"
             )),
-            (1, 0) if narrowed => {
-                wrong.push("query: a file is shown as it is: use no other option with it".into())
-            }
+            (1, 0) if narrowed => wrong
+                .push("query: a file is returned unfiltered: use no other option with it".into()),
             (n, _) if n > 1 => wrong.push("query: use only one file".into()),
             (1, n) if n > 0 => wrong.push("query: use either services or one file".into()),
             _ => {}
@@ -182,12 +181,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn searches_are_read_and_bad_ones_named() {
-        assert_eq!(
-            LogQuery::parse("tailLines=3"),
-            Ok(None),
-            "nothing is searched"
-        );
+    fn log_queries_are_parsed_and_errors_name_the_parameter() {
+        assert_eq!(LogQuery::parse("tailLines=3"), Ok(None), "no query");
         let found = LogQuery::parse(
             "query=kubelet&query=containerd&sinceTime=2026-11-21T10:00:00Z&untilTime=2026-11-21T11:00:00%2B00:00&tailLines=5&pattern=a b&boot=-1",
         );
@@ -212,8 +207,8 @@ mod tests {
             ("query=a&tailLines=-1", "tailLines"),
             ("query=a&tailLines=100001", "tailLines"),
             ("query=a&boot=1", "boot"),
-            ("query", "it is empty"),
-            ("query=%20", "it is empty"),
+            ("query", "query: empty"),
+            ("query=%20", "query: empty"),
             ("query=a&query=b&query=c&query=d&query=e", "5 services"),
             ("query=/a&query=/b", "only one file"),
             ("query=/a&query=b", "either"),
@@ -229,7 +224,7 @@ mod tests {
         assert_eq!(
             LogQuery::parse("query=a;b&boot=1").map_err(|e| e.lines().count()),
             Err(2),
-            "all that is wrong is said"
+            "all errors are reported"
         );
     }
 }

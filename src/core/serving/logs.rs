@@ -374,7 +374,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_is_read_in_pieces_of_any_size() {
+    fn a_log_is_parsed_from_chunks_of_any_size() {
         let text = "2026-11-20T00:00:01Z stdout F one\n2026-11-20T00:00:02Z stderr P tw\n2026-11-20T00:00:03Z stderr F o\nnonsense\n2026-11-20T00:00:04Z stdout F \n2026-11-20T00:00:05Z stdout F half";
         for size in [1, 7, 1000] {
             let read = |mut decoder: Decoder| {
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_lines_come_than_are_wanted() {
+    fn tail_lines_bound_the_output() {
         let line = |n: u32| format!("2026-11-20T00:00:0{n}Z stdout F {n}\n");
         for (query, expected, full) in [
             ("tailLines=2", "1\n2\n", true),
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn a_search_for_the_beginning_of_a_line_is_bounded() {
+    fn the_search_for_a_line_start_is_bounded() {
         let other = format!("t stderr F {}\n", "x".repeat(1000)).repeat(4000);
         let text = format!("t stdout P a\n{other}t stdout F b\n");
         let from = found(&text, 1).start();
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_as_old_as_its_first_entry_and_counts_once() {
+    fn a_split_line_counts_once_with_the_time_of_its_first_entry() {
         let entry = |n: u32, tag: &str| format!("2026-11-20T00:00:0{n}Z stdout {tag} {n}\n");
         let text = [
             entry(1, "P"),
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn times_have_one_width() {
+    fn timestamps_have_a_fixed_width() {
         for (time, expected) in [
             ("2026-11-20T00:00:01Z", "2026-11-20T00:00:01.000000000Z"),
             ("2026-11-20T00:00:01.5Z", "2026-11-20T00:00:01.500000000Z"),
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn a_last_line_without_an_end_is_read() {
+    fn a_last_line_without_a_line_feed_is_read() {
         let finished = |text: &str, query: &str| {
             let options = LogOptions::parse(query, jiff::Timestamp::UNIX_EPOCH);
             let mut decoder = Decoder::new(&options.expect("options"));
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn of_rotated_files_the_newest_stays_plain_and_none_counts_twice() {
+    fn the_newest_rotated_file_stays_uncompressed_and_none_counts_twice() {
         let names = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
         for (rotated, surplus_of_4, removed, compressed) in [
             ("1.gz 2", "", "", ""),
@@ -611,7 +611,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_joins_partial_lines_and_keeps_its_end() {
+    fn the_tail_joins_partial_lines_and_keeps_the_last_bytes() {
         let text = "half a line\n2026-11-20T00:00:00.1Z stdout F one\n2026-11-20T00:00:00.2Z stderr P tw\n2026-11-20T00:00:00.3Z stderr F o\nnonsense\n2026-11-20T00:00:00.4Z stdout F drei ü\n";
         assert_eq!(tail(text, 2, 100), "two\ndrei ü\n");
         assert_eq!(tail(text, 80, 6), "ei ü\n");

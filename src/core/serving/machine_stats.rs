@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_and_its_interfaces_are_read() {
+    fn machine_and_interface_statistics_are_parsed() {
         let text = "Inter-|   Receive  |  Transmit\n face |bytes packets\n    lo: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n veth1: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0\n  eth0: 10 2 3 4 0 0 0 0 50 6 7 8 0 0 0 0\n";
         assert_eq!(
             interfaces(text),
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_are_read() {
+    fn process_statistics_are_parsed() {
         let limits = |soft: &str| {
             format!(
                 "Limit                     Soft Limit           Hard Limit           Units     \nMax processes             193047               193047               processes \nMax open files            {soft}              524288               files     \n"
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_mounts_of_the_machine_are_shown_and_not_those_of_pods() {
+    fn only_mounts_of_the_machine_are_reported() {
         for (kind, source, point, device) in [
             ("ext4", "/dev/vda1", "/", Some("/dev/vda1")),
             ("overlay", "overlay", "/", Some("overlay")),

@@ -333,7 +333,7 @@ impl LogOptions {
                     return Err((
                         400,
                         format!(
-                            "stream: {value:?} is not served: the streams of a log are not told apart, use All"
+                            "stream: {value:?} is not supported: a log is returned with all its streams, use All"
                         ),
                     ));
                 }
@@ -395,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_path_leads_where_it_should_and_needs_what_it_must() {
+    fn every_path_has_its_route_and_its_required_permission() {
         let place = |uid: Option<&str>, container: &str| Place {
             namespace: "n".into(),
             pod: "p".into(),
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_encoded_needs_what_it_leads_to() {
+    fn encoded_paths_need_the_permission_of_their_route() {
         for (path, plain) in [
             ("/%65xec/n/p/c", "/exec/n/p/c"),
             ("/ru%6E/n/p/c", "/run/n/p/c"),
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_show_what_is_asked_as_the_kubelet_does() {
+    fn request_metrics_have_the_kubelets_path_labels() {
         for (path, shown, long) in [
             ("/pods/", "pods", false),
             ("/exec/n/p/c", "exec", true),
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn without_debugging_little_is_served() {
+    fn without_debugging_handlers_few_paths_are_served() {
         for (method, path, code) in [
             ("GET", "/healthz", None),
             ("GET", "/pods", None),
@@ -628,7 +628,7 @@ mod tests {
             ("GET", "/flagz", Some(404)),
         ] {
             let Routed::Found(endpoint) = route(method, path) else {
-                panic!("{path} leads nowhere");
+                panic!("{path} has no route");
             };
             let answer = without_debugging(&endpoint);
             assert_eq!(answer.map(|(code, _)| code), code, "{path}");
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn log_options_are_checked() {
+    fn log_options_are_validated() {
         let now = Timestamp::from_second(1000).expect("a time");
         let of = |text: &str| LogOptions::parse(text, now);
         assert_eq!(
@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn a_terminal_has_no_errors_and_something_must_flow() {
+    fn a_terminal_has_no_stderr_and_at_least_one_stream_is_needed() {
         assert_eq!(
             Streams::parse("output=1&error=1&tty=1"),
             Ok(Streams {

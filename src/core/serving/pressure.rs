@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_kernels_old_and_new_are_read() {
+    fn pressure_files_of_old_and_new_kernels_are_parsed() {
         let some = Waited {
             averages: [91.26, 80.86, 59.3],
             total: 446_294_323,

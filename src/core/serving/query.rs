@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queries_are_taken_apart_and_put_together() {
+    fn queries_are_decoded_and_encoded() {
         let found = pairs("command=sh&command=-c&x=a%3Db%2Cc+d&flag&bad=%zz%");
         let expected = [
             ("command", "sh"),

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_given_up_when_its_attacher_has_had_its_time_and_the_node_is_full() {
+    fn a_pod_is_rejected_after_the_attach_timeout_if_the_node_is_full() {
         let of = |volume: &str, is_full: bool| Unattached {
             volume: volume.into(),
             is_full,

@@ -28,7 +28,7 @@ fn blocks(pem: &str, into: &mut BTreeMap<String, String>) -> Result<(), Fault> {
             block.map_err(|e| Fault::missing(format!("the trust bundle is not PEM: {e}")))?;
         if block.label != "CERTIFICATE" {
             return Err(Fault::missing(format!(
-                "the trust bundle has a block {:?}: only CERTIFICATE may be in it",
+                "the trust bundle has a block {:?}: only CERTIFICATE blocks are allowed",
                 block.label
             )));
         }
@@ -228,7 +228,7 @@ mod tests {
         assert!(
             chosen(json!({"signerName": "a.b/c"}))
                 .is_err_and(|e| e.message.contains("matched zero")),
-            "no selector selects nothing"
+            "without a selector nothing matches"
         );
         assert!(
             chosen(json!({"name": "none"}))
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_pending_until_somebody_has_decided() {
+    fn certificate_requests_are_pending_until_they_are_decided() {
         let at = |s: i64| Timestamp::from_second(s).expect("a time");
         let of = |status: Value| {
             outcome(
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(
             of(json!({"certificateChain": "C"})),
             Outcome::Pending,
-            "not without its condition"
+            "a chain without its condition is not issued"
         );
     }
 }

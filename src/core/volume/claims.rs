@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_volume_that_will_do_is_chosen() {
+    fn the_smallest_sufficient_volume_is_chosen() {
         let taken = json!({"claimRef": {"namespace": "n", "name": "other", "uid": "x"}});
         let volumes = [
             volume("small", "1Gi", json!({})),
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_set_aside_is_taken_whatever_its_size() {
+    fn a_volume_reserved_for_the_claim_is_chosen_whatever_its_size() {
         let mine = volume(
             "mine",
             "1Mi",
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_only_where_its_affinity_says() {
+    fn a_volume_is_available_only_where_its_node_affinity_matches() {
         let node = |name: &str| -> Node {
             serde_json::from_value(json!({"metadata": {"name": name, "labels": {"host": name}}}))
                 .expect("a node")
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_is_larger_than_its_claim_knows_has_grown() {
+    fn a_volume_larger_than_its_claims_status_needs_an_expansion() {
         let volume = |size: &str| {
             serde_json::from_value(
                 json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": size}}}),
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(
             growth(&volume("2Mi"), &claim(json!({}))),
             None,
-            "what it has is not known yet"
+            "the claim's capacity is not known yet"
         );
         // The allocated size applies, and the state must be a node's.
         for (state, grows) in [
@@ -389,7 +389,7 @@ mod tests {
         }
     }
     #[test]
-    fn what_several_nodes_have_grows_on_each_of_them() {
+    fn a_shared_volume_is_expanded_on_every_node() {
         let volume = serde_json::from_value(
             json!({"metadata": {"name": "v"}, "spec": {"capacity": {"storage": "2Mi"}}}),
         )
@@ -411,7 +411,7 @@ mod tests {
         assert_eq!(
             grown(many.clone(), json!({}), followed(json!(null))),
             Some((3 << 20, true, true)),
-            "the claim asks for 2Mi"
+            "the claim requests 2Mi"
         );
         let state = json!({"storage": "NodeResizePending"});
         assert_eq!(grown(many, json!({}), followed(state)), None);

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_with_a_long_walk_makes_no_other_late() {
+    fn a_slow_disk_walk_of_one_pod_delays_no_other() {
         for big in [1, 3, 10] {
             let mut took: BTreeMap<String, u64> =
                 (0..40).map(|n| (format!("small-{n}"), 10)).collect();
@@ -143,13 +143,16 @@ mod tests {
             let starts = counted(&took, Duration::from_secs(3600));
             for (uid, starts) in starts.iter().filter(|(uid, _)| uid.starts_with("small")) {
                 let pause = longest_pause(starts);
-                assert!(pause <= 4500, "{big} big ones: {uid} waited {pause} ms");
+                assert!(
+                    pause <= 4500,
+                    "{big} large volumes: {uid} waited {pause} ms"
+                );
             }
         }
     }
 
     #[test]
-    fn a_pod_is_counted_during_a_small_share_of_the_time() {
+    fn disk_walks_take_a_small_share_of_the_time() {
         for (took, pause) in [
             (0, 4_000),
             (150, 4_000),
@@ -171,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn walks_side_by_side_are_few_and_everybody_has_a_turn() {
+    fn concurrent_disk_walks_are_few_and_every_pod_gets_a_turn() {
         let uids: Vec<String> = (0..50).map(|n| format!("u{n}")).collect();
         let all = || uids.iter().map(String::as_str);
         let second = Duration::from_secs;
@@ -194,11 +197,7 @@ mod tests {
                 .begin(std::iter::empty(), second(100_000))
                 .is_empty()
         );
-        assert_eq!(
-            counting.0.len(),
-            next.len(),
-            "only what is under way is kept"
-        );
+        assert_eq!(counting.0.len(), next.len(), "only running walks are kept");
         next.iter()
             .for_each(|uid| counting.ended(uid, second(100_001)));
         assert!(

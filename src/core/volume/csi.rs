@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn drivers_that_have_not_come_back_are_still_told_of() {
+    fn drivers_that_have_not_reregistered_stay_published() {
         let driver = |name: &str, id: &str| CSINodeDriver {
             name: name.into(),
             node_id: id.into(),
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_label_goes_to_drivers_that_mount_with_it() {
+    fn an_selinux_label_is_passed_only_to_drivers_that_support_it() {
         let own = Volume {
             label: Some("u:r:t:s0:c1,c2".into()),
             options: vec!["noatime".into()],
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn access_modes_follow_what_the_driver_can_tell_apart() {
+    fn access_modes_follow_the_drivers_capabilities() {
         let (plain, fine) = (
             NodeCapabilities::default(),
             NodeCapabilities {
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn the_group_is_set_by_whom_the_policy_says() {
+    fn fs_group_policy_decides_who_sets_the_group() {
         let (rwo, rwx) = (
             volume(&["ReadWriteOnce"], "ext4"),
             volume(&["ReadWriteMany"], "ext4"),
@@ -585,7 +585,7 @@ mod tests {
             mount_group: true,
             ..plain
         };
-        assert!(!gives_group(&rwo, None, own), "the driver does it");
+        assert!(!gives_group(&rwo, None, own), "the driver sets the group");
         let message = capability(&rwo, own, Some(42));
         assert!(
             matches!(message.access_type, Some(AccessType::Mount(m)) if m.volume_mount_group == "42")
@@ -593,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_learns_of_the_pod_only_if_it_asks() {
+    fn pod_info_is_passed_only_to_drivers_that_request_it() {
         let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "n", "uid": "u"},
             "spec": {"serviceAccountName": "s", "containers": [], "volumes": [{"name": "v", "csi": {"driver": "d", "volumeAttributes": {"a": "b"}}}]}}))
         .expect("a pod");
@@ -624,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_serves_the_kinds_of_volumes_that_it_says() {
+    fn a_driver_serves_only_its_declared_lifecycle_modes() {
         let (inline, persistent) = (
             Volume {
                 driver: "d".into(),
@@ -662,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn whether_a_source_is_read_only_is_for_its_attacher() {
+    fn read_only_of_a_source_applies_only_as_for_the_attacher() {
         let volume = serde_json::from_value(
             json!({"metadata": {"name": "pv"}, "spec": {"csi": {"driver": "d", "volumeHandle": "h", "readOnly": true}}}),
         )
@@ -677,7 +677,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_that_the_attacher_makes() {
+    fn names_match_those_of_the_attacher() {
         assert_eq!(unique_name("d", "h"), "kubernetes.io/csi/d^h");
         assert_eq!(
             attachment_name("d", "h", "n"),
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_has_the_kubelets_keys() {
+    fn vol_data_json_has_the_kubelets_keys() {
         let data = VolumeData {
             spec_vol_id: "pv".into(),
             volume_handle: "h".into(),

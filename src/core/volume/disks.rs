@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_known_by_their_links() {
+    fn disks_are_identified_by_their_links() {
         let disk = iscsi(json!({}));
         for (dir, link, expected) in [
             (
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn logging_in_says_only_what_is_asked_for() {
+    fn a_login_sets_only_the_requested_parameters() {
         let Disk::Iscsi(plain) = iscsi(json!({})) else {
             panic!("iSCSI")
         };
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn sessions_that_a_kubelet_has_begun_are_ended() {
+    fn sessions_that_a_kubelet_began_are_logged_out() {
         // As kubelet 1.36 writes it.
         let noted = |iface: &str, name: &str| {
             format!(
@@ -505,7 +505,7 @@ mod tests {
             )
         };
         let ended = |text: &str| -> Vec<String> {
-            let session = Iscsi::noted(text.as_bytes()).expect("a note");
+            let session = Iscsi::noted(text.as_bytes()).expect("a recorded session");
             assert_eq!(session.lun, 3);
             let calls = session.portals.iter().flat_map(|p| session.logout(p));
             calls.map(|call| call.join(" ")).collect()

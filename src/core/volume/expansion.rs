@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_is_tried_after_a_pause_that_doubles() {
+    fn failed_expansions_are_retried_with_doubling_pauses() {
         let mut known = Expansions::default();
         let two = grown(2, false);
         let mut now = 0;
@@ -145,14 +145,18 @@ mod tests {
             assert_eq!(again, Some(at(now)));
             assert_eq!(known.due("v", &two, at(now - 1)), Due::At(at(now)));
         }
-        assert!(!known.has_failed("v"), "it may have had success");
+        assert!(!known.has_failed("v"), "the call may have succeeded");
         for _ in 0..20 {
             known.tried("v", &two, Tried::Failed, at(now));
         }
         assert!(known.has_failed("v"));
         let most = at(now + 122_000);
         assert_eq!(known.due("v", &two, at(now + 121_999)), Due::At(most));
-        assert_eq!(known.due("v", &two, most), Due::Now, "no longer than that");
+        assert_eq!(
+            known.due("v", &two, most),
+            Due::Now,
+            "the pause has a maximum"
+        );
         assert_eq!(known.tried("v", &two, Tried::Done, at(now)), None);
         assert!(!known.has_failed("v"));
         // The claim was not updated.
@@ -160,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_its_driver_does_not_grow_in_use_is_not_tried_before_it_has_left_the_node() {
+    fn an_offline_expansion_waits_until_the_volume_leaves_the_node() {
         let mut known = Expansions::default();
         let two = grown(2, false);
         assert_eq!(known.due("v", &two, at(0)), Due::Now);
@@ -171,14 +175,18 @@ mod tests {
         assert_eq!(known.due("w", &two, at(0)), Due::Now, "another volume");
         known.forget("v");
         assert_eq!(known.due("v", &two, at(0)), Due::Now);
-        assert!(known.has_failed("v"), "that is remembered");
+        assert!(known.has_failed("v"), "the failure is remembered");
     }
 
     #[test]
-    fn what_another_node_has_grown_is_grown_here_if_it_was_here_before() {
+    fn a_volume_expanded_on_another_node_is_expanded_here_if_already_mounted() {
         let mut known = Expansions::default();
         let (two, three) = (grown(2, true), grown(3, true));
-        assert_eq!(known.due("v", &two, at(0)), Due::Never, "it came with that");
+        assert_eq!(
+            known.due("v", &two, at(0)),
+            Due::Never,
+            "it already had this size when mounted"
+        );
         assert_eq!(known.due("v", &three, at(0)), Due::Now);
         known.tried("v", &three, Tried::Done, at(0));
         assert_eq!(known.due("v", &three, at(0)), Due::Never);

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_limit_that_is_exceeded_is_named() {
+    fn the_first_exceeded_limit_is_reported() {
         let volumes =
             json!([{"name": "v", "emptyDir": {"sizeLimit": "1Ki"}}, {"name": "w", "emptyDir": {}}]);
         let limits = limits_of(

@@ -154,7 +154,7 @@ fn pd_region(zones: &[&str]) -> Result<String, Fault> {
         })
         .ok_or_else(|| {
             Fault::invalid(format!(
-                "the zones {} are not of one region",
+                "the zones {} are not in one region",
                 zones.join(", ")
             ))
         })
@@ -302,7 +302,7 @@ fn persistent_share(
         secret: &file.secret_name,
         share: &file.share_name,
         name: meta::name(volume),
-        namespace: namespace.ok_or_else(|| Fault::missing("azureFile has neither secretNamespace nor a claim: the namespace of its secret is not known"))?,
+        namespace: namespace.ok_or_else(|| Fault::missing("azureFile has neither secretNamespace nor a claim: the namespace of its secret is unknown"))?,
     };
     Ok(azure_file(&share, file.read_only))
 }
@@ -548,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_becomes_its_drivers_volume() {
+    fn each_in_tree_type_becomes_its_drivers_volume() {
         for (spec, driver, handle, attributes) in [
             (
                 json!({"awsElasticBlockStore": {"volumeID": "aws://eu-1a/vol-1", "fsType": "xfs", "partition": 2}}),
@@ -588,7 +588,7 @@ mod tests {
                 json!({}),
             ),
         ] {
-            let made = persistent(volume(json!({}), spec.clone())).expect("it is translated");
+            let made = persistent(volume(json!({}), spec.clone())).expect("a translation");
             let csi = made.spec.and_then(|s| s.csi).expect("a CSI volume");
             let told = serde_json::to_value(&csi.volume_attributes).expect("a map");
             assert_eq!(
@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_driver_serves_is_refused() {
+    fn volumes_without_a_driver_are_rejected() {
         for wrong in [
             json!({"awsElasticBlockStore": {"volumeID": "aws://z/snap-1"}}),
             json!({"azureDisk": {"diskName": "d", "diskURI": "u", "kind": "Dedicated"}}),
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn places_have_the_drivers_names_and_disks_the_modes_it_knows() {
+    fn zones_get_the_drivers_labels_and_disks_its_access_modes() {
         let affinity = |key: &str| json!({"required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": key, "operator": "In", "values": ["z"]}]}]}});
         let told = |made: PersistentVolume| serde_json::to_value(made.spec).expect("a spec");
         let named = told(
@@ -645,10 +645,10 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_own_source_is_named_by_its_disk() {
+    fn an_inline_volume_is_named_after_its_disk() {
         let of = |source: Value| {
             let volume: Volume = serde_json::from_value(source).expect("a volume");
-            inline(&volume, "n").expect("it is translated")
+            inline(&volume, "n").expect("a translation")
         };
         let disk = of(json!({"name": "v", "azureDisk": {"diskName": "d", "diskURI": "/s/d"}}))
             .expect("a volume");

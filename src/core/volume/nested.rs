@@ -52,7 +52,7 @@ mod tests {
     use serde_json::{Value, json};
 
     #[test]
-    fn only_what_is_mounted_right_within_a_volume_needs_a_place_there() {
+    fn only_mounts_directly_within_a_volume_need_a_mount_point_there() {
         let of = |mounts: Value| {
             let spec = json!({"containers": [{"name": "c", "volumeMounts": mounts}]});
             let pod: Pod = serde_json::from_value(json!({"spec": spec})).expect("a pod");

@@ -250,7 +250,7 @@ fn downward(
                 .find(|(_, c)| Some(&c.name) == reference.container_name.as_ref());
             let (_, container) = named.ok_or_else(|| {
                 Fault::invalid(format!(
-                    "resourceFieldRef names no container of the pod: {:?}",
+                    "resourceFieldRef names a container that the pod does not have: {:?}",
                     reference.container_name
                 ))
             })?;
@@ -396,7 +396,7 @@ fn projection(
     let known =
         "configMap, secret, downwardAPI, serviceAccountToken, clusterTrustBundle or podCertificate";
     Err(Fault::invalid(format!(
-        "the projected volume has a source that is not known: use {known}"
+        "the projected volume has an unknown source: use {known}"
     )))
 }
 
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn projections_choose_paths_and_modes() {
+    fn projections_select_paths_and_modes() {
         let file = |path: &str, text: &str, mode: u32| (path.to_owned(), text.to_owned(), mode);
         assert_eq!(
             made(json!({"configMap": {"name": "cm", "defaultMode": 256}})),
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_read_a_token_follows_the_pods_user_and_group() {
+    fn token_permissions_follow_the_pods_user_and_group() {
         let of = |spec: Value| {
             let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec}))
                 .expect("a pod");
@@ -576,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn trust_bundles_are_for_who_may_read_tokens() {
+    fn trust_bundles_have_the_permissions_of_tokens() {
         let source = serde_json::from_value(json!({"clusterTrustBundle": {"path": "roots"}}))
             .expect("a source");
         let given = Given {
@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_leave_the_volume_are_refused() {
+    fn paths_that_leave_the_volume_are_rejected() {
         for path in ["../x", "/x", "a/../b", "..data", "", "a//b", "."] {
             assert!(
                 made(json!({"configMap": {"name": "cm", "items": [{"key": "a", "path": path}]}}))

@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_told_after_half_a_minute_and_then_every_minute() {
+    fn a_slow_ownership_change_is_reported_after_half_a_minute_and_then_every_minute() {
         let shown = "u/volumes/kubernetes.io~csi/pv/mount";
         let due: Vec<u64> = (0..3).map(|told| due(told).as_secs()).collect();
         assert_eq!(due, [30, 90, 150]);

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_was_made_again_is_not_told_of_the_one_before_it() {
+    fn a_recreated_claim_gets_no_expansion_of_its_predecessor() {
         let mut made = claim(json!([]));
         made.metadata.uid = Some("two".into());
         let grown = |uid: Option<&str>| Grown {
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_told_what_becomes_of_its_growth() {
+    fn a_claims_conditions_report_its_expansion() {
         let time = "2026-11-20T00:00:01Z";
         let at: Timestamp = time.parse().expect("a time");
         let other = json!({"type": "Other", "status": "True"});

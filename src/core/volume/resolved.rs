@@ -312,7 +312,7 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, Fault> {
     if let Some(text) = medium.strip_prefix("HugePages-") {
         return size(text).ok_or_else(|| {
             Fault::invalid(format!(
-                "emptyDir medium {medium:?} is not known: use a size such as HugePages-2Mi"
+                "unknown emptyDir medium {medium:?}: use a size such as HugePages-2Mi"
             ))
         });
     }
@@ -326,10 +326,10 @@ fn page_size(pod: &Pod, medium: &str) -> Result<u64, Fault> {
     sizes.dedup();
     match sizes.as_slice() {
         [] => Err(Fault::invalid(
-            "medium HugePages is used, but no container asks for huge pages: add a request for hugepages-<size>",
+            "medium HugePages is used, but no container requests huge pages: add a request for hugepages-<size>",
         )),
         [one] => size(one)
-            .ok_or_else(|| Fault::invalid(format!("hugepages-{one} is not a size of pages"))),
+            .ok_or_else(|| Fault::invalid(format!("hugepages-{one} does not name a page size"))),
         _ => Err(Fault::invalid(
             "medium: HugePages can't be used if container requests multiple huge page sizes",
         )),
@@ -363,7 +363,7 @@ fn empty_dir(
         }
         medium if medium.starts_with("HugePages") => page_size(pod, medium).map(Medium::HugePages),
         other => Err(Fault::invalid(format!(
-            "emptyDir medium {other:?} is not known: use \"\", Memory or HugePages"
+            "unknown emptyDir medium {other:?}: use \"\", Memory or HugePages"
         ))),
     }
 }
@@ -493,10 +493,10 @@ pub fn resolve(
 fn unserved(name: &str, flex: Option<&String>) -> Problem {
     let why = match flex {
         Some(driver) => format!(
-            "no volume plugin matched: volume {name:?} is a flexVolume of driver {driver:?}; FlexVolume is deprecated and not built here, no driver in volumePluginDir is called: use a CSI driver"
+            "no volume plugin matched: volume {name:?} is a flexVolume of driver {driver:?}; FlexVolume is deprecated and not implemented here, no driver in volumePluginDir is called: use a CSI driver"
         ),
         None => format!(
-            "no volume plugin matched: volume {name:?} is of a type that this version does not serve: it serves emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the types that CSI drivers have taken over"
+            "no volume plugin matched: volume {name:?} has a type that this version does not support: it supports emptyDir, hostPath, configMap, secret, downwardAPI, projected, image, nfs, iscsi, fc, csi, and claims of hostPath, local, nfs, iscsi, fc and csi volumes, and the in-tree types that have migrated to CSI drivers"
         ),
     };
     Fault::invalid(why).into()

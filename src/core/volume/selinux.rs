@@ -218,7 +218,7 @@ mod tests {
     const POLICY: &str = "system_u:object_r:container_file_t:s0";
 
     #[test]
-    fn a_containers_options_take_the_place_of_its_pods() {
+    fn selinux_options_of_a_container_override_those_of_its_pod() {
         let options = |level: Option<&str>, kind: Option<&str>| SELinuxOptions {
             level: level.map(Into::into),
             type_: kind.map(Into::into),
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_one_pod_uses_with_one_known_label_is_mounted_with_it() {
+    fn only_volumes_of_one_pod_with_one_known_label_are_mounted_with_it() {
         let of = |modes: Value, context: Value, containers: Value| {
             let pod = serde_json::from_value(
                 json!({"spec": {"securityContext": context, "containers": containers}}),
@@ -252,7 +252,7 @@ mod tests {
         assert_eq!(
             of(json!(["ReadWriteOnce"]), level("s0:c1,c2"), one.clone()),
             None,
-            "others may use it with another label"
+            "other pods may use it with another label"
         );
         assert_eq!(
             of(alone(), json!({}), one.clone()),
@@ -276,18 +276,18 @@ mod tests {
         assert_eq!(
             of(alone(), level("s0:c1,c2"), privileged),
             None,
-            "a privileged container asks as others do"
+            "a privileged container counts like others"
         );
         let one_asks = json!([mounting(json!({})), mounting(level("s0:c1,c2"))]);
         assert_eq!(
             of(alone(), json!({}), one_asks),
             expected,
-            "who has no options asks for nothing"
+            "a container without options requests no label"
         );
     }
 
     #[test]
-    fn labels_are_those_of_a_policy_that_is_loaded() {
+    fn labels_require_a_loaded_selinux_policy() {
         let contexts = "process = \"a:b:c:s0\"\n# file = \"x\"\nfile = \"u:r:t:s0\"\n";
         assert_eq!(files(contexts), "u:r:t:s0");
         assert_eq!(files(""), "", "the runtime has no labels");
@@ -297,12 +297,12 @@ mod tests {
         };
         assert_eq!(label(&options, &files("")), None);
         assert!(is_loaded("system_u:system_r:kubelet_t:s0\0"));
-        assert!(is_loaded(""), "another security module answers");
+        assert!(is_loaded(""), "another security module is active");
         assert!(!is_loaded("kernel\0") && !is_loaded("kernel"));
     }
 
     #[test]
-    fn several_labels_for_one_volume_are_named() {
+    fn several_labels_for_one_volume_are_reported() {
         let context = |l: &str| json!({"seLinuxOptions": {"level": l}});
         let mounts = json!([{"name": "v", "mountPath": "/v"}]);
         let own =
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn access_modes_have_short_names_the_widest_first() {
+    fn access_modes_have_short_names_with_the_widest_first() {
         for (modes, expected) in [
             (vec!["ReadWriteOnce", "ReadWriteMany"], "RWX"),
             (vec!["ReadWriteOnce", "ReadOnlyMany"], "ROX"),
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_with_another_label_than_those_that_have_a_volume_is_noticed_once() {
+    fn a_conflicting_label_of_a_pod_is_reported_once() {
         let mut known = Admissions::default();
         assert_eq!(known.admit("v", "a", Some("x"), false), Admission::New);
         assert_eq!(known.admit("v", "a", Some("x"), false), Admission::Same);
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!(
             known.admit("v", "d", None, true),
             conflict,
-            "it has not got it"
+            "it is still not admitted"
         );
         for uid in ["a", "b", "c"] {
             known.forget(uid);

@@ -76,10 +76,10 @@ pub struct Device {
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The content is not JSON of the expected shape.
-    #[error("it is not a checkpoint of resource claims: {0}")]
+    #[error("not a resource claim checkpoint: {0}")]
     Malformed(#[from] serde_json::Error),
     /// The file was modified or is truncated.
-    #[error("its checksum is {found}, and its content has {expected}")]
+    #[error("its checksum is {found}, but that of its content is {expected}")]
     Checksum {
         /// Checksum in the file.
         found: u32,

@@ -78,7 +78,7 @@ fn names(batches: &Batches) -> Vec<String> {
 }
 
 #[test]
-fn a_pods_claims_are_those_it_names_and_those_made_for_it() {
+fn a_pods_claims_are_named_in_its_spec_or_generated_for_it() {
     let spec = json!({"resourceClaims": [
         {"name": "a", "resourceClaimName": "shared"}, {"name": "b", "resourceClaimTemplateName": "t"},
         {"name": "again", "resourceClaimName": "shared"}, {"name": "none", "resourceClaimTemplateName": "t"}]});
@@ -93,7 +93,7 @@ fn a_pods_claims_are_those_it_names_and_those_made_for_it() {
         "resourceClaimStatuses": [{"name": "b", "resourceClaimName": "p-b-x"}, {"name": "none"}],
         "extendedResourceClaimStatus": {"resourceClaimName": "extended", "requestMappings": []}}}));
     let found: Vec<(String, bool)> = references(&made)
-        .expect("all are made")
+        .expect("all claims exist")
         .into_iter()
         .map(|r| (r.name, r.own))
         .collect();
@@ -109,7 +109,7 @@ fn a_pods_claims_are_those_it_names_and_those_made_for_it() {
 }
 
 #[test]
-fn a_claim_has_to_be_the_pods_reserved_and_allocated() {
+fn a_claim_must_belong_to_the_pod_and_be_reserved_and_allocated() {
     let reserved = json!([{"resource": "pods", "name": "p", "uid": "u"}]);
     let allocation = json!({"devices": {"results": [
         {"request": "r", "driver": "a.example", "pool": "x", "device": "0"},
@@ -148,7 +148,7 @@ fn a_claim_has_to_be_the_pods_reserved_and_allocated() {
 }
 
 #[test]
-fn a_shared_claim_is_prepared_once_and_given_back_by_the_last() {
+fn a_shared_claim_is_prepared_once_and_unprepared_after_its_last_pod() {
     let mut claims = Claims::default();
     let shared = wanted("shared", "1", &["d", "e"]);
     let own = wanted("own", "2", &["d"]);
@@ -175,7 +175,7 @@ fn a_shared_claim_is_prepared_once_and_given_back_by_the_last() {
     assert_eq!(names(&back), ["d: own"]);
     claims.given_back(&back, false);
     let back = ask(claims.give_back("p"));
-    assert_eq!(names(&back), ["d: own"], "what failed is repeated");
+    assert_eq!(names(&back), ["d: own"], "a failed call is repeated");
     claims.given_back(&back, true);
     assert!(!claims.uses("p"));
     let back = ask(claims.give_back("q"));
@@ -186,7 +186,7 @@ fn a_shared_claim_is_prepared_once_and_given_back_by_the_last() {
 }
 
 #[test]
-fn nobody_begins_with_a_claim_that_somebody_is_about() {
+fn a_claim_with_a_call_in_progress_is_busy_for_other_pods() {
     let mut claims = Claims::default();
     let shared = [wanted("shared", "1", &["d"])];
     let asked = ask(claims.prepare("p", &shared).expect("no conflict"));
@@ -219,7 +219,7 @@ fn nobody_begins_with_a_claim_that_somebody_is_about() {
 }
 
 #[test]
-fn a_claim_without_devices_has_nobody_to_ask() {
+fn a_claim_without_devices_needs_no_driver() {
     let mut claims = Claims::default();
     let empty = [wanted("empty", "1", &[])];
     assert_eq!(prepare(&mut claims, "p", &empty, &[]), Batches::new());
@@ -228,7 +228,7 @@ fn a_claim_without_devices_has_nobody_to_ask() {
 }
 
 #[test]
-fn containers_find_the_devices_of_the_requests_that_they_name() {
+fn containers_get_the_devices_of_the_requests_that_they_name() {
     let pod = pod(json!({
         "spec": {"resourceClaims": [{"name": "a", "resourceClaimName": "one"}, {"name": "b", "resourceClaimName": "two"}],
             "containers": [
@@ -271,7 +271,7 @@ fn containers_find_the_devices_of_the_requests_that_they_name() {
 }
 
 #[test]
-fn drivers_have_to_answer_for_what_they_were_asked() {
+fn a_drivers_response_must_match_the_requested_claims() {
     let asked = [wanted("a", "1", &[]).claim, wanted("b", "2", &[]).claim];
     let answers = |list: &[(&str, Result<u8, &str>)]| {
         let answer = |(uid, answer): &(&str, Result<u8, &str>)| {
@@ -310,7 +310,7 @@ fn file() -> String {
 }
 
 #[test]
-fn the_kubelets_checkpoint_is_read_and_written() {
+fn the_kubelets_checkpoint_format_round_trips() {
     let text = file();
     let mut claims = checkpoint::read(&text).expect("a checkpoint");
     assert_eq!(checkpoint::write(&claims), text);
@@ -327,14 +327,14 @@ fn the_kubelets_checkpoint_is_read_and_written() {
 }
 
 #[test]
-fn a_checkpoint_that_was_changed_or_cut_off_is_not_used() {
+fn a_modified_or_truncated_checkpoint_is_rejected() {
     let text = file();
     let changed = checkpoint::read(&text.replace("v/c=0", "v/c=1")).expect_err("a change");
     assert!(matches!(
         changed,
         checkpoint::CheckpointError::Checksum { .. }
     ));
-    let cut = checkpoint::read(&text[..100]).expect_err("an end");
+    let cut = checkpoint::read(&text[..100]).expect_err("a truncated checkpoint");
     assert!(matches!(cut, checkpoint::CheckpointError::Malformed(_)));
 }
 
@@ -393,7 +393,7 @@ impl World {
                     return;
                 }
                 let begun = self.claims.prepare(&pod.to_string(), &list);
-                if let Begun::Ask(batches) = begun.expect("one uid a name") {
+                if let Begun::Ask(batches) = begun.expect("one uid per name") {
                     self.calls.push(Call::Prepare(pod, its, batches));
                 }
             }
@@ -416,7 +416,8 @@ impl World {
                 for call in begun {
                     self.held.extend(call.claims().map(|c| c.name.clone()));
                 }
-                self.claims = checkpoint::read(&checkpoint::write(&self.claims)).expect("our own");
+                self.claims = checkpoint::read(&checkpoint::write(&self.claims))
+                    .expect("the agent's own checkpoint");
             }
         }
     }
@@ -446,16 +447,16 @@ proptest! {
     /// For every sequence of events: no claim is prepared and unprepared concurrently. A claim stays prepared at its
     /// driver until the last of its pods releases it. When all pods have terminated, drivers have nothing left.
     #[test]
-    fn drivers_hold_what_pods_use_and_nothing_else(events in prop::collection::vec(event(), 0..60)) {
+    fn drivers_keep_prepared_exactly_the_claims_in_use(events in prop::collection::vec(event(), 0..60)) {
         let mut world = World::default();
         for event in events {
             world.happens(event);
             for claim in world.ready.values().flatten() {
-                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was given back under a pod");
+                prop_assert!(world.held.contains(&claim.to_string()), "claim {claim} was unprepared while a pod uses it");
             }
             let mut busy = BTreeSet::new();
             for claim in world.calls.iter().flat_map(Call::claims) {
-                prop_assert!(busy.insert(claim.clone()), "two calls for {claim:?}");
+                prop_assert!(busy.insert(claim.clone()), "two concurrent calls for {claim:?}");
             }
         }
         while let Some(call) = world.calls.pop() {
@@ -465,7 +466,7 @@ proptest! {
             let batches = ask(world.claims.give_back(&pod));
             world.ends(Call::GiveBack(0, batches), true);
         }
-        prop_assert!(world.held.is_empty(), "left at the driver: {:?}", world.held);
+        prop_assert!(world.held.is_empty(), "still prepared at the driver: {:?}", world.held);
         prop_assert_eq!(world.claims, Claims::default());
     }
 }
@@ -513,7 +514,7 @@ impl Told {
 }
 
 #[test]
-fn the_health_of_a_claims_devices_is_that_which_its_driver_told_last() {
+fn a_claims_device_health_is_what_its_driver_reported_last() {
     let mut told = Told {
         claims: Claims::default(),
         drivers: DriversHealth::default(),

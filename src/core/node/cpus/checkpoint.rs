@@ -80,9 +80,7 @@ pub fn read(text: &str, policy: &str) -> Result<State, String> {
         expected: checksum(&document),
     }
     .check(policy)?;
-    let set = |text: &str| {
-        parse_list(text).ok_or_else(|| format!("{text:?} is not a list of processors"))
-    };
+    let set = |text: &str| parse_list(text).ok_or_else(|| format!("{text:?} is not a CPU list"));
     let mut state = State {
         shared: set(&document.shared)?,
         ..State::default()
@@ -104,7 +102,7 @@ mod tests {
     const STATIC: &str = r#"{"policyName":"static","defaultCpuSet":"0,2","entries":{"a":{},"a-1":{"c":"5"},"b":{"a":"3-4","x":"1"}},"checksum":1979447490}"#;
 
     #[test]
-    fn what_the_kubelet_wrote_is_read_and_written_the_same() {
+    fn the_kubelets_checkpoint_round_trips_unchanged() {
         let state = read(STATIC, "static").expect("a state");
         assert_eq!(list(&state.shared), "0,2");
         assert_eq!(list(&state.exclusive["b"]["a"]), "3-4");
@@ -125,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_named() {
+    fn checkpoint_mismatches_are_reported() {
         for (text, policy, expected) in [
             ("{", "static", "EOF"),
             (&STATIC.replace("0,2", "0,3"), "static", "checksum"),

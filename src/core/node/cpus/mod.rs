@@ -125,7 +125,7 @@ impl Cpus {
         self.reserved = match &rules.reserved {
             Some(reserved) if !reserved.is_subset(&all) => {
                 return Err(format!(
-                    "reservedSystemCPUs: {} are not processors of this machine, which has {}",
+                    "reservedSystemCPUs: this machine does not have CPUs {}; it has {}",
                     list(&(reserved - &all)),
                     list(&all)
                 ));
@@ -136,7 +136,7 @@ impl Cpus {
                 let number = usize::try_from(whole).unwrap_or(usize::MAX);
                 self.take(&all, number).map_err(|_| {
                     format!(
-                        "systemReserved and kubeReserved set {number} processors aside, and this machine has {}",
+                        "systemReserved and kubeReserved reserve {number} CPUs, but this machine has only {}",
                         all.len()
                     )
                 })?
@@ -166,24 +166,24 @@ impl Cpus {
         };
         // With strict reservation, all other CPUs may be exclusive, so the shared set can be empty.
         if shared.is_empty() && !strict {
-            return Err("no processor is shared, though some are assigned".into());
+            return Err("it has exclusive CPUs and no shared ones".into());
         }
         if strict && !self.reserved.is_disjoint(shared) {
             return Err(format!(
-                "processors {} are strictly reserved, and are shared there",
+                "the strictly reserved CPUs {} are shared in it",
                 list(&(&self.reserved & shared))
             ));
         }
         if !strict && !self.reserved.is_subset(shared) {
             return Err(format!(
-                "not all of the reserved processors {} are shared there ({})",
+                "not all of the reserved CPUs {} are shared in it ({})",
                 list(&self.reserved),
                 list(shared)
             ));
         }
         if let Some((uid, container, own)) = given().find(|(_, _, own)| !own.is_disjoint(shared)) {
             return Err(format!(
-                "processors {} are shared there, and container {container} of pod {uid} has them",
+                "CPUs {} are shared in it, but exclusive to container {container} of pod {uid}",
                 list(&(own & shared))
             ));
         }
@@ -191,7 +191,7 @@ impl Cpus {
         known.extend(given().flat_map(|(_, _, own)| own));
         if known != self.usable() {
             return Err(format!(
-                "it is of a machine with the processors {}, and this one has {}",
+                "it was written on a machine with the CPUs {}; this machine has {}",
                 list(&known),
                 list(&self.usable())
             ));
@@ -503,7 +503,7 @@ fn check_options(
     topology: &Topology,
 ) -> Result<(), String> {
     if topology.cpus.is_empty() {
-        return Err("cpuManagerPolicy: static needs the machine's topology, and none can be read below /sys/devices/system/cpu".into());
+        return Err("cpuManagerPolicy: static needs the machine's topology, which cannot be read from /sys/devices/system/cpu".into());
     }
     if !options.by_socket {
         return Ok(());
@@ -514,7 +514,7 @@ fn check_options(
     let number = |level| topology.number_of(level);
     if number(Level::Socket) > number(Level::Node) {
         return Err(format!(
-            "cpuManagerPolicyOptions.align-by-socket is of no use on this machine, which has {} sockets and {} NUMA nodes: remove it",
+            "cpuManagerPolicyOptions.align-by-socket has no effect on this machine, which has {} sockets and {} NUMA nodes: remove it",
             number(Level::Socket),
             number(Level::Node)
         ));

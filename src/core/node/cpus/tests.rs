@@ -64,12 +64,12 @@ fn machines() -> Vec<(&'static str, Topology, Vec<&'static str>)> {
 }
 
 #[test]
-fn what_is_taken_is_what_the_kubelet_takes() {
+fn cpus_are_taken_in_the_kubelets_order() {
     let mut differences = vec![];
     for (name, topology, takes) in machines() {
         for line in takes {
             let (question, answer) = line.split_once(": ").expect("an answer");
-            let (way, rest) = question.split_once(' ').expect("a way");
+            let (way, rest) = question.split_once(' ').expect("a manner");
             let (number, free) = rest.split_once(" of ").expect("a number");
             let way = match way.strip_prefix("nodes-") {
                 Some(group) => Way {
@@ -86,7 +86,7 @@ fn what_is_taken_is_what_the_kubelet_takes() {
             let taken = accumulator::take(&topology, &set(free), number, way);
             let taken = taken.map_or("none".to_owned(), |taken| list(&taken));
             if taken != answer {
-                differences.push(format!("{name}: {line}, and here {taken}"));
+                differences.push(format!("{name}: {line}, but got {taken}"));
             }
         }
     }
@@ -157,7 +157,7 @@ fn shared(managers: &Managers) -> String {
 }
 
 #[test]
-fn whole_processors_are_a_containers_own_until_its_pod_goes() {
+fn whole_cpus_stay_exclusive_until_their_pod_is_removed() {
     // Threads of a core: 0 and 4, 1 and 5, 2 and 6, 3 and 7.
     let mut managers = manager("laptop", Options::default(), "0");
     managers
@@ -177,7 +177,7 @@ fn whole_processors_are_a_containers_own_until_its_pod_goes() {
     managers
         .admit(&pod("a", &[("main", "2")]), &mut Devices::default())
         .result
-        .expect("it has them");
+        .expect("a repeated admission succeeds");
     let refusal = managers
         .admit(
             &pod("c", &[("main", "3"), ("main", "3")]),
@@ -198,7 +198,7 @@ fn whole_processors_are_a_containers_own_until_its_pod_goes() {
 }
 
 #[test]
-fn init_containers_leave_their_processors_to_the_next_and_sidecars_keep_theirs() {
+fn init_containers_pass_on_their_cpus_and_sidecars_keep_theirs() {
     let mut managers = manager("laptop", Options::default(), "0");
     let containers = [
         ("init", "4"),
@@ -222,7 +222,7 @@ fn init_containers_leave_their_processors_to_the_next_and_sidecars_keep_theirs()
 }
 
 #[test]
-fn whole_cores_are_insisted_on_where_that_is_asked_for() {
+fn full_pcpus_only_rejects_partial_cores() {
     let options = Options {
         full_cores: true,
         ..Options::default()
@@ -260,7 +260,7 @@ fn whole_cores_are_insisted_on_where_that_is_asked_for() {
 }
 
 #[test]
-fn strictly_reserved_processors_are_nobodys() {
+fn strictly_reserved_cpus_are_in_no_pool() {
     let options = Options {
         strict_reservation: true,
         ..Options::default()
@@ -280,7 +280,7 @@ fn strictly_reserved_processors_are_nobodys() {
 }
 
 #[test]
-fn a_checkpoint_is_gone_on_with_or_refused_with_the_remedy() {
+fn a_checkpoint_is_restored_or_rejected_with_the_remedy() {
     let mut managers = manager("laptop", Options::default(), "0");
     managers
         .admit(&pod("a", &[("main", "2")]), &mut Devices::default())
@@ -303,13 +303,13 @@ fn a_checkpoint_is_gone_on_with_or_refused_with_the_remedy() {
         (
             rules(Options::default(), "1"),
             "laptop",
-            "not all of the reserved processors 1",
+            "not all of the reserved CPUs 1",
         ),
         (rules(strict, "0"), "laptop", "strictly reserved"),
         (
             rules(Options::default(), "0"),
             "one socket with a cache for four cores",
-            "this one has 0-31",
+            "this machine has 0-31",
         ),
         (
             managers::Rules::default(),
@@ -327,11 +327,11 @@ fn a_checkpoint_is_gone_on_with_or_refused_with_the_remedy() {
 }
 
 #[test]
-fn processors_are_not_changed_while_containers_run() {
+fn cpus_of_running_containers_are_not_resized() {
     let managers = manager("laptop", Options::default(), "0");
     let (one, two) = (pod("a", &[("main", "1")]), pod("a", &[("main", "2")]));
     assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("not while it runs");
+    let refusal = managers.resize(&one, &two).expect_err("a rejection");
     assert_eq!(refusal.reason, "Infeasible");
     let detail = refusal.infeasible.map(Infeasible::detail);
     assert_eq!(detail, Some("guaranteed_pod_cpu_manager_static_policy"));
@@ -356,7 +356,7 @@ fn aligned(policy: Policy, scope: Scope, options: Options) -> Managers {
 
 /// Ten CPUs per NUMA node.
 #[test]
-fn pods_that_do_not_fit_the_nodes_are_refused_as_the_policy_says() {
+fn pods_that_do_not_fit_numa_nodes_are_rejected_as_the_policy_requires() {
     let none = Options::default();
     for (policy, scope, containers, fits) in [
         (Policy::SingleNode, Scope::Container, vec!["10", "10"], true),
@@ -404,7 +404,7 @@ fn pods_that_do_not_fit_the_nodes_are_refused_as_the_policy_says() {
 }
 
 #[test]
-fn a_machine_with_too_many_nodes_is_not_aligned() {
+fn too_many_numa_nodes_are_rejected() {
     let rules = crate::core::node::hints::Rules {
         policy: Policy::BestEffort,
         scope: Scope::Pod,
@@ -447,7 +447,7 @@ proptest! {
     /// No CPU is allocated twice or lost, the reserved CPUs stay shared, every admitted container gets what it
     /// requests, and a restart changes nothing.
     #[test]
-    fn every_processor_is_shared_or_somebodys(
+    fn every_cpu_is_shared_or_exclusive(
         machine in 0_usize..14,
         bits in 0_u8..32,
         policy in 0_u8..4,

@@ -49,10 +49,10 @@ pub struct Entry {
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The content is not JSON of the expected shape.
-    #[error("it is not a checkpoint of devices: {0}")]
+    #[error("not a device checkpoint: {0}")]
     Malformed(#[from] serde_json::Error),
     /// The file was modified or is truncated.
-    #[error("its checksum is {found}, and its content has {expected}")]
+    #[error("its checksum is {found}, but that of its content is {expected}")]
     Checksum {
         /// Checksum in the file.
         found: u64,
@@ -163,7 +163,7 @@ mod tests {
     ];
 
     #[test]
-    fn the_kubelets_files_are_read_and_written() {
+    fn the_kubelets_checkpoint_files_round_trip() {
         for text in FILES {
             let data = read(text).expect(text);
             // Only the order of map keys may differ.
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_or_cut_off_is_not_used() {
+    fn modified_or_truncated_files_are_rejected() {
         let changed = FILES[2].replace("\"d1\"", "\"d3\"");
         assert!(matches!(
             read(&changed),

@@ -85,12 +85,12 @@ fn amounts_of(devices: &Devices) -> (i64, i64) {
 }
 
 #[test]
-fn refusals_are_in_the_kubelets_words() {
+fn rejections_have_the_kubelets_messages() {
     let none = Affinities::new();
     let mut devices = with(&["a", "b", "c!"]);
     devices.reserve(&plain("first", 1), &none).expect("free");
     let error = devices.reserve(&plain("second", 2), &none);
-    let refusal = error.expect_err("one is free").refusal();
+    let refusal = error.expect_err("only one is free").refusal();
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
@@ -124,7 +124,7 @@ fn refusals_are_in_the_kubelets_words() {
 }
 
 #[test]
-fn all_of_a_pods_devices_are_reserved_or_none() {
+fn a_pod_gets_all_its_devices_or_none() {
     let mut devices = with(&["a", "b"]);
     let two = json!({"containers": [container("one", 1), container("two", 2)]});
     assert!(
@@ -133,7 +133,7 @@ fn all_of_a_pods_devices_are_reserved_or_none() {
             .is_err()
     );
     assert_eq!(devices.free(THING).len(), 2);
-    assert!(!devices.release("p"), "nothing is left of it");
+    assert!(!devices.release("p"), "it has no devices");
     // Resources without a plugin, or provided by a claim, are ignored.
     let mut claimed = pod(
         "q",
@@ -150,14 +150,14 @@ fn all_of_a_pods_devices_are_reserved_or_none() {
 }
 
 #[test]
-fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
+fn init_containers_pass_on_their_devices_and_sidecars_keep_theirs() {
     let mut devices = with(&["a", "b", "c", "d"]);
     let mut sidecar = container("sidecar", 1);
     sidecar["restartPolicy"] = "Always".into();
     let spec = json!({"initContainers": [container("first", 2), container("second", 1), sidecar],
         "containers": [container("main", 1), container("other", 1)]});
     let asked = devices.reserve(&pod("p", &spec), &Affinities::new());
-    assert_eq!(asked.expect("they suffice").len(), 5);
+    assert_eq!(asked.expect("enough devices").len(), 5);
     let ids = |devices: &Devices, name: &str| devices.ids("p", &slot(name)).join(",");
     let all = |devices: &Devices| {
         ["first", "second", "sidecar", "main", "other"].map(|name| ids(devices, name))
@@ -187,7 +187,7 @@ fn init_containers_hand_on_their_devices_and_sidecars_keep_theirs() {
 }
 
 #[test]
-fn devices_near_the_wanted_nodes_come_first() {
+fn devices_on_the_preferred_numa_nodes_come_first() {
     let all = "a0,b1,c,d01,e1";
     for (node, wanted, expected, offered) in [
         (Some(1), 1, "b1", "b1,d01,e1"),
@@ -201,7 +201,7 @@ fn devices_near_the_wanted_nodes_come_first() {
         let mut devices = with(&["a0", "b1", "c", "d01", "e1"]);
         let near = node.map(|node| ("c".to_owned(), BTreeSet::from([node])));
         let reserved = devices.reserve(&plain("p", wanted), &near.into_iter().collect());
-        reserved.expect("they suffice");
+        reserved.expect("enough devices");
         let offer = devices.offer("p", &slot("c")).expect("reserved");
         let available: Vec<String> = offer.available.into_iter().collect();
         assert_eq!(
@@ -216,7 +216,7 @@ fn devices_near_the_wanted_nodes_come_first() {
 }
 
 #[test]
-fn hints_say_which_nodes_suffice() {
+fn hints_list_the_numa_nodes_that_suffice() {
     // A `+` marks a preferred hint.
     for (names, init, requested, expected) in [
         (vec!["a0", "b1"], 0, 1, "0+ 01 1+"),
@@ -262,7 +262,7 @@ fn hints_say_which_nodes_suffice() {
 }
 
 #[test]
-fn a_resource_goes_five_minutes_after_its_plugin() {
+fn a_resource_is_removed_five_minutes_after_its_plugin() {
     let mut devices = with(&["a", "b", "c!"]);
     assert_eq!(amounts_of(&devices), (3, 2));
     assert!(!devices.list(THING, 1, described(&["a", "b", "c!"])));
@@ -290,7 +290,7 @@ fn a_resource_goes_five_minutes_after_its_plugin() {
 }
 
 #[test]
-fn a_restart_keeps_what_containers_have() {
+fn a_restart_keeps_the_devices_of_containers() {
     let mut devices = with(&["a0", "b01", "c"]);
     devices
         .reserve(&plain("p", 2), &Affinities::new())
@@ -324,7 +324,7 @@ fn a_restart_keeps_what_containers_have() {
 }
 
 #[test]
-fn answers_of_several_plugins_are_put_together_and_the_first_counts() {
+fn responses_of_several_plugins_are_merged_and_the_first_wins() {
     use holdfast_proto::deviceplugin as pb;
     let mut devices = with(&["a"]);
     devices.register("example.com/other", 2);
@@ -368,7 +368,7 @@ fn answers_of_several_plugins_are_put_together_and_the_first_counts() {
 }
 
 #[test]
-fn names_of_resources_are_extended_ones() {
+fn resource_names_must_be_extended_ones() {
     for (name, expected) in [
         (THING, true),
         ("a/B_c.d-e", true),
@@ -431,7 +431,7 @@ fn check_owners(devices: &Devices) {
                 else {
                     continue;
                 };
-                assert_eq!(&other, uid, "{id} has two pods");
+                assert_eq!(&other, uid, "{id} is allocated to two pods");
                 assert!(
                     (container == "init") != (name == "init"),
                     "{id}: {container} and {name}"
@@ -443,7 +443,7 @@ fn check_owners(devices: &Devices) {
 
 proptest! {
     #[test]
-    fn no_device_is_given_twice_and_no_unhealthy_one(changes in prop::collection::vec(change(), 1..40)) {
+    fn no_device_is_allocated_twice_or_while_unhealthy(changes in prop::collection::vec(change(), 1..40)) {
         let mut devices = Devices::default();
         let mut number = 0;
         for change in changes {
@@ -511,15 +511,19 @@ proptest! {
 }
 
 #[test]
-fn the_health_of_what_containers_have_follows_their_plugin() {
+fn device_health_follows_the_plugin() {
     use crate::core::pod::status::devices::Health;
 
     let mut devices = with(&["a", "b"]);
     let pod = plain("p", 1);
     devices
         .reserve(&pod, &Affinities::new())
-        .expect("there is room");
-    assert_eq!(devices.health("p"), BTreeMap::new(), "it is not given yet");
+        .expect("enough devices");
+    assert_eq!(
+        devices.health("p"),
+        BTreeMap::new(),
+        "reserved devices are not allocated yet"
+    );
     assert!(devices.answered("p", &slot("c"), answer("a")));
     let of = |devices: &Devices| {
         let health = devices.health("p");
@@ -533,7 +537,11 @@ fn the_health_of_what_containers_have_follows_their_plugin() {
     assert!(devices.list(THING, 1, described(&["a!", "b"])));
     assert_eq!(of(&devices), Health::Unhealthy);
     assert!(devices.list(THING, 1, described(&["b"])));
-    assert_eq!(of(&devices), Health::Unknown, "it is not named any more");
+    assert_eq!(
+        of(&devices),
+        Health::Unknown,
+        "the plugin no longer lists it"
+    );
     assert!(devices.list(THING, 1, described(&["a!", "b!"])));
     // After the plugin reconnects, health is unknown until it lists its devices, even if the list is unchanged.
     assert!(devices.lose(THING, 1, at(0)));
@@ -542,7 +550,7 @@ fn the_health_of_what_containers_have_follows_their_plugin() {
     assert_eq!(of(&devices), Health::Unknown);
     assert!(
         devices.list(THING, 2, described(&["a!", "b!"])),
-        "that is news"
+        "the health has changed"
     );
     assert_eq!(of(&devices), Health::Unhealthy);
     // A new registration without a disconnect changes nothing.

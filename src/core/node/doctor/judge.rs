@@ -62,13 +62,13 @@ pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
             Severity::Warning,
             "config",
             what.clone(),
-            "the node does not do what this part of its configuration says",
-            "remove the field, or see docs/ for what is honoured",
+            "this part of the configuration has no effect",
+            "remove the field, or see docs/CONFIGURATION.md and docs/FEATURES.md for what is supported",
         )
     });
     let mut findings: Vec<Finding> = refused.chain(unread).collect();
     if findings.is_empty() {
-        findings.push(ok("config", "valid, and all of it is honoured"));
+        findings.push(ok("config", "valid, and every field takes effect"));
     }
     findings
 }
@@ -80,7 +80,7 @@ pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
             Severity::Error,
             "kernel",
             format!("Linux {} without overlayfs", facts.kernel),
-            "containerd cannot make containers with its default snapshotter",
+            "containerd cannot create containers with its default snapshotter",
             "modprobe overlay; echo overlay > /etc/modules-load.d/overlay.conf",
         ));
     }
@@ -89,7 +89,7 @@ pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
             Severity::Error,
             "kernel",
             "net.ipv4.ip_forward is 0",
-            "pods reach nothing outside their node, and nothing reaches them",
+            "pods have no connections beyond their node, in either direction",
             "sysctl -w net.ipv4.ip_forward=1; echo net.ipv4.ip_forward=1 > /etc/sysctl.d/99-kubernetes.conf",
         ));
     }
@@ -98,7 +98,7 @@ pub(super) fn kernel(facts: &Facts) -> Vec<Finding> {
             Severity::Warning,
             "kernel",
             "net.bridge.bridge-nf-call-iptables is 0",
-            "a pod may not reach a service whose pod is on the same bridge, and network policies are not kept there",
+            "a pod may fail to reach a service whose pod is on the same bridge, and network policies are not enforced there",
             "sysctl -w net.bridge.bridge-nf-call-iptables=1",
         ));
     }
@@ -118,7 +118,7 @@ pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
             Severity::Error,
             "cgroups",
             format!("cgroup {version} without {}", missing.join(", ")),
-            "the limits of pods are not kept, or their cgroups cannot be made",
+            "limits of pods are not enforced, or their cgroups cannot be created",
             "boot with cgroup_enable=cpuset,memory on the kernel's command line, and let systemd delegate the controllers",
         ));
     }
@@ -136,7 +136,7 @@ pub(super) fn cgroups(facts: &Facts) -> Vec<Finding> {
                 driver(facts.wants_systemd),
                 driver(systemd)
             ),
-            "the agent uses the runtime's; a kubelet without the same knowledge would fail to start pods",
+            "the agent uses the runtime's driver; a kubelet that does not detect it would fail to start pods",
             format!("set cgroupDriver: {} in the KubeletConfiguration", driver(systemd)),
         )),
         Some(systemd) if findings.is_empty() => findings.push(ok(
@@ -173,7 +173,7 @@ pub(super) fn runtime(
             "runtime",
             format!("{} is not ready: {why}", facts.version),
             "no pod starts, and the node is NotReady",
-            "journalctl -u containerd says what it lacks",
+            "find the cause with journalctl -u containerd",
         ));
     }
     let no_network = facts.network_not_ready.as_ref();
@@ -188,7 +188,7 @@ pub(super) fn runtime(
                 facts.took.as_secs_f64()
             ),
             "pods start and stop slowly",
-            "look for a disk or a processor that is busy: iostat -x 1, top",
+            "find the busy disk or CPU: iostat -x 1, top",
         ));
     }
     if findings.is_empty() {
@@ -196,7 +196,7 @@ pub(super) fn runtime(
         findings.push(ok(
             "runtime",
             format!(
-                "{} at {endpoint}, its network is ready, answered in {took} ms",
+                "{} at {endpoint}, network ready, answered in {took} ms",
                 facts.version
             ),
         ));
@@ -228,8 +228,7 @@ pub(super) fn disk(disk: &Disk) -> Vec<Finding> {
         percent(*inodes_free, *inodes),
     );
     let mut findings = vec![];
-    let leads_to =
-        "below the kubelet's eviction thresholds images are removed and pods are evicted";
+    let leads_to = "below the eviction thresholds, images are removed and pods are evicted";
     let least = match *purpose {
         IMAGES => LITTLE_ROOM_FOR_IMAGES,
         _ => LITTLE_ROOM.0,
@@ -271,8 +270,8 @@ pub(super) fn resolve(path: &str, resolver: &Result<Resolver, String>) -> Findin
                 Severity::Error,
                 "dns",
                 why.clone(),
-                "pods inherit no name resolution from the node, the cluster's DNS server among them",
-                "name the file with resolvConf",
+                "pods, including the cluster's DNS server, inherit no name resolution from the node",
+                "set resolvConf to the path of a readable resolv.conf",
             );
         }
     };
@@ -284,9 +283,9 @@ pub(super) fn resolve(path: &str, resolver: &Result<Resolver, String>) -> Findin
         return fault(
             Severity::Warning,
             "dns",
-            format!("{path} names {server}, which is another one in every pod"),
-            "pods with dnsPolicy Default resolve nothing, and CoreDNS asks itself until it ends",
-            "set resolvConf: /run/systemd/resolve/resolv.conf, or the file with the real servers",
+            format!("{path} names {server}, a loopback address, which in a pod is the pod itself"),
+            "pods with dnsPolicy Default resolve no names, and CoreDNS queries itself until it exits",
+            "set resolvConf: /run/systemd/resolve/resolv.conf, or the file that lists the real servers",
         );
     }
     match dns::check_host(resolver) {
@@ -324,9 +323,9 @@ pub(super) fn port(port: &Port) -> Finding {
             fault(
                 Severity::Error,
                 "port",
-                format!("{address} ({field}) is taken by {who}"),
+                format!("{address} ({field}) is in use by {who}"),
                 "the agent cannot serve there: no logs, no exec, no metrics",
-                format!("end that process, or set another port with {field}"),
+                format!("stop that process, or set another port with {field}"),
             )
         }
     }
@@ -344,7 +343,7 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
             Severity::Error,
             "certificate",
             found(format!("is not valid before {begins}")),
-            "nobody accepts it: the machine's clock is behind, or the certificate is wrong",
+            "every peer rejects it: the machine's clock is behind, or the certificate is wrong",
             "timedatectl set-ntp true",
         );
     }
@@ -353,8 +352,8 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
             Severity::Error,
             "certificate",
             found(format!("expired at {ends}")),
-            "the apiserver and the node do not accept each other",
-            "kubeadm certs renew, or join the node anew; with rotateCertificates the agent renews it by itself while it runs",
+            "connections between the apiserver and the node fail",
+            "kubeadm certs renew, or join the node again; with rotateCertificates a running agent renews it automatically",
         );
     }
     let left = ends.duration_since(now);
@@ -364,8 +363,8 @@ pub(super) fn certificate(held: &Certificate, now: Timestamp) -> Finding {
             Severity::Warning,
             "certificate",
             found(format!("expires in {days} days, at {ends}")),
-            "from then on the apiserver and the node do not accept each other",
-            "set rotateCertificates: true, and look whether its requests are approved: kubectl get csr",
+            "after that, connections between the apiserver and the node fail",
+            "set rotateCertificates: true, and check that its requests are approved: kubectl get csr",
         );
     }
     ok("certificate", found(format!("is valid for {days} days")))
@@ -377,7 +376,7 @@ fn missing(registers_after: Option<Duration>) -> Finding {
         Some(after) => ok(
             "node",
             format!(
-                "the Node object does not exist: the agent registers it at its start, or when it has been missing for {}",
+                "the Node object does not exist: the agent registers it when it starts, or after it has been missing for {}",
                 shown(after)
             ),
         ),
@@ -385,7 +384,7 @@ fn missing(registers_after: Option<Duration>) -> Finding {
             Severity::Warning,
             "node",
             "the Node object does not exist, and registerNode is false",
-            "the scheduler sends no pods to this node, and the control plane removes those that run",
+            "the scheduler assigns no pods to this node, and the control plane removes the running ones",
             "create the Node object, or set registerNode to true",
         ),
     }
@@ -399,8 +398,8 @@ pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
                 Severity::Error,
                 "apiserver",
                 format!("no answer: {why}"),
-                "the node gets no pods, and becomes Unknown to the cluster after 40 s",
-                "check the server's address in the kubeconfig and the way there: curl -k https://SERVER/livez",
+                "the node gets no pods, and its Ready condition becomes Unknown after 40 s",
+                "check the server's address in the kubeconfig and the network path: curl -k https://SERVER/livez",
             )];
         }
     };
@@ -418,7 +417,7 @@ pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
             Severity::Error,
             "clock",
             format!("this machine's clock is {seconds} s {by} the apiserver's"),
-            "leases, tokens and certificates are taken for expired, or for not valid yet",
+            "leases, tokens and certificates count as expired or not yet valid",
             "timedatectl set-ntp true",
         ));
     }
@@ -426,18 +425,18 @@ pub(super) fn api(said: &Result<ApiFacts, String>) -> Vec<Finding> {
         findings.push(fault(
             Severity::Warning,
             "apiserver",
-            format!("its answer took {:.1} s", facts.took.as_secs_f64()),
+            format!("took {:.1} s to answer", facts.took.as_secs_f64()),
             "pods start late, and statuses are old",
-            "look at the way there and at the apiserver's load",
+            "check the network path and the apiserver's load",
         ));
     }
     match facts.node_ready {
         Some(false) => findings.push(fault(
             Severity::Warning,
             "node",
-            "its object is there and not Ready",
-            "no pod is scheduled to it",
-            "kubectl describe node: the condition Ready says why",
+            "the Node object exists and is not Ready",
+            "no pods are scheduled to this node",
+            "find the cause in the Ready condition: kubectl describe node",
         )),
         Some(true) => findings.push(ok("node", "Ready")),
         None => findings.push(missing(facts.registers_after)),

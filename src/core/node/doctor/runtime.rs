@@ -122,7 +122,7 @@ pub(super) fn not_ready(why: &str, facts: Option<&NetworkFacts>) -> Finding {
         Severity::Error,
         "network",
         format!("the runtime has no pod network: {why}"),
-        "the node is NotReady, and only pods of the host's network start",
+        "the node is NotReady, and only host-network pods start",
         how_to_install(facts),
     )
 }
@@ -135,7 +135,7 @@ fn how_to_install(facts: Option<&NetworkFacts>) -> String {
         false => told,
     };
     format!(
-        "install a network plugin: its configuration goes to {}, its programs to {}",
+        "install a network plugin: its configuration goes to {}, its binaries to {}",
         or(conf_dir, "/etc/cni/net.d"),
         or(bin_dirs, "/opt/cni/bin")
     )
@@ -143,14 +143,16 @@ fn how_to_install(facts: Option<&NetworkFacts>) -> String {
 
 /// Findings about the CNI configuration. `is_told` is whether a missing network was already reported.
 pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
-    let no_start = "no pod with a network of its own starts: its sandbox cannot be made";
+    let no_start = "only host-network pods start: the sandboxes of others cannot be created";
     let (conf_dir, bin_dirs) = facts.places();
     let Some(PodNetwork { file, content }) = &facts.first else {
         let finding = fault(
             Severity::Warning,
             "cni",
-            format!("{conf_dir} has no network configuration, though the runtime has a network"),
-            "the runtime has no pod network any more when it starts again",
+            format!(
+                "{conf_dir} has no network configuration, although the runtime's network is ready"
+            ),
+            "the runtime has no pod network after its next restart",
             how_to_install(Some(facts)),
         );
         return Vec::from_iter((!is_told).then_some(finding));
@@ -160,8 +162,9 @@ pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
         Ok(content) => content,
         Err(why) => {
             let found = format!("{file} is not a network configuration: {why}");
-            let remedy =
-                format!("python3 -m json.tool {file}; or remove it, if another one counts");
+            let remedy = format!(
+                "find the error with python3 -m json.tool {file}, or remove the file if another one is right"
+            );
             return vec![fault(Severity::Error, "cni", found, no_start, remedy)];
         }
     };
@@ -186,13 +189,13 @@ pub(super) fn network(facts: &NetworkFacts, is_told: bool) -> Vec<Finding> {
 
 /// Remedy for hidden network namespaces.
 pub const UNHIDE: &str =
-    "umount -R /run/netns; namespaces that `ip netns add` made since then lose their names";
+    "umount -R /run/netns; namespaces that `ip netns add` has created since then lose their names";
 
 /// Finding: a mount over their directory hides the network namespaces of sandboxes.
 pub(super) fn hidden(namespaces: &[PathBuf]) -> Option<Finding> {
     let first = namespaces.first()?;
     let found = format!(
-        "a mount over /run/netns hides {} network namespaces of pods, among them {}: probably the first `ip netns add` of this boot",
+        "a mount over /run/netns hides {} network namespaces of pods, among them {}; the probable cause is the first `ip netns add` of this boot",
         namespaces.len(),
         first.display()
     );
@@ -213,7 +216,7 @@ pub(super) fn configured(facts: &RuntimeFacts, wants_systemd: bool) -> Vec<Findi
             Severity::Error,
             "cgroups",
             format!("cgroupDriver is {wanted}, and the runtime's handler has SystemdCgroup = {systemd}"),
-            "sandboxes cannot be made in the pods' cgroups: no pod starts",
+            "sandboxes cannot be created in the pods' cgroups: no pod starts",
             format!(
                 "sed -i 's/SystemdCgroup = {systemd}/SystemdCgroup = {wants_systemd}/' /etc/containerd/config.toml; systemctl restart containerd"
             ),
@@ -223,8 +226,8 @@ pub(super) fn configured(facts: &RuntimeFacts, wants_systemd: bool) -> Vec<Findi
         findings.push(fault(
             Severity::Warning,
             "runtime",
-            format!("the image of sandboxes, {image}, is not here"),
-            "the first pod waits for its pull, and none starts where its registry cannot be reached",
+            format!("the sandbox image {image} is not on this machine"),
+            "the first pod waits for its pull, and no pod starts if its registry cannot be reached",
             format!("crictl pull {image}"),
         ));
     }

@@ -62,7 +62,7 @@ fn healthy() -> Facts {
 }
 
 #[test]
-fn a_healthy_node_has_no_fault() {
+fn a_healthy_node_has_no_finding() {
     let findings = diagnose(&healthy());
     assert_eq!(worst(&findings), Severity::Ok, "{}", text(&findings));
     let subjects: Vec<&str> = findings.iter().map(|f| f.subject).collect();
@@ -124,7 +124,7 @@ fn at(now: &'static str) -> impl FnOnce(&mut Facts) {
 }
 
 #[test]
-fn faults_of_the_machine_are_found_alone_with_their_remedies() {
+fn each_machine_fault_yields_one_finding_with_its_remedy() {
     use Severity::{Error, Warning};
     only(
         |f| f.configuration.push("x".into()),
@@ -173,7 +173,7 @@ fn faults_of_the_machine_are_found_alone_with_their_remedies() {
 }
 
 #[test]
-fn faults_of_what_the_node_talks_to_are_found_alone_with_their_remedies() {
+fn each_fault_of_a_peer_yields_one_finding_with_its_remedy() {
     use Severity::{Error, Warning};
     let gone = || Some(("unix:///x".into(), Err("refused".into())));
     only(|f| f.runtime = gone(), "runtime", Error, "containerd");
@@ -232,7 +232,7 @@ fn with_network(change: impl FnOnce(&mut NetworkFacts)) -> impl FnOnce(&mut Fact
 }
 
 #[test]
-fn faults_of_the_runtimes_configuration_are_found_alone_with_their_remedies() {
+fn each_runtime_configuration_fault_yields_one_finding_with_its_remedy() {
     use Severity::{Error, Warning};
     let content = |network: &mut NetworkFacts, content| {
         network.first = Some(PodNetwork {
@@ -268,7 +268,7 @@ fn faults_of_the_runtimes_configuration_are_found_alone_with_their_remedies() {
 }
 
 #[test]
-fn a_runtimes_answer_is_read_as_far_as_it_goes() {
+fn partial_runtime_status_details_are_parsed() {
     let of = |parts: &[(&str, serde_json::Value)]| {
         let parts = parts
             .iter()
@@ -303,7 +303,7 @@ fn a_runtimes_answer_is_read_as_far_as_it_goes() {
 }
 
 #[test]
-fn a_networks_plugins_are_those_of_its_list_or_its_own() {
+fn a_networks_plugins_come_from_its_conflist_or_its_conf() {
     for (text, expected) in [
         (
             r#"{"name": "n", "plugins": [{"type": "a"}, {"type": "b"}]}"#,
@@ -339,7 +339,7 @@ fn a_networks_plugins_are_those_of_its_list_or_its_own() {
 }
 
 #[test]
-fn what_would_stop_the_start_is_an_error_and_shown_with_its_effect() {
+fn a_fault_that_prevents_the_start_is_an_error_with_its_effect() {
     let mut facts = healthy();
     facts.refusals = vec!["this machine swaps (/swap): run swapoff -a".into()];
     let findings = diagnose(&facts);

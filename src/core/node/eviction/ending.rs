@@ -82,7 +82,7 @@ mod tests {
     /// A soft threshold grants 90 seconds. The wait is these 90 seconds plus 30, and only for the pressure that caused
     /// the eviction.
     #[test]
-    fn a_pod_is_waited_for_as_long_as_it_may_take() {
+    fn the_wait_for_an_evicted_pod_covers_its_grace_period() {
         let mut ending = Ending::default();
         ending.told(Memory, "hog", at(10), 90);
         for (now, pressure, wait, overdue) in [
@@ -104,7 +104,7 @@ mod tests {
 
     /// If the hard threshold is crossed while the pod terminates, the grace period is shortened once.
     #[test]
-    fn a_pod_that_ends_is_told_again_when_it_is_to_end_sooner() {
+    fn a_terminating_pod_is_notified_when_its_grace_period_shortens() {
         let mut ending = Ending::default();
         ending.told(Memory, "hog", at(10), 90);
         let later = |ending: &Ending, pressure, now, grace| {

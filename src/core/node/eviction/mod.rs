@@ -241,7 +241,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn pods_are_refused_by_what_is_short_and_what_they_ask_for() {
+    fn pods_are_rejected_by_node_pressure_and_qos_class() {
         let pod = |value: serde_json::Value| -> Pod {
             let mut pod =
                 json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c"}]}});
@@ -264,7 +264,7 @@ mod tests {
             ("burstable", &burstable, true, false),
             ("critical", &critical, true, true),
             ("tolerant", &tolerant, true, false),
-            ("runs here already", &runs, true, true),
+            ("already running", &runs, true, true),
         ] {
             assert_eq!(refusal(&Pressures::new(), pod), None, "{name}");
             assert_eq!(refusal(&memory, pod).is_none(), under_memory, "{name}");
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn signals_have_the_names_of_the_format() {
+    fn eviction_signals_have_upstreams_names() {
         for signal in Signal::ALL {
             assert_eq!(Signal::named(signal.name()), Some(signal));
         }

@@ -106,7 +106,7 @@ pub fn explain(resource: Resource, ranked: &[Candidate]) -> String {
     let one = |c: &Candidate| {
         let used = resource.quantity(c.usage(resource));
         let (name, asked, priority) = (pod::full_name(&c.pod), c.request(resource), c.priority());
-        format!("{name} uses {used}, asked for {asked}, priority {priority}")
+        format!("{name} uses {used}, requested {asked}, priority {priority}")
     };
     let told: Vec<String> = ranked.iter().take(TOLD).map(one).collect();
     match ranked.len().checked_sub(TOLD) {
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_go_by_excess_priority_and_size() {
+    fn pods_are_ranked_by_excess_priority_and_usage() {
         let all = || {
             vec![
                 candidate("guaranteed-like", 0, "500Mi", 400),
@@ -264,13 +264,13 @@ mod tests {
         }
         let told = explain(Resource::Memory, &rank(Resource::Memory, all()));
         assert!(
-            told.starts_with("large_n uses 300Mi, asked for 100Mi, priority 0; small_n uses 50Mi"),
+            told.starts_with("large_n uses 300Mi, requested 100Mi, priority 0; small_n uses 50Mi"),
             "{told}"
         );
     }
 
     #[test]
-    fn programs_are_told_who_used_too_much() {
+    fn eviction_annotations_name_the_offending_containers() {
         let ranked = [
             candidate("hog", 0, "100Mi", 1024),
             candidate("b", 0, "0", 5),
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_victim_is_told_in_the_kubelets_words() {
+    fn eviction_messages_are_the_kubelets() {
         let amount = Amount {
             capacity: 400 * MIB,
             available: 50 * MIB,
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn only_soft_thresholds_leave_time() {
+    fn only_soft_thresholds_grant_a_grace_period() {
         let settings = |max_pod_grace| Settings {
             thresholds: vec![],
             transition: Duration::ZERO,
@@ -372,7 +372,7 @@ mod tests {
     proptest! {
         /// No pod within its request is evicted before a pod that exceeds its own, and critical pods are never evicted.
         #[test]
-        fn requests_protect(pods in proptest::collection::vec((-5_i32..5, 0_u64..200, 0_u64..200), 0..20)) {
+        fn requests_protect_from_eviction(pods in proptest::collection::vec((-5_i32..5, 0_u64..200, 0_u64..200), 0..20)) {
             let all: Vec<Candidate> = pods.iter().enumerate()
                 .map(|(n, (priority, request, used))| candidate(&format!("p{n}"), *priority, &format!("{request}Mi"), *used))
                 .chain([candidate("critical", 2_000_000_000, "0", 1)])

@@ -125,7 +125,7 @@ fn entries<'a>(
             field,
             signal: name.clone(),
             value: text.clone(),
-            remedy: "there is no such signal; use memory.available, allocatableMemory.available, nodefs.available, nodefs.inodesFree, imagefs.available, imagefs.inodesFree or pid.available",
+            remedy: "no such signal: use memory.available, allocatableMemory.available, nodefs.available, nodefs.inodesFree, imagefs.available, imagefs.inodesFree or pid.available",
         }),
     })
 }
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_and_percentages_are_read_and_memory_counts_twice() {
+    fn quantities_and_percentages_are_parsed_and_memory_has_two_thresholds() {
         let found = parsed(
             &[
                 ("memory.available", "100Mi"),
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn invalid_thresholds_are_reported() {
         let of = |key: &str, value: &str| [(key.to_owned(), value.to_owned())];
         let cases = [
             ("hard", of("memory", "1Gi"), "no such signal"),
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_are_met_below_them_and_left_with_what_is_to_be_reclaimed() {
+    fn thresholds_are_met_below_their_level_and_cleared_above_the_minimum_reclaim() {
         let amount = |available| Amount {
             capacity: 1000,
             available,

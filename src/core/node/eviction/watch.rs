@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn hard_ones_count_at_once_soft_ones_after_their_grace_and_conditions_outlast_them() {
+    fn hard_thresholds_apply_immediately_soft_ones_after_their_grace_and_conditions_last_longer() {
         let (settings, mut watch) = (settings(), Watch::default());
         let pressed = Pressures::from([Pressure::Memory]);
         // Columns: second; available memory in 64ths of a GiB; grace periods of thresholds that require evictions;
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_measured_is_not_met() {
+    fn a_threshold_without_a_measurement_is_not_met() {
         let (settings, mut watch) = (settings(), Watch::default());
         let none = watch.assess(&settings, &Observations::new(), Duration::ZERO);
         assert_eq!(none, Assessment::default());
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_looked_at_the_oftener_the_nearer_a_threshold_is() {
+    fn memory_is_measured_more_often_near_a_threshold() {
         let (settings, mut watch) = (settings(), Watch::default());
         for (available, cpus, millis) in [
             (8 * GIB, 2, 3000),
@@ -261,7 +261,7 @@ mod tests {
         /// For all measurements: evictions require a threshold that is met or not yet cleared. A hard threshold takes
         /// effect immediately. Every threshold that requires evictions has its condition active.
         #[test]
-        fn what_drives_is_met_and_shown(levels in proptest::collection::vec((0_u64..4 * GIB, 1_u64..60), 1..40)) {
+        fn thresholds_that_require_evictions_are_met_and_reported(levels in proptest::collection::vec((0_u64..4 * GIB, 1_u64..60), 1..40)) {
             let (settings, mut watch, mut now) = (settings(), Watch::default(), Duration::ZERO);
             for (available, wait) in levels {
                 let seen = memory(available);

@@ -100,7 +100,7 @@ fn hints_are_merged_as_the_kubelet_merges_them() {
         for (policy, expected) in expected {
             let got = merged(rules(policy, closest), &here, offers);
             if got != expected {
-                differences.push(format!("{policy:?} {line}, and here {got}"));
+                differences.push(format!("{policy:?} {line}, but got {got}"));
             }
         }
     }
@@ -108,7 +108,7 @@ fn hints_are_merged_as_the_kubelet_merges_them() {
 }
 
 #[test]
-fn more_nodes_are_aligned_where_that_is_allowed() {
+fn more_numa_nodes_are_allowed_by_an_option() {
     let rows: Vec<String> = (0..9)
         .map(|id| format!("{id}:10,10,10,10,10,10,10,10,10"))
         .collect();
@@ -123,7 +123,7 @@ fn more_nodes_are_aligned_where_that_is_allowed() {
 }
 
 #[test]
-fn nodes_are_not_near_where_nobody_knows_how_far_they_are() {
+fn without_known_distances_closest_numa_nodes_are_rejected() {
     let mut machine = machine("0:10,11 1:11,10");
     let near = rules(Policy::BestEffort, true);
     assert!(Alignment::new(near, &machine).is_ok());
@@ -137,7 +137,7 @@ fn nodes_are_not_near_where_nobody_knows_how_far_they_are() {
 }
 
 #[test]
-fn masks_are_sets_of_nodes() {
+fn masks_are_sets_of_numa_nodes() {
     let mask = NodeMask::of([1, 3, 63, 64]);
     assert_eq!(mask.nodes(), [1, 3, 63]);
     assert!(NodeMask::of([3]).is_within(mask) && !mask.is_within(NodeMask::of([3])));

@@ -32,7 +32,7 @@ fn with_two_cpus<T>(work: impl FnOnce(&Here<'_>) -> T) -> T {
 }
 
 #[test]
-fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
+fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_termination() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -43,7 +43,7 @@ fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
         assert!(matches!(plain, Decision::Refused(r) if r.reason == "OutOfcpu"));
         let critical = pod("c", 2_000_000_000, "1");
         let Decision::AwaitingPreemption(first) = ledger.admit(&critical, here, NOW) else {
-            panic!("others have to make room");
+            panic!("expected a preemption");
         };
         assert_eq!(
             first.iter().map(|e| e.uid.as_str()).collect::<Vec<_>>(),
@@ -53,7 +53,7 @@ fn a_critical_pod_preempts_each_victim_once_and_waits_for_its_end() {
         assert_eq!(
             ledger.admit(&critical, here, NOW),
             Decision::AwaitingPreemption(vec![]),
-            "nobody is told twice"
+            "no victim is evicted twice"
         );
         ledger.release("a");
         assert_eq!(ledger.admit(&critical, here, NOW), Decision::Admitted);
@@ -91,7 +91,7 @@ fn a_critical_pod_waits_for_a_victim_one_and_a_half_grace_periods() {
 
 /// With a thousand pods: the cost of another pod does not depend on their number.
 #[test]
-fn the_sums_are_those_of_the_pods_that_count() {
+fn requested_sums_match_the_admitted_pods() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         for uid in ["a", "b"] {
@@ -105,7 +105,7 @@ fn the_sums_are_those_of_the_pods_that_count() {
         assert_eq!(used(&ledger), 750);
         ledger.uncount("a");
         ledger.book(&pod("a", 0, "2"));
-        assert_eq!(used(&ledger), 250, "it has stopped");
+        assert_eq!(used(&ledger), 250, "a stopped pod does not count");
         assert!(ledger.grow(&pod("b", 0, "2"), here.room()).is_ok());
         assert_eq!(used(&ledger), 2000);
         ledger.release("a");
@@ -117,7 +117,7 @@ fn the_sums_are_those_of_the_pods_that_count() {
 /// On a node with two CPUs, a critical pod lacks some. Columns: pods with CPUs, pods evicted before, CPUs of the
 /// critical pod, expected victims.
 #[test]
-fn what_those_that_end_already_free_is_not_taken_from_others() {
+fn resources_of_terminating_pods_are_counted_before_preemption() {
     type Case = (
         &'static [(&'static str, &'static str)],
         &'static [&'static str],
@@ -175,7 +175,7 @@ fn what_those_that_end_already_free_is_not_taken_from_others() {
 }
 
 #[test]
-fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
+fn a_node_under_pressure_keeps_its_pods_and_evicts_each_victim_once() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -198,7 +198,7 @@ fn a_node_under_pressure_keeps_whom_it_has_and_tells_each_victim_once() {
 }
 
 #[test]
-fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
+fn a_node_that_shuts_down_keeps_its_pods_and_admits_none() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -228,7 +228,7 @@ fn a_node_that_shuts_down_keeps_whom_it_has_and_takes_nobody() {
 }
 
 #[test]
-fn whoever_waits_for_room_gets_it_in_turn() {
+fn pods_that_wait_for_resources_get_them_in_order() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let all = [("a", 0), ("b", 0), ("c", 1000), ("d", 0)];
@@ -263,7 +263,7 @@ fn whoever_waits_for_room_gets_it_in_turn() {
 }
 
 #[test]
-fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
+fn a_resize_beyond_the_nodes_capacity_is_infeasible() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "500m");
@@ -275,7 +275,7 @@ fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
         let refused = ledger
             .grow(&pod("a", 0, "1900m"), here.room())
             .expect_err("full");
-        assert_ne!(refused.reason, INFEASIBLE, "it waits for b to go");
+        assert_ne!(refused.reason, INFEASIBLE, "it waits until b is removed");
         assert_eq!(refused.infeasible, None);
         let refused = ledger
             .grow(&pod("a", 0, "3"), here.room())
@@ -286,12 +286,16 @@ fn a_resize_to_more_than_the_node_has_waits_for_nothing() {
             refused.message,
             "Node didn't have enough capacity: cpu, requested: 3000, capacity: 2000"
         );
-        assert_eq!(ledger.waiting_to_grow(), [], "nor for what it asked before");
+        assert_eq!(
+            ledger.waiting_to_grow(),
+            [],
+            "its earlier request is withdrawn"
+        );
     });
 }
 
 #[test]
-fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
+fn a_withdrawn_resize_allocates_nothing() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "500m");
@@ -300,12 +304,12 @@ fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
         assert_eq!(ledger.admit(&other, here, NOW), Decision::Admitted);
         let large = pod("a", 0, "1500m");
         assert!(ledger.grow(&large, here.room()).is_err());
-        assert!(!ledger.withdraw(&small), "it did not have it");
+        assert!(!ledger.withdraw(&small), "it was not granted");
         assert_eq!(ledger.waiting_to_grow(), []);
         ledger.release("b");
         // The resources are granted just before the resize is cancelled.
         assert!(ledger.grow(&large, here.room()).is_ok());
-        assert!(ledger.withdraw(&small), "that room is free for others");
+        assert!(ledger.withdraw(&small), "its resources are free for others");
         assert_eq!(
             ledger.admit(&pod("c", 0, "1500m"), here, NOW),
             Decision::Admitted
@@ -317,7 +321,7 @@ fn a_resize_that_is_taken_back_gets_no_room_and_leaves_none_booked() {
 
 /// A pod was granted a size that its spec no longer requests, and its present request does not fit.
 #[test]
-fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
+fn a_granted_size_that_is_no_longer_requested_is_released() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         let small = pod("a", 0, "200m");
@@ -335,7 +339,7 @@ fn room_for_a_size_that_is_not_wanted_any_more_is_not_kept() {
 }
 
 #[test]
-fn what_has_stopped_makes_room_before_it_is_forgotten() {
+fn a_stopped_pods_resources_are_free_before_it_is_removed() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         assert_eq!(
@@ -352,12 +356,12 @@ fn what_has_stopped_makes_room_before_it_is_forgotten() {
         assert_eq!(ledger.admit(&next, here, NOW), Decision::Admitted);
         assert!(
             !ledger.hold_alone("b", "n", "data"),
-            "its volumes are there"
+            "its volumes are still mounted"
         );
         // A stopped pod is not preempted.
         let critical = ledger.admit(&pod("c", 2_000_000_000, "2"), here, NOW);
         let Decision::AwaitingPreemption(evictions) = critical else {
-            panic!("it waits for one");
+            panic!("expected a preemption");
         };
         assert_eq!(evictions.iter().map(|e| &*e.uid).collect::<Vec<_>>(), ["b"]);
         ledger.uncount("b");
@@ -367,14 +371,14 @@ fn what_has_stopped_makes_room_before_it_is_forgotten() {
 }
 
 #[test]
-fn a_claim_of_one_pod_alone_passes_on_when_its_pod_is_released() {
+fn an_exclusive_claim_is_free_once_its_pod_is_released() {
     with_two_cpus(|here| {
         let mut ledger = Ledger::default();
         for uid in ["a", "b"] {
             ledger.admit(&pod(uid, 0, "100m"), here, NOW);
         }
         assert!(ledger.hold_alone("a", "n", "data"));
-        assert!(ledger.hold_alone("a", "n", "data"), "it keeps it");
+        assert!(ledger.hold_alone("a", "n", "data"), "its pod keeps it");
         assert!(ledger.holds_alone("a") && !ledger.holds_alone("b"));
         assert!(!ledger.hold_alone("b", "n", "data"));
         ledger.release("a");

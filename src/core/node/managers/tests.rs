@@ -59,7 +59,7 @@ fn managers(policy: Option<Policy>, scope: Scope, options: Options) -> Managers 
         topology: topology(),
         set_aside: Amounts::from([("memory".to_owned(), "10Mi".parse().expect("a quantity"))]),
     };
-    Managers::new(&rules, &machine, &Checkpoints::default()).expect("rules that fit")
+    Managers::new(&rules, &machine, &Checkpoints::default()).expect("valid rules")
 }
 
 /// Devices by id; the digit is the NUMA node.
@@ -120,7 +120,7 @@ fn reason(admission: &Admission) -> &str {
 }
 
 #[test]
-fn processors_memory_and_devices_of_a_pod_are_of_one_node() {
+fn cpus_memory_and_devices_of_a_container_are_on_one_numa_node() {
     for scope in [Scope::Container, Scope::Pod] {
         let mut managers = managers(Some(Policy::SingleNode), scope, Options::default());
         let mut devices = devices(&["a1", "b1"]);
@@ -132,7 +132,7 @@ fn processors_memory_and_devices_of_a_pod_are_of_one_node() {
         assert_eq!(
             admission.result,
             Ok(vec![slot]),
-            "its plugin is to be asked"
+            "its plugin must be called"
         );
         assert_eq!(
             nodes(&managers, &devices, "p"),
@@ -155,7 +155,7 @@ fn processors_memory_and_devices_of_a_pod_are_of_one_node() {
 }
 
 #[test]
-fn the_devices_of_a_whole_pod_are_of_one_node() {
+fn the_devices_of_a_whole_pod_are_on_one_numa_node() {
     for (names, fits) in [
         (["a0", "b1", "c1"], true),
         // Each container alone could get a device, but the pod cannot.
@@ -178,7 +178,7 @@ fn the_devices_of_a_whole_pod_are_of_one_node() {
 }
 
 #[test]
-fn a_pod_gets_all_or_nothing() {
+fn a_pod_gets_all_its_resources_or_none() {
     let mut managers = managers(None, Scope::Container, Options::default());
     let mut devices = devices(&["a0", "b1"]);
     let before = managers.checkpoints();
@@ -191,7 +191,7 @@ fn a_pod_gets_all_or_nothing() {
     }
     // Devices are rejected before CPUs are checked, as in the kubelet.
     let both = managers.admit(&pod("p", &[("9", 3)]), &mut devices);
-    let refusal = both.result.expect_err("too many of both");
+    let refusal = both.result.expect_err("too many CPUs and devices");
     assert!(
         refusal
             .message
@@ -213,7 +213,7 @@ fn counted(policy: Option<Policy>, scope: Scope, containers: &[(&str, usize)], e
 }
 
 #[test]
-fn what_containers_get_is_counted() {
+fn allocations_of_containers_are_counted() {
     use Count::{
         Alignment, CpuPinning, CpuPinningError, MemoryPinning, NoWholeCores, OneCache, WholeCores,
     };
@@ -234,7 +234,7 @@ fn what_containers_get_is_counted() {
 }
 
 #[test]
-fn what_is_aligned_is_counted() {
+fn aligned_allocations_are_counted() {
     use Count::{Alignment, AlignmentError, MemoryPinning, NoNode, OneNode};
     let single = Some(Policy::SingleNode);
     let one = Scope::Container;

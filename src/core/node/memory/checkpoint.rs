@@ -120,7 +120,7 @@ mod tests {
     ];
 
     #[test]
-    fn what_the_kubelet_wrote_is_read_and_written_the_same() {
+    fn the_kubelets_checkpoint_round_trips_unchanged() {
         for text in WRITTEN {
             let state = read(text, "Static").expect("a state");
             assert_eq!(write("Static", &state), text);

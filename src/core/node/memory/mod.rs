@@ -71,7 +71,7 @@ impl Memory {
         if state.nodes.is_empty() {
             return match state.given.is_empty() {
                 true => Ok(()),
-                false => Err("it has memory given, and no NUMA nodes".into()),
+                false => Err("it has allocated memory and no NUMA nodes".into()),
             };
         }
         let mut expected = self.state.clone();
@@ -82,7 +82,7 @@ impl Memory {
             for (name, block) in blocks {
                 if !expected.knows(block) {
                     return Err(format!(
-                        "container {name} of pod {uid} has {} from NUMA nodes {:?}, and this machine has none there",
+                        "container {name} of pod {uid} has {} of NUMA nodes {:?}, where this machine has none",
                         block.resource, block.nodes
                     ));
                 }

@@ -53,7 +53,7 @@ impl Rules {
     pub(super) fn check(&self, topology: &Topology, set_aside: &Amounts) -> Result<(), String> {
         if topology.nodes.len() > MOST_NODES {
             return Err(format!(
-                "memoryManagerPolicy: Static is not for machines with more than {MOST_NODES} NUMA nodes, and this one has {}: use None",
+                "memoryManagerPolicy: Static does not support more than {MOST_NODES} NUMA nodes, and this machine has {}: use None",
                 topology.nodes.len()
             ));
         }
@@ -75,7 +75,7 @@ impl Rules {
             }
         }
         if of(&sums, "memory").is_zero() {
-            return Err("memoryManagerPolicy: Static needs memory that is reserved: set reservedMemory, and as much in systemReserved or kubeReserved".into());
+            return Err("memoryManagerPolicy: Static needs reserved memory: set reservedMemory, and the same amount in systemReserved or kubeReserved".into());
         }
         Ok(())
     }
@@ -144,7 +144,7 @@ fn check_node(
         let usable = sizes.get(resource).map_or(0, |(_, usable)| *usable);
         if usable < *bytes {
             return Err(format!(
-                "reservedMemory: NUMA node {id} has {} of {resource}, and {} are to be reserved there: reserve less, or on another node",
+                "reservedMemory: NUMA node {id} has {} of {resource}, but {} are to be reserved there: reserve less, or on another node",
                 Quantity::from_bytes(usable),
                 Quantity::from_bytes(*bytes)
             ));

@@ -158,7 +158,7 @@ impl State {
         if ids(self) != ids(other) {
             let (then, now) = (ids(other), ids(self));
             return Some(format!(
-                "it is of a machine with the NUMA nodes {then:?}, and this one has {now:?}"
+                "it was written on a machine with the NUMA nodes {then:?}; this machine has {now:?}"
             ));
         }
         let mut pairs = self.nodes.iter().zip(other.nodes.values());
@@ -173,9 +173,7 @@ impl State {
         then: &NodeState,
     ) -> Option<String> {
         if now.assignments != then.assignments || now.group() != then.group() {
-            return Some(format!(
-                "what it says is given of NUMA node {id} does not add up"
-            ));
+            return Some(format!("its allocations on NUMA node {id} do not add up"));
         }
         if !now.tables.keys().eq(then.tables.keys()) {
             return Some(format!("NUMA node {id} had other resources"));
@@ -189,13 +187,13 @@ impl State {
         tables.find_map(|((resource, table), was)| {
             if fixed(table) != fixed(was) {
                 return Some(format!(
-                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved, and has {} and {} now",
+                    "NUMA node {id} had {} bytes of {resource}, {} of them reserved; now it has {} and {}",
                     was.total, was.system_reserved, table.total, table.system_reserved
                 ));
             }
             let differs = sums(self, resource) != sums(other, resource);
             differs.then(|| {
-                format!("what it says is given of {resource} on NUMA node {id} does not add up")
+                format!("its allocations of {resource} on NUMA node {id} do not add up")
             })
         })
     }

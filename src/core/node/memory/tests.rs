@@ -116,7 +116,7 @@ fn free(managers: &Managers, resource: &str) -> Vec<u64> {
 }
 
 #[test]
-fn memory_is_from_one_node_or_from_a_group_of_nodes() {
+fn memory_comes_from_one_numa_node_or_one_group() {
     let mut managers = start(2, None);
     assert_eq!(free(&managers, "memory"), [82, 82]);
     managers
@@ -131,7 +131,7 @@ fn memory_is_from_one_node_or_from_a_group_of_nodes() {
     assert_eq!(
         nodes(&managers, "b"),
         [[1]],
-        "the first has not enough left"
+        "the first node has too little left"
     );
     assert_eq!(
         (free(&managers, "memory"), free(&managers, HUGE)),
@@ -140,7 +140,7 @@ fn memory_is_from_one_node_or_from_a_group_of_nodes() {
     let refusal = managers
         .admit(&pod("c", &[("main", 60, 0)]), &mut Devices::default())
         .result
-        .expect_err("no group of used nodes");
+        .expect_err("used nodes form no group");
     assert_eq!(refusal.reason, "UnexpectedAdmissionError");
     assert!(
         refusal
@@ -161,14 +161,18 @@ fn memory_is_from_one_node_or_from_a_group_of_nodes() {
         .admit(&pod("d", &[("main", 10, 0)]), &mut Devices::default())
         .result
         .expect("from the group");
-    assert_eq!(nodes(&managers, "d"), [[0, 1]], "they are in a group now");
+    assert_eq!(
+        nodes(&managers, "d"),
+        [[0, 1]],
+        "the nodes are in a group now"
+    );
     managers.release("c");
     managers.release("d");
     assert_eq!(free(&managers, "memory"), [82, 82]);
 }
 
 #[test]
-fn pods_of_other_classes_have_no_memory_of_their_own() {
+fn only_guaranteed_pods_get_exclusive_memory() {
     let mut managers = start(2, None);
     let mut burstable = pod("e", &[("main", 10, 0)]);
     let spec = burstable.spec.as_mut().expect("a spec");
@@ -180,12 +184,12 @@ fn pods_of_other_classes_have_no_memory_of_their_own() {
     managers
         .admit(&burstable, &mut Devices::default())
         .result
-        .expect("nothing to give");
+        .expect("no exclusive memory");
     assert!(nodes(&managers, "e").is_empty());
 }
 
 #[test]
-fn alignment_holds_for_memory() {
+fn memory_follows_the_topology_policy() {
     for (policy, size, fits) in [
         (Policy::SingleNode, 80, true),
         (Policy::SingleNode, 90, false),
@@ -206,7 +210,7 @@ fn alignment_holds_for_memory() {
         )
         .result;
     assert_eq!(
-        refusal.expect_err("not on one node").reason,
+        refusal.expect_err("it does not fit on one node").reason,
         "TopologyAffinityError"
     );
     managers
@@ -220,11 +224,11 @@ fn alignment_holds_for_memory() {
 }
 
 #[test]
-fn rules_that_do_not_fit_are_named() {
+fn invalid_memory_rules_are_reported() {
     let with = |change: &dyn Fn(&mut Reserved), nodes| {
         let mut rules = rules(2, None);
         change(&mut rules.memory.as_mut().expect("static").reserved);
-        Managers::new(&rules, &machine(nodes), &Checkpoints::default()).expect_err("no fit")
+        Managers::new(&rules, &machine(nodes), &Checkpoints::default()).expect_err("invalid rules")
     };
     for (error, expected) in [
         (
@@ -237,7 +241,7 @@ fn rules_that_do_not_fit_are_named() {
         ),
         (
             with(&|r| _ = r.insert(0, reserved(95)), 2),
-            "NUMA node 0 has 92Mi of memory, and 95Mi are to be reserved there",
+            "NUMA node 0 has 92Mi of memory, but 95Mi are to be reserved there",
         ),
         (
             with(
@@ -268,7 +272,7 @@ fn rules_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn states_that_do_not_fit_are_named() {
+fn memory_state_mismatches_are_reported() {
     let mut managers = start(2, None);
     managers
         .admit(
@@ -290,7 +294,7 @@ fn states_that_do_not_fit_are_named() {
     });
     let none = managers::Rules::default();
     for (rules, machine, expected) in [
-        (rules(3, None), machine(3), "this one has [0, 1, 2]"),
+        (rules(3, None), machine(3), "this machine has [0, 1, 2]"),
         (rules(2, None), other, "NUMA node 1 had 104857600 bytes"),
         (none, machine(2), "memoryManagerPolicy: Static"),
     ] {
@@ -309,12 +313,12 @@ fn states_that_do_not_fit_are_named() {
         ..Checkpoints::default()
     };
     let error = Managers::new(&rules(2, None), &machine(2), &checkpoints);
-    let error = error.expect_err("nobody has what is taken");
-    assert!(error.contains("does not add up"), "{error}");
+    let error = error.expect_err("memory without an owner");
+    assert!(error.contains("do not add up"), "{error}");
 }
 
 #[test]
-fn what_is_set_aside_is_what_pods_may_not_use() {
+fn reserved_memory_equals_what_node_allocatable_reserves() {
     let size = MachineSize {
         cpus: 4,
         memory: 8 << 30,
@@ -354,11 +358,11 @@ fn what_is_set_aside_is_what_pods_may_not_use() {
 }
 
 #[test]
-fn memory_is_not_changed_while_containers_run() {
+fn memory_of_running_containers_is_not_resized() {
     let managers = start(1, None);
     let (one, two) = (pod("a", &[("main", 10, 0)]), pod("a", &[("main", 20, 0)]));
     assert_eq!(managers.resize(&one, &one), Ok(()));
-    let refusal = managers.resize(&one, &two).expect_err("not while it runs");
+    let refusal = managers.resize(&one, &two).expect_err("a rejection");
     assert_eq!(
         (refusal.reason.as_str(), refusal.message.as_str()),
         (
@@ -371,7 +375,7 @@ fn memory_is_not_changed_while_containers_run() {
 
 /// A single node of a group is not allocated alone: a node allocates alone or with one group.
 #[test]
-fn a_node_of_a_group_stays_in_it() {
+fn a_numa_node_of_a_group_allocates_only_with_the_group() {
     let mut memory = start(2, None).memory().expect("static").clone();
     let give = |memory: &mut Memory, uid: &str, size, nodes: &[u32]| {
         let pod = pod(uid, &[("main", size, 0)]);
@@ -431,7 +435,7 @@ fn memory_of(line: &str) -> Memory {
         all += node[2];
     }
     let set_aside = Amounts::from([("memory".to_owned(), bytes(all))]);
-    Memory::new(&rules, &topology, &set_aside).expect("rules that fit")
+    Memory::new(&rules, &topology, &set_aside).expect("valid rules")
 }
 
 fn asked(text: &str) -> Vec<Asked<'_>> {
@@ -456,7 +460,7 @@ fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
             memory.release(uid);
             let why = refusal.message.strip_prefix("Allocate failed due to ");
             let why = why.and_then(|why| why.strip_suffix(", which is unexpected"));
-            return format!("{answer} ! {}", why.expect("the kubelet's words"));
+            return format!("{answer} ! {}", why.expect("the kubelet's message"));
         }
     }
     answer += " =";
@@ -474,7 +478,7 @@ fn answer(memory: &mut Memory, uid: &str, asked: &[Asked<'_>]) -> String {
 }
 
 #[test]
-fn answers_are_those_of_the_kubelet() {
+fn memory_is_allocated_as_by_the_kubelet() {
     let mut memory = memory_of("100/0/1");
     for line in include_str!("allocations.txt").lines() {
         let (question, expected) = line.split_once(": ").unwrap_or((line, ""));
@@ -512,7 +516,7 @@ proptest! {
     /// Allocated and free memory add up on each node and in total, a restart changes nothing, and after all pods are
     /// released everything is free.
     #[test]
-    fn memory_adds_up(
+    fn allocated_and_free_memory_add_up(
         number in 1_u32..5,
         policy in 0_u8..4,
         happenings in prop::collection::vec((0_u8..6, prop::bool::weighted(0.7), 0_u64..120, 1_u64..120, 0_u64..5), 1..30),
@@ -552,7 +556,7 @@ proptest! {
 
     /// With any affinity, no node is in two groups, and a restart finds a consistent state.
     #[test]
-    fn nodes_are_in_one_group(
+    fn no_numa_node_is_in_two_groups(
         number in 1_u32..5,
         happenings in prop::collection::vec((0_u8..6, 1_u64..150, 0_u64..3, 0_u32..16, any::<bool>()), 1..30),
     ) {

@@ -97,7 +97,7 @@ fn none() -> Health<'static> {
 }
 
 #[test]
-fn what_was_made_and_never_started_is_replaced_and_does_not_count() {
+fn a_created_container_that_never_started_is_replaced_and_not_counted() {
     let observed = seen(
         vec![sandbox("s", 0, true)],
         vec![container("a", "s", 3, ContainerState::Created, 0)],
@@ -162,7 +162,7 @@ fn restarts_follow_policy_exit_code_and_state() {
 }
 
 #[test]
-fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
+fn a_lost_sandbox_is_replaced_with_its_containers() {
     let observed = seen(
         vec![sandbox("s", 3, false)],
         vec![container("a", "s", 1, Exited, 137)],
@@ -187,7 +187,7 @@ fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
         (never.kill_pod, never.create_sandbox, never.start.len()),
         (true, None, 0)
     );
-    assert!(never.give_up, "what ran under Never must not run again");
+    assert!(never.give_up, "a container with Never must not run again");
     let init = json!([{"name": "i", "image": "i"}]);
     let early = seen(
         vec![sandbox("s", 0, false)],
@@ -197,7 +197,7 @@ fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
     assert_eq!(
         (again.give_up, again.create_sandbox, starts(&again)),
         (false, Some(1), vec![("i".into(), 1)]),
-        "nothing of the pod itself had run"
+        "no container of the pod had run"
     );
     let mut host = a_pod("Always", json!([]), &["a"]);
     host.spec.as_mut().expect("spec").host_network = Some(true);
@@ -214,7 +214,7 @@ fn a_lost_sandbox_is_replaced_and_its_containers_with_it() {
 }
 
 #[test]
-fn init_containers_run_one_by_one_and_sidecars_stay() {
+fn init_containers_run_one_by_one_and_sidecars_keep_running() {
     let init = json!([{"name": "i1", "image": "i"}, {"name": "side", "image": "i", "restartPolicy": "Always"}, {"name": "i2", "image": "i"}]);
     let pod = a_pod("Always", init, &["a"]);
     let ready = || vec![sandbox("s", 0, true)];
@@ -258,7 +258,10 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
     let lost = container("i1", "s", 0, ContainerState::Unknown, 0);
     let actions = compute(&pod, &seen(ready(), vec![lost]), &none(), |_| 0);
     assert_eq!(actions.start[0].container.name, "i1");
-    assert_eq!(actions.kill[0].id, "i1-0", "two of them never run");
+    assert_eq!(
+        actions.kill[0].id, "i1-0",
+        "two instances never run at once"
+    );
     let never = a_pod("Never", json!([{"name": "i1", "image": "i"}]), &["a"]);
     let failed = compute(
         &never,
@@ -270,7 +273,7 @@ fn init_containers_run_one_by_one_and_sidecars_stay() {
 }
 
 #[test]
-fn of_ended_containers_the_newest_stays() {
+fn the_newest_exited_instance_is_kept() {
     let observed = seen(
         vec![
             sandbox("old", 0, false),
@@ -295,7 +298,7 @@ fn of_ended_containers_the_newest_stays() {
 }
 
 #[test]
-fn granted_sizes_are_carried_out_as_the_policy_says() {
+fn granted_resizes_follow_the_resize_policy() {
     let mut pod = a_pod("Always", json!([]), &["a", "b"]);
     let resizing = Resizing {
         actuated: resize::wanted(&pod),
@@ -373,7 +376,7 @@ fn a_changed_image_restarts_only_that_container() {
 }
 
 #[test]
-fn probes_restart_what_failed_and_gate_what_follows() {
+fn failed_probes_restart_a_container_and_startup_probes_gate_the_next() {
     let mut pod = a_pod(
         "Always",
         json!([{"name": "side", "image": "i", "restartPolicy": "Always", "startupProbe": {}}]),
@@ -450,7 +453,7 @@ fn probes_restart_what_failed_and_gate_what_follows() {
 }
 
 #[test]
-fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
+fn restart_rules_precede_the_containers_policy_and_that_the_pods() {
     let mut pod = a_pod("Never", json!([]), &["a", "b"]);
     let rules = json!([{"action": "Restart", "exitCodes": {"operator": "In", "values": [3]}}, {"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
     let a = &mut pod.spec.as_mut().expect("spec").containers[0];
@@ -484,7 +487,7 @@ fn rules_of_a_container_decide_before_its_policy_and_that_before_the_pods() {
     assert_eq!(
         (order, actions.start.len()),
         (vec!["b", "a"], 0),
-        "the one that asked goes last"
+        "the container that caused the restart is last"
     );
     let init = Container {
         name: "i".into(),
@@ -520,7 +523,7 @@ fn started_of(policy: &str, instances: &[(&str, ContainerState, i32)], has_new: 
 }
 
 #[test]
-fn a_container_in_its_final_state_does_not_run_again_in_another_sandbox() {
+fn a_final_container_does_not_run_again_in_another_sandbox() {
     use ContainerState::Created;
     let ok = ("old", Exited, 0);
     let failed = ("old", Exited, 1);
@@ -544,7 +547,7 @@ fn a_container_in_its_final_state_does_not_run_again_in_another_sandbox() {
 
 /// Upstream decides on the restart of a container when it stops the container, whatever the exit code will be.
 #[test]
-fn what_is_stopped_to_start_again_does_whatever_its_exit_code() {
+fn a_container_stopped_for_a_restart_restarts_whatever_its_exit_code() {
     let mut pod = a_pod("OnFailure", json!([]), &["a"]);
     let probe = json!({"exec": {"command": ["x"]}});
     let spec = pod.spec.as_mut().expect("spec");
@@ -576,7 +579,7 @@ fn what_is_stopped_to_start_again_does_whatever_its_exit_code() {
 }
 
 #[test]
-fn what_runs_in_an_older_sandbox_is_stopped() {
+fn containers_in_an_older_sandbox_are_stopped() {
     let sandboxes = vec![sandbox("old", 0, false), sandbox("new", 1, true)];
     let of = |older: Option<observed::Container>| {
         let newest = container("a", "new", 1, Running, 0);
@@ -600,7 +603,7 @@ fn what_runs_in_an_older_sandbox_is_stopped() {
 
 /// In upstream's `computePodActions`, `InitContainersToStart` does not keep a pod alive.
 #[test]
-fn no_sidecar_starts_again_for_a_pod_that_has_nothing_left_to_do() {
+fn no_sidecar_restarts_once_the_pod_has_nothing_left_to_run() {
     let init = json!([{"name": "side", "image": "i", "restartPolicy": "Always"}]);
     let mut pod = a_pod("Never", init, &["a"]);
     let probe = json!({"exec": {"command": ["x"]}});
@@ -622,7 +625,7 @@ proptest! {
     /// For all sandboxes: a container in its final state never runs again, and no second instance runs next to the
     /// first.
     #[test]
-    fn no_sandbox_makes_a_final_container_run_again(
+    fn no_new_sandbox_restarts_a_final_container(
         instances in proptest::collection::vec((0u8..4, 0i32..2, 0usize..3), 0..8), ready in proptest::collection::vec(any::<bool>(), 3), policy in 0usize..3,
     ) {
         let pod = a_pod(["Always", "OnFailure", "Never"][policy], json!([]), &["a", "b"]);
@@ -661,7 +664,7 @@ proptest! {
         let actions = compute(&pod, &observed, &none(), |_| 0);
         for start in &actions.start {
             let running = observed.newest(&start.container.name).is_some_and(|c| c.state == Running);
-            prop_assert!(!running || actions.kill_pod, "a running container is only started anew after its pod was killed");
+            prop_assert!(!running || actions.kill_pod, "a running container is only restarted after its pod was killed");
         }
         if deleted && ready {
             prop_assert!(actions.start.is_empty());

@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_carries_what_a_restarted_agent_needs() {
+    fn labels_and_annotations_restore_a_restarted_agents_state() {
         let config = made(with(json!({})), (None, String::new())).expect("fine");
         assert_eq!(
             (
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_signals_are_named_as_the_runtime_does_and_back() {
+    fn stop_signals_map_to_the_runtimes_and_back() {
         let config = |signal: &str| {
             let mut pod = with(json!({}));
             pod["spec"]["containers"][0]["lifecycle"] = json!({"stopSignal": signal});
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn root_is_refused_where_it_is_not_wanted_and_profiles_fail_closed() {
+    fn run_as_non_root_rejects_root_and_profiles_fail_closed() {
         let cases = [
             (
                 json!({"runAsNonRoot": true}),

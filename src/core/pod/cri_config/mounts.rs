@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_only_with_all_below_is_refused_also_if_possible() {
+    fn impossible_recursive_read_only_mounts_are_rejected_also_with_if_possible() {
         let refused = "failed to resolve recursive read-only mode: volume \"v\" requested recursive read-only mode, but it is ";
         for mode in ["IfPossible", "Enabled"] {
             for (more, why) in [
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_propagation_that_is_not_known_is_refused() {
+    fn an_unknown_mount_propagation_is_rejected() {
         let of = |mode: Value| made(json!({"mountPropagation": mode}), true).map(|(_, p)| p);
         assert_eq!(of(json!(null)), Ok(0));
         assert_eq!(of(json!("None")), Ok(0));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sub_path_is_below_its_volume_whatever_it_expands_to() {
+    fn a_sub_path_stays_within_its_volume_whatever_it_expands_to() {
         let of = |expression: &str, plain: &str| {
             let mount = json!({"name": "v", "mountPath": "/v", "subPathExpr": expression, "subPath": plain});
             let env = [
@@ -264,7 +264,7 @@ mod tests {
                 "missing value for A, EMPTY, Z",
             ),
         ] {
-            let fault = of(expression, plain).expect_err("it is refused");
+            let fault = of(expression, plain).expect_err("a rejection");
             assert_eq!(fault.message, refused);
         }
     }

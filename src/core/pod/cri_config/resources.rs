@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_is_shared_by_request_or_kept_away() {
+    fn swap_is_proportional_to_the_memory_request_or_disabled() {
         let burstable =
             json!({"containers": [{"name": "c", "resources": {"requests": {"memory": "256Mi"}}}]});
         let limited = Some(Swap {
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pods_limits_are_those_of_containers_without_one() {
+    fn containers_without_limits_get_the_pods_limits() {
         let spec = |own: Value| json!({"resources": {"limits": {"memory": "64Mi", "cpu": "1"}}, "containers": [{"name": "c", "resources": own}]});
         assert_eq!(made(spec(json!({})), None).memory_limit_in_bytes, 64 << 20);
         assert_eq!(

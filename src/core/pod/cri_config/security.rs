@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn profiles_of_apparmor_are_what_the_kubelet_reads_and_refuses() {
+    fn apparmor_profiles_are_validated_as_by_the_kubelet() {
         let missing = "AppArmor is not enabled on the host";
         let empty = "invalid empty AppArmor profile name: \"&AppArmorProfile{Type:Localhost,LocalhostProfile:*,}\"";
         // The annotation, the pod's field, the container's field; the profile, and whether the pod requires AppArmor.

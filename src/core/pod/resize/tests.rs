@@ -10,7 +10,7 @@ fn pod(cpu: &str, memory: &str, policy: Value) -> Pod {
 }
 
 #[test]
-fn what_is_asked_for_is_told_by_resource() {
+fn a_resize_is_described_by_resource() {
     let before = pod("1", "64Mi", json!([]));
     let of = |now: &Pod| -> Vec<String> {
         let asked = asked(&before, now);
@@ -40,7 +40,7 @@ fn what_is_asked_for_is_told_by_resource() {
 }
 
 #[test]
-fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
+fn sizes_are_compared_by_amount_and_resized_by_policy() {
     let restart = json!([{"resourceName": "memory", "restartPolicy": "RestartContainer"}]);
     let before = desired(&pod("1", "64Mi", json!([])));
     let resizing = Resizing {
@@ -72,7 +72,7 @@ fn sizes_are_compared_by_amount_and_changed_as_their_policy_says() {
 }
 
 #[test]
-fn granted_sizes_replace_desired_ones_and_leave_the_rest() {
+fn granted_sizes_replace_desired_ones_and_keep_the_rest() {
     let asked = pod("4", "1Gi", json!([]));
     let granted = with(&asked, &desired(&pod("1", "64Mi", json!([]))));
     let resources = pod::spec(&granted).containers[0]
@@ -103,7 +103,7 @@ fn granted_sizes_replace_desired_ones_and_leave_the_rest() {
 }
 
 #[test]
-fn what_the_status_shows_is_where_a_fresh_agent_goes_on() {
+fn a_new_agent_resumes_from_the_sizes_in_the_status() {
     let mut asked = pod("4", "1Gi", json!([]));
     asked.status =
         serde_json::from_value(json!({"containerStatuses": [{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0,
@@ -128,7 +128,7 @@ fn sized(cpu: &str, memory: &str) -> Value {
 }
 
 #[test]
-fn containers_without_limits_of_their_own_change_with_the_pod() {
+fn containers_without_their_own_limits_resize_with_the_pod() {
     let before = wanted(&shared(&sized("1", "64Mi")));
     let resizing = Resizing {
         actuated: before.clone(),
@@ -160,7 +160,7 @@ fn containers_without_limits_of_their_own_change_with_the_pod() {
 }
 
 #[test]
-fn a_resize_goes_on_until_all_that_runs_and_the_cgroup_have_it() {
+fn a_resize_completes_when_all_containers_and_the_cgroup_have_it() {
     let (old, new) = (
         wanted(&shared(&sized("1", "64Mi"))),
         wanted(&shared(&sized("2", "64Mi"))),
@@ -183,7 +183,7 @@ fn a_resize_goes_on_until_all_that_runs_and_the_cgroup_have_it() {
 }
 
 #[test]
-fn the_kubelets_status_of_a_whole_pod_is_understood() {
+fn the_kubelets_pod_level_status_is_parsed() {
     let mut pod = shared(&sized("1", "64Mi"));
     pod.status = serde_json::from_value(json!({
         "allocatedResources": {"cpu": "1050m", "memory": "16Mi"},
@@ -211,7 +211,7 @@ fn the_kubelets_status_of_a_whole_pod_is_understood() {
 }
 
 #[test]
-fn a_pod_without_sizes_of_its_own_stays_in_its_class() {
+fn a_pod_without_pod_level_resources_keeps_its_qos_class() {
     let asked = shared(&sized("1", "64Mi"));
     let none = Sizes::default();
     let granted = with(&asked, &none);
@@ -228,7 +228,7 @@ fn a_pod_without_sizes_of_its_own_stays_in_its_class() {
 }
 
 #[test]
-fn limits_of_the_pod_are_told_beside_own_ones_alone() {
+fn pod_level_limits_are_reported_only_for_containers_with_their_own_limits() {
     let pod = shared(&sized("1", "64Mi"));
     let [a, b] = &pod::spec(&pod).containers[..] else {
         panic!("two containers");
@@ -240,7 +240,7 @@ fn limits_of_the_pod_are_told_beside_own_ones_alone() {
 }
 
 #[test]
-fn what_containers_have_together_is_told_of_their_pod() {
+fn the_pods_status_has_the_sums_of_its_containers() {
     let sums = |containers: Value| {
         let pod: Pod =
             serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod");
@@ -262,7 +262,7 @@ fn what_containers_have_together_is_told_of_their_pod() {
 }
 
 #[test]
-fn a_memory_limit_comes_down_only_above_what_is_used() {
+fn a_memory_limit_cannot_go_below_the_current_usage() {
     let lowered = |of: &str, limit: i64, used: Option<u64>| Lowered {
         of: of.to_owned(),
         limit,
@@ -303,7 +303,7 @@ fn a_memory_limit_comes_down_only_above_what_is_used() {
 }
 
 #[test]
-fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
+fn a_running_container_with_swap_keeps_its_memory_request() {
     let sized = |request: &str, limit: &str, policy: &str| -> Pod {
         let policy = json!([{"resourceName": "memory", "restartPolicy": policy}]);
         let resources =
@@ -335,7 +335,7 @@ fn a_container_that_swaps_keeps_its_memory_request_while_it_runs() {
 
 /// A failed call may have been carried out. Until a call succeeds, the container may have either size.
 #[test]
-fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
+fn after_a_failed_resize_the_size_of_a_container_is_unknown() {
     let of = |cpu: &str, memory: &str| pod(cpu, memory, json!([]));
     let (small, large) = (of("1", "64Mi"), of("2", "128Mi"));
     let mut resizing = Resizing {
@@ -353,7 +353,11 @@ fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
     // A container that does not run is started with its wanted size.
     assert!(resizing.unsettled.contains_key("a"));
     let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
-    assert_eq!(lowered(&resizing), Some(64 << 20), "it may use more");
+    assert_eq!(
+        lowered(&resizing),
+        Some(64 << 20),
+        "its usage may be higher"
+    );
     resizing.carried_out(&["a".into()], wanted(&small));
     assert!(!resizing.is_under_way(&wanted(&small), |_| true));
     assert_eq!(lowered(&resizing), None);
@@ -362,7 +366,7 @@ fn what_a_failed_resize_has_made_of_a_container_is_not_known() {
 /// An agent was killed after it had started a container and before it published the status. Meanwhile the pod requests
 /// another size.
 #[test]
-fn a_container_that_was_never_told_of_may_have_another_size_than_is_asked_for() {
+fn an_unreported_container_may_have_another_size_than_requested() {
     let told = |generation: i64, container: Value| -> Pod {
         let mut pod = pod("1", "64Mi", json!([]));
         pod.metadata.generation = Some(2);

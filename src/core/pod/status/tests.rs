@@ -102,7 +102,7 @@ use ContainerState::{Exited, Running};
 
 /// A static pod after a restart of the agent: its init containers were removed from the runtime and from the status.
 #[test]
-fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_created_since() {
+fn a_lost_init_container_has_completed_if_a_later_container_was_created() {
     let init = json!([{"name": "i", "image": "i"}, {"name": "s", "image": "i", "restartPolicy": "Always"}]);
     let pod = a_pod("Always", init);
     let of = |containers, previous: &PodStatus| {
@@ -125,7 +125,7 @@ fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_
     for state in [Running, Exited, ContainerState::Created] {
         let all = vec![container("a", 0, state, 1), side.clone()];
         let (ends, ready, _) = of(all, &fresh);
-        let end = ends[0].as_ref().expect("it has ended");
+        let end = ends[0].as_ref().expect("a terminal state");
         assert_eq!(
             (end.exit_code, end.reason.as_deref()),
             (0, Some("Completed"))
@@ -139,7 +139,7 @@ fn an_init_container_that_the_runtime_has_lost_has_completed_if_a_container_was_
 }
 
 #[test]
-fn phases() {
+fn phases_follow_container_states() {
     let init = json!([{"name": "i", "image": "i"}]);
     let held: Problems = [(
         "a".to_owned(),
@@ -157,7 +157,7 @@ fn phases() {
         &str,
     )> = vec![
         (
-            "nothing yet",
+            "no container yet",
             "Always",
             json!([]),
             vec![],
@@ -202,7 +202,7 @@ fn phases() {
             "Failed",
         ),
         (
-            "ended well",
+            "succeeded",
             "Always",
             json!([]),
             vec![container("a", 0, Exited, 0)],
@@ -211,7 +211,7 @@ fn phases() {
             "Succeeded",
         ),
         (
-            "ended badly",
+            "failed",
             "Always",
             json!([]),
             vec![container("a", 0, Exited, 143)],
@@ -247,7 +247,7 @@ fn phases() {
             "Failed",
         ),
         (
-            "init fails again and again",
+            "init keeps failing",
             "Always",
             init,
             vec![container("i", 0, Exited, 1)],
@@ -269,7 +269,7 @@ fn phases() {
 }
 
 #[test]
-fn a_final_phase_stays() {
+fn a_terminal_phase_does_not_change() {
     let previous = PodStatus {
         phase: Some("Failed".into()),
         reason: Some("Evicted".into()),
@@ -289,7 +289,7 @@ fn a_final_phase_stays() {
 }
 
 #[test]
-fn container_states_tell_what_was_and_is() {
+fn container_statuses_report_current_and_last_states() {
     let held: Problems = [(
         "a".to_owned(),
         ("CrashLoopBackOff".to_owned(), "back-off".to_owned()),
@@ -344,7 +344,7 @@ fn container_states_tell_what_was_and_is() {
 }
 
 #[test]
-fn conditions_move_only_when_their_status_does() {
+fn transition_times_change_only_with_the_condition_status() {
     let pod = a_pod("Always", json!([]));
     let first = status(
         &pod,
@@ -398,7 +398,7 @@ fn conditions_move_only_when_their_status_does() {
 }
 
 #[test]
-fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
+fn patches_contain_only_changes_and_keep_foreign_conditions() {
     let pod = a_pod("Always", json!([]));
     let status = status(
         &pod,
@@ -420,7 +420,7 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
     assert_eq!(
         patch(AS_READ, &api, &status),
         None,
-        "a foreign condition is not ours to remove"
+        "conditions of other components are kept"
     );
     // A kube-apiserver returns or drops empty values, whatever was written.
     for container in api.container_statuses.iter_mut().flatten() {
@@ -445,7 +445,7 @@ fn patches_hold_only_what_changed_and_leave_other_conditions_alone() {
 /// The agent writes `DisruptionTarget` only if its node terminates the pod. A condition of another component stays as
 /// that component last wrote it.
 #[test]
-fn a_disruption_that_others_have_told_is_theirs() {
+fn a_disruption_condition_of_another_component_is_kept() {
     let of = |reason: &str| -> PodStatus {
         let condition = json!({"type": "DisruptionTarget", "status": "True", "reason": reason});
         serde_json::from_value(json!({"conditions": [condition]})).expect("a status")
@@ -461,7 +461,7 @@ fn a_disruption_that_others_have_told_is_theirs() {
 }
 
 #[test]
-fn addresses_that_change_take_the_place_of_those_before() {
+fn changed_pod_addresses_replace_earlier_ones() {
     let status = |pod: &[&str], host: &[&str]| -> PodStatus {
         let list = |ips: &[&str]| ips.iter().map(|ip| json!({"ip": ip})).collect::<Vec<_>>();
         let status = json!({"podIP": pod.first(), "podIPs": list(pod), "hostIP": host.first(), "hostIPs": list(host)});
@@ -490,7 +490,7 @@ fn addresses_that_change_take_the_place_of_those_before() {
 }
 
 #[test]
-fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
+fn device_health_is_published_and_kept_while_unknown() {
     use devices::{Health, told};
     let own = |health: Health| -> devices::OfContainer {
         let of = |ids: &[&str]| {
@@ -532,7 +532,7 @@ fn the_health_of_devices_is_told_and_outlives_what_is_not_known() {
     assert_eq!(
         status(Some(&ill), Health::Untold),
         ill,
-        "an agent that has just started says what was said"
+        "a new agent keeps the published health"
     );
     let unknown = shown(&status(None, Health::Untold));
     assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);
@@ -568,7 +568,7 @@ fn end_states(pod: &Pod, seen: Vec<observed::Container>, previous: &PodStatus) -
 }
 
 #[test]
-fn containers_whose_turn_never_came_are_not_lost() {
+fn containers_that_were_never_due_are_not_reported_as_lost() {
     let two = json!([{"name": "i", "image": "i"}, {"name": "j", "image": "i"}]);
     let pod = a_pod("Never", two);
     let none = PodStatus::default();
@@ -619,7 +619,7 @@ fn containers_whose_turn_never_came_are_not_lost() {
 }
 
 #[test]
-fn a_node_without_an_address_keeps_the_one_that_is_reported() {
+fn a_node_without_an_address_keeps_the_published_one() {
     let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"},
         "spec": {"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]}}))
     .expect("a pod");
@@ -658,7 +658,7 @@ fn a_node_without_an_address_keeps_the_one_that_is_reported() {
 }
 
 #[test]
-fn a_pod_has_one_address_of_each_family_its_nodes_first() {
+fn a_pod_has_one_address_per_family_in_the_nodes_order() {
     let list = |ips: &str| -> Vec<String> { ips.split_whitespace().map(str::to_owned).collect() };
     for (seen, node, told) in [
         ("10.0.0.2", "192.0.2.1", "10.0.0.2"),
@@ -701,7 +701,7 @@ fn termination_messages_share_twelve_kibibytes() {
 }
 
 #[test]
-fn pods_whose_containers_may_all_start_over_say_whether_they_do() {
+fn pods_with_restart_all_rules_have_the_restart_condition() {
     let rules =
         json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
     let mut pod = a_pod("Always", json!([]));
@@ -727,7 +727,7 @@ fn pods_whose_containers_may_all_start_over_say_whether_they_do() {
 
 /// Ids contain the name that the runtime reports. While the name is unknown, it is taken from earlier ids.
 #[test]
-fn container_ids_carry_the_name_of_the_runtime() {
+fn container_ids_contain_the_runtime_name() {
     let pod =
         json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "a", "image": "i"}]}});
     let pod: Pod = serde_json::from_value(pod).expect("a pod");

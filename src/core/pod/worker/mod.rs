@@ -366,7 +366,7 @@ impl Worker {
         turn.gone = self.is_gone();
         debug_assert!(
             turn.gone || !self.is_idle() || !self.has_overlooked_something(facts),
-            "a worker sleeps with something left to do: {self:?}"
+            "a worker sleeps although work is left: {self:?}"
         );
         turn
     }

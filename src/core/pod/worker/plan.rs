@@ -22,8 +22,7 @@ use crate::core::time;
 const MIRROR_AUDIT: SignedDuration = SignedDuration::from_secs(10);
 
 /// What a pod waits for if refreshing its volumes failed. The journal has the error.
-const OUTDATED: &str =
-    "its volumes are not up to date: they could not be refreshed, and it is tried again";
+const OUTDATED: &str = "refreshing its volumes failed; retrying";
 
 /// Minimum interval between two volume refreshes that are caused by changes. Upstream refreshes with the pod's next
 /// sync.
@@ -167,7 +166,7 @@ impl Worker {
     fn plan_sync(&mut self, facts: &Facts, turn: &mut Turn, plan: &mut Plan) {
         if !self.admitted {
             plan.ops.push(Op::Admit);
-            plan.waits.push("the node has not admitted it yet".into());
+            plan.waits.push("waiting for admission".into());
             return;
         }
         self.plan_mirror(facts, plan);
@@ -179,7 +178,8 @@ impl Worker {
         plan.wake
             .extend(status::deadline(&self.effective, &self.status));
         let Some(observed) = self.observed.clone() else {
-            plan.waits.push("the runtime has not been asked yet".into());
+            plan.waits
+                .push("waiting for the first runtime status".into());
             return;
         };
         let actions = self.plan_actions();
@@ -274,7 +274,7 @@ impl Worker {
             if creates {
                 plan.ops.push(Op::Prepare);
                 plan.waits
-                    .push("its cgroup and directories are being made".into());
+                    .push("its cgroup and directories are being created".into());
                 return;
             }
             // A failure here must not block the token refresh of a running pod, nor the restart of its containers.
@@ -323,7 +323,7 @@ impl Worker {
         plan.ops.extend(stops);
         plan.wake.extend((until > facts.now).then_some(until));
         plan.waits
-            .push("its sandbox is being stopped, to be made anew".into());
+            .push("its sandbox is being stopped and will be replaced".into());
         true
     }
 
@@ -345,7 +345,7 @@ impl Worker {
                 Network::Ready => self.network_told = false,
                 Network::Unknown => {
                     plan.waits
-                        .push("the runtime has not been asked about its network yet".into());
+                        .push("waiting for the first network status of the runtime".into());
                     return;
                 }
                 Network::NotReady(why) => {
@@ -360,7 +360,7 @@ impl Worker {
             }
         }
         plan.ops.push(Op::Sandbox { attempt });
-        plan.waits.push("its sandbox is being made".into());
+        plan.waits.push("its sandbox is being created".into());
     }
 
     /// Whether the pod's sandbox has no container yet and this worker has not prepared the pod. In this case the call
@@ -409,7 +409,7 @@ impl Worker {
             if let Some(until) = self.hold_back(facts, start, observed, turn) {
                 plan.wake.push(until);
                 plan.container_waits
-                    .push(format!("container {name} waits to be started again"));
+                    .push(format!("container {name} waits for its restart"));
                 continue;
             }
             if killed(name) {
@@ -477,7 +477,7 @@ impl Worker {
         let before = init.rfind(|c| here(&c.name));
         if let (Some(missing), Some(before)) = (missing, before) {
             plan.container_waits.push(format!(
-                "container {} waits until init container {} is done or has started",
+                "container {} waits for init container {} to complete or start",
                 missing.name, before.name
             ));
         }
@@ -559,7 +559,7 @@ impl Worker {
         if self.has_stopped() && self.owes_claims() {
             plan.ops.push(Op::ReturnClaims);
             plan.waits
-                .push("its resource claims are being given back".into());
+                .push("its resource claims are being unprepared".into());
         }
     }
 

@@ -204,7 +204,7 @@ impl Run {
             let outcome = self.outcome(&op);
             self.done(&op.key(), outcome);
         }
-        panic!("it never comes to rest: {:?}", self.begun);
+        panic!("the worker never becomes idle: {:?}", self.begun);
     }
 
     fn settle(&mut self) {
@@ -270,7 +270,7 @@ fn with_sidecar(policy: &str) -> Value {
 }
 
 #[test]
-fn a_container_starts_as_soon_as_its_sidecar_has() {
+fn a_container_starts_as_soon_as_its_sidecar_has_started() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
     let starts: Vec<&Key> = run
@@ -279,7 +279,7 @@ fn a_container_starts_as_soon_as_its_sidecar_has() {
         .filter(|k| matches!(k, Key::Start(_)))
         .collect();
     assert_eq!(starts, [&start("s"), &start("t"), &start("c")]);
-    assert_eq!(run.now, 0, "without waiting for anything");
+    assert_eq!(run.now, 0, "without a delay");
     assert_eq!(
         (run.phase(), run.worker.waiting.as_deref()),
         ("Running", None)
@@ -293,13 +293,13 @@ fn with_init(policy: &str) -> Value {
 }
 
 #[test]
-fn an_init_container_that_runs_again_is_waited_for_again() {
+fn a_restarted_init_container_delays_later_containers() {
     let mut run = Run::new(a_pod(with_init("Always"), json!({})));
     for attempt in 0..2 {
         run.settle();
         let why = run.worker.waiting.clone().unwrap_or_default();
         assert!(
-            why.contains("container c waits until init container t is done"),
+            why.contains("container c waits for init container t to complete"),
             "{attempt}: {why:?}"
         );
         run.exit(&format!("t{attempt}"), 0);
@@ -320,7 +320,7 @@ fn an_init_container_that_runs_again_is_waited_for_again() {
 
 /// Simulation seed 1: an event about the sandbox arrived before the call that created it returned.
 #[test]
-fn a_sandbox_that_is_seen_while_it_is_made_is_the_same_one() {
+fn a_sandbox_observed_during_its_creation_is_not_created_twice() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
@@ -336,7 +336,7 @@ fn a_sandbox_that_is_seen_while_it_is_made_is_the_same_one() {
 
 /// The machine was suspended, or its clock was set: the duration of each wait stays the same.
 #[test]
-fn deadlines_move_with_the_clock() {
+fn deadlines_follow_clock_changes() {
     for by in [-3_600, 3_600] {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let mut run = Run::new(a_pod(spec, json!({})));
@@ -361,7 +361,7 @@ fn deadlines_move_with_the_clock() {
 /// Found by tests/cluster/recovery.rs: another input arrived while a sidecar was being started, and the pod then reported no
 /// wait.
 #[test]
-fn a_pod_whose_container_is_being_started_is_never_well() {
+fn a_pod_with_a_starting_container_is_not_settled() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle_but(|op| matches!(op, Op::Start { .. }));
     assert_eq!(run.waiting.len(), 1);
@@ -374,7 +374,7 @@ fn a_pod_whose_container_is_being_started_is_never_well() {
 }
 
 #[test]
-fn a_hook_of_one_container_does_not_hold_up_the_restart_of_another() {
+fn a_hook_of_one_container_does_not_delay_restarts_of_others() {
     let spec = json!({"restartPolicy": "Always", "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}, {"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     let hook = |op: &Op| op.key() == start("b");
@@ -382,19 +382,19 @@ fn a_hook_of_one_container_does_not_hold_up_the_restart_of_another() {
     assert_eq!(
         run.count(&start("c")),
         0,
-        "c comes after b, whose hook runs"
+        "c waits for b, whose hook is running"
     );
     run.exit("a0", 1);
     run.input(Input::Hint);
     run.settle_but(hook);
-    assert_eq!(run.count(&start("a")), 2, "a has been started again");
+    assert_eq!(run.count(&start("a")), 2, "a has restarted");
     assert_eq!(run.count(&start("b")), 1);
     run.settle();
     assert_eq!(run.count(&start("c")), 1);
 }
 
 #[test]
-fn a_container_that_is_being_started_starts_over_with_the_others() {
+fn a_starting_container_is_included_in_restart_all() {
     let rules =
         json!([{"action": "RestartAllContainers", "exitCodes": {"operator": "In", "values": [4]}}]);
     let spec = json!({"containers": [{"name": "a", "image": "i", "restartPolicy": "Never", "restartPolicyRules": rules}, {"name": "b", "image": "i"}]});
@@ -418,7 +418,7 @@ fn a_container_that_is_being_started_starts_over_with_the_others() {
 }
 
 #[test]
-fn a_finalizer_costs_one_request() {
+fn removing_a_finalizer_takes_one_request() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
     run.settle();
@@ -429,7 +429,7 @@ fn a_finalizer_costs_one_request() {
         run.settle();
     }
     assert_eq!(run.count(&Key::Finalise), 1);
-    assert!(!run.gone, "the object is still there");
+    assert!(!run.gone, "the object still exists");
     let mut removed = a_pod(spec, deleted(41));
     removed.removed = true;
     run.input(Input::Update(removed));
@@ -439,7 +439,7 @@ fn a_finalizer_costs_one_request() {
 }
 
 #[test]
-fn what_fails_is_tried_again_with_growing_pauses_and_looked_at_before() {
+fn failed_operations_are_retried_with_back_off_after_an_observation() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
@@ -461,7 +461,7 @@ fn what_fails_is_tried_again_with_growing_pauses_and_looked_at_before() {
 }
 
 #[test]
-fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
+fn a_static_pod_starts_without_the_state_of_an_older_mirror() {
     let of = |hash: &str| json!({"annotations": {"kubernetes.io/config.source": "file", "kubernetes.io/config.hash": hash}});
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut update = a_pod(spec.clone(), of("new"));
@@ -481,12 +481,12 @@ fn a_static_pod_starts_from_nothing_beside_the_mirror_of_an_older_manifest() {
     assert_eq!(
         run.count(&Key::Mirror),
         1,
-        "one try until the API shows more"
+        "one attempt until the API shows a change"
     );
 }
 
 #[test]
-fn a_static_pod_that_has_ended_has_a_mirror_that_says_so() {
+fn the_mirror_of_a_completed_static_pod_has_the_terminal_phase() {
     let annotations =
         json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
     let spec = json!({"restartPolicy": "Never", "containers": [{"name": "a", "image": "i"}]});
@@ -509,7 +509,7 @@ fn a_static_pod_that_has_ended_has_a_mirror_that_says_so() {
 }
 
 #[test]
-fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
+fn a_restart_keeps_a_static_pods_readiness_until_its_mirror_arrives() {
     let annotations =
         json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
     let probe = json!({"exec": {"command": ["true"]}});
@@ -558,7 +558,7 @@ fn a_restart_keeps_a_static_pods_readiness_though_its_mirror_is_seen_late() {
 /// Simulation seed 2300: the status of a mirror that was being deleted changed. The worker then went to sleep although
 /// the mirror had to be written again.
 #[test]
-fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
+fn a_status_change_of_an_outdated_mirror_writes_no_second_mirror() {
     let annotations =
         json!({"kubernetes.io/config.hash": "h", "kubernetes.io/config.source": "file"});
     let spec = json!({"containers": [{"name": "a", "image": "i"}]});
@@ -577,16 +577,12 @@ fn another_status_of_a_wrong_mirror_is_no_reason_to_mirror_again() {
     assert_eq!(run.count(&Key::Mirror), mirrored);
     update.object = wrong("3", "f");
     run.input(Input::Update(update));
-    assert_eq!(
-        run.count(&Key::Mirror),
-        mirrored + 1,
-        "that is another mirror"
-    );
+    assert_eq!(run.count(&Key::Mirror), mirrored + 1, "this mirror differs");
 }
 
 /// The life of a pod needs three status updates, and none of them waits for a sandbox that does not stop.
 #[test]
-fn a_life_is_told_in_three_statuses() {
+fn a_pods_life_takes_three_status_updates() {
     let spec = || json!({"containers": [{"name": "a", "image": "i"}]});
     let deleted = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 5, "resourceVersion": "2"});
     let mut run = Run::new(a_pod(spec(), json!({})));
@@ -599,7 +595,10 @@ fn a_life_is_told_in_three_statuses() {
         containers.any(|c| c.state.as_ref().is_some_and(|s| s.terminated.is_some()))
     };
     assert!(ended(&run.worker.status) && run.waiting.iter().any(stopping));
-    assert!(!run.published.iter().any(ended), "the end is near");
+    assert!(
+        !run.published.iter().any(ended),
+        "the status waits for the sandbox stop"
+    );
     let mut hung = Run {
         worker: run.worker.clone(),
         published: vec![],
@@ -609,7 +608,7 @@ fn a_life_is_told_in_three_statuses() {
     let told = hung.input(Input::Tick).publish;
     assert!(
         told.is_some_and(|status| ended(&status)),
-        "it is not waited for"
+        "the status does not wait for it"
     );
     run.settle();
     let phases = run.published.iter().map(|s| s.phase.as_deref());
@@ -622,7 +621,7 @@ fn a_life_is_told_in_three_statuses() {
 /// The terminal status of a completed pod does not wait for its sandbox, which may take time to stop. It does wait if
 /// the sandbox has host ports.
 #[test]
-fn the_end_of_a_pod_that_completes_is_told_before_its_sandbox_is_stopped() {
+fn a_completed_pods_terminal_status_precedes_its_sandbox_stop() {
     let spec = |container: Value| json!({"restartPolicy": "Never", "containers": [container]});
     let plain = json!({"name": "a", "image": "i"});
     let served =
@@ -641,12 +640,16 @@ fn the_end_of_a_pod_that_completes_is_told_before_its_sandbox_is_stopped() {
         assert_eq!(run.worker.has_completed_unawaited(), patient);
         let statuses = run.published.len();
         run.settle();
-        assert_eq!(run.published.len(), statuses, "all was told");
+        assert_eq!(
+            run.published.len(),
+            statuses,
+            "everything has been published"
+        );
     }
 }
 
 #[test]
-fn that_a_container_is_ready_no_more_is_told_while_another_one_starts() {
+fn unreadiness_is_published_while_another_container_starts() {
     let probe = json!({"exec": {"command": ["true"]}});
     let spec = json!({"containers": [{"name": "a", "image": "i", "readinessProbe": probe}, {"name": "b", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
@@ -671,7 +674,7 @@ fn that_a_container_is_ready_no_more_is_told_while_another_one_starts() {
 }
 
 #[test]
-fn a_pod_waits_for_the_network_and_says_so() {
+fn a_pod_that_waits_for_the_network_reports_it() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.input(Input::Network(Network::NotReady("no plugin".into())));
@@ -685,7 +688,7 @@ fn a_pod_waits_for_the_network_and_says_so() {
 }
 
 #[test]
-fn a_record_is_decided_again_and_shows_what_differs() {
+fn a_replayed_record_reports_different_decisions() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     for round in 0..20 {
@@ -694,8 +697,8 @@ fn a_record_is_decided_again_and_shows_what_differs() {
         run.input(Input::Hint);
         run.settle();
     }
-    let stored = serde_json::to_string(&run.record).expect("it can be stored");
-    let mut read: Record = serde_json::from_str(&stored).expect("and read");
+    let stored = serde_json::to_string(&run.record).expect("JSON");
+    let mut read: Record = serde_json::from_str(&stored).expect("the stored record");
     assert_eq!(read.replay(), vec![]);
     let entries = run.record.entries.len();
     let mut echo = run.worker.update().clone();
@@ -711,7 +714,7 @@ fn a_record_is_decided_again_and_shows_what_differs() {
     assert_eq!(
         run.record.entries.len(),
         entries,
-        "an echo of the status would keep a whole pod"
+        "an echo of the status needs no record of the pod"
     );
     read.entries[3].decision.begin.push(Key::Finalise);
     let differences = read.replay();
@@ -723,7 +726,7 @@ proptest! {
     /// operations for its termination. A debug assertion in `turn` checks that every planned operation has a wake-up
     /// time.
     #[test]
-    fn no_order_of_events_confuses_a_worker(choices in proptest::collection::vec(0u8..21, 1..120), init in any::<bool>()) {
+    fn a_worker_handles_every_order_of_events(choices in proptest::collection::vec(0u8..21, 1..120), init in any::<bool>()) {
         let spec = || if init { with_init("OnFailure") } else { with_sidecar("OnFailure") };
         let mut run = Run::new(a_pod(spec(), json!({})));
         for choice in choices {

@@ -23,7 +23,7 @@ fn made(volume: Value, container: Value) -> Result<ResolvedVolume, Problem> {
 }
 
 #[test]
-fn empty_directories_are_as_large_as_the_smallest_of_their_limits() {
+fn an_empty_dir_has_the_smallest_of_its_limits() {
     let memory = |size: Value, limit: Value| {
         let volume = json!({"name": "v", "emptyDir": {"medium": "Memory", "sizeLimit": size}});
         made(volume, json!({"resources": {"limits": limit}})).map(|b| b.source)
@@ -84,7 +84,7 @@ fn claimed(volume: Value, phase: &str) -> Claimed {
 }
 
 #[test]
-fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
+fn a_claimed_volume_has_the_name_and_options_of_its_persistent_volume() {
     let of = |source: Value, volume: Value, container: Value| {
         let mut v = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
         json_patch::merge(&mut v, &volume);
@@ -162,7 +162,7 @@ fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
     assert!(
         of(json!({"cephfs": {"monitors": []}}), json!({}), json!({})).is_err_and(|e| {
             let said = e.told("v");
-            said.contains("no volume plugin matched") && said.contains("does not serve")
+            said.contains("no volume plugin matched") && said.contains("does not support")
         })
     );
     let told = |e: Problem| {
@@ -178,7 +178,7 @@ fn a_claims_volume_has_the_persistent_volumes_name_and_manner() {
 }
 
 #[test]
-fn claims_that_cannot_be_used_say_why() {
+fn unusable_claims_are_rejected_with_the_cause() {
     let volume = |v: Value| serde_json::from_value::<Volume>(v).expect("a volume");
     let by_claim = volume(json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}}));
     let p = pod(json!({"name": "v"}), json!({}));
@@ -200,7 +200,7 @@ fn claims_that_cannot_be_used_say_why() {
 }
 
 #[test]
-fn a_failed_step_is_told_with_the_persistent_volumes_name() {
+fn a_failed_step_names_the_persistent_volume() {
     let source = json!({"local": {"path": "/x"}, "nodeAffinity": {"required": {"nodeSelectorTerms": [
         {"matchExpressions": [{"key": "host", "operator": "In", "values": ["a"]}]}]}}});
     let node = |name: &str| {
@@ -210,14 +210,14 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
     let mut claimed = claimed(source, "Bound");
     assert_eq!(reached(&claimed, Some(&node("a"))), Ok(()));
     assert_eq!(reached(&claimed, None), Ok(()));
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
     assert_eq!(
         problem.told("v"),
         "MountVolume.NodeAffinity check failed for volume \"pv\" : no matching NodeSelectorTerms"
     );
     assert_eq!(problem.reason(), "FailedMount");
     claimed.volume.spec.as_mut().expect("a spec").volume_mode = Some("Block".into());
-    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is elsewhere");
+    let problem = reached(&claimed, Some(&node("b"))).expect_err("it is on another node");
     // The only problem of a block device with this reason.
     assert_eq!(problem.reason(), "FailedMount");
     assert_eq!(
@@ -231,7 +231,7 @@ fn a_failed_step_is_told_with_the_persistent_volumes_name() {
 }
 
 #[test]
-fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
+fn an_unattached_volume_is_reported_as_the_waiting_step() {
     for (step, reason) in [
         ("MountVolume.WaitForAttach", "FailedMount"),
         ("MapVolume.WaitForAttach", "FailedMapVolume"),
@@ -250,7 +250,7 @@ fn a_volume_that_is_not_attached_is_told_as_the_step_that_waits_for_it() {
 }
 
 #[test]
-fn what_is_under_way_is_told_like_a_failure_and_is_none() {
+fn an_operation_in_progress_is_reported_and_is_no_failure() {
     let set_up = Problem::later("w");
     let waits = Problem::under_way("w".into());
     for (problem, reason, step, is_under_way) in [
@@ -280,7 +280,7 @@ fn what_is_under_way_is_told_like_a_failure_and_is_none() {
 }
 
 #[test]
-fn a_device_is_told_with_the_places_where_it_is_listed() {
+fn a_mapped_device_is_reported_with_its_map_paths() {
     let of = |source: Value| {
         let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
         let pod = pod(
@@ -328,7 +328,7 @@ fn a_device_is_told_with_the_places_where_it_is_listed() {
 }
 
 #[test]
-fn options_of_a_mount_are_where_its_volume_has_them() {
+fn mount_options_come_from_the_annotation_or_the_spec() {
     let of = |source: Value, annotations: Value| {
         let volume = json!({"name": "v", "persistentVolumeClaim": {"claimName": "c"}});
         let pod = pod(volume, json!({}));
@@ -352,7 +352,7 @@ fn options_of_a_mount_are_where_its_volume_has_them() {
         of(host(json!([])), named),
     ] {
         assert_eq!(
-            refused.expect_err("it is refused").told("v"),
+            refused.expect_err("a rejection").told("v"),
             "MountVolume.MountOptionSupport check failed for volume \"pv\" : mount options are not supported for this volume type"
         );
     }

@@ -35,7 +35,7 @@ fn unused(topology: &Arc<Topology>, options: Options, reserved: &str) -> Cpus {
         reserved_milli: number.unwrap_or(0) * 1000,
         reserved: number.is_none().then(|| numbers(reserved)),
     };
-    Cpus::new(&rules, None, Arc::clone(topology)).expect("rules that fit")
+    Cpus::new(&rules, None, Arc::clone(topology)).expect("valid rules")
 }
 
 /// Restores a state with these shared CPUs; CPUs that are neither shared nor in `own` belong to another pod.
@@ -50,7 +50,7 @@ fn used(mut cpus: Cpus, shared: &CpuSet, own: &CpuSet) -> Cpus {
     }
     let shared = shared.clone();
     let adopted = cpus.adopt(State { shared, exclusive });
-    adopted.expect("a state that fits");
+    adopted.expect("a valid state");
     cpus
 }
 
@@ -130,7 +130,7 @@ fn answer(topology: &Arc<Topology>, question: &str) -> String {
 }
 
 #[test]
-fn what_is_given_is_what_the_kubelet_gives() {
+fn cpus_are_allocated_as_by_the_kubelet() {
     let mut topology = Arc::new(Topology::default());
     let mut differences = vec![];
     for line in include_str!("../gives.txt").lines() {
@@ -145,14 +145,14 @@ fn what_is_given_is_what_the_kubelet_gives() {
             None => got == expected,
         };
         if !is_expected {
-            differences.push(format!("{line}, and here {got}"));
+            differences.push(format!("{line}, but got {got}"));
         }
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));
 }
 
 #[test]
-fn a_pod_is_given_what_its_containers_have_at_a_time() {
+fn a_pod_gets_the_peak_cpus_of_its_containers() {
     for (containers, expected) in [
         (vec![("init", "0"), ("main", "0")], 0),
         (vec![("init", "2"), ("main", "2")], 2),

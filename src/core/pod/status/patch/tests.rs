@@ -2,7 +2,7 @@ use super::*;
 
 /// Other components may write a terminal status: the pod garbage collector, or a kubelet that managed the node before.
 #[test]
-fn an_end_that_the_api_has_is_not_written_over() {
+fn a_terminal_status_in_the_api_is_not_overwritten() {
     let of = |phase: &str, reason: Option<&str>, message: Option<&str>| PodStatus {
         phase: Some(phase.into()),
         reason: reason.map(Into::into),
@@ -38,7 +38,7 @@ fn an_end_that_the_api_has_is_not_written_over() {
 
 /// The apiserver rejects the whole status if a container leaves the terminated state for good.
 #[test]
-fn a_final_exit_is_kept_and_the_rest_is_written() {
+fn a_final_container_state_is_kept_and_the_rest_is_written() {
     let status = |state: Value, phase: &str| -> PodStatus {
         let container = json!({"name": "a", "image": "i", "imageID": "", "ready": false, "restartCount": 0, "state": state});
         let status = json!({"phase": phase, "containerStatuses": [container]});

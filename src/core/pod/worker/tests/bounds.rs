@@ -353,7 +353,7 @@ fn grow(draw: &mut Draw<'_>) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn no_number_that_the_api_accepts_stops_the_agent(draws in proptest::collection::vec(any::<u8>(), 97..151)) {
+    fn no_number_that_the_api_accepts_panics_the_agent(draws in proptest::collection::vec(any::<u8>(), 97..151)) {
         let mut draw = Draw(draws.iter().cycle());
         live(&mut draw);
         let update = a_pod(draw.spec(), json!({}));

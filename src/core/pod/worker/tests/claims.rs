@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_pod_ends_when_its_claims_are_given_back() {
+fn a_pod_terminates_once_its_claims_are_unprepared() {
     let spec = json!({"restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}],
         "resourceClaims": [{"name": "r", "resourceClaimName": "device"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
@@ -22,7 +22,7 @@ fn a_pod_ends_when_its_claims_are_given_back() {
     }
     let turn = run.done(
         &Key::ReturnClaims,
-        Outcome::Failed(Fault::later("the driver says no")),
+        Outcome::Failed(Fault::later("the driver failed")),
     );
     assert_eq!(run.phase(), "Running");
     assert!(matches!(run.worker.state, State::Terminating { .. }));
@@ -40,7 +40,7 @@ fn a_pod_ends_when_its_claims_are_given_back() {
 }
 
 #[test]
-fn a_pod_without_claims_has_nothing_to_give_back() {
+fn a_pod_without_claims_has_nothing_to_unprepare() {
     let spec = json!({"restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle();

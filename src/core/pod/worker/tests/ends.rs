@@ -51,7 +51,7 @@ fn is_told_as_ended(run: &Run, phase: &str) {
 
 /// A virtual node lost power: the runtime may have nothing of the pod, or may have started it again.
 #[test]
-fn a_pod_that_has_ended_in_the_api_is_not_started_by_the_next_agent() {
+fn a_pod_with_a_terminal_phase_is_not_started_by_the_next_agent() {
     for phase in ["Failed", "Succeeded"] {
         for runtime in [ObservedPod::default(), running()] {
             let lives = !runtime.is_empty();
@@ -68,7 +68,7 @@ fn a_pod_that_has_ended_in_the_api_is_not_started_by_the_next_agent() {
 
 /// The agent started the pod with an outdated view of the API.
 #[test]
-fn an_end_that_the_api_tells_later_is_not_taken_back() {
+fn a_terminal_phase_that_arrives_late_is_kept() {
     for phase in ["Failed", "Succeeded"] {
         let mut run = Run::new(with_status(1, json!({"phase": "Running"})));
         run.settle();
@@ -77,7 +77,10 @@ fn an_end_that_the_api_tells_later_is_not_taken_back() {
         run.input(Input::Update(with_status(2, ended(phase))));
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
         is_told_as_ended(&run, phase);
-        assert!(!run.worker.has_told_its_end(), "it has what it was given");
+        assert!(
+            !run.worker.has_told_its_end(),
+            "its resources are still allocated"
+        );
         run.settle();
         assert!(run.worker.has_told_its_end());
         is_told_as_ended(&run, phase);
@@ -91,7 +94,7 @@ fn an_end_that_the_api_tells_later_is_not_taken_back() {
 
 /// The pod garbage collector and `kubectl` set only the phase. The agent then reports how the containers exited.
 #[test]
-fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
+fn container_exits_are_reported_after_a_foreign_terminal_phase() {
     let mut run = Run::new(with_status(1, json!({"phase": "Pending"})));
     run.settle();
     run.published.clear();
@@ -110,7 +113,7 @@ fn of_an_end_that_somebody_else_has_told_the_containers_ends_are_told() {
 /// statuses from before the containers started. Meanwhile the worker published its own terminal status, which the
 /// status writer merged.
 #[test]
-fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_containers() {
+fn a_late_foreign_terminal_status_does_not_revert_container_statuses() {
     let with = |version, status| {
         let mut spec = spec();
         spec["restartPolicy"] = "OnFailure".into();
@@ -161,7 +164,7 @@ fn an_end_of_others_seen_after_its_own_takes_back_nothing_that_was_told_of_conta
 /// Upstream computes the phase again when the containers have stopped. The status that it set before for a preempted
 /// pod survives only if they have failed (`SyncTerminatingPod` in `pkg/kubelet/kubelet.go`, critical_pod_test.go).
 #[test]
-fn a_preempted_pod_ends_as_its_containers_do() {
+fn a_preempted_pods_phase_follows_its_containers() {
     for (cause, code, phase, reason) in [
         (Cause::Preempted, 0, "Succeeded", None),
         (Cause::Preempted, 137, "Failed", Some("R")),

@@ -77,7 +77,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn an_event_is_news_if_it_tells_what_is_not_known() {
+fn an_event_counts_only_if_it_reports_an_unknown_state() {
     for (state, in_flight, id, kind, expected) in cases() {
         let mut observed = ObservedPod {
             sandboxes: vec![sandbox(0, 0)],
@@ -92,12 +92,12 @@ fn an_event_is_news_if_it_tells_what_is_not_known() {
         assert_eq!(told, expected, "{state:?} {in_flight:?} {id} {kind:?}");
     }
     let told = event_effect(None, &[], &event("c0", EventKind::Created));
-    assert_eq!(told, Observe, "nothing has been seen yet");
+    assert_eq!(told, Observe, "nothing has been observed yet");
 }
 
 /// A start whose events arrive before its calls return needs no more observations than a start without events.
 #[test]
-fn what_the_worker_does_comes_back_without_a_look() {
+fn events_of_the_workers_own_operations_need_no_observation() {
     let spec = || json!({"containers": [{"name": "c", "image": "i"}]});
     let mut silent = Run::new(a_pod(spec(), json!({})));
     silent.settle();
@@ -118,14 +118,14 @@ fn what_the_worker_does_comes_back_without_a_look() {
     assert_eq!(run.phase(), "Running");
     assert_eq!(run.count(&Key::Observe), silent.count(&Key::Observe));
     let late = run.input(Input::Happened(event("c0", EventKind::Started)));
-    assert!(late.unchanged, "it comes again");
+    assert!(late.unchanged, "the event is repeated");
     assert_eq!(run.record.replay(), vec![]);
 }
 
 /// An event during an operation that turns out to be about something else causes an observation when the operation
 /// completes.
 #[test]
-fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
+fn an_unrelated_event_is_observed_when_the_operation_completes() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| op.key() == Key::Sandbox);
@@ -142,13 +142,13 @@ fn an_event_about_something_else_is_looked_at_when_the_operation_ends() {
     assert_eq!(
         run.count(&Key::Observe),
         looked + 1,
-        "nobody is starting it"
+        "no start explains the event"
     );
 }
 
 /// If the runtime reports a container right after its start, no observation is needed unless the container has exited.
 #[test]
-fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
+fn a_container_reported_after_its_start_needs_no_observation() {
     for state in [ContainerState::Running, ContainerState::Exited] {
         let spec = json!({"containers": [{"name": "c", "image": "i"}]});
         let mut run = Run::new(a_pod(spec, json!({})));
@@ -165,7 +165,10 @@ fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
         if state == ContainerState::Running {
             assert!(turn.observed, "probes and the audit follow");
             assert_eq!(run.phase(), "Running");
-            assert!(turn.publish.is_some(), "it is told in full at once");
+            assert!(
+                turn.publish.is_some(),
+                "the full status is published at once"
+            );
         }
         assert_eq!(run.record.replay(), vec![]);
     }
@@ -173,7 +176,7 @@ fn a_container_that_was_asked_about_after_its_start_is_not_looked_for() {
 
 /// The exit arrived as an event and was observed before the start completed.
 #[test]
-fn an_end_that_was_seen_is_not_undone_by_an_older_answer() {
+fn an_observed_exit_is_not_reverted_by_an_older_response() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| op.key() == start("c"));

@@ -33,7 +33,7 @@ fn pause(run: &mut Run, key: &Key, outcome: Outcome) -> i64 {
 }
 
 #[test]
-fn pauses_grow_only_where_nothing_but_another_pod_can_succeed() {
+fn back_off_grows_only_for_final_failures() {
     for (class, expected) in [
         (Class::RetryLater, [10, 10, 10, 10, 10, 10, 10]),
         (Class::WaitForNews, [10, 10, 10, 10, 10, 10, 10]),
@@ -68,7 +68,7 @@ fn is_tried_again(class: Class, news: impl FnOnce(&mut Run)) -> bool {
 
 /// A ConfigMap is created late: the container is started as soon as a volume refresh has found it.
 #[test]
-fn what_was_missing_is_tried_again_with_the_news() {
+fn a_failed_start_is_retried_when_its_missing_object_appears() {
     for (class, again) in [
         (Class::WaitForNews, true),
         (Class::RetryLater, false),
@@ -87,7 +87,7 @@ fn what_was_missing_is_tried_again_with_the_news() {
 
 /// The change arrives while the start is failing, or while the refresh that will find it is running.
 #[test]
-fn news_that_comes_before_the_failure_is_not_lost() {
+fn a_change_that_arrives_before_the_failure_is_not_lost() {
     for refresh_begins in [false, true] {
         let mut run = starting();
         let begun = run.count(&start("c"));
@@ -108,7 +108,7 @@ fn news_that_comes_before_the_failure_is_not_lost() {
 
 /// An object may change continually, and the runtime may fail as soon as it is back (simulation seed 1317).
 #[test]
-fn there_is_a_pause_also_where_news_comes_all_the_time() {
+fn frequent_changes_do_not_bypass_the_back_off() {
     let mut run = starting();
     let begun = run.count(&start("c"));
     for n in 0..600 {
@@ -125,12 +125,12 @@ fn there_is_a_pause_also_where_news_comes_all_the_time() {
     }
     let tries = run.count(&start("c")) - begun;
     // One try with each refresh.
-    assert!((25..=31).contains(&tries), "{tries} tries in a minute");
+    assert!((25..=31).contains(&tries), "{tries} attempts in a minute");
 }
 
 /// Without a change, a failure of this class is not retried.
 #[test]
-fn a_refresh_without_news_is_no_reason_to_try_again() {
+fn a_refresh_without_changes_causes_no_retry() {
     let mut run = starting();
     run.done(&start("c"), waits(Class::WaitForNews));
     run.settle();
@@ -145,7 +145,7 @@ fn a_refresh_without_news_is_no_reason_to_try_again() {
 
 /// A path or a variable may depend on labels and annotations.
 #[test]
-fn another_annotation_is_reason_to_try_again() {
+fn a_changed_annotation_causes_a_retry() {
     for (class, again) in [
         (Class::Final, true),
         (Class::WaitForNews, true),
@@ -162,7 +162,7 @@ fn another_annotation_is_reason_to_try_again() {
 
 /// Operations that failed while the runtime was unavailable do not wait for their increased back-off.
 #[test]
-fn pods_go_on_as_soon_as_the_runtime_is_back() {
+fn pods_continue_as_soon_as_the_runtime_is_back() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));

@@ -4,7 +4,7 @@ use super::*;
 
 /// Simulation seed 67: the agent restarted, and the labels of the Node had changed.
 #[test]
-fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
+fn a_rejected_running_pod_stops_before_it_is_failed() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     let mut run = run.restarted();
@@ -15,7 +15,7 @@ fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
     run.settle_but(|op| matches!(op, Op::Admit));
     run.done(&Key::Admit, refused);
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(run.phase(), "Running", "containers run");
+    assert_eq!(run.phase(), "Running", "its containers are running");
     run.settle();
     let status = &run.worker.status;
     assert_eq!(run.phase(), "Failed");
@@ -33,7 +33,7 @@ fn a_running_pod_that_is_refused_ends_before_it_has_failed() {
 /// Simulation seeds 475 and 747: only sidecars had been started. If an earlier agent could not publish which containers
 /// it had started, the runtime is observed first.
 #[test]
-fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
+fn a_rejected_pending_pod_stops_before_it_is_failed() {
     for written in [true, false] {
         let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
         run.settle_but(|op| op.key() == start("c"));
@@ -51,7 +51,7 @@ fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
         };
         run.done(&Key::Admit, refused);
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
-        assert_eq!(run.phase(), "Pending", "its sidecars run");
+        assert_eq!(run.phase(), "Pending", "its sidecars are running");
         run.settle();
         assert_eq!((run.phase(), run.runtime.live().count()), ("Failed", 0));
     }
@@ -59,7 +59,7 @@ fn a_pending_pod_that_is_refused_ends_before_it_has_failed() {
 
 /// Simulation seed 38: the runtime was down, so the status had no conditions yet, and the agent restarted later.
 #[test]
-fn a_refused_pod_keeps_its_start_time() {
+fn a_rejected_pod_keeps_its_start_time() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     let refused = Outcome::Refused {
         reason: "NodeAffinity".into(),
@@ -78,7 +78,7 @@ fn a_refused_pod_keeps_its_start_time() {
 /// `kubectl get` shows the reason of a terminated container rather than the pod's. If a pod was rejected before it was
 /// started, no container is therefore reported as lost, even by the next agent.
 #[test]
-fn of_a_refused_pod_nothing_is_said_of_containers() {
+fn a_rejected_pod_has_no_container_statuses() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     let refused = Outcome::Refused {
         reason: "SysctlForbidden".into(),
@@ -104,7 +104,7 @@ fn of_a_refused_pod_nothing_is_said_of_containers() {
 /// The volumes show that the pod cannot run on the node. The pod is rejected even if it already has a sandbox, which is
 /// released.
 #[test]
-fn a_pod_is_refused_for_its_volumes() {
+fn a_pod_is_rejected_for_its_volumes() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle_but(|op| op.key() == Key::Volumes);
     assert!(!run.runtime.sandboxes.is_empty());

@@ -46,14 +46,14 @@ fn updated(run: &mut Run, update: Update) {
 }
 
 #[test]
-fn a_new_size_is_observed_when_the_node_has_decided() {
+fn the_observed_generation_follows_the_resize_decision() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Grow));
     assert_eq!(
         told(&run),
         (1, vec![]),
-        "who waits for it would think it done"
+        "a client that waits would think it is done"
     );
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
     assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
@@ -70,7 +70,7 @@ fn a_new_size_is_observed_when_the_node_has_decided() {
 }
 
 #[test]
-fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
+fn a_deferred_resize_is_observed_and_the_old_size_stays() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "64", "NotRequired"));
     run.done(&Key::Grow, no_room());
@@ -86,7 +86,7 @@ fn what_is_not_granted_is_observed_too_and_the_old_size_stays() {
 
 /// The node's ledger is an actor: it may queue or allocate a size that the pod no longer requests.
 #[test]
-fn the_node_learns_that_a_size_is_taken_back() {
+fn the_node_is_notified_of_a_withdrawn_resize() {
     let withdrawals = |run: &Run| run.waiting.iter().filter(|op| **op == Op::Withdraw).count();
     for deferred in [true, false] {
         let mut run = running("NotRequired");
@@ -118,7 +118,7 @@ fn the_node_learns_that_a_size_is_taken_back() {
 }
 
 #[test]
-fn room_that_is_made_while_it_is_refused_is_asked_for_again() {
+fn a_resize_deferred_while_resources_are_freed_is_requested_again() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "64", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Grow));
@@ -130,7 +130,7 @@ fn room_that_is_made_while_it_is_refused_is_asked_for_again() {
 }
 
 #[test]
-fn a_size_that_comes_during_a_resize_has_one_of_its_own() {
+fn a_size_requested_during_a_resize_gets_its_own_resize() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Resize { .. }));
@@ -143,14 +143,14 @@ fn a_size_that_comes_during_a_resize_has_one_of_its_own() {
 }
 
 #[test]
-fn the_cgroup_follows_a_container_that_starts_anew_for_its_size() {
+fn the_cgroup_is_resized_after_a_container_restarts_for_its_resize() {
     let mut run = running("RestartContainer");
     updated(&mut run, sized(2, "2", "RestartContainer"));
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
     assert_eq!(
         run.count(&Key::Resize),
         0,
-        "it may use more than it is to have"
+        "its usage may exceed the new size"
     );
     assert_eq!(told(&run), (2, one("PodResizeInProgress", "", "")));
     run.settle();
@@ -162,7 +162,7 @@ fn the_cgroup_follows_a_container_that_starts_anew_for_its_size() {
 /// The failed call may have been carried out. If the request is withdrawn, the old size is therefore set again, with
 /// the same back-off.
 #[test]
-fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
+fn a_failed_resize_is_reverted_after_its_request_is_withdrawn() {
     for taken_back in [false, true] {
         let mut run = running("NotRequired");
         updated(&mut run, sized(2, "2", "NotRequired"));
@@ -177,10 +177,14 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
             let resources = all.and_then(|all| all[0].resources.clone());
             resources.and_then(|r| Some(r.requests?["cpu"].0.clone()))
         };
-        assert_eq!(cpu(&run).as_deref(), Some("1"), "it is not believed");
+        assert_eq!(
+            cpu(&run).as_deref(),
+            Some("1"),
+            "the runtime's size is not published"
+        );
         let error = one("PodResizeInProgress", "Error", "deadline exceeded");
         assert_eq!(told(&run), (2, error));
-        assert_eq!(run.count(&Key::Resize), 1, "it is tried again later");
+        assert_eq!(run.count(&Key::Resize), 1, "it is retried later");
         let (generation, expected, tries) = match taken_back {
             true => (3, "1", 3),
             false => (2, "2", 2),
@@ -198,7 +202,7 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
             assert_eq!(cpu(&run).as_deref(), Some("1"));
         }
         let turn = run.input(Input::Tick);
-        let at = turn.wake_at.expect("a time to try it again");
+        let at = turn.wake_at.expect("the time of the retry");
         run.now = at.as_millisecond() - 1_700_000_000_000;
         run.input(Input::Tick);
         let resize = |op: &Op| matches!(op, Op::Resize { names, .. } if names == &["c"]);
@@ -212,7 +216,7 @@ fn a_resize_that_failed_is_settled_before_the_pod_has_its_size_again() {
 
 /// The agent was killed during a resize, and the request was withdrawn before the next agent started.
 #[test]
-fn a_resize_that_an_earlier_agent_had_begun_is_settled() {
+fn a_resize_begun_by_an_earlier_agent_is_reverted() {
     let mut run = running("NotRequired");
     updated(&mut run, sized(2, "2", "NotRequired"));
     run.settle_but(|op| matches!(op, Op::Resize { .. }));

@@ -28,7 +28,7 @@ fn stopped_by(kind: Kind, policy: &str) -> Run {
 /// Upstream restarts the container in the `SyncPod` call that stops it. Its exit code does not show whether its work
 /// was finished.
 #[test]
-fn a_container_that_is_stopped_for_a_failed_probe_starts_again_whatever_its_exit_code() {
+fn a_container_stopped_for_a_failed_probe_restarts_whatever_its_exit_code() {
     for (kind, policy, again) in [
         (Kind::Liveness, "OnFailure", true),
         (Kind::Startup, "OnFailure", true),
@@ -56,7 +56,7 @@ fn a_container_that_is_stopped_for_a_failed_probe_starts_again_whatever_its_exit
 
 /// As upstream, the agent does not store the decision: the next agent has only the exit code.
 #[test]
-fn another_agent_decides_by_the_exit_code() {
+fn the_next_agent_decides_by_the_exit_code() {
     let mut run = stopped_by(Kind::Liveness, "OnFailure").restarted();
     run.settle();
     assert_eq!((run.phase(), run.count(&start("c"))), ("Succeeded", 0));
@@ -64,7 +64,7 @@ fn another_agent_decides_by_the_exit_code() {
 
 /// `crictl stopp`: the containers exit before their sandbox stops, while one of them is about to be restarted.
 #[test]
-fn nothing_is_started_in_a_sandbox_that_is_being_stopped() {
+fn no_container_starts_in_a_stopping_sandbox() {
     let spec = json!({"restartPolicy": "OnFailure", "containers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle();
@@ -88,7 +88,7 @@ fn nothing_is_started_in_a_sandbox_that_is_being_stopped() {
     let stops = |op: &Op| matches!(op, Op::StopSandbox(_));
     assert!(
         !turn.begin.iter().any(stops),
-        "what the start did is seen before"
+        "the outcome of the start is observed first"
     );
     run.settle_but(|op| matches!(op, Op::StopSandbox(_)));
     assert!(!run.waiting.iter().any(is_start), "{:?}", run.waiting);
@@ -103,7 +103,7 @@ fn nothing_is_started_in_a_sandbox_that_is_being_stopped() {
     assert_eq!(
         run.count(&start("a")),
         1,
-        "what has succeeded does not run again"
+        "a succeeded container does not run again"
     );
     assert_eq!(
         (run.phase(), run.worker.waiting.as_deref()),

@@ -4,7 +4,7 @@ use super::*;
 
 /// The pod is deleted while its sandbox is queued. Nothing was created, so no observation and no stop is needed.
 #[test]
-fn a_sandbox_that_was_not_begun_holds_up_no_end() {
+fn a_queued_sandbox_does_not_delay_termination() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
     run.settle_but(|op| matches!(op, Op::Sandbox { .. }));
@@ -32,7 +32,7 @@ fn deleted_pod(finalizers: Value) -> (Update, Update) {
 /// The call that creates the sandbox was cancelled: if the runtime has created it by then, it is observed and stopped
 /// before the pod terminates.
 #[test]
-fn a_sandbox_whose_making_was_cancelled_is_looked_for_and_stopped() {
+fn a_sandbox_of_a_cancelled_call_is_found_and_stopped() {
     for has_made in [false, true] {
         let (update, deleted) = deleted_pod(json!(null));
         let mut run = Run::new(update);
@@ -56,7 +56,7 @@ fn a_sandbox_whose_making_was_cancelled_is_looked_for_and_stopped() {
 /// The runtime carries out the call after the pod has terminated, while a finalizer keeps the object. An event or a
 /// listing reports the sandbox.
 #[test]
-fn what_appears_of_a_pod_after_its_end_is_stopped_and_released() {
+fn a_sandbox_that_appears_after_termination_is_stopped_and_released() {
     use crate::core::pod::observed::{EventKind, RuntimeEvent};
     for by_event in [false, true] {
         let (update, deleted) = deleted_pod(json!(["x"]));

@@ -17,7 +17,7 @@ pub(super) fn verdict(seconds: u64) -> Verdict {
 }
 
 #[test]
-fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
+fn a_shutdown_stops_pods_and_shortens_running_grace_periods() {
     let spec = || json!({"terminationGracePeriodSeconds": 600, "restartPolicy": "Always", "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec(), json!({})));
     run.settle();
@@ -56,7 +56,11 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
     assert_eq!(turn.wake_at, Some(at(600_000)));
     run.now = 1000;
     let turn = run.input(Input::Evicted(verdict(10)));
-    assert_eq!(turn.wake_at, Some(at(11_000)), "it has less time now");
+    assert_eq!(
+        turn.wake_at,
+        Some(at(11_000)),
+        "the grace period is shorter now"
+    );
     assert!(matches!(
         run.worker.state,
         State::Terminating {
@@ -69,7 +73,7 @@ fn a_shutdown_ends_pods_and_leaves_those_that_end_no_more_time_than_there_is() {
 /// As with the kubelet, an eviction shortens the grace period of a terminating pod, and the pod's status has the
 /// reason.
 #[test]
-fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
+fn an_eviction_shortens_the_grace_period_of_a_terminating_pod() {
     let evicted = |grace| {
         Input::Evicted(
             Eviction::under_pressure("u", "memory.available", "low".into(), grace).verdict,
@@ -90,7 +94,11 @@ fn an_eviction_leaves_a_pod_that_ends_already_no_more_time_than_the_node_has() {
         assert_eq!(turn.events.len(), usize::from(!is_deleted));
         run.now = 1000;
         let turn = run.input(evicted(1));
-        assert_eq!(turn.wake_at, Some(at(2000)), "it has less time now");
+        assert_eq!(
+            turn.wake_at,
+            Some(at(2000)),
+            "the grace period is shorter now"
+        );
         // The first eviction emits the event.
         assert_eq!(turn.events.len(), usize::from(is_deleted));
         assert_eq!(run.input(evicted(60)).wake_at, Some(at(2000)));

@@ -78,7 +78,7 @@ fn comes_to(
 /// As with the kubelet after its start, the manifest determines what should run, and the runtime what has run. The
 /// mirror determines nothing.
 #[test]
-fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
+fn a_static_pod_unknown_to_the_runtime_starts_from_scratch() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     for (policy, mirror) in [
@@ -93,7 +93,7 @@ fn a_static_pod_of_which_the_runtime_has_nothing_starts_anew() {
 }
 
 #[test]
-fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
+fn a_static_pod_resumes_from_the_runtimes_state() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let (none, ended) = (json!(null), the_fourth(&ended));
     let running = the_fourth(&json!({"running": {"startedAt": "2023-11-14T00:00:00Z"}}));
@@ -104,17 +104,27 @@ fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
     let exited = |code| runtime(ContainerState::Exited, code);
     let lives = || runtime(ContainerState::Running, 0);
     let over = ("Succeeded", 0, 4);
-    comes_to("it has ended", ("Never", has_ended()), exited(0), over);
-    comes_to("its end was not told", ("Never", runs()), exited(0), over);
+    comes_to(
+        "it has a terminal phase",
+        ("Never", has_ended()),
+        exited(0),
+        over,
+    );
+    comes_to(
+        "its terminal phase was not published",
+        ("Never", runs()),
+        exited(0),
+        over,
+    );
     let again = ("Running", 1, 5);
     let always = ("Always", with_machine());
-    comes_to("it ended with the machine", always, exited(143), again);
+    comes_to("it exited with the machine", always, exited(143), again);
     let badly = ("OnFailure", with_machine());
-    comes_to("it ended badly", badly, exited(143), again);
+    comes_to("it exited with an error", badly, exited(143), again);
     let on = ("Running", 0, 4);
-    comes_to("it runs", ("Always", runs()), lives(), on);
+    comes_to("it is running", ("Always", runs()), lives(), on);
     comes_to(
-        "it was refused, and runs",
+        "it was rejected and is running",
         ("Always", refused()),
         lives(),
         on,
@@ -123,7 +133,7 @@ fn a_static_pod_goes_on_from_what_the_runtime_has_of_it() {
 
 /// The API becomes available after the containers.
 #[test]
-fn a_mirror_that_is_seen_late_takes_nothing_back() {
+fn a_late_mirror_reverts_nothing() {
     let ended = json!({"terminated": {"exitCode": 0, "containerID": "containerd://c4"}});
     let mirror = || Some(told("Succeeded", Some("old"), &the_fourth(&ended)));
     for (runtime, restarts) in [

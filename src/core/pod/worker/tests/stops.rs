@@ -13,13 +13,13 @@ fn deleted(grace: i64) -> (Run, Turn) {
 }
 
 #[test]
-fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
+fn the_terminal_phase_waits_for_sidecars_which_stop_in_reverse_order() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
     run.exit("c0", 0);
     run.input(Input::Hint);
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
-    assert_eq!(run.phase(), "Running", "sidecars run");
+    assert_eq!(run.phase(), "Running", "its sidecars are running");
     let stopping = |run: &Run| run.waiting.iter().map(Op::key).collect::<Vec<_>>();
     assert_eq!(stopping(&run), [Key::Stop("t0".into())]);
     let op = run.waiting[0].clone();
@@ -39,7 +39,7 @@ fn the_final_phase_waits_for_sidecars_which_end_in_reverse() {
 
 /// Simulation seed 1533: the runtime may carry out a start that was cancelled.
 #[test]
-fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
+fn the_terminal_phase_waits_for_a_restarting_sidecar() {
     let mut run = Run::new(a_pod(with_sidecar("Never"), json!({})));
     run.settle();
     let is_start = |op: &Op| matches!(op, Op::Start { .. });
@@ -57,16 +57,19 @@ fn the_final_phase_waits_for_a_sidecar_that_is_being_started_again() {
     run.settle_but(|op| matches!(op, Op::Observe { .. }) || is_start(op));
     let observe = Key::Observe;
     let op = run.waiting.iter().find(|op| op.key() == observe).cloned();
-    let outcome = run.outcome(&op.expect("a look"));
+    let outcome = run.outcome(&op.expect("an observation"));
     let turn = run.done(&observe, outcome);
-    assert!(turn.cancel.contains(&start("s")), "it is pointless now");
-    assert_eq!(run.phase(), "Running", "it may run all the same");
+    assert!(
+        turn.cancel.contains(&start("s")),
+        "its start is no longer needed"
+    );
+    assert_eq!(run.phase(), "Running", "it may nevertheless run");
     run.settle();
     assert_eq!(run.phase(), "Succeeded");
 }
 
 #[test]
-fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
+fn sidecar_hooks_start_together_and_signals_wait_for_hook_and_order() {
     let (mut run, turn) = deleted(30);
     let keys = |ops: &[Op]| ops.iter().map(Op::key).collect::<Vec<_>>();
     let hook = |name: &str| Key::PreStop(name.into());
@@ -74,7 +77,7 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
     assert_eq!(
         keys(&turn.begin),
         [stop("c0"), hook("t0"), hook("s0")],
-        "all at once"
+        "all start at once"
     );
     // The last sidecar's hook still runs when it is the sidecar's turn: its signal waits for the hook.
     run.settle_but(|op| op.key() == hook("t0"));
@@ -91,7 +94,7 @@ fn hooks_of_sidecars_begin_at_once_and_their_signals_wait_for_hook_and_turn() {
 }
 
 #[test]
-fn a_hook_that_goes_on_past_the_grace_period_runs_until_its_container_exits() {
+fn a_hook_that_outlasts_the_grace_period_runs_until_its_container_exits() {
     let (mut run, _) = deleted(30);
     let hook = Key::PreStop("t0".into());
     run.settle_but(|op| op.key() == hook);
@@ -103,14 +106,14 @@ fn a_hook_that_goes_on_past_the_grace_period_runs_until_its_container_exits() {
     run.settle_but(|op| op.key() == hook || matches!(op, Op::StopSandbox(_)));
     assert!(
         !run.waiting.iter().any(|op| op.key() == hook),
-        "killed with it"
+        "the hook ends with its container"
     );
     run.settle();
     assert!(matches!(run.worker.state, State::Finished { .. }));
 }
 
 #[test]
-fn past_the_grace_period_all_are_stopped() {
+fn after_the_grace_period_all_containers_are_stopped() {
     let (mut run, turn) = deleted(5);
     assert_eq!(
         turn.begin.iter().map(Op::key).collect::<Vec<_>>(),
@@ -119,7 +122,7 @@ fn past_the_grace_period_all_are_stopped() {
             Key::PreStop("t0".into()),
             Key::PreStop("s0".into())
         ],
-        "hooks begin at once"
+        "hooks start at once"
     );
     assert_eq!(turn.wake_at, Some(at(5000)));
     run.now = 5000;
@@ -131,7 +134,7 @@ fn past_the_grace_period_all_are_stopped() {
 /// The runtime briefly reported the sandbox as not ready. When the sandbox is lost much later, its containers get their
 /// full grace period.
 #[test]
-fn a_pod_that_was_to_be_stopped_once_has_its_whole_grace_period_the_next_time() {
+fn each_stop_of_a_pod_has_the_full_grace_period() {
     let spec =
         json!({"containers": [{"name": "c", "image": "i"}], "terminationGracePeriodSeconds": 30});
     let mut run = Run::new(a_pod(spec, json!({})));
@@ -165,11 +168,11 @@ fn with_failed_hook() -> Run {
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle_but(|op| op.key() == start("a"));
     let [op] = &run.waiting[..] else {
-        panic!("only a is being started: {:?}", run.waiting);
+        panic!("expected only the start of a: {:?}", run.waiting);
     };
     let op = op.clone();
     let Outcome::Started { id, .. } = run.outcome(&op) else {
-        panic!("it starts");
+        panic!("expected the start to succeed");
     };
     let message = "command \"x\" exited with 1".into();
     run.done(&op.key(), Outcome::HookFailed { id, message });
@@ -190,7 +193,7 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
         first: true,
         until: at(7_000),
     };
-    assert_eq!(run.waiting, [stop], "and b is not started");
+    assert_eq!(run.waiting, [stop], "b is not started");
     let all = run.worker.status.container_statuses.as_ref();
     let told = &all.expect("statuses")[0];
     assert!(!told.ready && told.started != Some(true), "{told:?}");
@@ -199,7 +202,7 @@ fn a_container_whose_post_start_hook_failed_is_stopped_before_the_next_one_start
 }
 
 #[test]
-fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_once() {
+fn a_container_stopped_for_a_failed_hook_is_stopped_once_when_its_pod_terminates() {
     let mut run = with_failed_hook();
     run.settle_but(|op| matches!(op, Op::Stop { .. }));
     let metadata = json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "resourceVersion": "2"});
@@ -216,7 +219,7 @@ fn a_pod_that_ends_while_a_failed_post_start_hook_stops_it_tells_its_container_o
 
 /// `kubectl delete`, then `--force`: the last grace period arrives together with the removal.
 #[test]
-fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
+fn the_last_object_of_a_removed_pod_shortens_the_running_stop() {
     let mut spec = with_sidecar("Always");
     spec["terminationGracePeriodSeconds"] = 500.into();
     let deleted = |version: u32, grace: i64| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": grace, "resourceVersion": version.to_string()});
@@ -259,7 +262,7 @@ fn the_last_object_of_a_removed_pod_cuts_the_stop_that_is_under_way() {
 
 /// A relist that lacks the pod does not contain a grace period. As with the kubelet, that of the spec applies.
 #[test]
-fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
+fn a_pod_missing_from_a_relist_has_the_grace_period_of_its_spec() {
     let spec =
         json!({"terminationGracePeriodSeconds": 500, "containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec.clone(), json!({})));
@@ -271,7 +274,7 @@ fn a_pod_that_only_vanishes_has_the_grace_period_of_its_spec() {
 }
 
 #[test]
-fn a_pod_that_ends_is_audited_until_the_api_has_removed_it() {
+fn a_terminating_pod_is_audited_until_the_api_removes_it() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let deleted = |finalizers: Value| json!({"deletionTimestamp": "2023-11-14T22:13:20Z", "deletionGracePeriodSeconds": 3, "finalizers": finalizers, "resourceVersion": "2"});
     for (finalizers, requests) in [(Value::Null, 4), (json!(["x"]), 1)] {

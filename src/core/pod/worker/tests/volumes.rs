@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
+fn failed_volume_refreshes_are_retried_and_delay_no_start() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     run.input(Input::VolumesChanged);
@@ -13,8 +13,8 @@ fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
         assert!(run.waiting.iter().any(|op| op.key() == Key::Volumes));
         let turn = run.done(&Key::Volumes, outdated());
         let why = run.worker.waiting.clone().unwrap_or_default();
-        assert!(why.contains("volumes are not up to date"), "{why}");
-        let wake = turn.wake_at.expect("it is tried again");
+        assert!(why.contains("refreshing its volumes failed"), "{why}");
+        let wake = turn.wake_at.expect("the time of the retry");
         pauses.push(wake.duration_since(at(run.now)).as_millis());
         run.now += i64::try_from(*pauses.last().expect("one")).expect("short");
         run.input(Input::Tick);
@@ -35,13 +35,13 @@ fn volumes_that_could_not_be_refreshed_are_tried_again_and_hold_up_no_start() {
     run.input(Input::Tick);
     run.settle();
     let why = run.worker.waiting.clone().unwrap_or_default();
-    assert!(!why.contains("volumes are not up to date"), "{why}");
+    assert!(!why.contains("refreshing its volumes failed"), "{why}");
 }
 
 /// The API could not be read for the volumes' sources: the refresh is retried soon, without waiting for the next
 /// regular one.
 #[test]
-fn a_refresh_of_volumes_that_fails_is_tried_again() {
+fn a_failed_read_of_volume_sources_is_retried() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     run.input(Input::VolumesChanged);
@@ -54,12 +54,16 @@ fn a_refresh_of_volumes_that_fails_is_tried_again() {
     run.settle();
     run.now += 10_000;
     run.input(Input::Tick);
-    assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
+    assert_eq!(
+        run.count(&Key::Volumes),
+        refreshed,
+        "no retry after a success"
+    );
 }
 
 /// A driver could not expand a volume: the call is retried after a pause, without waiting for the next regular refresh.
 #[test]
-fn what_holds_nothing_up_is_tried_again_when_it_is_to_be() {
+fn a_non_blocking_failure_is_retried_when_due() {
     let mut run = Run::new(a_pod(with_sidecar("Always"), json!({})));
     run.settle();
     run.input(Input::VolumesChanged);
@@ -74,13 +78,17 @@ fn what_holds_nothing_up_is_tried_again_when_it_is_to_be() {
     run.settle();
     run.now += 10_000;
     run.input(Input::Tick);
-    assert_eq!(run.count(&Key::Volumes), refreshed, "once it has succeeded");
+    assert_eq!(
+        run.count(&Key::Volumes),
+        refreshed,
+        "no retry after a success"
+    );
 }
 
 /// Simulation seed 4383: the directories became due while a volume refresh waited for its retry, and nothing woke the
 /// worker for them.
 #[test]
-fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
+fn directories_are_prepared_in_time_while_volume_refreshes_fail() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut run = Run::new(a_pod(spec, json!({})));
     run.settle();
@@ -90,11 +98,11 @@ fn directories_are_prepared_in_time_also_while_volumes_cannot_be_refreshed() {
     while run.now < 60_000 {
         let outcome = Outcome::Outdated("no space left on device".into());
         let turn = run.done(&Key::Volumes, outcome);
-        let wake = turn.wake_at.expect("it is tried again");
+        let wake = turn.wake_at.expect("the time of the retry");
         run.now += i64::try_from(wake.duration_since(at(run.now)).as_millis()).expect("short");
         run.input(Input::Tick);
     }
-    assert_eq!(run.now, 60_000, "not at the next try");
+    assert_eq!(run.now, 60_000, "one minute, not the time of a retry");
     assert_eq!((run.count(&Key::Prepare), run.count(&Key::Upkeep)), (1, 1));
 }
 
@@ -137,7 +145,7 @@ fn a_pod_is_not_ready_to_start_containers_before_its_volumes_are_set_up() {
 /// A pod that has a sandbox does not need the preparation for a sandbox. While its upkeep fails or hangs, its tokens
 /// are refreshed and its containers restart. This also applies to an agent that has not created the sandbox.
 #[test]
-fn failing_upkeep_blocks_nothing() {
+fn failing_upkeep_blocks_no_other_operation() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     for hangs in [false, true] {
         for restarted in [false, true] {
@@ -184,7 +192,7 @@ fn failing_upkeep_blocks_nothing() {
 /// Changes arrive 20 times per second. The first one is refreshed at once, the others at most every two seconds, and
 /// the last one is not lost.
 #[test]
-fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
+fn refreshes_are_rate_limited_whatever_the_rate_of_changes() {
     let annotate = |run: &mut Run, number: i64| {
         let mut update = run.worker.update().clone();
         let mut pod = Pod::clone(&update.pod);
@@ -236,7 +244,11 @@ fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
             run.now += 10_000;
             run.input(Input::Tick);
             run.settle();
-            assert_eq!(run.count(&Key::Volumes), all, "{name}: nothing has changed");
+            assert_eq!(
+                run.count(&Key::Volumes),
+                all,
+                "{name}: no change, no refresh"
+            );
         }
     }
 }
@@ -244,7 +256,7 @@ fn changes_of_any_rate_lead_to_a_bounded_number_of_refreshes() {
 /// A sandbox without containers may come from a cancelled call, after which the directories were released (simulation
 /// seed 83). The pod is prepared before its volumes, as for a new sandbox.
 #[test]
-fn an_empty_sandbox_of_an_earlier_worker_is_prepared_before_volumes() {
+fn a_pod_with_a_leftover_empty_sandbox_is_prepared_before_its_volumes() {
     let spec = json!({"containers": [{"name": "c", "image": "i"}]});
     let mut runtime = ObservedPod::default();
     runtime.sandboxes.push(sandbox(0, 0));
