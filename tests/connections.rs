@@ -271,7 +271,7 @@ fn nobody() -> OnChange {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
+async fn watches_have_their_own_connections_and_open_more_as_needed() {
     const OBJECTS: usize = 200;
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
@@ -368,7 +368,7 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
+async fn a_rewritten_kubeconfig_reopens_the_connections() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");
@@ -386,7 +386,7 @@ async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_renewed_certificate_opens_the_connections_anew() {
+async fn a_renewed_certificate_reopens_the_connections() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let (path, link) = (dir.path().join("kubeconfig"), dir.path().join("current"));
@@ -406,7 +406,7 @@ async fn a_renewed_certificate_opens_the_connections_anew() {
 
 /// A client with idle watches sends no request at which it could check for a new certificate.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
+async fn an_idle_client_uses_a_renewed_certificate_before_the_old_one_expires() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");
@@ -487,7 +487,7 @@ impl std::io::Write for Logged {
 /// A node authoriser grants a pod's objects a little after the pod is bound, and forbids them after the
 /// pod is deleted.
 #[tokio::test]
-async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
+async fn forbidden_objects_are_retried_quietly_until_authorised() {
     let (logged, _logging) = Logged::here();
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
@@ -595,7 +595,7 @@ fn is_tunnel(asked: &[String], server: SocketAddr) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
+async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
     let server = Server::start().await;
     let asked: Arc<Mutex<Vec<String>>> = Arc::default();
     let proxy = proxy(Arc::clone(&asked)).await;
@@ -642,7 +642,7 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
 
 /// As with a kube-apiserver: a connection carries 100 requests at once, and one more waits.
 #[tokio::test]
-async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
+async fn a_connection_to_the_bundled_api_carries_a_hundred_requests() {
     use hyper_util::rt::{TokioExecutor, TokioIo};
 
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -81,7 +81,7 @@ fn gates_of(file: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_facts_about_feature_gates_are_upstreams() {
+fn the_facts_about_feature_gates_match_upstream() {
     let example = "\tA featuregate.Feature = \"NameOfA\"\n\tA: {\n\t\t{Version: version.MustParse(\"1.35\"), Default: false, PreRelease: featuregate.Alpha},\n\t\t{Version: version.MustParse(\"1.36\"), Default: true, PreRelease: featuregate.GA, LockToDefault: true},\n\t\t{Version: version.MustParse(\"1.37\"), Default: false, PreRelease: featuregate.Beta},\n\t},\n";
     assert_eq!(gates_of(example), ["NameOfA GA true locked"]);
     let Some(tree) = std::env::var_os("HOLDFAST_UPSTREAM") else {

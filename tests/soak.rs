@@ -629,7 +629,7 @@ fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
 }
 
 #[test]
-fn hostile_clients_disturb_nobody() {
+fn hostile_clients_affect_no_other_client() {
     let scale = Scale::asked();
     let cluster = Cluster::start("soak", 72);
     let image = support::busybox(&cluster);

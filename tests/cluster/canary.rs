@@ -110,7 +110,7 @@ fn pod(name: &str, image: &str, host: &Path) -> String {
 }
 
 #[test]
-fn what_is_the_users_outlives_every_pod() {
+fn user_data_outlives_every_pod() {
     let cluster = Cluster::start("canary", 55);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -651,7 +651,7 @@ impl Rounds {
 /// killed, the agent's disk is full, devices vanish, and users mount directories inside volumes. No
 /// user data may be lost, and nothing may be left.
 #[test]
-fn rounds_of_random_pods_lose_nothing_and_leave_nothing() {
+fn rounds_of_random_pods_lose_no_data_and_leave_nothing_behind() {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
     let seed = number("HOLDFAST_SEED").unwrap_or(1);
     eprintln!("HOLDFAST_SEED={seed}");

@@ -99,7 +99,7 @@ fn are_served(cluster: &Cluster) -> bool {
 }
 
 #[test]
-fn pods_get_roots_and_certificates_of_their_own() {
+fn pods_get_trust_bundles_and_their_own_certificates() {
     let cluster = Cluster::start_configured("certificates", 43, "syncFrequency: 2s\n");
     if !are_served(&cluster) {
         return support::skip::skipped("the apiserver serves no certificates of pods");

@@ -28,7 +28,7 @@ fn message(pod: &Value) -> &str {
 }
 
 #[test]
-fn containers_find_what_their_pods_promise() {
+fn containers_get_what_their_pod_specifies() {
     let cluster = Cluster::start("inside", 22);
     let namespace = cluster.namespace();
     let image = support::busybox(&cluster);
@@ -181,7 +181,7 @@ fn containers_find_what_their_pods_promise() {
 }
 
 #[test]
-fn critical_pods_make_room_and_ephemeral_containers_look_around() {
+fn critical_pods_preempt_and_ephemeral_containers_join_their_target() {
     let cluster = Cluster::start("critical", 23);
     let image = support::busybox(&cluster);
     let (node, cpus) = (cluster.node_name(), cpus(&cluster));
@@ -487,7 +487,7 @@ fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
 }
 
 #[test]
-fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
+fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
     let cluster = Cluster::start("devices", 58);
     let image = support::busybox(&cluster);
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -547,7 +547,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
 /// As soon as the API shows that a pod needs no resources, the scheduler sends the next one. The node
 /// must have capacity for it.
 #[test]
-fn a_full_node_takes_the_next_pod_at_once() {
+fn a_full_node_admits_the_next_pod_immediately() {
     let cluster = Cluster::start("room", 76);
     let image = support::busybox(&cluster);
     let cpus = cpus(&cluster);

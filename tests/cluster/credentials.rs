@@ -322,7 +322,7 @@ const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
 /// kubeadm's checks of a kubelet that `kubeadm init` has just started: without an apiserver, and here
 /// without a runtime.
 #[test]
-fn kubeadm_finds_what_it_looks_for() {
+fn kubeadm_finds_the_files_and_versions_it_checks() {
     use base64::Engine as _;
     let dir = tempfile::tempdir().unwrap();
     let made = rcgen::generate_simple_self_signed(["system:node:second".into()]).unwrap();
@@ -476,7 +476,7 @@ fn is_healthy() -> bool {
 }
 
 #[test]
-fn a_node_joins_as_kubeadm_prepares_it() {
+fn a_node_joins_with_the_files_of_kubeadm() {
     if support::skip::needs_bundled("it leaves what kubeadm init leaves in a cluster") {
         return;
     }
@@ -626,7 +626,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
 
 /// `up --join` makes a machine a node of another cluster; tests use real control planes in this way.
 #[test]
-fn a_node_of_another_control_plane_is_started_by_up() {
+fn up_starts_a_node_of_another_control_plane() {
     if support::skip::needs_bundled("it has two nodes") {
         return;
     }

@@ -190,17 +190,17 @@ const ENDING: [&str; 6] = [
 ];
 
 #[test]
-fn calls_that_start_pods_may_go_wrong() {
+fn pods_start_despite_failing_runtime_calls() {
     Bench::start("cri-a", 30, "").every(&STARTING, &FAULTS);
 }
 
 #[test]
-fn calls_that_watch_and_stop_pods_may_go_wrong() {
+fn pods_stop_despite_failing_runtime_calls() {
     Bench::start("cri-b", 31, "").every(&ENDING, &FAULTS);
 }
 
 #[test]
-fn the_agent_may_be_killed_at_every_call() {
+fn pods_survive_a_kill_of_the_agent_at_every_call() {
     let bench = Bench::start("cri-kill", 32, "");
     bench.every(
         &[STARTING.as_slice(), &ENDING].concat(),
@@ -215,7 +215,7 @@ fn the_agent_may_be_killed_at_every_call() {
 /// A caller that dies at the wrong moment leaves a task that containerd's CRI plugin does not know. The
 /// plugin then refuses to remove the container.
 #[test]
-fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
+fn a_task_unknown_to_cri_does_not_block_a_deletion() {
     let bench = Bench::start("cri-d", 16, "");
     let Bench {
         cluster,
@@ -276,7 +276,7 @@ fn gc_goes_on_after_a_failure(bench: &Bench) {
 }
 
 #[test]
-fn calls_of_upkeep_may_go_wrong() {
+fn log_rotation_and_resizes_survive_failing_runtime_calls() {
     let bench = Bench::start(
         "cri-c",
         33,

@@ -299,7 +299,7 @@ fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, 
 }
 
 #[test]
-fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
+fn drivers_register_and_volumes_are_staged_published_and_removed() {
     let cluster = Cluster::start("csi", 38);
     let image = support::busybox(&cluster);
     let (dir, root) = (tempfile::tempdir().unwrap(), cluster.data().join("agent"));

@@ -191,7 +191,7 @@ fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, imag
 }
 
 #[test]
-fn drivers_are_asked_for_what_is_needed_and_no_more() {
+fn drivers_get_only_the_necessary_calls() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
     let image = support::busybox(&cluster);
     let dir = tempfile::tempdir().unwrap();
@@ -385,7 +385,7 @@ fn objects(name: &str) -> String {
 
 /// A driver that serves migrated in-tree volumes, whose limit changes and which exits during a call.
 #[test]
-fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
+fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
     const EBS: &str = "ebs.csi.aws.com";
     let cluster = Cluster::start("csi-state", 95);
     let image = support::busybox(&cluster);
@@ -446,7 +446,7 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
 /// If the scheduler binds a pod to a node that cannot attach its volume, the pod fails, so that its
 /// controller creates another one (KEP-4876). The test plays the attacher.
 #[test]
-fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
+fn a_pod_fails_at_the_volume_attachment_limit() {
     const FULL: &str = "full.test";
     let cluster = Cluster::start("csi-full", 97);
     let image = support::busybox(&cluster);

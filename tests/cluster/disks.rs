@@ -105,7 +105,7 @@ fn no_disk_is_in_use(cluster: &Cluster) {
 }
 
 #[test]
-fn disks_are_attached_mounted_shared_and_let_go() {
+fn disks_are_attached_mounted_shared_and_detached() {
     let tools = tempfile::tempdir().unwrap();
     let (disk, other, said) = (Loop::new(), Loop::new(), tools.path().join("said"));
     let link = Link::named(&format!("ip-192.0.2.7:3260-iscsi-{IQN}-lun-1"));

@@ -39,7 +39,7 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
 }
 
 #[test]
-fn the_main_job_from_up_to_down() {
+fn a_deployment_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
     let said = cluster.up();
     assert_eq!(
@@ -136,7 +136,7 @@ fn the_main_job_from_up_to_down() {
 }
 
 #[test]
-fn jobs_run_to_their_end() {
+fn jobs_run_to_completion() {
     let cluster = Cluster::start("jobs", 98);
     let image = support::busybox(&cluster);
     let flag = format!("--image={image}");
@@ -199,7 +199,7 @@ fn jobs_run_to_their_end() {
 }
 
 #[test]
-fn pods_reach_each_other_and_have_what_they_ask_for() {
+fn pods_reach_each_other_and_get_their_volumes_and_settings() {
     let cluster = Cluster::start("pods", 2);
     cluster.kubectl(&[
         "create",
@@ -352,7 +352,7 @@ fn the_mirror_is_not_the_pod(cluster: &Cluster, mirror: &Value) {
 }
 
 #[test]
-fn a_killed_agent_finds_its_pods_and_disturbs_none() {
+fn a_restarted_agent_finds_its_pods_and_disturbs_none() {
     let cluster = Cluster::start("restart", 3);
     std::fs::write(
         cluster.data().join("agent/manifests/static.yaml"),
@@ -491,7 +491,7 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
 }
 
 #[test]
-fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
+fn the_node_reports_a_dead_runtime_and_recovers_with_it() {
     let cluster = Cluster::start("runtime", 4);
     cluster.kubectl(&[
         "create",
@@ -555,7 +555,7 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
 /// The same lifecycle of pods with the containerds that `make test` has unpacked. Versions 1.7 and 2.x
 /// have events; the installed one may not.
 #[test]
-fn newer_runtimes_do_the_same_with_events() {
+fn newer_runtimes_report_ends_by_events() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     for (i, containerd) in containerds.iter().enumerate() {
         let bin = containerd.parent().unwrap().to_owned();
@@ -620,7 +620,7 @@ fn newer_runtimes_do_the_same_with_events() {
 }
 
 #[test]
-fn mistakes_are_answered_with_the_thing_and_the_remedy() {
+fn errors_name_the_cause_and_the_remedy() {
     let run = |arguments: &[&str]| {
         let output = std::process::Command::new(support::holdfast())
             .args(arguments)

@@ -243,7 +243,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
 }
 
 #[test]
-fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
+fn killed_agents_and_shims_disturb_no_other_pod_and_no_readiness() {
     let cluster = Cluster::start("killed", 25);
     let image = support::busybox(&cluster);
     let pod = |name: &str| {
@@ -318,7 +318,7 @@ fn tear_cached_results(sandbox: &str) -> usize {
 }
 
 #[test]
-fn a_pod_ends_whose_network_result_was_torn_by_a_loss_of_power() {
+fn a_pod_with_a_corrupt_cni_result_terminates() {
     torn("torn", 87, None);
     for (i, containerd) in (0..).zip(support::skip::fetched(
         "HOLDFAST_RUNTIMES",

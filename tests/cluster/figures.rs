@@ -102,7 +102,7 @@ impl Node<'_> {
 }
 
 #[test]
-fn figures_are_those_that_dashboards_read() {
+fn metrics_are_those_that_dashboards_query() {
     let (collector, collects, _runtime) = Collector::listen();
     let tracing =
         format!("tracing: {{endpoint: '127.0.0.1:{collects}', samplingRatePerMillion: 1000000}}\n");

@@ -155,7 +155,7 @@ fn pod(name: &str, image: &str, more: &str) -> String {
 }
 
 #[test]
-fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
+fn images_are_available_only_to_pods_with_credentials() {
     let (open, closed) = (Registry::start(false), Registry::start(true));
     let cluster = Cluster::start("images", 27);
     let image = support::busybox(&cluster);
@@ -340,7 +340,7 @@ fn a_wrong_name_is_told(cluster: &Cluster) {
 }
 
 #[test]
-fn images_that_nothing_uses_make_room() {
+fn unused_images_are_garbage_collected() {
     let crowded =
         "imageGCHighThresholdPercent: 1\nimageGCLowThresholdPercent: 0\nimageMinimumGCAge: 1s\n";
     let cluster = Cluster::start_configured("image-gc", 29, crowded);

@@ -27,7 +27,7 @@ fn manifest(name: &str, spec: &str) -> String {
 }
 
 #[test]
-fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
+fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     let cluster = Cluster::start("life", 20);
     let image = support::busybox(&cluster);
     let notes = tempfile::tempdir().unwrap();
@@ -408,7 +408,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
 }
 
 #[test]
-fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
+fn logs_are_rotated_linked_and_removed_with_their_container() {
     let cluster = Cluster::start_configured(
         "rotated",
         21,
@@ -486,7 +486,7 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
 }
 
 #[test]
-fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
+fn static_pods_of_a_url_run_while_it_lists_them() {
     use std::io::{Read as _, Write as _};
     use std::sync::{Arc, Mutex};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -559,7 +559,7 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
 
 /// logind over a real bus: the agent raises the delay, receives announcements, and detects a restart of logind.
 #[test]
-fn logind_is_made_to_wait_and_listened_to() {
+fn logind_is_delayed_and_its_announcements_are_received() {
     let mut logind = logind::Logind::start(Duration::from_secs(5));
     let ours = holdfast::sys::logind::Logind::at(&logind.address(), &logind.configuration());
     let runtime = tokio::runtime::Builder::new_current_thread()

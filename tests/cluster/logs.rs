@@ -39,7 +39,7 @@ fn checkpoints_are_refused(admin: &[&str], url: &str) {
 }
 
 #[test]
-fn what_a_container_says_is_read_in_every_way() {
+fn container_logs_are_readable_in_every_way() {
     let cluster = Cluster::start_configured(
         "logs",
         44,
@@ -321,7 +321,7 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
 
 /// The writer does not wait, and its log is rotated while it writes.
 #[test]
-fn a_fast_writer_loses_no_line_to_rotations() {
+fn rotations_lose_no_line_of_a_fast_writer() {
     let cluster = Cluster::start_configured(
         "fastlog",
         67,
@@ -476,7 +476,7 @@ fn answered_now(cluster: &Cluster) -> Vec<String> {
 
 /// Measured from the timestamps of the runtime: the delay is caused by the agent, the control plane and kubectl.
 #[test]
-fn a_followed_log_shows_a_line_at_once() {
+fn a_followed_log_shows_new_lines_immediately() {
     let cluster = Cluster::start("follow", 94);
     let image = support::busybox(&cluster);
     cluster.apply(&pod(

@@ -16,7 +16,7 @@ fn ready(cluster: &Cluster, pod: &str) -> bool {
 }
 
 #[test]
-fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
+fn a_subpath_never_escapes_its_volume() {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     use holdfast::core::pod::cgroup::Driver;
@@ -129,7 +129,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
 }
 
 #[test]
-fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
+fn mounts_follow_their_propagation_and_host_paths_are_checked() {
     use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
     let cluster = Cluster::start("propagation", 40);

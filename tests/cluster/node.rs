@@ -213,7 +213,7 @@ fn limits_are_the_configured_ones(cluster: &Cluster) {
 }
 
 #[test]
-fn the_node_object_is_true_and_known() {
+fn the_node_object_is_kept_correct() {
     let resolv_conf = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(resolv_conf.path(), "nameserver 192.0.2.1\n").unwrap();
     let fields = format!(
@@ -289,7 +289,7 @@ fn managers_are_counted(cluster: &Cluster) {
 }
 
 #[test]
-fn processors_and_memory_are_a_guaranteed_pods_own() {
+fn a_guaranteed_pod_gets_exclusive_cpus_and_memory() {
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
     let all = cpuset::parse_list(&online).unwrap();
     let Some(last) = all.last().filter(|_| all.len() > 1) else {
@@ -441,7 +441,7 @@ fn units() -> Vec<(String, String)> {
 
 /// The runtime must see the mounts that the agent creates, so the service must not get its own mount namespace.
 #[test]
-fn units_leave_mounts_alone_and_are_never_given_up() {
+fn units_have_no_mount_namespace_and_restart_without_limit() {
     let namespaces = [
         "ProtectSystem",
         "ProtectHome",
@@ -494,7 +494,7 @@ fn units_leave_mounts_alone_and_are_never_given_up() {
 }
 
 #[test]
-fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
+fn uninstalling_leaves_only_files_of_the_administrator() {
     let root = tempfile::tempdir().unwrap();
     let run = |target: &str| {
         let mut command = Command::new("make");
@@ -574,7 +574,7 @@ fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
 
 /// The help of the flags lists every flag that the unit files use.
 #[test]
-fn flags_of_the_kubelet_are_known() {
+fn kubelet_flags_are_in_the_help() {
     let output = Command::new(support::holdfast())
         .args(["agent", "--help"])
         .output()
@@ -727,7 +727,7 @@ fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
 /// Two pods share a claim. The claim is prepared once, and its device is in both pods. The claim is
 /// unprepared when both have exited, before the terminal status of the second one is published.
 #[test]
-fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
+fn claims_are_prepared_once_and_released_before_the_terminal_status() {
     const DRIVER: &str = "dra.holdfast.test";
     let Some(containerd) = containerd_with_cdi() else {
         return;

@@ -500,7 +500,7 @@ fn make_small_node() -> (Cluster, Small, Group) {
 /// For each resource there are two hogs, and other pods that use no more than they may: only the hogs
 /// are evicted, in order.
 #[test]
-fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
+fn pods_that_exhaust_the_node_are_evicted_and_others_stay() {
     let (cluster, root, _system) = make_small_node();
     let sizes = json!({"cpu": "10m", "memory": "50Mi"});
     let guaranteed = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": sizes, "limits": sizes}}]});
@@ -618,7 +618,7 @@ fn guaranteed() -> Pod {
 
 /// The tree with its QoS tiers and reservations. The agent reverts changes of others in it and in a pod's cgroup.
 #[tokio::test]
-async fn cgroups_are_as_described_whoever_changes_them() {
+async fn changed_cgroups_are_restored() {
     let (root, system) = ("/holdfast-t-tree", "/holdfast-t-tree-system");
     let _groups = [Group::made(root), Group::made(system)];
     let dir = tempfile::tempdir().unwrap();

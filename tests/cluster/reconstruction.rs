@@ -313,7 +313,7 @@ impl Node {
 }
 
 #[test]
-fn what_a_killed_agent_had_set_up_is_undone_for_each_type() {
+fn volumes_of_a_killed_agent_are_cleaned_up_for_each_type() {
     let node = Node::start();
     node.round("ready", None);
     node.round("soon", Some(Duration::from_millis(300)));

@@ -34,12 +34,12 @@ const FREEZE: Duration = Duration::from_secs(33);
 const DRIVER: &str = "slow.test";
 
 #[test]
-fn the_installed_runtime() {
+fn recovery_is_quick_with_the_installed_runtime() {
     Node::start("rows", 60, None).all_rows();
 }
 
 #[test]
-fn newer_runtimes() {
+fn recovery_is_quick_with_newer_runtimes() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     // One after the other: three concurrent bursts on two cores would measure the machine.
     for (i, containerd) in (0..).zip(&containerds) {

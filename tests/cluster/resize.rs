@@ -121,7 +121,7 @@ const fn mebi(n: u64) -> u64 {
 }
 
 #[test]
-fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
+fn whole_pods_and_running_init_containers_are_resized() {
     let cluster = Cluster::start("resize-whole", 74);
     let image = support::busybox(&cluster);
     let sleep = json!(["busybox", "sleep", "1000"]);
@@ -234,7 +234,7 @@ fn one(resources: &Value) -> Value {
 }
 
 #[test]
-fn pods_are_resized_in_place_and_wait_for_room() {
+fn pods_are_resized_in_place_and_wait_for_capacity() {
     let cluster = Cluster::start("resize", 28);
     let image = support::busybox(&cluster);
     let allocatable = cluster.node()["status"]["allocatable"]["cpu"].clone();

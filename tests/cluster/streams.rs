@@ -10,7 +10,7 @@ use support::client::{Administrator, Running, kubectl, pod, with};
 use support::{Cluster, condition};
 
 #[test]
-fn commands_run_in_containers_and_ports_are_reached() {
+fn commands_run_in_containers_and_ports_are_forwarded() {
     let cluster = Cluster::start("exec", 45);
     let image = support::busybox(&cluster);
     let script = "echo ready; while read line; do echo got $line; done; sleep 10000";
@@ -446,7 +446,7 @@ fn resident(cluster: &Cluster) -> u64 {
 }
 
 #[test]
-fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
+fn idle_connections_and_slow_readers_block_no_other_client() {
     let cluster = Cluster::start("abuse", 48);
     let image = support::busybox(&cluster);
     cluster.apply(&pod("shell", &image, "sleep 10000"));
@@ -664,7 +664,7 @@ fn thousands_of_streams_leave_nothing_behind() {
 }
 
 #[test]
-fn newer_kubectls_do_the_same() {
+fn newer_kubectls_run_commands_and_forward_ports() {
     let programs = support::skip::fetched("HOLDFAST_KUBECTLS", "usr/bin/kubectl");
     if programs.is_empty() {
         return;

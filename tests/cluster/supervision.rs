@@ -44,7 +44,7 @@ fn wait(what: &str, mut is: impl FnMut() -> bool) {
 }
 
 #[test]
-fn a_part_that_ends_is_started_again() {
+fn a_part_that_exits_is_restarted() {
     let dir = tempfile::tempdir().unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_holdfast"))
         .args(["supervise", "--part", "agent", "--run"])
@@ -68,7 +68,7 @@ fn a_part_that_ends_is_started_again() {
 
 /// A supervisor that is killed at any moment leaves no component running whose PID is not recorded.
 #[test]
-fn no_part_runs_that_is_noted_nowhere() {
+fn every_running_part_is_recorded() {
     for round in 0..30_u64 {
         let dir = tempfile::tempdir().unwrap();
         let mark = format!("{}{round:03}", 1_000_000 + std::process::id());
@@ -126,7 +126,7 @@ fn no_part_runs_that_is_noted_nowhere() {
 /// A process may record its PID only after its supervisor has died and another one has started the
 /// component. Then it leaves the other record alone.
 #[test]
-fn a_late_process_does_not_take_the_place_of_the_part() {
+fn a_late_process_does_not_replace_the_recorded_part() {
     let dir = tempfile::tempdir().unwrap();
     let noted = dir.path().join("agent.pid");
     std::fs::write(&noted, "7 7\n").unwrap();
@@ -145,7 +145,7 @@ fn a_late_process_does_not_take_the_place_of_the_part() {
 }
 
 #[test]
-fn a_control_plane_that_dies_comes_back() {
+fn a_killed_control_plane_is_restarted() {
     let cluster = Cluster::start("supervised", 71);
     let before = cluster.pid("control-plane");
     kill(Pid::from_raw(before), Signal::SIGKILL).unwrap();
@@ -288,7 +288,7 @@ fn the_networks_file_is_written_anew(cluster: &Cluster) {
 /// A node without an agent becomes Unknown and is tainted. Its pods are deleted when their toleration
 /// expires. The node recovers when the agent returns.
 #[test]
-fn a_node_that_falls_silent_loses_its_pods() {
+fn pods_of_a_silent_node_are_deleted() {
     let cluster = Cluster::start("silent", 73);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();

@@ -72,7 +72,7 @@ fn runtime() -> Option<PathBuf> {
 }
 
 #[test]
-fn pods_have_users_of_their_own() {
+fn pods_have_their_own_user_namespaces() {
     let Some(runtime) = runtime() else { return };
     let fields = format!("userNamespaces: {{idsPerPod: {USERS}}}");
     let cluster = Cluster::start_configured_with("users", 77, &fields, runtime);

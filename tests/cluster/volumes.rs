@@ -46,7 +46,7 @@ fn an_awaited_object_starts_its_pod(cluster: &Cluster, image: &str) {
 }
 
 #[test]
-fn what_changes_in_the_api_changes_in_the_container() {
+fn volumes_follow_changes_in_the_api() {
     // With this period, only a change notification causes a volume refresh.
     let cluster = Cluster::start_configured("refresh", 34, "{syncFrequency: 1h}");
     let image = support::busybox(&cluster);
@@ -229,7 +229,7 @@ fn a_claim_for_one_pod_passes_on(cluster: &Cluster, image: &str, volumes: &str, 
 }
 
 #[test]
-fn claims_are_bound_mounted_kept_and_given_back() {
+fn claims_are_bound_mounted_kept_and_released() {
     let cluster = Cluster::start("claims", 35);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -493,7 +493,7 @@ impl Drop for Dead {
 }
 
 #[test]
-fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
+fn pods_above_their_disk_limits_are_evicted() {
     let cluster = Cluster::start("evict", 37);
     let image = support::busybox(&cluster);
     let greedy = |name: &str, limit: &str, volumes: &str, target: &str| {
@@ -561,7 +561,7 @@ fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
 }
 
 #[test]
-fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
+fn a_hanging_mount_blocks_only_its_own_pod() {
     let cluster = Cluster::start("hung", 36);
     let image = support::busybox(&cluster);
     let dead = Dead::mount();
@@ -612,7 +612,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
 }
 
 #[test]
-fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
+fn a_kill_during_a_mount_or_unmount_leaks_nothing() {
     let cluster = Cluster::start("mount-kill", 41);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -739,7 +739,7 @@ fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::pa
 /// A pod's volumes have the kubelet's paths, for backup agents, `kubectl debug node`, or a kubelet that
 /// takes over. They are removed when the pod has terminated, even if its object remains.
 #[test]
-fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
+fn volumes_use_the_kubelets_paths_and_are_removed_after_the_pod() {
     let cluster = Cluster::start("layout", 92);
     let image = support::busybox(&cluster);
     let local = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ use crate::jobs::Plane;
 use crate::server::{MERGE, PODS, Server, pod};
 
 #[tokio::test]
-async fn tokens_name_their_account_and_die_with_it() {
+async fn tokens_name_their_account_and_expire_with_their_pod() {
     let server = Server::new().await;
     server.ok("POST", PODS, &pod("p")).await;
     let url = "/api/v1/namespaces/default/serviceaccounts/default/token";
@@ -64,7 +64,7 @@ async fn tokens_name_their_account_and_die_with_it() {
 }
 
 #[tokio::test]
-async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
+async fn roles_grant_their_rules_and_users_grant_only_what_they_have() {
     let server = Server::new().await;
     for (plural, object) in holdfast::control::api::rbac::bootstrap() {
         server
@@ -222,7 +222,7 @@ async fn bound(server: &Server, pod: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
+async fn a_node_reads_only_objects_of_its_pods() {
     let server = Server::new().await;
     for name in ["mine", "other", "theirs"] {
         server
@@ -422,7 +422,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
 /// A request for a name without a namespace covers all namespaces. The node may not send it, even if
 /// one of its pods refers to this name in one namespace.
 #[tokio::test]
-async fn a_node_reads_no_name_in_all_namespaces() {
+async fn a_node_cannot_read_a_name_in_all_namespaces() {
     let server = Server::new().await;
     let mut own = pod("p");
     own["spec"]["nodeName"] = json!("n1");
@@ -479,7 +479,7 @@ async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> Str
 /// A Secret for tokens is filled. Its token is valid while the Secret contains it. The Secret is
 /// deleted with its ServiceAccount.
 #[tokio::test]
-async fn a_secret_of_an_account_gets_its_token() {
+async fn a_secret_of_a_service_account_gets_its_token() {
     let plane = Plane::start().await;
     let account = |name: &str| json!({"metadata": {"name": name}});
     let secret = |name: &str, account: &str| json!({"metadata": {"name": name, "annotations": {"kubernetes.io/service-account.name": account}}, "type": "kubernetes.io/service-account-token"});
@@ -601,7 +601,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
 
 /// An invalid bearer token is rejected if no other credential is valid. Another scheme is not a credential.
 #[tokio::test]
-async fn only_credentials_that_are_shown_can_be_bad() {
+async fn only_presented_bearer_tokens_are_rejected() {
     let server = Server::new().await;
     let who = |header: &str| {
         let user = server.0.authenticate(None, Some(header));

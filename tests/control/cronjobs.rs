@@ -19,7 +19,7 @@ fn cron(name: &str, fields: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_cron_job_gets_defaults_and_is_shown() {
+async fn a_cron_job_gets_defaults_and_a_table_row() {
     let server = Server::new().await;
     let made = server
         .ok("POST", CRONS, &cron("c", json!({"timeZone": "Etc/UTC"})))
@@ -78,7 +78,7 @@ jobTemplate.spec.parallelism TEMPLATE, "parallelism": -1}}
 jobTemplate.spec.template.spec.restartPolicy TEMPLATE}}"#;
 
 #[tokio::test]
-async fn a_cron_job_that_cannot_work_is_refused_with_the_field() {
+async fn an_invalid_cron_job_is_refused_with_the_field() {
     let server = Server::new().await;
     let template = r#""jobTemplate": {"spec": {"template": {"spec": {"containers": [{"name": "c", "image": "i:1"}]}}"#;
     for line in REFUSED.lines().skip(1) {
@@ -108,7 +108,7 @@ async fn a_cron_job_that_cannot_work_is_refused_with_the_field() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
+async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     let plane = Plane::start().await;
     let crons = plane.api::<CronJob>();
     let jobs = || async {

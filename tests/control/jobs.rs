@@ -108,7 +108,7 @@ successPolicy.rules[0].succeededIndexes INDEXED, "successPolicy": {"rules": [{"s
 successPolicy.rules[0].succeededCount INDEXED, "successPolicy": {"rules": [{"succeededIndexes": "0,2", "succeededCount": 3}]}"#;
 
 #[tokio::test]
-async fn a_job_that_cannot_work_is_refused_with_the_field() {
+async fn an_invalid_job_is_refused_with_the_field() {
     let server = Server::new().await;
     for line in REFUSED.lines().skip(1) {
         let (field, fields) = line.split_once(' ').unwrap();
@@ -140,7 +140,7 @@ async fn a_job_that_cannot_work_is_refused_with_the_field() {
 }
 
 #[tokio::test]
-async fn what_a_job_is_about_does_not_change() {
+async fn the_template_of_a_job_is_immutable() {
     let server = Server::new().await;
     server.ok("POST", JOBS, &job("j", json!({}))).await;
     let indexed = json!({"completions": 3, "parallelism": 3, "completionMode": "Indexed"});
@@ -202,7 +202,7 @@ async fn what_a_job_is_about_does_not_change() {
 }
 
 #[tokio::test]
-async fn a_table_shows_how_far_jobs_are() {
+async fn a_table_shows_the_progress_of_jobs() {
     let server = Server::new().await;
     for (name, spec, status, expected) in [
         ("a", json!({}), json!({}), json!(["Running", "0/1", ""])),
@@ -275,7 +275,7 @@ f - "conditions": [IS "FailureTarget"}, IS "Failed"}]
 f conditions "conditions": [IS "FailureTarget"}]"#;
 
 #[tokio::test]
-async fn the_status_of_a_job_makes_sense_and_does_not_go_back() {
+async fn the_status_of_a_job_is_consistent_and_final() {
     let server = Server::new().await;
     let indexed = json!({"completions": 3, "completionMode": "Indexed", "backoffLimitPerIndex": 1});
     server.ok("POST", JOBS, &job("i", indexed)).await;
@@ -455,7 +455,7 @@ impl Plane {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_jobs_pods_are_created_counted_and_let_go() {
+async fn a_jobs_pods_are_created_counted_and_released() {
     let plane = Plane::start().await;
     let fields = json!({"completions": 2, "parallelism": 2, "completionMode": "Indexed"});
     let made: Job = plane.create(job("j", fields)).await;
@@ -509,7 +509,7 @@ async fn a_jobs_pods_are_created_counted_and_let_go() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_job_fails_is_suspended_and_goes_on() {
+async fn a_job_fails_is_suspended_and_resumes() {
     let plane = Plane::start().await;
     plane
         .create::<Job>(job(
@@ -570,7 +570,7 @@ async fn a_job_fails_is_suspended_and_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_pods_of_a_job_outlive_it_where_nobody_says_otherwise() {
+async fn the_pods_of_a_job_are_orphaned_by_default() {
     let plane = Plane::start().await;
     plane.create::<Job>(job("j", json!({}))).await;
     let before = plane.active(1).await;

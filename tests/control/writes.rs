@@ -6,7 +6,7 @@ use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, pod};
 
 /// `kubectl patch` names no fieldValidation; the response warns of dropped fields.
 #[tokio::test]
-async fn a_patch_with_an_unknown_field_is_warned_of() {
+async fn a_patch_with_an_unknown_field_returns_a_warning() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "warned"}});
     server.ok("POST", MAPS, &map).await;
@@ -19,7 +19,7 @@ async fn a_patch_with_an_unknown_field_is_warned_of() {
 }
 
 #[tokio::test]
-async fn writes_keep_what_is_the_servers() {
+async fn writes_keep_the_servers_fields() {
     let server = Server::new().await;
     let made = server
         .ok(
@@ -267,7 +267,7 @@ async fn a_dry_run_stores_nothing() {
 
 /// An eviction's dry run may be in its body, and the name in a body must match the path.
 #[tokio::test]
-async fn an_eviction_says_which_pod_and_whether_it_counts() {
+async fn an_eviction_checks_its_name_and_dry_run() {
     let server = Server::new().await;
     for name in ["p", "bound"] {
         server.ok("POST", PODS, &pod(name)).await;
@@ -291,7 +291,7 @@ async fn an_eviction_says_which_pod_and_whether_it_counts() {
 }
 
 #[tokio::test]
-async fn patches_neither_rename_nor_overtake() {
+async fn patches_cannot_rename_or_use_an_old_version() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "a"}, "data": {"k": "1"}});
     let old = server.ok("POST", MAPS, &map).await;

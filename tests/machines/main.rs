@@ -28,7 +28,7 @@ use support::{Cluster, condition, skip};
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 
 #[test]
-fn filesystems_count_what_pods_write() {
+fn filesystem_quotas_count_the_writes_of_pods() {
     vm::run(
         "quotas_inside",
         &["quota_v2", "brd rd_nr=1 rd_size=65536"],
@@ -151,7 +151,7 @@ fn programs() -> Vec<PathBuf> {
 
 /// A whole node, as in most clusters: systemd creates the cgroups, and they are version 2.
 #[test]
-fn systemd_makes_the_cgroups() {
+fn systemd_creates_the_cgroups() {
     vm::run_on_node("systemd_inside", &programs());
 }
 

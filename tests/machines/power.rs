@@ -24,7 +24,7 @@ const NODE: &str =
     "cgroupDriver: systemd\nshutdownGracePeriod: 300s\nshutdownGracePeriodCriticalPods: 100s\n";
 
 #[test]
-fn a_node_comes_back_from_every_end_of_its_power() {
+fn a_node_recovers_from_every_kind_of_power_loss() {
     let Some(node) = vm::Node::new("power::inside", &programs()) else {
         return;
     };

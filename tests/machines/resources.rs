@@ -20,7 +20,7 @@ const LIMIT: u64 = 400 * MIB;
 const LEFT: u64 = 150 * MIB;
 
 #[test]
-fn a_machine_of_two_numa_nodes_is_shared_out() {
+fn resources_of_two_numa_nodes_are_aligned() {
     if let Some(node) = vm::Node::new("resources::inside", &programs()) {
         node.run(TWO_NODES);
     }

@@ -23,7 +23,7 @@ const IMAGE: &str = "test.local/busybox:1";
 const LEVEL: &str = "s0:c10,c20";
 
 #[test]
-fn labels_are_enforced() {
+fn selinux_labels_are_enforced() {
     compile_policy();
     let mut files = programs();
     files.push(POLICY.into());

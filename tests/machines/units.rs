@@ -20,7 +20,7 @@ const KUBELET: &str = "/usr/bin/kubelet";
 const SERVICE: &str = "[Unit]\nDescription=kubelet: The Kubernetes Node Agent\nWants=network-online.target\nAfter=network-online.target\n[Service]\nExecStart=/usr/bin/kubelet\nRestart=always\nStartLimitInterval=0\nRestartSec=10\n[Install]\nWantedBy=multi-user.target\n";
 
 #[test]
-fn a_kubelets_unit_is_turned_over_and_back() {
+fn a_kubelets_unit_switches_to_holdfast_and_back() {
     let Some(mut node) = vm::Node::new("units::inside", &programs()) else {
         return;
     };

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::world::{World, ip, versions};
 
 #[test]
-fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
+fn host_local_allocates_requested_addresses_and_refuses_unavailable_ones() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     let asked = world.call(
@@ -72,7 +72,7 @@ fn a_relative_data_directory_is_refused() {
 }
 
 #[test]
-fn static_addresses_come_from_the_place_that_counts() {
+fn static_addresses_come_from_the_source_with_precedence() {
     let world = World::new();
     let config = |version: &str, ipam: Value, more: Value| {
         let mut config =
@@ -240,7 +240,7 @@ fn static_addresses_come_from_the_place_that_counts() {
 }
 
 #[test]
-fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
+fn host_local_reads_old_records_and_accepts_requests_from_every_source() {
     let world = World::new();
     let resolv = world.data.path().join("resolv.conf");
     std::fs::write(&resolv, "# c\nnameserver 192.0.2.1\n nameserver 192.0.2.2\ndomain a.test\nsearch a b\noptions ndots:5\n").unwrap();
@@ -327,7 +327,7 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
 }
 
 #[test]
-fn an_audit_looks_at_the_interfaces() {
+fn an_audit_compares_addresses_with_the_interfaces() {
     let (world, other) = (World::new(), World::new());
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);

@@ -20,7 +20,7 @@ pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {
 
 /// containerd sends this burst if none is configured. The reference uses the value literally.
 #[test]
-fn a_burst_of_the_reference_passes_check() {
+fn a_burst_set_by_the_reference_passes_check() {
     let (world, _, result) = bridged("1.1.0", json!({}));
     let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
     requested["runtimeConfig"] =
@@ -42,7 +42,7 @@ fn a_burst_of_the_reference_passes_check() {
 }
 
 #[test]
-fn bandwidth_limits_what_a_container_receives_and_sends() {
+fn bandwidth_limits_received_and_sent_traffic() {
     let tc = |world: &World, args: &[&str]| world.on_host(&[&["tc"], args].concat());
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({}));
@@ -197,7 +197,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
 }
 
 #[test]
-fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
+fn tuning_sets_sysctls_and_properties_and_restores_them() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, _, result) = bridged(version, json!({}));
         let data = world.data.path().join("tuning");
@@ -330,7 +330,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
 }
 
 #[test]
-fn what_comes_from_an_address_leaves_by_its_interface() {
+fn packets_leave_by_the_interface_of_their_source_address() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     let second = {
         let mut c = world.config("1.0.0", json!({"bridge": "br9", "name": "second"}));
@@ -367,7 +367,7 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
 }
 
 #[test]
-fn sbr_leaves_in_the_main_table_what_it_is_told_to() {
+fn sbr_keeps_configured_routes_in_the_main_table() {
     let env = [("CNI_IFNAME", "net1")];
     let ranges = json!([[{"subnet": "10.198.9.0/24"}], [{"subnet": "fd00:198:9::/64"}]]);
     let added = |extra: Value| {

@@ -22,7 +22,7 @@ pub fn pings(from: &str, to: &str) -> bool {
 }
 
 #[test]
-fn the_firewall_lets_pass_what_the_host_would_drop() {
+fn the_firewall_accepts_packets_that_the_host_would_drop() {
     for version in ["0.4.0", "1.0.0", "1.1.0"] {
         let (world, config, result) = bridged(version, json!({}));
         // A peer beyond the host.
@@ -121,7 +121,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
 }
 
 #[test]
-fn bridges_are_kept_apart() {
+fn bridges_are_isolated_from_each_other() {
     let (world, config, result) = bridged("1.0.0", json!({}));
     let far = World::new();
     let far_config = {
@@ -188,7 +188,7 @@ fn bridges_are_kept_apart() {
 }
 
 #[test]
-fn firewalls_of_many_containers_at_once_have_no_rule_twice() {
+fn concurrent_adds_create_no_rule_twice() {
     let world = World::new();
     let results: Vec<Value> = (0..20)
         .map(|i| {

@@ -97,7 +97,7 @@ impl Drop for Firewalld {
 }
 
 #[test]
-fn where_firewalld_runs_it_is_told() {
+fn a_running_firewalld_gets_the_containers_addresses() {
     let firewalld = Firewalld::new();
     let (world, bus) = (&firewalld.world, firewalld.address());
     let env = [("DBUS_SYSTEM_BUS_ADDRESS", bus.as_str())];

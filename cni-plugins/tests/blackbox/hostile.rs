@@ -210,7 +210,7 @@ fn torment(world: &World, good: &Value, path: &str) {
 }
 
 #[test]
-fn every_field_may_be_anything() {
+fn arbitrary_values_of_fields_are_handled() {
     let worlds: Vec<World> = configurations(&World::new())
         .iter()
         .map(|_| World::new())
@@ -264,7 +264,7 @@ fn every_field_may_be_anything() {
 }
 
 #[test]
-fn names_from_hell_are_refused() {
+fn malformed_names_are_refused() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     let before = state(&world);

@@ -72,7 +72,7 @@ fn del(world: &World, bin: &Path, chain: &[Value], result: &Value) {
 }
 
 #[test]
-fn what_the_reference_made_passes_check_until_it_is_damaged() {
+fn networks_of_the_reference_pass_check_until_damaged() {
     let world = World::new();
     let chain = chain(&world);
     let result = add(&world, &reference(), &chain);
@@ -112,7 +112,7 @@ fn what_the_reference_made_passes_check_until_it_is_damaged() {
 }
 
 #[test]
-fn what_the_reference_made_is_removed() {
+fn networks_of_the_reference_are_removed() {
     let world = World::new();
     let chain = chain(&world);
     let result = add(&world, &reference(), &chain);
@@ -143,7 +143,7 @@ fn what_the_reference_made_is_removed() {
 }
 
 #[test]
-fn what_ours_made_the_reference_can_remove() {
+fn the_reference_can_remove_our_networks() {
     let world = World::new();
     let mut chain = chain(&world);
     // Debian's version does not know the tables of these two; it removes everything else.
@@ -177,7 +177,7 @@ fn what_ours_made_the_reference_can_remove() {
 
 /// Our GC, for containers that the reference has attached: only one of this network is valid.
 #[test]
-fn what_the_reference_made_for_containers_that_are_gone_is_collected() {
+fn gc_collects_networks_of_the_reference_for_deleted_containers() {
     let world = World::new();
     let theirs = reference();
     let path = [("CNI_PATH", theirs.to_str().unwrap())];
@@ -323,7 +323,7 @@ impl Drop for Podman {
 }
 
 #[test]
-fn podman_uses_them() {
+fn podman_uses_the_plugins() {
     let podman = Podman::new();
     let rootfs = podman.dir.path().join("rootfs");
     let limits = [

@@ -154,7 +154,7 @@ fn in_a_thread_of_its_own(work: impl FnOnce() + Send) {
 }
 
 #[test]
-fn no_address_is_lost_and_none_given_twice() {
+fn no_address_is_leaked_or_allocated_twice() {
     in_a_thread_of_its_own(|| {
         let mut machine = Machine::new();
         let mut dice = Dice(42);
@@ -261,7 +261,7 @@ fn no_address_is_lost_and_none_given_twice() {
 }
 
 #[test]
-fn an_audit_shows_what_is_wrong_and_mends_it() {
+fn an_audit_reports_and_repairs_inconsistencies() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         let dir = machine.data().join("net");
@@ -314,7 +314,7 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
 }
 
 #[test]
-fn a_full_disk_takes_no_address_and_gives_all_back() {
+fn a_full_disk_leaks_no_address_and_releases_all() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         std::fs::create_dir(machine.data()).unwrap();
@@ -385,7 +385,7 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
 }
 
 #[test]
-fn a_full_pool_is_not_full_of_the_dead() {
+fn a_full_pool_reuses_addresses_of_deleted_containers() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         for i in 0..CAPACITY {
@@ -432,7 +432,7 @@ fn released(findings: &[Finding]) -> Vec<&str> {
 }
 
 #[test]
-fn a_repair_releases_only_what_failed_sandboxes_left() {
+fn a_repair_releases_only_addresses_of_failed_sandboxes() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         let request = |patience: u64| Request {
@@ -500,7 +500,7 @@ fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTre
 const PODS_OF_A_WORLD: usize = 50;
 
 #[test]
-fn a_repair_takes_nothing_from_pods_that_come_and_go() {
+fn a_repair_releases_no_address_of_starting_and_stopping_pods() {
     let worlds = [(); 4].map(|()| World::new());
     let config = worlds[0].config("1.1.0", json!({}));
     let (live, done) = (Mutex::new(BTreeSet::new()), AtomicBool::new(false));

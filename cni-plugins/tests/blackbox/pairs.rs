@@ -64,7 +64,7 @@ fn bridge_adds_checks_and_deletes_in_every_version() {
 }
 
 #[test]
-fn del_cleans_up_when_the_namespace_is_gone_or_unknown() {
+fn del_cleans_up_when_the_namespace_was_deleted_or_is_unknown() {
     for netns in ["", "/run/netns/nonexistent"] {
         let world = World::new();
         let config = world.config("1.0.0", json!({"ipMasq": true}));
@@ -79,7 +79,7 @@ fn del_cleans_up_when_the_namespace_is_gone_or_unknown() {
 }
 
 #[test]
-fn a_failed_add_leaves_nothing() {
+fn a_failed_add_leaves_nothing_behind() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);
@@ -134,7 +134,7 @@ fn a_failed_add_leaves_nothing() {
 }
 
 #[test]
-fn many_containers_at_once_get_different_addresses() {
+fn concurrent_containers_get_different_addresses() {
     let world = World::new();
     let config = world.config("1.0.0", json!({"ipMasq": true}));
     let names: Vec<String> = (0..20)
@@ -237,7 +237,7 @@ fn fast_once<T>(like: impl Fn() -> Duration, act: impl Fn() -> (Duration, T)) ->
 }
 
 #[test]
-fn ptp_leads_everything_over_a_line_to_the_host() {
+fn ptp_routes_all_traffic_through_the_host() {
     for version in versions("bridge") {
         let world = World::new();
         let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.2.0/24", "routes": [{"dst": "0.0.0.0/0"}]});
@@ -359,7 +359,7 @@ fn loopback_goes_up_and_down() {
 }
 
 #[test]
-fn a_bridge_has_the_options_that_were_asked_for() {
+fn a_bridge_has_the_configured_options() {
     let world = World::new();
     let port = |result: &Value| -> Value {
         let name = result["interfaces"][1]["name"].as_str().unwrap();
@@ -432,7 +432,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
 }
 
 #[test]
-fn a_bridge_of_others_takes_no_router_advertisements() {
+fn an_existing_bridge_accepts_no_router_advertisements() {
     let world = World::new();
     let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
     let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
@@ -500,7 +500,7 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
 }
 
 #[test]
-fn routes_have_what_ipam_says_of_them() {
+fn routes_have_the_attributes_from_ipam() {
     let world = World::new();
     let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "10.9.0.0/16", "gw": "10.198.1.9", "mtu": 1300, "advmss": 1200, "priority": 77},
         {"dst": "10.8.0.0/16", "table": 42}, {"dst": "10.7.0.0/16", "scope": 253}, {"dst": "10.6.0.0/16", "gw": "10.198.1.6"}, {"dst": "10.6.0.0/16", "gw": "10.198.1.7"}]);

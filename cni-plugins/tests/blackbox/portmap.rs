@@ -40,7 +40,7 @@ fn ports(version: &str, previous: &Value, mappings: Value, extra: Value) -> Valu
 }
 
 #[test]
-fn ports_of_the_host_lead_to_the_container_in_every_version() {
+fn host_ports_reach_the_container_in_every_version() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
         say(&world.container, "0.0.0.0:80", "container");
@@ -96,7 +96,7 @@ fn ports_of_the_host_lead_to_the_container_in_every_version() {
 }
 
 #[test]
-fn ports_have_conditions_addresses_and_sources_of_their_own() {
+fn ports_have_their_own_conditions_addresses_and_sources() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     say(&world.container, "0.0.0.0:80", "container");
     // A mapping for one host address; a source that the conditions exclude; a second network of the same container.
@@ -255,7 +255,7 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
 
 /// The reference deletes every rule of these chains whose comment is the container's id (`unforwardPorts`).
 #[test]
-fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
+fn rules_in_nftables_have_the_comments_that_the_reference_expects() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     let mappings = json!([mapping(8080, 80, "tcp"), mapping(8053, 53, "udp")]);
     let own = ports("1.0.0", &result, mappings, json!({}));
@@ -313,7 +313,7 @@ fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
 /// GC of rules that newer versions of the reference have left in nftables, using libcni's result cache.
 /// `ip netns exec` gives the call a separate mount namespace, so that no other test sees the directory.
 #[test]
-fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_is_there() {
+fn gc_collects_rules_of_the_reference_in_nftables_for_known_attachments() {
     let (world, _, _) = bridged("1.0.0", json!({}));
     let nft = |commands: &str| world.on_host(&["nft", commands]);
     nft(
@@ -359,7 +359,7 @@ fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_
 }
 
 #[test]
-fn a_failed_add_takes_only_its_own_rules_back() {
+fn a_failed_add_removes_only_its_own_rules() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     world.on_host(&[
         "nft",
@@ -412,7 +412,7 @@ fn a_table_of_the_reference_without_masquerading_is_completed() {
 }
 
 #[test]
-fn udp_goes_to_the_container_that_has_the_port_now() {
+fn udp_reaches_the_container_that_has_the_port_now() {
     let (world, config, result) = bridged("1.0.0", json!({}));
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
@@ -446,7 +446,7 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
 }
 
 #[test]
-fn ipv6_ports_lead_to_the_container() {
+fn ipv6_ports_reach_the_container() {
     let ranges = |world: &World| json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.5.0/24"}], [{"subnet": "fd00:198:5::/64"}]]}});
     let world = World::new();
     let config = world.config("1.1.0", ranges(&world));
