@@ -164,7 +164,7 @@ fn static_addresses_come_from_the_source_with_precedence() {
             &[]
         ),
         "10.13.0.1/24 -",
-        "no ipam is needed then"
+        "addresses in the runtimeConfig need no ipam"
     );
     // Errors name the invalid field.
     let two = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24"}, {"address": "10.10.1.1/24"}]});
@@ -267,7 +267,11 @@ fn host_local_reads_old_records_and_accepts_requests_from_every_source() {
     let second = world.ok_with("host-local", "ADD", &config, &[("CNI_IFNAME", "eth1")]);
     assert_eq!(addresses(&second), ["10.198.1.3/28", "fd00:198:1::3/64"]);
     world.ok("host-local", "DEL", &config);
-    assert_eq!(world.taken().len(), 2, "eth1's stay");
+    assert_eq!(
+        world.taken().len(),
+        2,
+        "the addresses of eth1 remain allocated"
+    );
     assert!(
         world
             .call("host-local", "DEL", &config, &[("CNI_IFNAME", "eth1")])
@@ -278,7 +282,11 @@ fn host_local_reads_old_records_and_accepts_requests_from_every_source() {
     std::fs::write(world.data.path().join("net/10.198.1.9"), " c1 \n").unwrap();
     std::fs::write(world.data.path().join("net/10.198.1.8"), "c1\r\neth0\n").unwrap();
     world.ok("host-local", "DEL", &config);
-    assert_eq!(world.taken(), ["10.198.1.9"], "its own first");
+    assert_eq!(
+        world.taken(),
+        ["10.198.1.9"],
+        "DEL releases the interface's own address first"
+    );
     world.ok("host-local", "DEL", &config);
     assert!(world.taken().is_empty());
     // Requested addresses, with and without a prefix, one for each set.
@@ -387,7 +395,10 @@ fn an_audit_compares_addresses_with_the_interfaces() {
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
     let starting = row(&table, "10.198.1.3").contains("starting: its attachment may still be");
-    assert!(well && starting, "it was reserved a moment ago: {table}");
+    assert!(
+        well && starting,
+        "the address was reserved a moment ago: {table}"
+    );
     assert_eq!(world.taken().len(), 2);
     let (well, table) = audit(&["--mend", "--older-than=0"]);
     assert!(

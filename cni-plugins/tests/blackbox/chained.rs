@@ -71,7 +71,7 @@ fn bandwidth_limits_received_and_sent_traffic() {
             filter.contains(&format!("Redirect to device {ifb}")),
             "{filter}"
         );
-        assert!(reaches(&world.container, "10.198.1.1"), "it still talks");
+        assert!(reaches(&world.container, "10.198.1.1"), "traffic passes");
         // Packets from the container pass the limited link.
         let sent = tc(&world, &["-s", "qdisc", "show", "dev", ifb]);
         assert!(!sent.contains("Sent 0 bytes"), "{sent}");
@@ -98,7 +98,7 @@ fn bandwidth_limits_received_and_sent_traffic() {
     assert_eq!(
         world.ok("bandwidth", "ADD", &requested)["interfaces"],
         result["interfaces"],
-        "no limits, nothing done"
+        "without limits, ADD changes nothing"
     );
     requested["runtimeConfig"] = json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
     world.ok("bandwidth", "ADD", &requested);
@@ -137,7 +137,7 @@ fn bandwidth_limits_received_and_sent_traffic() {
     );
     assert!(
         !ip(&["-n", &line.host, "link"]).contains("bwp"),
-        "nothing for what it sends"
+        "no ifb device without an egress limit"
     );
     let huge = World::chained(
         "1.0.0",
@@ -251,7 +251,7 @@ fn tuning_sets_sysctls_and_properties_and_restores_them() {
         for _ in 0..2 {
             world.ok("tuning", "DEL", &chained);
         }
-        assert_eq!(looks(), before, "as it was");
+        assert_eq!(looks(), before, "DEL restores the settings");
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
         // If the namespace was removed, DEL deletes the stored properties, too.
         world.ok("tuning", "ADD", &chained);
@@ -351,7 +351,7 @@ fn packets_leave_by_the_interface_of_their_source_address() {
     let main = ip(&["-n", &world.container, "route"]);
     assert!(
         main.contains("default via 10.198.1.1 dev eth0") && !main.contains("net1"),
-        "what has no address of net1's does not leave by it: {main}"
+        "only packets from an address of net1 leave by net1: {main}"
     );
     world.ok_with("sbr", "CHECK", &chained, &env);
     assert!(reaches(&world.container, "10.198.9.1"));
@@ -361,7 +361,7 @@ fn packets_leave_by_the_interface_of_their_source_address() {
     assert!(!ip(&["-n", &world.container, "rule"]).contains("10.198.9.2"));
     assert!(
         world.call("sbr", "CHECK", &chained, &env).stdout.len() > 2,
-        "it is missed"
+        "CHECK reports the missing rule"
     );
     assert_eq!(result["cniVersion"], "1.0.0");
 }

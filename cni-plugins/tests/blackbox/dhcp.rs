@@ -285,7 +285,7 @@ fn leases_are_renewed_outlive_the_daemon_and_expire_without_their_server() {
     end(&mut network.daemon);
     network.start();
     let now = since();
-    wait("the next daemon renews it, too", || since() > now);
+    wait("the next daemon renews the lease, too", || since() > now);
     assert!(network.has_address());
     // The server was stopped: the address is removed when the lease expires.
     let pid = std::fs::read_to_string(network.far.data.path().join("pid")).unwrap();
@@ -298,7 +298,7 @@ fn leases_are_renewed_outlive_the_daemon_and_expire_without_their_server() {
     wait("the interface goes down", || {
         ip(&["-n", &network.world.container, "link", "show", "eth0"]).contains("state DOWN")
     });
-    wait("its end is told, and nothing is held", || {
+    wait("the daemon logs the end and holds no lease", || {
         let log = network.log();
         log.contains("has ended") && log.contains("cannot be renewed") && network.held() == 0
     });
@@ -336,6 +336,6 @@ fn the_lease_of_a_deleted_container_is_dropped() {
     network.world.ok("macvlan", "ADD", &network.config("1.1.0"));
     ip(&["netns", "del", &network.world.container]);
     wait("the lease is dropped", || network.held() == 0);
-    wait("why is told", || network.log().contains("is gone"));
+    wait("the daemon logs why", || network.log().contains("is gone"));
     ip(&["netns", "add", &network.world.container]);
 }

@@ -47,7 +47,7 @@ fn the_firewall_accepts_packets_that_the_host_would_drop() {
         );
         assert!(
             !pings(&far.container, "10.198.1.2"),
-            "only answers may come in"
+            "only replies are accepted from outside"
         );
         // iptables can read the rules.
         let rules = world.on_host(&["iptables", "-S"]);
@@ -75,7 +75,7 @@ fn the_firewall_accepts_packets_that_the_host_would_drop() {
         assert_eq!(
             world.on_host(&["iptables", "-S"]),
             rules,
-            "again is nothing new"
+            "a repeated ADD adds no rules"
         );
         world.ok("firewall", "CHECK", &chained);
         world.on_host(&[
@@ -151,13 +151,16 @@ fn bridges_are_isolated_from_each_other() {
         world.on_host(&["iptables", "-S"])
     );
     assert!(!pings(&world.container, "10.198.9.2"));
-    assert!(reaches(&near.container, "10.198.1.2"), "within the bridge");
+    assert!(
+        reaches(&near.container, "10.198.1.2"),
+        "containers of one bridge reach each other"
+    );
     let rules = world.on_host(&["iptables", "-S"]);
     world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
     assert_eq!(
         world.on_host(&["iptables", "-S"]),
         rules,
-        "again is nothing new"
+        "a repeated ADD adds no rules"
     );
     world.ok("firewall", "CHECK", &policy(&result, "same-bridge"));
     world.refused("firewall", "CHECK", &policy(&result, "isolated"), &[]);

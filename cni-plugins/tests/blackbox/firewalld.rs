@@ -59,7 +59,7 @@ impl Firewalld {
                     .stdout(Stdio::null())
                     .stderr(Stdio::null())
                     .spawn()
-                    .expect("it is installed (make test does that)"),
+                    .expect("firewalld is installed (make test installs it)"),
             );
             // firewalld needs the bus when it starts.
             let socket = firewalld.world.data.path().join("bus");
@@ -138,7 +138,7 @@ fn a_running_firewalld_gets_the_containers_addresses() {
     }
     assert!(
         !world.ruleset().contains("CNI-FORWARD"),
-        "iptables' tables are left alone"
+        "the iptables tables are unchanged"
     );
     // The zone does not exist, and no partial state remains.
     let config = World::chained(

@@ -95,13 +95,16 @@ fn networks_of_the_reference_pass_check_until_damaged() {
     };
     let refused = |config: &Value| !check(config).status.success();
     change(&rule);
-    assert!(refused(&chain[1]), "without {rule}");
+    assert!(refused(&chain[1]), "CHECK fails without {rule}");
     change(&rule.replacen("-D", "-A", 1));
-    assert!(!refused(&chain[1]), "with {rule} again");
+    assert!(!refused(&chain[1]), "CHECK succeeds with {rule} again");
     change("-F CNI-HOSTPORT-DNAT");
-    assert!(refused(&chain[1]), "nothing leads to its chain");
+    assert!(
+        refused(&chain[1]),
+        "CHECK fails if no rule jumps to the container's chain"
+    );
     change("-F POSTROUTING");
-    assert!(refused(&chain[0]), "nothing is masqueraded");
+    assert!(refused(&chain[0]), "CHECK fails without masquerading");
     // DEL removes the remaining rules.
     del(&world, &plugins(), &chain, &result);
     let rules = world.on_host(&["iptables-save"]);
@@ -161,7 +164,7 @@ fn the_reference_can_remove_our_networks() {
     let second = add(&world, &theirs, &chain);
     assert_eq!(
         second["ips"][0]["address"], "10.198.1.3/24",
-        "it goes on behind our last"
+        "the reference allocates the address after our last"
     );
     let refusal = world.refused("host-local", "ADD", &chain[0], &[]);
     assert!(

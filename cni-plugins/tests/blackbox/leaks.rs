@@ -189,7 +189,7 @@ fn no_address_is_leaked_or_allocated_twice() {
                     let address = result["ips"][0]["address"].as_str().unwrap().to_owned();
                     assert!(
                         !live.values().any(|a| *a == address),
-                        "round {round}: {address} was given twice"
+                        "round {round}: {address} was allocated twice"
                     );
                     live.insert(container, address);
                 }
@@ -227,7 +227,7 @@ fn no_address_is_leaked_or_allocated_twice() {
                     assert_eq!(
                         addresses(&machine.data().join("net")).len(),
                         live.len(),
-                        "round {round}: GC leaves what lives and nothing else"
+                        "round {round}: GC keeps the addresses of live containers only"
                     );
                 }
                 95..98 => {
@@ -453,7 +453,11 @@ fn a_repair_releases_only_addresses_of_failed_sandboxes() {
         std::fs::write(&theirs, "pod-theirs\r\neth0").unwrap();
         let listed = BTreeSet::from(["pod-listed".to_owned(), "podman".to_owned()]);
         let repaired = |patience: u64| repair(&request(patience), "net", &listed).unwrap();
-        assert_eq!(released(&repaired(300)), [""; 0], "its ADD may still run");
+        assert_eq!(
+            released(&repaired(300)),
+            [""; 0],
+            "the container's ADD may still run"
+        );
         assert_eq!(released(&repaired(0)), ["pod-failed"]);
         assert_eq!(released(&repaired(0)), [""; 0]);
         let left = addresses(&machine.data().join("net"));
@@ -466,7 +470,7 @@ fn a_repair_releases_only_addresses_of_failed_sandboxes() {
         assert_eq!(
             released(&audited.unwrap()),
             [""; 0],
-            "an audit has the same rule"
+            "an audit follows the same rule"
         );
         let nowhere = repair(&request(0), "nosuch", &listed).unwrap();
         assert_eq!(released(&nowhere), [""; 0]);
@@ -487,7 +491,7 @@ fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTre
         let address = address.split('/').next().unwrap().to_owned();
         assert!(
             live.lock().unwrap().insert(address.clone()),
-            "{address} was given twice"
+            "{address} was allocated twice"
         );
         let owner = std::fs::read_to_string(dir.join(&address)).unwrap_or_default();
         assert_eq!(owner, format!("{container}\r\neth0"), "{address} was lost");

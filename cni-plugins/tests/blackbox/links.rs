@@ -192,7 +192,7 @@ fn macvlans_have_their_own_addresses_and_macs() {
     assert_eq!(result["interfaces"][0]["mac"], "c2:11:22:33:44:66");
     assert!(
         reaches(&world, "10.198.4.1"),
-        "the other end of the wire answers"
+        "the peer of the link answers"
     );
     world.ok("macvlan", "STATUS", &plain);
     // STATUS reports links that the kernel does not support.
@@ -304,7 +304,7 @@ fn a_host_device_moves_into_the_container_and_back() {
         }
         assert!(
             ip(&["-n", &world.host, "link"]).contains("phys0"),
-            "under its own name again"
+            "the device has its own name again"
         );
         assert!(world.taken().is_empty());
     }
@@ -555,7 +555,7 @@ fn del_succeeds_on_a_kernel_without_nftables() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn bare_kernel_inside() {
-    assert!(vm::is_inside(), "this is for a virtual machine");
+    assert!(vm::is_inside(), "this test runs in a virtual machine only");
     let world = World::new();
     let plain = world.config("1.1.0", json!({}));
     let result = world.ok("bridge", "ADD", &plain);
@@ -592,7 +592,7 @@ fn bare_kernel_inside() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn kernel_inside() {
-    assert!(vm::is_inside(), "this is for a virtual machine");
+    assert!(vm::is_inside(), "this test runs in a virtual machine only");
     lives(
         "vlan",
         json!({"vlanId": 77, "mtu": 1400}),
@@ -782,7 +782,7 @@ fn packets_with_another_source_mac_are_dropped() {
     ip(&inside.chain(change).collect::<Vec<_>>());
     assert!(
         !pings(&world, "10.198.1.1"),
-        "another address is not let in: {}",
+        "packets from another MAC address pass: {}",
         world.ruleset()
     );
     assert!(

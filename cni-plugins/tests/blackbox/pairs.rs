@@ -58,7 +58,7 @@ fn bridge_adds_checks_and_deletes_in_every_version() {
         );
         assert!(
             !ip(&["-n", &world.host, "link"]).contains("veth"),
-            "the host's end is gone"
+            "the host's end of the pair was deleted"
         );
     }
 }
@@ -128,7 +128,7 @@ fn a_failed_add_leaves_nothing_behind() {
         refusal["msg"].as_str().unwrap().contains("forceAddress"),
         "{refusal}"
     );
-    assert_eq!(world.taken().len(), 1, "the address was given back");
+    assert_eq!(world.taken().len(), 1, "the address was released");
     let links = ip(&["-n", &world.host, "link"]);
     assert_eq!(links.matches("master br1").count(), 0, "{links}");
 }
@@ -182,7 +182,7 @@ fn concurrent_containers_get_different_addresses() {
     let mut gc = world.config("1.1.0", json!({"ipMasq": true}));
     let keep = json!([{"containerID": names[3], "ifname": "eth0"}]);
     world.ok("bridge", "GC", &gc);
-    assert_eq!(world.taken().len(), 20, "a missing list says nothing");
+    assert_eq!(world.taken().len(), 20, "no list, nothing to release");
     gc["cni.dev/valid-attachments"] = keep;
     world.ok("bridge", "GC", &gc);
     assert_eq!(world.taken().len(), 1);
@@ -209,7 +209,7 @@ fn dual_stack_layer_two_and_exhaustion() {
     let shown = ip(&["-n", &world.container, "-6", "addr", "show", "eth0"]);
     assert!(
         shown.contains("fd42::2/64") && !shown.contains("tentative"),
-        "no waiting for duplicates: {shown}"
+        "duplicate address detection is off: {shown}"
     );
     let status = world.refused("host-local", "STATUS", &config, &[]);
     assert_eq!(status["code"], 50, "{status}");
@@ -233,7 +233,7 @@ fn dual_stack_layer_two_and_exhaustion() {
 fn fast_once<T>(like: impl Fn() -> Duration, act: impl Fn() -> (Duration, T)) -> T {
     let mut tries = (0..5).map(|_| (like(), act()));
     let fast = tries.find(|(like, (took, _))| took.saturating_sub(*like).as_millis() < 900);
-    fast.expect("it waits for nobody").1.1
+    fast.expect("the call waits for no other call").1.1
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn ptp_routes_all_traffic_through_the_host() {
         }
         assert!(ip(&["-n", &world.host, "route"]).contains("10.198.2.2 dev veth"));
         assert!(world.ruleset().contains("10.198.2.2"));
-        assert!(reaches(&world.container, "10.198.2.1"), "the host answers");
+        assert!(reaches(&world.container, "10.198.2.1"), "the host replies");
         if version >= "0.4.0" {
             let with = World::with_previous(&config, &result);
             world.ok("ptp", "CHECK", &with);
@@ -286,7 +286,7 @@ fn ptp_routes_all_traffic_through_the_host() {
         assert!(world.taken().is_empty() && !world.ruleset().contains("10.198.2.2"));
         assert!(
             !ip(&["-n", &world.host, "link"]).contains("veth"),
-            "nothing is left"
+            "DEL removes the pair"
         );
     }
     // Both families, without waiting for duplicate address detection.
@@ -312,7 +312,7 @@ fn ptp_routes_all_traffic_through_the_host() {
     assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
     assert!(
         reaches(&world.container, "fd00:198:3::1"),
-        "the host answers"
+        "the host replies"
     );
     // Two containers reach each other through the host.
     let other = World::new();
@@ -323,7 +323,7 @@ fn ptp_routes_all_traffic_through_the_host() {
         "{}",
         String::from_utf8_lossy(&second.stdout)
     );
-    assert!(reaches(&world.container, "10.198.3.3"), "the other answers");
+    assert!(reaches(&world.container, "10.198.3.3"), "the peer replies");
     assert!(world.call("ptp", "DEL", &config, &env).status.success());
     world.ok("ptp", "STATUS", &config);
     let mut gone = config.clone();
@@ -468,7 +468,11 @@ fn an_existing_bridge_accepts_no_router_advertisements() {
     ]);
     let force = world.config("1.0.0", json!({"bridge": "br3", "forceAddress": true}));
     world.ok("bridge", "ADD", &force);
-    assert_eq!(accept_ra("br3"), "0", "also where others made the bridge");
+    assert_eq!(
+        accept_ra("br3"),
+        "0",
+        "also on a bridge that already existed"
+    );
     let shown = ip(&["-n", &world.host, "addr", "show", "br3"]);
     assert!(
         shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"),
@@ -510,7 +514,10 @@ fn routes_have_the_attributes_from_ipam() {
         json!({"isDefaultGateway": false, "isGateway": true, "ipam": ipam}),
     );
     let result = world.ok("bridge", "ADD", &config);
-    assert_eq!(result["routes"], routes, "as they were given");
+    assert_eq!(
+        result["routes"], routes,
+        "the result has the routes of the configuration"
+    );
     let main = ip(&["-n", &world.container, "route"]);
     for expected in [
         "default via 10.198.1.1",

@@ -118,12 +118,12 @@ fn ports_have_their_own_conditions_addresses_and_sources() {
     assert_eq!(
         heard(&world.host, "10.198.1.1:8081"),
         None,
-        "not for this address"
+        "the mapping is for another host address"
     );
     assert_eq!(
         heard(&world.host, "10.198.9.1:8082"),
         None,
-        "the other family's"
+        "the mapping is for the other address family"
     );
     let not_localhost = json!({"name": "other", "conditionsV4": ["!", "-d", "127.0.0.0/8"]});
     let second = ports(
@@ -137,12 +137,12 @@ fn ports_have_their_own_conditions_addresses_and_sources() {
         heard(&world.host, "10.198.9.1:8083").as_deref(),
         Some("container")
     );
-    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "the condition");
+    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "source denied");
     world.ok("portmap", "DEL", &second);
     assert_eq!(
         heard(&world.host, "10.198.9.1:8081").as_deref(),
         Some("container"),
-        "DEL of one network leaves the other's"
+        "DEL of one network keeps the mappings of the other"
     );
     // masqAll: the container sees an address of the host as source.
     let all = ports(
@@ -351,8 +351,16 @@ fn gc_collects_rules_of_the_reference_in_nftables_for_known_attachments() {
     };
     let before = world.ruleset();
     assert_eq!(before.matches("\"gone\"").count(), 3, "{before}");
-    assert_eq!(gc(&[]), before, "nothing is known");
-    assert_eq!(gc(&[("other", "elsewhere")]), before, "of another runtime");
+    assert_eq!(
+        gc(&[]),
+        before,
+        "GC without known attachments removes nothing"
+    );
+    assert_eq!(
+        gc(&[("other", "elsewhere")]),
+        before,
+        "GC keeps rules of another runtime"
+    );
     let after = gc(&[("net", "kept"), ("other", "elsewhere")]);
     let left = before.lines().filter(|l| !l.contains("\"gone\""));
     assert_eq!(after, left.map(|l| format!("{l}\n")).collect::<String>());
@@ -439,7 +447,7 @@ fn udp_reaches_the_container_that_has_the_port_now() {
     world.ok_with("portmap", "ADD", &two, &env);
     assert!(
         arrives(&second_socket),
-        "the flow went on to the first container"
+        "the flow still reaches the first container"
     );
     world.ok_with("portmap", "DEL", &two, &env);
     assert!(world.call("bridge", "DEL", &config, &env).status.success());

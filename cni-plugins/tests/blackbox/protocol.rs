@@ -98,7 +98,7 @@ fn the_protocol_follows_the_specification() {
     assert!(!Path::new("/etc/lock").exists());
     assert!(
         !ip(&["-n", &world.host, "link"]).contains("veth"),
-        "nothing was changed"
+        "refused calls change nothing"
     );
     let version = world.call("bridge", "VERSION", &json!(null), &[]);
     let version: Value = serde_json::from_slice(&version.stdout).unwrap();
