@@ -126,5 +126,5 @@ fn containers_start_as_soon_as_a_missing_object_exists() {
     let all = ["delete", "pod", "--all", "--wait=true"];
     bench.cluster.kubectl(&all);
     let nothing = || bench.cluster.leftovers_known().is_empty();
-    bench.cluster.wait_quietly("nothing to be left", nothing);
+    bench.cluster.wait_quietly("no leftovers", nothing);
 }

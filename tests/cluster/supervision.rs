@@ -38,7 +38,7 @@ impl Drop for Supervisor {
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + support::patience();
     while !is() {
-        assert!(Instant::now() < deadline, "{what} did not come");
+        assert!(Instant::now() < deadline, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -58,10 +58,12 @@ fn a_part_that_exits_is_restarted() {
     wait("the part", || supervisor.part().is_some());
     let first = supervisor.part().unwrap();
     kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
-    wait("another", || supervisor.part().is_some_and(|p| p != first));
+    wait("another part", || {
+        supervisor.part().is_some_and(|p| p != first)
+    });
     // The PID is recorded before the state is.
     let restarted = || supervisor.state().is_some_and(|s| s["restarts"] == 1);
-    wait("its count", restarted);
+    wait("the count of restarts", restarted);
     let state = supervisor.state().unwrap();
     assert_eq!(state["last_end"][0], "SIGKILL ended it");
 }
@@ -163,7 +165,7 @@ fn a_killed_control_plane_is_restarted() {
             String::from_utf8(output.stdout).unwrap(),
         )
     };
-    cluster.wait("the API", || {
+    cluster.wait("the API to be served", || {
         status().1.contains("started again 1 times")
             && cluster
                 .log("control-plane")
@@ -181,7 +183,7 @@ fn a_killed_control_plane_is_restarted() {
     cluster.up();
     assert_eq!(cluster.pid("agent"), agent);
     cluster.unsupervise("agent");
-    cluster.wait("the loss to be told", || {
+    cluster.wait("a status about the missing supervisor", || {
         status().1.contains("without a supervisor")
     });
     cluster.up();
@@ -206,7 +208,7 @@ fn the_control_plane_keeps_its_secrets(cluster: &Cluster) {
     assert!(connects([127, 0, 0, 1]).is_ok());
     assert!(
         connects([127, 0, 0, 2]).is_err(),
-        "no address that nobody named"
+        "the API listens only on the given addresses"
     );
     // The agent needs only the rights of a node.
     let refused = cluster.log("agent");
@@ -249,7 +251,9 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
         assert!(names, "{message}");
         let get = "get events -A --field-selector reason=KubeletSetupFailed -o jsonpath={.items[*].message}";
         let get: Vec<&str> = get.split(' ').collect();
-        cluster.wait("its event", || cluster.kubectl(&get).contains(&message));
+        cluster.wait("an event about the failure", || {
+            cluster.kubectl(&get).contains(&message)
+        });
         drop(taken);
         up.join().unwrap();
     });
@@ -350,8 +354,8 @@ fn pods_of_a_silent_node_are_deleted() {
     );
     assert!(!deleting("long"));
     cluster.up();
-    cluster.wait("the node to be well", || ready().trim() == "True");
-    cluster.wait("the pod to end", || {
+    cluster.wait("the node to be ready", || ready().trim() == "True");
+    cluster.wait("the pod to be deleted", || {
         cluster.kubectl(&["get", "pods", "-o", "name"]).trim() == "pod/long"
     });
 }
