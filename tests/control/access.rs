@@ -24,7 +24,7 @@ async fn tokens_name_their_account_and_expire_with_their_pod() {
     let user = server
         .0
         .authenticate(None, Some(&format!("Bearer {token}")))
-        .expect("a good token");
+        .expect("a valid token");
     assert_eq!(user.name, "system:serviceaccount:default:default");
     let may = |user: &User, path: &str| {
         let mut request = Server::request("GET", path, "", vec![]);
@@ -53,7 +53,7 @@ async fn tokens_name_their_account_and_expire_with_their_pod() {
     let refused = server
         .0
         .authenticate(None, Some(&format!("Bearer {token}")))
-        .expect_err("the pod is gone");
+        .expect_err("the token expires with its pod");
     assert_eq!(refused.code, 401);
     assert!(
         server
@@ -372,7 +372,7 @@ async fn a_node_reads_only_objects_of_its_pods() {
         .await
         .code,
         403,
-        "only mirrors"
+        "a node creates only mirror pods"
     );
     for (method, url, code) in [
         (
@@ -461,7 +461,7 @@ async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
 /// Waits for the token of a Secret, and checks the other fields that the controller sets.
 async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> String {
     let found = plane
-        .wait("a token", || async move {
+        .wait("a token in the Secret", || async move {
             let found = secrets.get(name).await.unwrap();
             let data = found.data.clone().filter(|d| d.contains_key("token"));
             data.map(|data| (data, found))
@@ -530,9 +530,10 @@ async fn a_secret_of_a_service_account_gets_its_token() {
     for name in ["three", "orphan"] {
         let secrets = &secrets;
         plane
-            .wait("the end of a Secret without its account", || async move {
-                secrets.get_opt(name).await.unwrap().is_none().then_some(())
-            })
+            .wait(
+                "the deletion of a Secret without its account",
+                || async move { secrets.get_opt(name).await.unwrap().is_none().then_some(()) },
+            )
             .await;
     }
 }
@@ -564,7 +565,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
         token("Secret", "s").await,
         token("Node", "n1").await,
     );
-    let extra = who(&of_pod).expect("a good token").extra;
+    let extra = who(&of_pod).expect("a valid token").extra;
     assert_eq!(extra["authentication.kubernetes.io/pod-name"], ["p"]);
     assert_eq!(extra["authentication.kubernetes.io/node-name"], ["n1"]);
     assert!(extra.contains_key("authentication.kubernetes.io/node-uid"));
@@ -575,7 +576,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     server.ok("DELETE", &format!("{secrets}/s"), &null).await;
     server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
     assert!(who(&of_secret).is_none() && who(&of_node).is_none());
-    assert!(who(&of_pod).is_some(), "its node is only noted");
+    assert!(who(&of_pod).is_some(), "a pod's token outlives its node");
     // The pod's deletion time is now, and a finalizer keeps the object: the token is valid for the leeway only.
     let deleted = server
         .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)

@@ -37,7 +37,7 @@ async fn a_cron_job_gets_defaults_and_a_table_row() {
     assert_eq!(
         template.get("backoffLimit"),
         None,
-        "a job that is made of it gets one"
+        "only the created job gets a default"
     );
     let status = json!({"status": {"active": [{"name": "a"}], "lastScheduleTime": jiff::Timestamp::now().to_string()}});
     let url = format!("{CRONS}/c");
@@ -134,7 +134,7 @@ async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     assert_eq!(job.labels()["a"], "1");
     assert!(job.annotations()["batch.kubernetes.io/cronjob-scheduled-timestamp"].ends_with(":00Z"));
     let listed = plane
-        .wait("it to be listed", || async {
+        .wait("the job in the status", || async {
             let status = crons.get("c").await.unwrap().status?;
             let last = status.last_schedule_time.filter(|t| t.0 > before)?;
             Some((status.active?.first()?.uid.clone(), last))
@@ -150,7 +150,7 @@ async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     let pods = plane.active(1).await;
     plane.ends(&pods[0], "Succeeded", 0).await;
     plane
-        .wait("its success to be noted", || async {
+        .wait("the success in the status", || async {
             let status = crons.get("c").await.unwrap().status?;
             (status.active.is_none() && status.last_successful_time.is_some()).then_some(())
         })
@@ -161,7 +161,7 @@ async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
         .await
         .unwrap();
     plane
-        .wait("all that it made to go", || async {
+        .wait("the jobs and pods to be deleted", || async {
             let pods = plane
                 .api::<Pod>()
                 .list(&ListParams::default())

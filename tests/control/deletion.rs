@@ -41,7 +41,7 @@ async fn deletion_waits_for_grace_periods_and_finalizers() {
         .await;
     assert_eq!(
         more.code, 422,
-        "no finalizer is added to what is being deleted"
+        "no finalizer is added to an object that is being deleted"
     );
     server
         .patch(
@@ -68,7 +68,7 @@ async fn deletion_waits_for_grace_periods_and_finalizers() {
             .await
             .code,
         404,
-        "nobody waits for a pod without a node"
+        "a pod without a node is deleted immediately"
     );
     server.ok("POST", PODS, &pod("p")).await;
     server
@@ -97,7 +97,7 @@ async fn deletion_waits_for_grace_periods_and_finalizers() {
             &json!({"gracePeriodSeconds": 60}),
         )
         .await;
-    assert_eq!(grace(&longer), Some(20), "grace only shrinks");
+    assert_eq!(grace(&longer), Some(20), "a grace period only shrinks");
     let shorter = server
         .ok(
             "DELETE",

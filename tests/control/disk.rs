@@ -87,8 +87,12 @@ async fn writes_resume_when_a_full_disk_has_room() {
         refused == 3 && !acknowledged.is_empty(),
         "the disk was full"
     );
-    assert_eq!(keys(&store), acknowledged, "what failed is not shown");
-    assert_eq!(health(&store).await, (500, 500), "a full disk is told");
+    assert_eq!(keys(&store), acknowledged, "a failed write is not visible");
+    assert_eq!(
+        health(&store).await,
+        (500, 500),
+        "the health checks report a full disk"
+    );
     std::fs::remove_file(ballast).unwrap();
     for i in 0..5 {
         let key = format!("a/later{i}");
@@ -111,7 +115,7 @@ async fn writes_resume_when_a_full_disk_has_room() {
     assert_eq!(
         keys(&reopened),
         acknowledged,
-        "nothing acknowledged is lost, nothing else is there"
+        "only acknowledged writes exist, and all of them"
     );
     assert_eq!(reopened.revision(), revision);
 }

@@ -363,7 +363,7 @@ async fn reviews_check_their_group_and_tokens_their_audience() {
             .0
             .authenticate(None, Some(&format!("Bearer {vault}")))
             .is_err(),
-        "a token for somebody else opens nothing here"
+        "a token for another audience is not accepted"
     );
     let asked = json!({"spec": {"token": ours}});
     let stranger = server.call_as("x", &[], "POST", reviews, &asked).await;
@@ -448,7 +448,7 @@ async fn nodes_and_bootstrap_tokens_have_few_rights() {
             shown.push_str(&format!("  {line}\n"));
         }
     }
-    assert_eq!(shown, golden, "what they may has changed");
+    assert_eq!(shown, golden, "the rights differ from control/may.txt");
     for (url, code) in [
         (format!("{PODS}/mine"), 200),
         (format!("{PODS}/theirs"), 403),
@@ -573,7 +573,7 @@ async fn a_nodes_status_writes_grant_nothing() {
     let stolen = server.call_as(name, groups, "POST", CSRS, &request).await;
     assert_eq!(
         stolen.code, 403,
-        "it is in the name of another: {}",
+        "the request names another node: {}",
         stolen.body
     );
     request["metadata"]["name"] = json!("own");

@@ -344,7 +344,7 @@ async fn a_large_request_does_not_block_a_worker() {
     assert_eq!(
         turns(&mut here(request(&map))).await,
         (201, 0),
-        "the control"
+        "the small request for comparison"
     );
     let (code, count) = turns(&mut apart(request(&map))).await;
     assert!(code == 201 && count > 10, "{code}, {count} turns");

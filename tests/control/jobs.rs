@@ -130,7 +130,7 @@ async fn an_invalid_job_is_refused_with_the_field() {
     let long = server
         .call("POST", JOBS, &job(&"x".repeat(62), indexed))
         .await;
-    assert_eq!(long.code, 422, "its pods' names are too long");
+    assert_eq!(long.code, 422, "the names of the job's pods are too long");
     let both = json!({"manualSelector": true, "selector": {"matchLabels": {"a": "1"}}, "template": {"metadata": {"labels": {"a": "1"}}, "spec": template()["spec"]}});
     let own = server.ok("POST", JOBS, &job("own", both)).await;
     assert_eq!(
@@ -325,7 +325,7 @@ async fn client(path: &Path) -> Client {
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    panic!("the control plane does not answer");
+    panic!("the control plane does not respond");
 }
 
 impl Plane {
@@ -480,7 +480,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
     }
     plane.ends(&pods[1], "Succeeded", 0).await;
     plane
-        .wait("one to be counted", || async {
+        .wait("one pod to be counted", || async {
             let status = plane.api::<Job>().get("j").await.unwrap().status.unwrap();
             (status.completed_indexes.as_deref() == Some("1") && status.active == Some(1))
                 .then_some(())
@@ -502,7 +502,7 @@ async fn a_jobs_pods_are_created_counted_and_released() {
         .await
         .unwrap();
     plane
-        .wait("the pods to go", || async {
+        .wait("the pods to be deleted", || async {
             plane.pods().await.is_empty().then_some(())
         })
         .await;
@@ -536,7 +536,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
     assert_eq!(status.failed, Some(1));
     plane.told("f", &["BackoffLimitExceeded"]).await;
     plane
-        .wait("the end of its time", || async {
+        .wait("the deletion after the job's ttl", || async {
             let gone = plane.api::<Job>().get_opt("f").await.unwrap().is_none();
             (gone && plane.pods().await.is_empty()).then_some(())
         })
@@ -566,7 +566,7 @@ async fn a_job_fails_is_suspended_and_resumes() {
     plane
         .told("s", &["Suspended", "Resumed", "DeadlineExceeded"])
         .await;
-    assert!(plane.pods().await.is_empty(), "what still ran has gone");
+    assert!(plane.pods().await.is_empty(), "running pods are deleted");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -580,7 +580,7 @@ async fn the_pods_of_a_job_are_orphaned_by_default() {
         .await
         .unwrap();
     let free = plane
-        .wait("the pod to be free", || async {
+        .wait("the pod without an owner", || async {
             let pods = plane.pods().await;
             let free = |p: &Pod| p.owner_references().is_empty() && p.finalizers().is_empty();
             pods.iter().all(free).then_some(pods)
@@ -588,7 +588,7 @@ async fn the_pods_of_a_job_are_orphaned_by_default() {
         .await;
     assert_eq!(free[0].uid(), before[0].uid());
     plane
-        .wait("the job to go", || async {
+        .wait("the job to be deleted", || async {
             let job = plane.api::<Job>().get_opt("j").await.unwrap();
             job.is_none().then_some(())
         })

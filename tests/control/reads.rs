@@ -52,7 +52,7 @@ async fn lists_page_from_one_snapshot() {
     assert_eq!(
         names(&rest),
         ["m2", "m3", "m4"],
-        "the second page is from the same moment"
+        "the second page is from the same snapshot"
     );
     assert_eq!(
         rest["metadata"]["resourceVersion"],
@@ -68,7 +68,7 @@ async fn lists_page_from_one_snapshot() {
     assert_eq!(
         names(&any).len(),
         5,
-        "limit does not count at resourceVersion=0"
+        "limit is ignored at resourceVersion=0"
     );
     let mut table = Server::request("GET", &format!("{MAPS}?limit=500"), "", vec![]);
     table.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
@@ -168,7 +168,7 @@ async fn watches_see_changes_according_to_their_selector() {
                 .unwrap()
                 .parse()
                 .unwrap();
-            assert!(revision > last, "revisions grow, a deletion's too");
+            assert!(revision > last, "revisions grow, also with deletions");
             last = revision;
         }
     }
@@ -180,8 +180,8 @@ async fn watches_see_changes_according_to_their_selector() {
     let mut short = server.watch(&format!("{MAPS}?watch=1&resourceVersion={since}&fieldSelector=metadata.name=none&timeoutSeconds=1")).await;
     let ended = tokio::time::timeout(Duration::from_secs(30), short.recv())
         .await
-        .expect("it ends in time");
-    assert!(ended.is_none(), "without an event");
+        .expect("the watch ends in time");
+    assert!(ended.is_none(), "the watch ends without an event");
     for i in 0..9000 {
         server
             .ok(
@@ -369,7 +369,7 @@ async fn an_object_that_leaves_a_selector_is_sent_as_it_was() {
     );
     assert_eq!(
         event["object"]["metadata"]["resourceVersion"], changed.body["metadata"]["resourceVersion"],
-        "at the revision at which it left"
+        "the event has the revision of the change"
     );
 }
 

@@ -243,7 +243,11 @@ async fn services_have_the_fields_of_their_type() {
     let url = format!("{SERVICES}/s0");
     let before = server.ok("GET", &url, &Value::Null).await;
     let kept = server.ok("PUT", &url, &service("s0", "NodePort")).await;
-    assert_eq!(node_ports(&kept), node_ports(&before), "a PUT keeps them");
+    assert_eq!(
+        node_ports(&kept),
+        node_ports(&before),
+        "a PUT keeps the node ports"
+    );
     assert_eq!(kept["spec"]["clusterIP"], before["spec"]["clusterIP"]);
     let own = |port: i64| json!({"spec": {"ports": [{"name": "a", "port": 80, "nodePort": port}]}});
     patches(
@@ -421,5 +425,5 @@ async fn a_watch_without_a_reader_is_closed() {
     while lines.recv().await.is_some() {
         more += 1;
     }
-    assert!(more < 20, "{more} lines waited");
+    assert!(more < 20, "{more} lines were queued");
 }

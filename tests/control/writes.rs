@@ -35,7 +35,7 @@ async fn writes_keep_the_servers_fields() {
     let same = server.patch(&url, MERGE, json!({"data": {"k": "1"}})).await;
     assert_eq!(
         same.body["metadata"]["resourceVersion"], made["metadata"]["resourceVersion"],
-        "nothing changed, nothing is written"
+        "a patch without a change writes nothing"
     );
     let dry = server
         .patch(
@@ -95,7 +95,7 @@ async fn writes_keep_the_servers_fields() {
     assert_eq!(
         server.ok("GET", &pod_url, &Value::Null).await["status"]["phase"],
         "Pending",
-        "status only through /status"
+        "only /status changes the status"
     );
     server
         .patch(
@@ -308,7 +308,7 @@ async fn patches_cannot_rename_or_use_an_old_version() {
     };
     let kind = "application/json-patch+json";
     let late = server.patch(&url, kind, operations(&version)).await;
-    assert_eq!(late.code, 409, "it names a version that is over");
+    assert_eq!(late.code, 409, "the patch names an old version");
     let now = server.ok("GET", &url, &Value::Null).await["metadata"]["resourceVersion"].clone();
     let fine = server.patch(&url, kind, operations(&now)).await;
     assert_eq!((fine.code, &fine.body["data"]["k"]), (200, &json!("3")));
@@ -346,6 +346,6 @@ async fn nulls_and_numbers_out_of_range_are_not_stored() {
     let refused = server.patch(&url, strategic, with("B")).await;
     assert_eq!(
         refused.code, 413,
-        "patches do not add up to more than a body may have"
+        "many patches cannot exceed the limit of a body"
     );
 }
