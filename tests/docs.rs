@@ -20,7 +20,7 @@ fn the_tables_of_flags_and_fields_are_up_to_date() {
     let there = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         there == text,
-        "{} is not what the code makes: write it with HOLDFAST_WRITE_DOCS=1 cargo test --test docs",
+        "{} differs from the code: write it with HOLDFAST_WRITE_DOCS=1 cargo test --test docs",
         path.display()
     );
 }
