@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-const HEAD: &str = "# Flags and fields of the agent\n\nThis page is made from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares the two.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags win over the file. As with the\nkubelet, a field that is not one of the format is left out with a warning; so is one that is not honoured yet, where it is not the default.\nOne default differs from the kubelet's: `failCgroupV1` is false, since the agent supports both versions of cgroups.\n`holdfast agent --check …` looks at all of it, and says what a start would do to pods, without starting.\n\n## Flags\n\n";
+const HEAD: &str = "# Flags and fields of the agent\n\nThis page is generated from the code by `HOLDFAST_WRITE_DOCS=1 cargo test --test docs`; a test compares the two.\n\nThe agent takes the kubelet's flags below and a KubeletConfiguration v1beta1 file (`--config`). Flags win over the file. As with the\nkubelet, an unknown field is ignored with a warning; so is a field that is not supported yet, unless it has its default value.\nOne default differs from the kubelet's: `failCgroupV1` is false, since the agent supports both versions of cgroups.\n`holdfast agent --check …` checks all of it and reports what a start would do to pods, without starting.\n\n## Flags\n\n";
 
 #[test]
 fn the_tables_of_flags_and_fields_are_up_to_date() {
     let text = format!(
-        "{HEAD}{}\n## Flags for fields\n\nThese set a field of the configuration, and win over the file.\n\n{}\n## Fields\n\n{}",
+        "{HEAD}{}\n## Flags for fields\n\nThese flags set a field of the configuration and override the file.\n\n{}\n## Fields\n\n{}",
         holdfast::cli::flags_table(),
         holdfast::cli::fields::table(),
         holdfast::config::fields_table()
