@@ -682,7 +682,7 @@ fn import_busybox(
 ) -> String {
     use holdfast::up::images::{Image, ImageFile, pack};
     let program =
-        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
+        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test installs it)");
     let programs = commands.iter().map(|c| format!("bin/{c}"));
     let programs: Vec<String> = programs.collect();
     let mut files = vec![ImageFile {

@@ -305,7 +305,7 @@ impl Podman {
             .env("CONTAINERS_CONF", path.join("containers.conf"));
         command
             .output()
-            .expect("podman and nsenter are installed (make test does that)")
+            .expect("podman and nsenter are installed (make test installs them)")
     }
 
     fn ok(&self, arguments: &[&str]) -> String {
