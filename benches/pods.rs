@@ -487,7 +487,7 @@ fn row(what: &str, ours: f64, floor: f64, mark: &str) {
 /// Prints how much longer a restart takes than the floor, and the time from a successful probe to Ready, in seconds.
 fn print_gaps(restart: f64, ready: f64) {
     println!(
-        "\nThe restart is {:.0} ms over the floor (mark: ≤ 50 ms).",
+        "\nThe restart is {:.0} ms above the floor (mark: ≤ 50 ms).",
         restart * 1000.0
     );
     println!(
@@ -630,7 +630,7 @@ async fn main() {
     let first = "start one by one, p50 (s)";
     let (start, floor_start) = (p50(one_by_one.starts), p50(one_by_one.floor_starts));
     row(first, start, floor_start, "≤ 1.25");
-    let both = "the same, beside the floor and what the control plane needs for pods of no node";
+    let both = "the same, with the control plane's time for pods without a node added to the floor";
     row(both, start, floor_start + p50(one_by_one.control), "≤ 1.1");
     for (count, rates) in [(BURST, burst), (MANY, many)] {
         let what = format!("{count} at once (pods/s)");

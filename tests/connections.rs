@@ -271,7 +271,7 @@ fn nobody() -> OnChange {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
+async fn watches_have_their_own_connections_and_open_more_as_needed() {
     const OBJECTS: usize = 200;
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
@@ -281,7 +281,7 @@ async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
     let watched: Watched<ConfigMap> = Watched::new(client.clone());
     let names: Vec<String> = (0..OBJECTS).map(|n| format!("m{n}")).collect();
     let following = watched.follow("n", names.iter(), &nobody());
-    until("all watches", || server.seen.open() == OBJECTS).await;
+    until("all watches to be open", || server.seen.open() == OBJECTS).await;
     let spread: Vec<usize> = {
         let all = server.seen.watches.lock().unwrap();
         all.values().copied().filter(|n| *n > 0).collect()
@@ -306,7 +306,10 @@ async fn watches_have_connections_of_their_own_and_as_many_as_they_need() {
     assert_eq!(server.seen.connections.lock().unwrap().len(), before);
     // A watch ends with its last user, and no request follows.
     drop(following);
-    until("no watch", || server.seen.open() == 0 && watched.is_empty()).await;
+    until("all watches to be closed", || {
+        server.seen.open() == 0 && watched.is_empty()
+    })
+    .await;
 }
 
 /// Sends requests until one shows a certificate. The client may have checked the files just before they
@@ -324,7 +327,7 @@ async fn asked_as(server: &Server, pods: &Api<Pod>, name: &str) {
         }
         assert!(
             begun.elapsed() < Duration::from_secs(60),
-            "{name}: requests do not show the new certificate"
+            "{name}: requests do not use the new certificate"
         );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -336,7 +339,7 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
     let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
     let pods: Api<Pod> = Api::namespaced(client, "n");
     pods.get("p").await.unwrap();
-    until("the watch", || server.seen.open() == 1).await;
+    until("the watch to be open", || server.seen.open() == 1).await;
     server.say("MODIFIED", "m", 2);
     let version = async || {
         let map = watched.get("n", "m").await.unwrap();
@@ -353,13 +356,13 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
             let all = server.seen.asked.lock().unwrap();
             all.iter().any(|(w, who)| w == what && who == name)
         };
-        until("the watch to show it too", || shows("WATCH")).await;
+        until("the watch to use the new certificate", || shows("WATCH")).await;
         until("the old watch to end", || server.seen.open() == 1).await;
     }
     assert_eq!(
         server.seen.lists.load(Ordering::Relaxed),
         lists,
-        "the watch went on from the version that it had"
+        "the watch resumed from its last version"
     );
     server.say("MODIFIED", "m", 3);
     while version().await != "3" {
@@ -368,7 +371,7 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
+async fn a_rewritten_kubeconfig_reopens_the_connections() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");
@@ -386,7 +389,7 @@ async fn a_rewritten_kubeconfig_opens_the_connections_anew() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_renewed_certificate_opens_the_connections_anew() {
+async fn a_renewed_certificate_reopens_the_connections() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let (path, link) = (dir.path().join("kubeconfig"), dir.path().join("current"));
@@ -406,7 +409,7 @@ async fn a_renewed_certificate_opens_the_connections_anew() {
 
 /// A client with idle watches sends no request at which it could check for a new certificate.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
+async fn an_idle_client_uses_a_renewed_certificate_before_the_old_one_expires() {
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");
@@ -418,7 +421,7 @@ async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
     let (idle, busy) = (connect(&path).await.unwrap(), connect(&path).await.unwrap());
     let watched: Watched<ConfigMap> = Watched::new(idle.clone());
     let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
-    until("the watch", || server.seen.open() == 1).await;
+    until("the watch to be open", || server.seen.open() == 1).await;
     let lists = server.seen.lists.load(Ordering::Relaxed);
     let heartbeat = tokio::spawn(async move {
         let pods: Api<Pod> = Api::namespaced(busy, "n");
@@ -434,7 +437,7 @@ async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
         tokio::time::sleep_until((begun + Duration::from_secs(15)).into()).await;
         renew(name);
         begun = Instant::now();
-        until("the watch to show it", || {
+        until("the watch to use the new certificate", || {
             let all = server.seen.asked.lock().unwrap();
             all.iter().any(|(what, who)| what == "WATCH" && who == name)
         })
@@ -449,7 +452,7 @@ async fn an_idle_client_finds_a_renewed_certificate_before_the_old_one_ends() {
     while watched.get("n", "m").await.unwrap().data.as_ref().unwrap()["version"] != "7" {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert!(!heartbeat.is_finished(), "no heartbeat was lost");
+    assert!(!heartbeat.is_finished(), "all heartbeats succeeded");
     let pods: Api<Pod> = Api::namespaced(idle, "n");
     pods.get("p").await.unwrap();
     assert_eq!(server.seen.refused.load(Ordering::Relaxed), 0);
@@ -487,7 +490,7 @@ impl std::io::Write for Logged {
 /// A node authoriser grants a pod's objects a little after the pod is bound, and forbids them after the
 /// pod is deleted.
 #[tokio::test]
-async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
+async fn forbidden_objects_are_retried_quietly_until_authorised() {
     let (logged, _logging) = Logged::here();
     let server = Server::start().await;
     let dir = tempfile::tempdir().unwrap();
@@ -504,38 +507,38 @@ async fn refused_objects_are_quiet_and_come_with_their_authorisation() {
     forbids(true);
     let following = watched.follow("n", names.iter(), &on_change);
     // A reader waits for the first response for at most a second.
-    until("the first refusal", || forbidden() > 0).await;
+    until("a forbidden request", || forbidden() > 0).await;
     let refused = watched.get("n", "m").await;
     assert!(
         matches!(refused, Err(ApiFailure::Forbidden(_))),
         "{refused:?}"
     );
     forbids(false);
-    until("the users to be told", || told.load(Ordering::Relaxed) == 1).await;
+    until("a notification", || told.load(Ordering::Relaxed) == 1).await;
     assert!(watched.get("n", "m").await.is_ok());
 
     // The pod is deleted, and with it the authorisation. The object is retried rarely, and its last
     // version stays. The watch begins after the list that notified the users.
-    until("the watch", || server.seen.open() == 1).await;
+    until("the watch to be open", || server.seen.open() == 1).await;
     forbids(true);
     let before = forbidden();
     let _ = server.lines.send(END.to_owned());
-    until("it to be refused", || forbidden() > before).await;
+    until("the watch to be forbidden", || forbidden() > before).await;
     assert!(watched.get("n", "m").await.is_ok());
     // The next pod that uses the object need not wait for the end of this back-off.
     forbids(false);
     let begun = Instant::now();
     let next = watched.follow("n", names.iter(), &on_change);
-    until("the watch to be there again", || server.seen.open() == 1).await;
-    assert!(begun.elapsed().as_secs() < 15, "it is tried every 30 s");
+    until("the watch to be open again", || server.seen.open() == 1).await;
+    assert!(begun.elapsed().as_secs() < 15, "retried only after 30 s");
 
     // A forbidden watch also ends with its last user.
     forbids(true);
     let before = forbidden();
     let refused = watched.follow("n", ["other".to_owned()].iter(), &on_change);
-    until("it to be refused", || forbidden() > before).await;
+    until("the second object to be forbidden", || forbidden() > before).await;
     drop((following, next, refused));
-    until("no watch", || watched.is_empty()).await;
+    until("all watches to be closed", || watched.is_empty()).await;
     // A request in flight may still arrive.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let last = forbidden();
@@ -595,7 +598,7 @@ fn is_tunnel(asked: &[String], server: SocketAddr) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
+async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
     let server = Server::start().await;
     let asked: Arc<Mutex<Vec<String>>> = Arc::default();
     let proxy = proxy(Arc::clone(&asked)).await;
@@ -629,7 +632,7 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
     // Watches and renewed connections use the proxy, too.
     let watched: Watched<ConfigMap> = Watched::new(client);
     let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
-    until("the watch", || server.seen.open() == 1).await;
+    until("the watch to be open", || server.seen.open() == 1).await;
     write("two");
     asked_as(&server, &pods, "two").await;
     // A tunnel is requested before anything goes through it.
@@ -642,7 +645,7 @@ async fn what_goes_through_a_proxy_is_paced_reported_and_renewed_as_well() {
 
 /// As with a kube-apiserver: a connection carries 100 requests at once, and one more waits.
 #[tokio::test]
-async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
+async fn a_connection_to_the_bundled_api_carries_a_hundred_requests() {
     use hyper_util::rt::{TokioExecutor, TokioIo};
 
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -677,7 +680,7 @@ async fn a_connection_to_the_bundled_api_carries_so_many_requests_at_once() {
     let held: Vec<_> = (0..100).map(|_| send("/endless")).collect();
     let mut more = send("/");
     let waited = tokio::time::timeout(Duration::from_secs(1), &mut more).await;
-    assert!(waited.is_err(), "one more waits for its turn");
+    assert!(waited.is_err(), "one more request waits");
     held[0].abort();
     assert_eq!(more.await.unwrap(), StatusCode::OK);
 }

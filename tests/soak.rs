@@ -572,7 +572,7 @@ async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) 
         while !ready(&api.get(&name).await.unwrap()) {
             assert!(
                 begun.elapsed() < support::patience(),
-                "pod {name} is not ready"
+                "pod {name} is not ready in time"
             );
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -582,7 +582,7 @@ async fn pods(client: Client, image: String, until: Instant) -> (u64, Duration) 
         while api.get_opt(&name).await.unwrap().is_some() {
             assert!(
                 ended.elapsed() < support::patience(),
-                "pod {name} does not go"
+                "pod {name} is not deleted in time"
             );
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -646,7 +646,7 @@ fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
 }
 
 #[test]
-fn hostile_clients_disturb_nobody() {
+fn hostile_clients_affect_no_other_client() {
     let scale = Scale::asked();
     let cluster = Cluster::start("soak", 72);
     let image = support::busybox(&cluster);
@@ -696,26 +696,26 @@ fn hostile_clients_disturb_nobody() {
     assert_eq!(
         cluster.pid("control-plane"),
         control,
-        "it is still the same"
+        "the control plane has not restarted"
     );
     assert_eq!(
         target.admitted.load(Ordering::Relaxed),
         0,
-        "no stranger got in"
+        "no unauthenticated client was admitted"
     );
     let wrong = target.wrong.load(Ordering::Relaxed);
     assert_eq!(
         wrong, 0,
-        "nested JSON is the client's fault, and expensive requests get their answers"
+        "nested JSON is rejected, and expensive requests get their responses"
     );
     assert!(target.cost.load(Ordering::Relaxed) >= 3);
-    assert!(same.failed * 10 <= same.tries, "whoever comes anew gets in");
+    assert!(same.failed * 10 <= same.tries, "new clients are admitted");
     assert!(
         elsewhere.failed * 50 <= elsewhere.tries,
-        "who comes from elsewhere gets in nearly always"
+        "clients from other addresses are admitted nearly always"
     );
     assert!(written.acknowledged > ENOUGH && pods.0 > 0);
-    assert_eq!(written.failed, 0, "nobody else was kept out");
+    assert_eq!(written.failed, 0, "a write failed");
     let kept = runtime.block_on(async {
         let client = holdfast::kubeapi::client::connect(&kubeconfig)
             .await
@@ -729,5 +729,5 @@ fn hostile_clients_disturb_nobody() {
         }
         kept
     });
-    assert_eq!(kept, written.expected, "what was acknowledged is there");
+    assert_eq!(kept, written.expected, "acknowledged writes exist");
 }

@@ -366,13 +366,13 @@ const LONG_FUNCTIONS: usize = 214;
 /// are tables, checks of objects and the assembly of the agent; the others are scenarios of tests. They
 /// may shrink, and are then removed from the list.
 const LONGER_FUNCTIONS: &str = "
-cni-plugins/tests/blackbox/addresses static_addresses_come_from_the_place_that_counts 166
-cni-plugins/tests/blackbox/chained bandwidth_limits_what_a_container_receives_and_sends 153
-cni-plugins/tests/blackbox/chained tuning_sets_sysctls_and_properties_and_gives_them_back 131
-cni-plugins/tests/blackbox/leaks no_address_is_lost_and_none_given_twice 105
-cni-plugins/tests/blackbox/links macvlans_have_addresses_and_macs_of_their_own 101
-cni-plugins/tests/blackbox/pairs ptp_leads_everything_over_a_line_to_the_host 108
-cni-plugins/tests/blackbox/portmap ports_have_conditions_addresses_and_sources_of_their_own 114
+cni-plugins/tests/blackbox/addresses static_addresses_come_from_the_source_with_precedence 166
+cni-plugins/tests/blackbox/chained bandwidth_limits_received_and_sent_traffic 153
+cni-plugins/tests/blackbox/chained tuning_sets_sysctls_and_properties_and_restores_them 131
+cni-plugins/tests/blackbox/leaks no_address_is_leaked_or_allocated_twice 105
+cni-plugins/tests/blackbox/links macvlans_have_their_own_addresses_and_macs 101
+cni-plugins/tests/blackbox/pairs ptp_routes_all_traffic_through_the_host 108
+cni-plugins/tests/blackbox/portmap ports_have_their_own_conditions_addresses_and_sources 114
 src/agent/assembly build 115
 src/agent/serving/metrics own 133
 src/control/api/mod objects 113
@@ -384,32 +384,32 @@ src/core/image/pulled only_pods_that_could_have_pulled_an_image_may_use_it 103
 src/core/node/admit rejections_name_the_insufficient_resource 114
 src/core/pod/status/tests phases_follow_container_states 128
 src/core/serving/mod every_path_has_its_route_and_its_required_permission 175
-tests/cluster/certificates pods_get_roots_and_certificates_of_their_own 109
-tests/cluster/containers containers_find_what_their_pods_promise 151
-tests/control/access a_node_sees_what_its_pods_refer_to_and_nothing_else 197
-tests/control/access roles_give_what_they_say_and_nobody_gives_more_than_they_have 148
-tests/control/deletion deletion_waits_for_grace_and_finalizers 143
-tests/control/reads watches_see_every_change_as_their_selector_does 108
-tests/control/refusals refusals_have_the_right_code_reason_and_words 350
-tests/control/writes writes_keep_what_is_the_servers 152
-tests/cluster/credentials a_node_joins_as_kubeadm_prepares_it 147
+tests/cluster/certificates pods_get_trust_bundles_and_their_own_certificates 109
+tests/cluster/containers containers_get_what_their_pod_specifies 151
+tests/control/access a_node_reads_only_objects_of_its_pods 197
+tests/control/access roles_grant_their_rules_and_users_grant_only_what_they_have 148
+tests/control/deletion deletion_waits_for_grace_periods_and_finalizers 143
+tests/control/reads watches_see_changes_according_to_their_selector 108
+tests/control/refusals refusals_have_the_right_code_reason_and_message 350
+tests/control/writes writes_keep_the_servers_fields 152
+tests/cluster/credentials a_node_joins_with_the_files_of_kubeadm 147
 tests/cluster/credentials a_node_joins_with_a_token_and_renews_its_certificates 154
-tests/cluster/csi drivers_are_registered_and_their_volumes_staged_published_and_undone 328
-tests/cluster/disks disks_are_attached_mounted_shared_and_let_go 159
-tests/cluster/e2e a_killed_agent_finds_its_pods_and_disturbs_none 108
-tests/cluster/e2e pods_reach_each_other_and_have_what_they_ask_for 130
-tests/cluster/images images_are_pulled_by_who_may_and_kept_from_who_may_not 110
-tests/cluster/lifecycle containers_are_probed_hooked_restarted_and_ended_as_their_pods_say 281
-tests/cluster/logs what_a_container_says_is_read_in_every_way 199
+tests/cluster/csi drivers_register_and_volumes_are_staged_published_and_removed 328
+tests/cluster/disks disks_are_attached_mounted_shared_and_detached 159
+tests/cluster/e2e a_restarted_agent_finds_its_pods_and_disturbs_none 108
+tests/cluster/e2e pods_reach_each_other_and_get_their_volumes_and_settings 130
+tests/cluster/images images_are_available_only_to_pods_with_credentials 110
+tests/cluster/lifecycle probes_hooks_restarts_and_ends_follow_the_pod_spec 281
+tests/cluster/logs container_logs_are_readable_in_every_way 199
 tests/machines/main quotas_inside 102
 tests/machines/main systemd_inside 157
-tests/cluster/mounts a_subpath_never_leads_out_of_its_volume_whoever_swaps_what 111
-tests/cluster/mounts mounts_appear_where_their_propagation_says_and_host_paths_are_checked 140
-tests/cluster/streams commands_run_in_containers_and_ports_are_reached 161
-tests/cluster/streams newer_kubectls_do_the_same 129
+tests/cluster/mounts a_subpath_never_escapes_its_volume 111
+tests/cluster/mounts mounts_follow_their_propagation_and_host_paths_are_checked 140
+tests/cluster/streams commands_run_in_containers_and_ports_are_forwarded 161
+tests/cluster/streams newer_kubectls_run_commands_and_forward_ports 129
 tests/cluster/streams thousands_of_streams_leave_nothing_behind 104
-tests/cluster/volumes claims_are_bound_mounted_kept_and_given_back 217
-tests/cluster/volumes what_changes_in_the_api_changes_in_the_container 149
+tests/cluster/volumes claims_are_bound_mounted_kept_and_released 217
+tests/cluster/volumes volumes_follow_changes_in_the_api 149
 ";
 
 /// A function and its number of lines, from `fn` to its closing brace.

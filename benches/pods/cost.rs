@@ -39,7 +39,7 @@ impl Source {
         match self {
             Source::OfNode | Source::Audit(..) => "of the node".into(),
             Source::Everybody => format!(
-                "of the node, the scheduler and this bench, which deletes the pod: {AUDIT}=<audit log> tells them apart"
+                "of the node, the scheduler and this bench, which deletes the pod: {AUDIT}=<audit log> separates them"
             ),
         }
     }

@@ -110,7 +110,7 @@ fn pod(name: &str, image: &str, host: &Path) -> String {
 }
 
 #[test]
-fn what_is_the_users_outlives_every_pod() {
+fn user_data_outlives_every_pod() {
     let cluster = Cluster::start("canary", 55);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -150,7 +150,7 @@ fn what_is_the_users_outlives_every_pod() {
     for round in 0..6_u64 {
         let name = format!("pod-{round}");
         cluster.apply(&pod(&name, &image, host.path()));
-        cluster.wait("the pod", || {
+        cluster.wait("the pod to be ready", || {
             condition(&cluster.pod(&name), "Ready") == "True"
         });
         inside(
@@ -178,18 +178,18 @@ fn what_is_the_users_outlives_every_pod() {
             std::thread::sleep(Duration::from_secs(3));
             assert!(
                 behind.join("canary").exists() && !cluster.pods().is_empty(),
-                "it is kept"
+                "the directory is kept while it is in use"
             );
             drop(used);
         }
-        cluster.wait("the pod to go", || cluster.pods().is_empty());
-        cluster.wait_quietly("its directory to go", || !dir.exists());
+        cluster.wait("the pod to be removed", || cluster.pods().is_empty());
+        cluster.wait_quietly("the pod's directory to be removed", || !dir.exists());
         for canary in [&host, &local, &foreign] {
             canary.lives();
         }
     }
     // The files on the disk still exist.
-    cluster.wait_quietly("the disk to be let go", || {
+    cluster.wait_quietly("the disk to be unmounted", || {
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         !table.contains(&format!(" {} ", disk.device))
     });
@@ -540,7 +540,7 @@ impl Rounds {
         assert_eq!(std::fs::read_to_string(canary).unwrap(), "alive");
         let (mut raw, mut text) = (std::fs::File::open(&self.raw.device).unwrap(), [0; 5]);
         raw.read_exact(&mut text).unwrap();
-        assert_eq!(&text, b"alive", "nobody writes to {}", self.raw.device);
+        assert_eq!(&text, b"alive", "no pod overwrites {}", self.raw.device);
     }
 
     fn round(&mut self, round: u64) {
@@ -599,7 +599,7 @@ impl Rounds {
         while !self.cluster.pods().is_empty() {
             assert!(
                 Instant::now() < deadline,
-                "pods stay after round {round}:\n{}\nagent's log:\n{}",
+                "pods still exist after round {round}:\n{}\nagent's log:\n{}",
                 self.explained(),
                 self.cluster.log("agent")
             );
@@ -608,7 +608,7 @@ impl Rounds {
         while !self.left().is_empty() {
             assert!(
                 Instant::now() < deadline,
-                "after round {round} there are left: {:#?}\nagent's log:\n{}",
+                "leftovers after round {round}: {:#?}\nagent's log:\n{}",
                 self.left(),
                 self.cluster.log("agent")
             );
@@ -618,7 +618,7 @@ impl Rounds {
             self.forgotten = self.cluster.leftovers_known().into_iter().collect();
         }
         self.cluster
-            .wait_quietly("the disk to be let go", || !self.disk.is_held());
+            .wait_quietly("the disk to be released", || !self.disk.is_held());
         self.disk.come_back();
         let _ = std::os::unix::fs::symlink(&self.disk.device, &self.name_of_disk);
         look_into(&self.disk, canaries_live);
@@ -651,7 +651,7 @@ impl Rounds {
 /// killed, the agent's disk is full, devices vanish, and users mount directories inside volumes. No
 /// user data may be lost, and nothing may be left.
 #[test]
-fn rounds_of_random_pods_lose_nothing_and_leave_nothing() {
+fn rounds_of_random_pods_lose_no_data_and_leave_nothing_behind() {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
     let seed = number("HOLDFAST_SEED").unwrap_or(1);
     eprintln!("HOLDFAST_SEED={seed}");

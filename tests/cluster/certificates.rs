@@ -71,9 +71,7 @@ fn soonest_refresh(cluster: &Cluster) -> jiff::Timestamp {
 /// refresh and keeps the old one until then.
 fn it_is_renewed(cluster: &Cluster, issuer: &Issuer<'_, KeyPair>, both: &str) {
     let read = || inside(cluster, "one", &["busybox", "cat", "/v/both.pem"]);
-    cluster.wait("the renewal to be asked for", || {
-        requests(cluster).len() == 2
-    });
+    cluster.wait("a request for the renewal", || requests(cluster).len() == 2);
     assert_eq!(read(), both);
     let renewal = requests(cluster)
         .into_iter()
@@ -87,7 +85,7 @@ fn it_is_renewed(cluster: &Cluster, issuer: &Issuer<'_, KeyPair>, both: &str) {
     assert_ne!(
         read().split("-----END").next(),
         both.split("-----END").next(),
-        "with a key of its own"
+        "the renewed certificate has a new key"
     );
 }
 
@@ -99,7 +97,7 @@ fn are_served(cluster: &Cluster) -> bool {
 }
 
 #[test]
-fn pods_get_roots_and_certificates_of_their_own() {
+fn pods_get_trust_bundles_and_their_own_certificates() {
     let cluster = Cluster::start_configured("certificates", 43, "syncFrequency: 2s\n");
     if !are_served(&cluster) {
         return support::skip::skipped("the apiserver serves no certificates of pods");
@@ -125,14 +123,14 @@ fn pods_get_roots_and_certificates_of_their_own() {
         pod("one", &format!("{roots}, {certificate}")),
         pod("strict", "{clusterTrustBundle: {name: absent, path: x}}")
     ));
-    cluster.wait("the missing bundle to be told", || {
+    cluster.wait("an event about the missing bundle", || {
         cluster
             .events("strict")
             .contains(r#"clustertrustbundle "absent" not found"#)
     });
     let requests = || requests(&cluster);
-    cluster.wait("the request", || requests().len() == 1);
-    cluster.wait("the wait to be told", || {
+    cluster.wait("the request of the pod", || requests().len() == 1);
+    cluster.wait("an event about the pending request", || {
         cluster
             .events("one")
             .contains("its signer test.holdfast/own has not decided yet")
@@ -153,14 +151,14 @@ fn pods_get_roots_and_certificates_of_their_own() {
                 .is_some_and(|u| !u.is_empty())
     );
     let pem = sign(&cluster, &request, &issuer, soonest_refresh(&cluster));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("one"), "Ready") == "True"
     });
     let read = |file: &str| inside(&cluster, "one", &["busybox", "cat", &format!("/v/{file}")]);
     assert_eq!(
         read("roots.pem").trim(),
         root.replace("\r\n", "\n").trim(),
-        "without the remark"
+        "the file has no remark"
     );
     assert_eq!(read("none.pem"), "");
     let both = read("both.pem");
@@ -175,16 +173,16 @@ fn pods_get_roots_and_certificates_of_their_own() {
             &["busybox", "sh", "-c", "stat -L -c '%a %u' /v/both.pem"]
         ),
         "600 1234",
-        "for the pod's user alone"
+        "only the pod's user can read the file"
     );
 
-    if !support::skip::needs_bundled("a real one takes no certificate that is due at once") {
+    if !support::skip::needs_bundled("a real one rejects certificates that are due at once") {
         it_is_renewed(&cluster, &issuer, &both);
     }
 
     // The pod's event quotes a signer that denies the request.
     cluster.apply(&pod("denied", certificate));
-    cluster.wait("the request", || {
+    cluster.wait("the request of the second pod", || {
         requests().iter().any(|r| r["spec"]["podName"] == "denied")
     });
     let request = requests()
@@ -202,7 +200,7 @@ fn pods_get_roots_and_certificates_of_their_own() {
         "--patch",
         &status.to_string(),
     ]);
-    cluster.wait("the refusal to be told", || {
+    cluster.wait("an event about the denied request", || {
         cluster.events("denied").contains("was denied: no (NotYou)")
     });
     cluster.end_clean();

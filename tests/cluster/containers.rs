@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use support::{Cluster, condition, pod};
 
 fn end(cluster: &Cluster, pod: &str) -> Value {
-    cluster.wait(&format!("{pod} has ended"), || {
+    cluster.wait(&format!("{pod} to terminate"), || {
         matches!(
             cluster.pod(pod)["status"]["phase"].as_str(),
             Some("Succeeded" | "Failed")
@@ -28,7 +28,7 @@ fn message(pod: &Value) -> &str {
 }
 
 #[test]
-fn containers_find_what_their_pods_promise() {
+fn containers_get_what_their_pod_specifies() {
     let cluster = Cluster::start("inside", 22);
     let namespace = cluster.namespace();
     let image = support::busybox(&cluster);
@@ -147,7 +147,7 @@ fn containers_find_what_their_pods_promise() {
     let waiting = |name: &str| {
         cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone()
     };
-    cluster.wait("root is refused", || {
+    cluster.wait("root to be refused", || {
         let state = waiting("root");
         state["reason"] == "CreateContainerConfigError"
             && state["message"]
@@ -155,10 +155,10 @@ fn containers_find_what_their_pods_promise() {
                 .unwrap_or_default()
                 .starts_with("container has runAsNonRoot and image will run as root")
     });
-    cluster.wait("a handler that the runtime lacks is named", || {
+    cluster.wait("an event that names the unknown handler", || {
         cluster.events("lost").contains("nosuch")
     });
-    cluster.wait("user namespaces are refused where the runtime lacks them", || {
+    cluster.wait("user namespaces to be refused without support by the runtime", || {
         cluster.events("userns").contains("FailedCreatePodSandBox Failed to create pod sandbox: can't set `spec.hostUsers: false`")
     });
     let refused = std::process::Command::new("kubectl")
@@ -181,7 +181,7 @@ fn containers_find_what_their_pods_promise() {
 }
 
 #[test]
-fn critical_pods_make_room_and_ephemeral_containers_look_around() {
+fn critical_pods_preempt_and_ephemeral_containers_join_their_target() {
     let cluster = Cluster::start("critical", 23);
     let image = support::busybox(&cluster);
     let (node, cpus) = (cluster.node_name(), cpus(&cluster));
@@ -202,7 +202,7 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
             .unwrap()
             .to_owned()
     };
-    cluster.wait("both run", || {
+    cluster.wait("both pods to run", || {
         phase("large") == "Running" && phase("small") == "Running"
     });
     cluster.apply(&format!(
@@ -211,7 +211,7 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         sleeper("critical", most, "priorityClassName: system-node-critical,")
     ));
     cluster.wait(
-        "the critical pod runs, and the large one's end is told",
+        "the critical pod to run, and the large one to have failed",
         || phase("critical") == "Running" && phase("large") == "Failed",
     );
     let large = cluster.pod("large");
@@ -234,8 +234,12 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         (&target["status"], &target["reason"]),
         (&"True".into(), &"TerminationByKubelet".into())
     );
-    assert_eq!(phase("small"), "Running", "what need not go stays");
-    cluster.wait("an ordinary pod is refused", || {
+    assert_eq!(
+        phase("small"),
+        "Running",
+        "pods that free no needed resources stay"
+    );
+    cluster.wait("an ordinary pod to be refused", || {
         cluster.pod("hopeless")["status"]["reason"] == "OutOfcpu"
     });
 
@@ -256,13 +260,13 @@ fn critical_pods_make_room_and_ephemeral_containers_look_around() {
         cluster.pod("small")["status"]["ephemeralContainerStatuses"][0]["state"]["terminated"]
             .clone()
     };
-    cluster.wait("the ephemeral container has looked", || {
+    cluster.wait("the ephemeral container to succeed", || {
         debug()["exitCode"] == 0
     });
     assert_eq!(
         debug()["message"],
         "found\n",
-        "it shares the processes of its target"
+        "the container shares the processes of its target"
     );
     assert_eq!(phase("small"), "Running");
     cluster.end_clean();
@@ -373,7 +377,7 @@ fn a_container_waits_for_its_plugin(cluster: &Cluster) {
 fn health_is_told(cluster: &Cluster, health: &str) {
     let device = json!([{"resourceID": "b", "health": health}]);
     let expected = json!([{"name": THING, "resources": device}]);
-    cluster.wait(&format!("the device to be told {health}"), || {
+    cluster.wait(&format!("the pod's status to show {health}"), || {
         let status = cluster.pod("first")["status"].clone();
         status["containerStatuses"][0]["allocatedResourcesStatus"] == expected
     });
@@ -407,16 +411,16 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     cluster.kill("agent");
     cluster.up();
     let known = |rows: &[&str]| who_has_what(cluster).is_some_and(|(found, _)| found == rows);
-    cluster.wait("the first pod's device to be known again", || {
+    cluster.wait("the first pod's device to be listed again", || {
         known(&["first example.com/thing b"])
     });
     wait_for_things(cluster, THING, "0", "0");
-    assert_eq!(id(), before, "the first pod ran on");
+    assert_eq!(id(), before, "the first pod kept running");
     a_container_waits_for_its_plugin(cluster);
     plugin.set(&[("a", true), ("b", true)]);
     let runs = plugin.run(&sockets);
     wait_for_things(cluster, THING, "2", "2");
-    cluster.wait("the first pod's container to be started again", || {
+    cluster.wait("the first pod's container to be restarted", || {
         let status = cluster.pod("first")["status"]["containerStatuses"][0].clone();
         status["ready"] == true && status["restartCount"] == 1
     });
@@ -428,7 +432,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
         support::inside(cluster, "second", &["busybox", "sh", "-c", "echo $THING"]),
         "a"
     );
-    assert_eq!(id(), before, "the first pod ran on");
+    assert_eq!(id(), before, "the first pod kept running");
     // The plugin registers again on its own when only the agent was down.
     cluster.kill("agent");
     cluster.up();
@@ -436,7 +440,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     // The Node status may still be the previous agent's. These values come from the new agent.
     let both = ["first example.com/thing b", "second example.com/thing a"];
     let both = Some((both.map(str::to_owned).to_vec(), 2));
-    cluster.wait("pods and devices to be known again", || {
+    cluster.wait("pods and devices to be listed again", || {
         who_has_what(cluster) == both
     });
     cluster.kubectl(&[
@@ -472,7 +476,7 @@ fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
 
     plugin.feel(Mood::Hangs);
     wants(cluster, "hung", image, 1, Some(&node));
-    cluster.wait("the plugin to be asked", || {
+    cluster.wait("a call of the plugin", || {
         plugin.calls().last().unwrap() == "allocate b"
     });
     pod(
@@ -487,7 +491,7 @@ fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
 }
 
 #[test]
-fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
+fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
     let cluster = Cluster::start("devices", 58);
     let image = support::busybox(&cluster);
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -502,7 +506,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     assert_eq!(
         support::inside(&cluster, "first", &["busybox", "sh", "-c", script]),
         "b the container's of the node",
-        "the plugin prefers the last one"
+        "the plugin prefers the last device"
     );
     assert_eq!(plugin.calls(), ["allocate b", "start b"]);
     let listed = who_has_what(&cluster);
@@ -525,7 +529,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     let other = Plugin::new("example.com/other", file.path(), &["x"]);
     other.feel(Mood::HidesOptions);
     let runs = other.run_in_registry(&cluster.data().join("agent/plugins_registry"));
-    cluster.wait("the plugin to learn why it is not registered", || {
+    cluster.wait("a notification why the plugin is not registered", || {
         other.calls().first().is_some_and(|outcome| {
             outcome.contains("failed to get device plugin options")
                 && outcome.contains("no options yet")
@@ -533,13 +537,13 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
     });
     other.feel(Mood::Answers);
     wait_for_things(&cluster, "example.com/other", "1", "1");
-    cluster.wait("the plugin to learn that it is registered", || {
+    cluster.wait("a notification that the plugin is registered", || {
         other.calls().last().is_some_and(|c| c == "outcome \"\"")
     });
     drop(runs);
     wait_for_things(&cluster, "example.com/other", "1", "0");
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("nothing to be left of the pods", || {
+    cluster.wait("no leftovers of the pods", || {
         cluster.leftovers().is_empty()
     });
 }
@@ -547,7 +551,7 @@ fn devices_of_plugins_are_given_to_pods_and_outlive_restarts() {
 /// As soon as the API shows that a pod needs no resources, the scheduler sends the next one. The node
 /// must have capacity for it.
 #[test]
-fn a_full_node_takes_the_next_pod_at_once() {
+fn a_full_node_admits_the_next_pod_immediately() {
     let cluster = Cluster::start("room", 76);
     let image = support::busybox(&cluster);
     let cpus = cpus(&cluster);
@@ -563,21 +567,21 @@ fn a_full_node_takes_the_next_pod_at_once() {
     let phase = |name: &str| cluster.pod(name)["status"]["phase"].clone();
     let stays = "trap '' TERM; while :; do busybox sleep 1; done";
     big("first", stays);
-    cluster.wait("the first", || phase("first") == "Running");
+    cluster.wait("the first pod to run", || phase("first") == "Running");
     // A force-deleted pod is removed from the API before its container has exited.
     cluster.kubectl(&["delete", "pod", "first", "--grace-period=0", "--force"]);
     big("second", "busybox sleep 2");
-    cluster.wait("the second to end", || {
+    cluster.wait("the second pod to terminate", || {
         let phase = phase("second");
         assert_ne!(phase, "Failed", "{}", cluster.pod("second")["status"]);
         phase == "Succeeded"
     });
     big("third", stays);
-    cluster.wait("the third", || {
+    cluster.wait("the third pod to run", || {
         let phase = phase("third");
         assert_ne!(phase, "Failed", "{}", cluster.pod("third")["status"]);
         phase == "Running"
     });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true", "--grace-period=1"]);
-    cluster.wait_quietly("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait_quietly("no leftovers", || cluster.leftovers().is_empty());
 }

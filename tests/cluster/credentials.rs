@@ -111,7 +111,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     // A wrong token is rejected; the agent logs this and keeps trying.
     std::fs::write(dir.join("bootstrap.conf"), bootstrap("ffffffffffffffff")).unwrap();
     let agent = join(dir, 17_999, true);
-    cluster.wait("the refusal", || {
+    cluster.wait("the agent to log the refusal", || {
         log().contains("the node's certificate failed") && log().contains("Unauthorized")
     });
     cluster.wait("the doctor's finding", || names_the_runtime(&log()));
@@ -121,10 +121,10 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     std::fs::write(dir.join("bootstrap.conf"), bootstrap(TOKEN.1)).unwrap();
     let agent = join(dir, 17_999, true);
     let current = pki.join("kubelet-client-current.pem");
-    cluster.wait("the certificate", || {
+    cluster.wait("the first certificate", || {
         dir.join("kubelet.conf").exists() && current.exists()
     });
-    cluster.wait("the first key to be in the pair alone", || {
+    cluster.wait("the first key to remain in the pair only", || {
         !pki.join("kubelet-client.key.tmp").exists()
     });
     let request = cluster.kubectl(&["get", "csr"]);
@@ -182,7 +182,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
         pki.join("kubelet-server-current.pem").exists()
     });
     drop(agent);
-    if support::skip::needs_bundled("it signs certificates that are about to end itself") {
+    if support::skip::needs_bundled("this test signs certificates that expire soon") {
         return;
     }
 
@@ -217,7 +217,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     // The name of a pair has a resolution of one second.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     let agent = join(dir, 17_999, false);
-    cluster.wait("the renewal", || {
+    cluster.wait("the renewed certificate", || {
         std::fs::read_link(&current).unwrap() != first
     });
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
@@ -240,7 +240,7 @@ fn a_node_joins_with_a_token_and_renews_its_certificates() {
     });
     assert!(as_node(dir, &["auth", "whoami"]).contains("system:node:second"));
     drop(agent);
-    assert!(!log().contains(TOKEN.1), "the token is nobody's business");
+    assert!(!log().contains(TOKEN.1), "the token is not logged");
 }
 
 /// The name of the second node's pending CSR for a serving certificate; empty if there is none.
@@ -309,7 +309,7 @@ const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
         |dir| dir.join("root/pki/kubelet-client-current.pem").exists(),
     ),
     (
-        "cmd/kubeadm/app/cmd/phases/init/kubeletfinalize.go, what kubelet.conf refers to then",
+        "cmd/kubeadm/app/cmd/phases/init/kubeletfinalize.go, the pair that kubelet.conf refers to then",
         |dir| {
             let pair = std::fs::read_to_string(dir.join("root/pki/kubelet-client-current.pem"));
             pair.is_ok_and(|pair| {
@@ -322,7 +322,7 @@ const KUBEADM_CHECKS: [(&str, fn(&Path) -> bool); 5] = [
 /// kubeadm's checks of a kubelet that `kubeadm init` has just started: without an apiserver, and here
 /// without a runtime.
 #[test]
-fn kubeadm_finds_what_it_looks_for() {
+fn kubeadm_finds_the_files_and_versions_it_checks() {
     use base64::Engine as _;
     let dir = tempfile::tempdir().unwrap();
     let made = rcgen::generate_simple_self_signed(["system:node:second".into()]).unwrap();
@@ -476,8 +476,8 @@ fn is_healthy() -> bool {
 }
 
 #[test]
-fn a_node_joins_as_kubeadm_prepares_it() {
-    if support::skip::needs_bundled("it leaves what kubeadm init leaves in a cluster") {
+fn a_node_joins_with_the_files_of_kubeadm() {
+    if support::skip::needs_bundled("the test creates the objects of kubeadm init") {
         return;
     }
     let (cluster, other) = (Cluster::start("joined", 52), Cluster::start("joiner", 53));
@@ -513,7 +513,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     assert_eq!(
         get("kube-system/configmaps/kubelet-config", &[])["code"],
         403,
-        "not for anybody"
+        "anonymous users cannot read kubelet-config"
     );
     let info = get("kube-public/configmaps/cluster-info", &[]);
     let info: serde_json::Value =
@@ -599,7 +599,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: there}}\nspec: {{nodeName: second, terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'echo hello; sleep 10000']}}]}}\n"
     ));
-    cluster.wait("its pod", || {
+    cluster.wait("the node's pod to be ready", || {
         support::condition(&cluster.pod("there"), "Ready") == "True"
     });
     let logs = || {
@@ -610,7 +610,7 @@ fn a_node_joins_as_kubeadm_prepares_it() {
             .output()
             .unwrap()
     };
-    cluster.wait("its log", || {
+    cluster.wait("the pod's log", || {
         String::from_utf8_lossy(&logs().stdout) == "hello\n"
     });
     assert_eq!(
@@ -618,16 +618,16 @@ fn a_node_joins_as_kubeadm_prepares_it() {
         "reached\n"
     );
     cluster.kubectl(&["delete", "pod", "there"]);
-    assert!(!said().contains(TOKEN.1), "the token is nobody's business");
-    assert!(!said().contains("logging.options"), "kubeadm writes it");
+    assert!(!said().contains(TOKEN.1), "the token is not logged");
+    assert!(!said().contains("logging.options"), "kubeadm sets this");
     drop(agent);
     holdfast::sys::mount::unmount_all(&lib).unwrap();
 }
 
 /// `up --join` makes a machine a node of another cluster; tests use real control planes in this way.
 #[test]
-fn a_node_of_another_control_plane_is_started_by_up() {
-    if support::skip::needs_bundled("it has two nodes") {
+fn up_starts_a_node_of_another_control_plane() {
+    if support::skip::needs_bundled("the test has two nodes") {
         return;
     }
     let first = Cluster::start("first", 78);
@@ -643,7 +643,7 @@ fn a_node_of_another_control_plane_is_started_by_up() {
     assert!(!second.run_dir().join("control-plane.pid").exists());
     let there = serde_json::json!({"nodeName": second.node_name()});
     support::pod(&second, "there", &there);
-    second.wait("its pod", || {
+    second.wait("the node's pod to be ready", || {
         support::condition(&second.pod("there"), "Ready") == "True"
     });
     // The agent accepts clients whose certificate the cluster's CA has signed.
@@ -662,7 +662,7 @@ fn a_node_of_another_control_plane_is_started_by_up() {
     assert!(pods.contains("\"name\":\"there\""), "{pods}");
     second.kubectl(&["delete", "pod", "there"]);
     // The API removes a pod without a grace period before its container has exited.
-    second.wait("nothing to be left of it", || second.leftovers().is_empty());
+    second.wait("no leftovers of the pod", || second.leftovers().is_empty());
     drop(second);
     let left = first.kubectl(&["get", "nodes,namespaces,csr", "-o", "name"]);
     assert!(!left.contains("t-another"), "{left}");

@@ -84,7 +84,7 @@ impl Bench {
         } = self;
         let mut old = "before".to_owned();
         cluster.apply(&self.pod(&old));
-        cluster.wait("the first pod", || self.ready("before"));
+        cluster.wait("the first pod to be ready", || self.ready("before"));
         for method in methods {
             for fault in faults {
                 let kills = matches!(fault, Fault::KillBefore | Fault::KillAfter);
@@ -100,9 +100,10 @@ impl Bench {
                     std::thread::sleep(Duration::from_millis(lasts));
                 }
                 // Some calls occur only every few seconds.
-                cluster.wait_quietly(&format!("{method} is called while {fault:?} is on"), || {
-                    proxy.hits() > 0
-                });
+                cluster.wait_quietly(
+                    &format!("a call of {method} while {fault:?} is set"),
+                    || proxy.hits() > 0,
+                );
                 if kills {
                     // If a call takes long, the caller is killed only after its response.
                     cluster.wait_quietly(
@@ -112,12 +113,14 @@ impl Bench {
                     cluster.up();
                 }
                 proxy.lift();
-                cluster.wait(&format!("{new} is ready after {method} {fault:?}"), || {
-                    self.ready(&new)
-                });
-                cluster.wait(&format!("{old} is gone after {method} {fault:?}"), || {
-                    !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old)
-                });
+                cluster.wait(
+                    &format!("{new} to be ready after {method} {fault:?}"),
+                    || self.ready(&new),
+                );
+                cluster.wait(
+                    &format!("{old} to be removed after {method} {fault:?}"),
+                    || !cluster.pods().iter().any(|p| p["metadata"]["name"] == *old),
+                );
                 let started = cluster.pod(&new);
                 // A failed start may be retried; a successful one is not repeated.
                 let runs = ask(target, started["metadata"]["uid"].as_str().unwrap());
@@ -148,9 +151,8 @@ impl Bench {
     fn end(&self) {
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=true"]);
-        self.cluster.wait_quietly("nothing is left", || {
-            self.cluster.leftovers_known().is_empty()
-        });
+        self.cluster
+            .wait_quietly("no leftovers", || self.cluster.leftovers_known().is_empty());
     }
 }
 
@@ -190,24 +192,24 @@ const ENDING: [&str; 6] = [
 ];
 
 #[test]
-fn calls_that_start_pods_may_go_wrong() {
+fn pods_start_despite_failing_runtime_calls() {
     Bench::start("cri-a", 30, "").every(&STARTING, &FAULTS);
 }
 
 #[test]
-fn calls_that_watch_and_stop_pods_may_go_wrong() {
+fn pods_stop_despite_failing_runtime_calls() {
     Bench::start("cri-b", 31, "").every(&ENDING, &FAULTS);
 }
 
 #[test]
-fn the_agent_may_be_killed_at_every_call() {
+fn pods_survive_a_kill_of_the_agent_at_every_call() {
     let bench = Bench::start("cri-kill", 32, "");
     bench.every(
         &[STARTING.as_slice(), &ENDING].concat(),
         &[Fault::KillBefore, Fault::KillAfter],
     );
     bench.cluster.down();
-    bench.cluster.wait_quietly("nothing at all to be left", || {
+    bench.cluster.wait_quietly("no leftovers after `down`", || {
         bench.cluster.leftovers().is_empty()
     });
 }
@@ -215,7 +217,7 @@ fn the_agent_may_be_killed_at_every_call() {
 /// A caller that dies at the wrong moment leaves a task that containerd's CRI plugin does not know. The
 /// plugin then refuses to remove the container.
 #[test]
-fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
+fn a_task_unknown_to_cri_does_not_block_a_deletion() {
     let bench = Bench::start("cri-d", 16, "");
     let Bench {
         cluster,
@@ -234,7 +236,7 @@ fn a_task_that_cri_does_not_know_of_does_not_keep_a_pod() {
         created.next().map(|c| c.id)
     };
     // The agent may replace a container that failed to start at any moment; then this retries with the next one.
-    cluster.wait("a container that is started behind CRI's back", || {
+    cluster.wait("a container to be started without CRI", || {
         let Some(id) = created() else { return false };
         let mut ctr = Command::new("ctr");
         ctr.arg("--address").arg(target);
@@ -269,14 +271,18 @@ fn gc_goes_on_after_a_failure(bench: &Bench) {
     proxy.set("RemoveImage", Fault::Fail);
     let (succeeds, said) = gc(&[]);
     assert!(!succeeds && lines(&said, "failed ") == 2, "{said}");
-    assert_eq!(proxy.hits(), 2, "the second is tried after the first");
+    assert_eq!(
+        proxy.hits(),
+        2,
+        "the second image is removed although the first fails"
+    );
     proxy.lift();
     let (succeeds, said) = gc(&[]);
     assert!(succeeds && lines(&said, "removed ") == 2, "{said}");
 }
 
 #[test]
-fn calls_of_upkeep_may_go_wrong() {
+fn log_rotation_and_resizes_survive_failing_runtime_calls() {
     let bench = Bench::start(
         "cri-c",
         33,
@@ -284,7 +290,7 @@ fn calls_of_upkeep_may_go_wrong() {
     );
     let Bench { cluster, proxy, .. } = &bench;
     cluster.apply(&bench.pod("kept"));
-    cluster.wait("the pod", || bench.ready("kept"));
+    cluster.wait("the pod to be ready", || bench.ready("kept"));
     let pod = cluster.pod("kept");
     let before = pod["status"]["containerStatuses"][0]["containerID"].clone();
     let log = cluster.data().join("pods-logs").join(format!(
@@ -293,7 +299,7 @@ fn calls_of_upkeep_may_go_wrong() {
     ));
     for fault in FAULTS {
         proxy.set("ReopenContainerLog", fault);
-        cluster.wait_quietly(&format!("a rotation while {fault:?} is on"), || {
+        cluster.wait_quietly(&format!("a rotation while {fault:?} is set"), || {
             proxy.hits() > 0
         });
         proxy.lift();
@@ -302,7 +308,7 @@ fn calls_of_upkeep_may_go_wrong() {
             size() < 1024
         });
         let now = size();
-        cluster.wait(&format!("the log to go on after {fault:?}"), || {
+        cluster.wait(&format!("the log to grow after {fault:?}"), || {
             size() != now
         });
     }
@@ -320,7 +326,7 @@ fn calls_of_upkeep_may_go_wrong() {
             "--patch",
             &patch,
         ]);
-        cluster.wait_quietly(&format!("a resize while {fault:?} is on"), || {
+        cluster.wait_quietly(&format!("a resize while {fault:?} is set"), || {
             proxy.hits() > 0
         });
         proxy.lift();

@@ -116,23 +116,24 @@ fn slow_calls_are_waited_for(cluster: &Cluster, driver: &Driver, [slow, quick]: 
     };
     let begun = ["stage shared-1", "publish shared-1"];
     cluster.apply(&slow);
-    cluster.wait("the driver to be asked", || asked() == begun);
+    cluster.wait("the driver to be called", || asked() == begun);
     cluster.kubectl(&["delete", "pod", "slow", "--wait=false"]);
     cluster.apply(&quick);
-    cluster.wait("another pod with a volume of the driver", || {
-        condition(&cluster.pod("quick"), "Ready") == "True"
-    });
+    cluster.wait(
+        "another pod with a volume of the driver to be ready",
+        || condition(&cluster.pod("quick"), "Ready") == "True",
+    );
     cluster.kubectl(&["delete", "pod", "quick"]);
-    assert_eq!(asked(), begun, "nothing is undone before it is done");
+    assert_eq!(asked(), begun, "no call is reverted before it has finished");
     driver.hang("publish shared-1", false);
-    cluster.wait("it to go", || {
+    cluster.wait("the slow pod to be removed", || {
         cluster
             .kubectl(&["get", "pod", "slow", "--ignore-not-found"])
             .is_empty()
     });
     let undone = ["unpublish shared-1", "unstage shared-1"];
     let all = [begun, undone].concat();
-    cluster.wait("all to be undone", || asked().len() >= all.len());
+    cluster.wait("all calls to be reverted", || asked().len() >= all.len());
     assert_eq!(asked(), all);
 }
 
@@ -185,7 +186,7 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
     told("second", "waiting for its attacher");
     // A waiting pod has not mounted the volume: it is unstaged after the last pod that has.
     cluster.kubectl(&["delete", "pod", "waiting"]);
-    cluster.wait("it to be unstaged", || driver.count("unstage") == 1);
+    cluster.wait("the volume to be unstaged", || driver.count("unstage") == 1);
     // The attacher is slow: the VolumeAttachment still shows `attached` while the volume is being detached.
     cluster.kubectl(&["delete", "pod", "second"]);
     cluster.wait("the attachment to be deleted", || {
@@ -208,7 +209,7 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
         "jsonpath={.items[0].metadata.uid}",
     ]);
     patch_finalizers(cluster, "null");
-    cluster.wait("the volume to be attached anew", || {
+    cluster.wait("a new attachment of the volume", || {
         let uid = cluster.kubectl(&[
             "get",
             "volumeattachments",
@@ -218,7 +219,7 @@ fn what_is_not_attached_is_not_mounted(cluster: &Cluster, driver: &Driver, waiti
         !uid.is_empty() && uid != old
     });
     patch_attachment(cluster, ATTACHED);
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("third"), "Ready") == "True"
     });
 }
@@ -245,13 +246,13 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     // The size in the claim's status counts, not the capacity of the volume.
     patch("pv", &[], r#"{"spec": {"capacity": {"storage": "4Mi"}}}"#);
     look_again();
-    cluster.wait("the claim to be told that it cannot be", || {
+    cluster.wait("the claim to show that the resize is infeasible", || {
         told() == "2Mi NodeResizeInfeasible Other NodeResizeError"
     });
     driver.refuse("expand", false);
     patch("pvc", &["--subresource=status"], turn);
     look_again();
-    cluster.wait("the claim to be told", || told() == "3Mi  Other");
+    cluster.wait("the claim to show the new size", || told() == "3Mi  Other");
     let calls = driver.calls();
     assert!(
         !calls.contains(&"expand to 4194304 shared-1".to_owned()),
@@ -264,16 +265,16 @@ fn a_resize_is_followed_at_the_claim(cluster: &Cluster, driver: &Driver) {
     patch("pvc", &["--subresource=status"], larger);
     look_again();
     let tried = |times: usize| driver.count("expand to 5242880 shared-1") >= times;
-    cluster.wait("the first try", || tried(1));
+    cluster.wait("the first attempt", || tried(1));
     let begun = Instant::now();
-    cluster.wait("the fourth", || tried(4));
+    cluster.wait("the fourth attempt", || tried(4));
     let took = begun.elapsed();
     assert!(
         took > Duration::from_secs(3) && took < Duration::from_secs(20),
         "{took:?}"
     );
     driver.lose("expand", false);
-    cluster.wait("the claim to be told", || told() == "5Mi  Other");
+    cluster.wait("the claim to show the new size", || told() == "5Mi  Other");
 }
 
 /// A new pod does not get its volume before the volume has the size that its claim requires.
@@ -283,14 +284,14 @@ fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, 
     let status = "--subresource=status";
     cluster.kubectl(&["patch", "pvc", "shared", status, "--type=merge", "-p", turn]);
     cluster.apply(pod);
-    cluster.wait("the pod to be told", || {
+    cluster.wait("an event about the failed resize", || {
         cluster.events("grows").contains(
             "MountVolume.Setup failed while expanding volume for volume \"shared\" : Expander.NodeExpand failed to expand the volume : ",
         )
     });
     assert_ne!(condition(&cluster.pod("grows"), "Ready"), "True");
     driver.lose("expand", false);
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("grows"), "Ready") == "True"
     });
     let has = "jsonpath={.status.capacity.storage}";
@@ -299,7 +300,7 @@ fn a_pod_waits_for_the_growth_of_its_volume(cluster: &Cluster, driver: &Driver, 
 }
 
 #[test]
-fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
+fn drivers_register_and_volumes_are_staged_published_and_removed() {
     let cluster = Cluster::start("csi", 38);
     let image = support::busybox(&cluster);
     let (dir, root) = (tempfile::tempdir().unwrap(), cluster.data().join("agent"));
@@ -334,7 +335,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         by_claim,
         "securityContext: {runAsUser: 1000, fsGroup: 4242},",
     ));
-    cluster.wait("the driver to be missed", || {
+    cluster.wait("an event about the missing driver", || {
         cluster.events("one").contains(&format!(
             "driver name {NAME} not found in the list of registered CSI drivers"
         ))
@@ -344,7 +345,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     cluster.wait("the registration", || {
         driver.outcome().as_deref() == Some("")
     });
-    cluster.wait("the pod", || ready("one"));
+    cluster.wait("the pod to be ready", || ready("one"));
     cluster.wait("the driver to be in CSINode", || {
         let node = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
         node.contains(NAME)
@@ -383,7 +384,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
 
     // A second pod: staged once, published twice; undone in the reverse order.
     cluster.apply(&pod("two", by_claim, ""));
-    cluster.wait("the second pod", || ready("two"));
+    cluster.wait("the second pod to be ready", || ready("two"));
     assert_eq!(inside(&cluster, "two", "cat /v/file"), "hello");
     cluster.kubectl(&["delete", "pod", "one"]);
     assert_eq!(
@@ -427,15 +428,15 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             "jsonpath={.status.capacity.storage} {.status.conditions[*].type}",
         ])
     };
-    cluster.wait("the claim to be told", || claim() == "2Mi Other");
-    cluster.wait("the event", || {
+    cluster.wait("the claim to show the new size", || claim() == "2Mi Other");
+    cluster.wait("the event about the new size", || {
         cluster.events("two").contains("FileSystemResizeSuccessful")
     });
     a_resize_is_followed_at_the_claim(&cluster, &driver);
     let published = published + 1;
     a_pod_waits_for_the_growth_of_its_volume(&cluster, &driver, &pod("grows", by_claim, ""));
     cluster.kubectl(&["delete", "pod", "two"]);
-    cluster.wait("it to be unstaged", || driver.count("unstage") == 1);
+    cluster.wait("the volume to be unstaged", || driver.count("unstage") == 1);
     assert_eq!(driver.count("publish"), published, "{:?}", driver.calls());
 
     // Inline volumes are created and deleted with their pod.
@@ -444,7 +445,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         &format!("csi: {{driver: {NAME}, volumeAttributes: {{size: small}}}}"),
         "",
     ));
-    cluster.wait("the pod with an inline volume", || ready("inline"));
+    cluster.wait("the inline volume's pod to be ready", || ready("inline"));
     assert_eq!(driver.told().0["csi.storage.k8s.io/ephemeral"], "true");
     cluster.kubectl(&["delete", "pod", "inline"]);
 
@@ -453,21 +454,21 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         driver.lose(call, true);
         cluster.apply(&pod("unlucky", by_claim, ""));
         let before = driver.count(call);
-        cluster.wait("it to be tried", || driver.count(call) > before);
-        cluster.wait("the error to be told", || {
+        cluster.wait("a failing call", || driver.count(call) > before);
+        cluster.wait("an event about the error", || {
             cluster.events("unlucky").contains("the answer was lost")
         });
         driver.lose(call, false);
-        cluster.wait("the pod", || ready("unlucky"));
+        cluster.wait("the pod to be ready", || ready("unlucky"));
         cluster.kubectl(&["delete", "pod", "unlucky"]);
     }
     for call in ["unpublish", "unstage"] {
         cluster.apply(&pod("stuck", by_claim, ""));
-        cluster.wait("the pod", || ready("stuck"));
+        cluster.wait("the pod to be ready", || ready("stuck"));
         driver.lose(call, true);
         cluster.kubectl(&["delete", "pod", "stuck", "--wait=false"]);
         let before = driver.count(call);
-        cluster.wait("it to be tried twice", || {
+        cluster.wait("a retry of the call", || {
             driver.count(call) > before + 1 || (before == 0 && driver.count(call) > 1)
         });
         let is_there = || {
@@ -479,15 +480,15 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         if call == "unpublish" {
             assert!(
                 is_there(),
-                "it stays until the driver says that this is undone"
+                "the pod stays until the driver has unpublished the volume"
             );
             driver.lose(call, false);
         }
-        cluster.wait("it to go", || !is_there());
+        cluster.wait("the pod to be removed", || !is_there());
         if call == "unstage" {
             let before = driver.count(call);
             driver.lose(call, false);
-            cluster.wait("it to be unstaged", || driver.count(call) > before);
+            cluster.wait("the volume to be unstaged", || driver.count(call) > before);
         }
     }
     // A raw device of a driver.
@@ -506,8 +507,8 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
             "volumeDevices: [{name: v, devicePath: /dev/raw}]",
         ),
     );
-    cluster.wait("the pod with a device", || ready("raw"));
-    cluster.wait("its event", || {
+    cluster.wait("the pod with a device to be ready", || ready("raw"));
+    cluster.wait("the event about the device", || {
         let events = cluster.events("raw");
         let said = |place: &str| {
             events.contains(&format!(
@@ -547,7 +548,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         "persistentVolumeClaim: {claimName: elsewhere}",
         "",
     ));
-    cluster.wait("the wait to be told", || {
+    cluster.wait("an event about the missing attachment", || {
         cluster
             .events("waiting")
             .contains("volume is not attached yet: VolumeAttachment csi-")
@@ -557,7 +558,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     attached.driver.serve(3);
     let failure = r#"{"status": {"attached": false, "attachError": {"message": "no room in the rack", "errorCode": 8}}}"#;
     patch_attachment(&cluster, failure);
-    cluster.wait("the failure to be told", || {
+    cluster.wait("an event about the failed attachment", || {
         let events = cluster.events("waiting");
         events.contains("FailedAttachVolume")
             && events.contains(
@@ -569,7 +570,7 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
         let told = cluster.kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"]);
         told.contains(r#""count":3"#)
     });
-    cluster.wait("what it waits for to be told", || {
+    cluster.wait("an event with the attacher's error", || {
         cluster
             .events("waiting")
             .contains("of driver attached.test: no room in the rack")
@@ -587,8 +588,8 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     };
     cluster.wait("the volume to be in use", in_use);
     patch_attachment(&cluster, ATTACHED);
-    cluster.wait("the pod", || ready("waiting"));
-    cluster.wait("the node to be told", || {
+    cluster.wait("the pod to be ready", || ready("waiting"));
+    cluster.wait("the node's status to list the attachment", || {
         cluster
             .kubectl(&[
                 "get",
@@ -605,13 +606,13 @@ fn drivers_are_registered_and_their_volumes_staged_published_and_undone() {
     );
     what_is_not_attached_is_not_mounted(&cluster, &attached.driver, &waiting);
     cluster.kubectl(&["delete", "pod", "third"]);
-    cluster.wait("the attachment to go", || attachment().is_empty());
+    cluster.wait("the attachment to be deleted", || attachment().is_empty());
     cluster.wait("the volume not to be in use any more", || !in_use());
     figures_tell_of_the_steps(&cluster);
 
     // A driver that unregisters is removed from the CSINode, and may return.
     drop((running, attached));
-    cluster.wait("the driver to go", || {
+    cluster.wait("the driver to be unregistered", || {
         !cluster
             .kubectl(&["get", "csinodes", "-o", "jsonpath={.items[0].spec.drivers}"])
             .contains(NAME)

@@ -22,13 +22,13 @@ fn pod(name: &str, image: &str, mount: &str) -> String {
 fn what_was_refused_is_not_undone(cluster: &Cluster, driver: &Driver, image: &str) {
     driver.refuse("stage", true);
     cluster.apply(&pod("refused", image, ""));
-    cluster.wait("the refusal to be told", || {
+    cluster.wait("an event about the refusal", || {
         cluster
             .events("refused")
             .contains("this is refused for good")
     });
     // A cancelled attempt would have to be undone. So the pod is deleted while the retries are seconds apart.
-    cluster.wait("the tries to be seconds apart", || {
+    cluster.wait("the attempts to be seconds apart", || {
         driver.count("stage") > 3
             && cluster
                 .holdfast(&["explain", "pod", "refused"])
@@ -53,29 +53,35 @@ fn registered_beside_those_that_hang(cluster: &Cluster, registry: &Path) {
     let slow = Driver::new("slow.test", dirs[0].path());
     slow.hang("info", true);
     let slow = slow.run(registry);
-    cluster.wait("the slow driver to be asked", || {
+    cluster.wait("a call of the slow driver", || {
         slow.driver.count("info") > 0
     });
     let begun = Instant::now();
     let quick = Driver::new("quick.test", dirs[1].path()).run(registry);
     let is_registered = |driver: &Driver| driver.outcome().as_deref() == Some("");
-    cluster.wait("the other's registration", || is_registered(&quick.driver));
+    cluster.wait("the quick driver's registration", || {
+        is_registered(&quick.driver)
+    });
     let drivers = || {
         let names = "jsonpath={.items[0].spec.drivers[*].name}";
         cluster.kubectl(&["get", "csinodes", "-o", names])
     };
-    cluster.wait("it to be in CSINode", || drivers().contains("quick.test"));
+    cluster.wait("the quick driver to be in CSINode", || {
+        drivers().contains("quick.test")
+    });
     let took = begun.elapsed();
     // The slow one times out after 15 s.
     assert!(took < Duration::from_secs(8), "{took:?}");
     assert!(!drivers().contains("slow.test"));
     slow.driver.hang("info", false);
-    cluster.wait("the slow driver", || {
+    cluster.wait("the slow driver to be registered", || {
         is_registered(&slow.driver) && drivers().contains("slow.test")
     });
     drop((slow, quick, listener));
     std::fs::remove_file(silent).unwrap();
-    cluster.wait("both to go", || !drivers().contains("slow.test"));
+    cluster.wait("both drivers to be unregistered", || {
+        !drivers().contains("slow.test")
+    });
 }
 
 /// A driver that mounts nothing unregisters while a pod uses its volume. The pod gets no events while
@@ -104,7 +110,7 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
         "volumeMounts: [{name: v, mountPath: /v}]",
         "volumeMounts: [{name: v, mountPath: /v}, {name: w, mountPath: /w}]",
     ));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("both"), "Ready") == "True"
     });
     let refreshes = || {
@@ -130,13 +136,13 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
     refreshes();
     assert_eq!(cluster.events("both").matches("FailedMount").count(), 0);
     cluster.kubectl(&["delete", "pod", "both", "--wait=false"]);
-    cluster.wait("the other volume to be undone", || {
+    cluster.wait("the other volume to be unstaged", || {
         driver.count("unstage kept-1") == 1
     });
     assert_eq!(cluster.pods().len(), 1);
     let again = Driver::new(GONE, dir.path()).run(registry);
-    cluster.wait("the pod to go", || cluster.pods().is_empty());
-    cluster.wait("its volume to be unstaged", || {
+    cluster.wait("the pod to be removed", || cluster.pods().is_empty());
+    cluster.wait("the pod's volume to be unstaged", || {
         again.driver.count("unstage gone-1") == 1
     });
 }
@@ -146,7 +152,7 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
 fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, image: &str) {
     let named = |name: &str| {
         cluster.apply(&pod(name, image, ""));
-        cluster.wait("the pod", || {
+        cluster.wait("the pod to be ready", || {
             condition(&cluster.pod(name), "Ready") == "True"
         });
     };
@@ -155,7 +161,7 @@ fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, imag
         cluster.kubectl(&["delete", "pod", name]);
         assert!(
             begun.elapsed() < Duration::from_secs(15),
-            "{name} went after {:?}",
+            "{name} was removed after {:?}",
             begun.elapsed()
         );
     };
@@ -170,7 +176,7 @@ fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, imag
     delete("first");
     assert!(is_staged());
     driver.hang("unstage", false);
-    cluster.wait("it to be unstaged", || !is_staged());
+    cluster.wait("the volume to be unstaged", || !is_staged());
     let [staged, _] = counted();
     driver.refuse("unstage", true);
     named("first");
@@ -181,17 +187,17 @@ fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, imag
     assert_eq!(counted()[0], staged + 2, "{:?}", driver.calls());
     delete("second");
     let [_, before] = counted();
-    cluster.wait("the driver to be asked again", || counted()[1] > before);
+    cluster.wait("the next call of the driver", || counted()[1] > before);
     cluster.kill("agent");
     driver.refuse("unstage", false);
     let [_, before] = counted();
     cluster.up();
-    cluster.wait("the next agent to have it unstaged", || !is_staged());
+    cluster.wait("the next agent to unstage the volume", || !is_staged());
     assert_eq!(counted(), [staged + 2, before + 1], "{:?}", driver.calls());
 }
 
 #[test]
-fn drivers_are_asked_for_what_is_needed_and_no_more() {
+fn drivers_get_only_the_necessary_calls() {
     let cluster = Cluster::start_configured("csi-errors", 96, "{syncFrequency: 2s}");
     let image = support::busybox(&cluster);
     let dir = tempfile::tempdir().unwrap();
@@ -212,14 +218,14 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     // The volume is republished regularly, and staged once. Its subpaths are unmounted before the driver is called.
     let staged = driver.count("stage");
     cluster.apply(&pod("one", &image, ", subPath: a/b"));
-    cluster.wait("the pod", || ready("one"));
-    cluster.wait("it to be published anew", || {
+    cluster.wait("the pod to be ready", || ready("one"));
+    cluster.wait("the volume to be republished", || {
         driver.count("publish v-1") > 3
     });
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     let unstaged = driver.count("unstage v-1");
     cluster.apply(&pod("two", &image, ""));
-    cluster.wait("the second pod", || ready("two"));
+    cluster.wait("the second pod to be ready", || ready("two"));
     assert_eq!(driver.count("stage"), staged + 1, "{:?}", driver.calls());
     cluster.kubectl(&["delete", "pod", "one"]);
     assert_eq!(
@@ -239,11 +245,13 @@ fn drivers_are_asked_for_what_is_needed_and_no_more() {
     });
     drop(first);
     let published = second.driver.count("publish");
-    cluster.wait("the second to be asked", || {
+    cluster.wait("a call of the second driver", || {
         second.driver.count("publish") > published
     });
     cluster.kubectl(&["delete", "pod", "two"]);
-    cluster.wait("it to be unstaged", || second.driver.count("unstage") == 1);
+    cluster.wait("the volume to be unstaged", || {
+        second.driver.count("unstage") == 1
+    });
     cluster.assert_clean();
 }
 
@@ -287,7 +295,7 @@ impl Unknown {
 fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2]) {
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.apply(&one);
-    cluster.wait("the pod", || ready("one"));
+    cluster.wait("the pod to be ready", || ready("one"));
     driver.refuse("unpublish", true);
     cluster.kubectl(&["delete", "pod", "one", "--force", "--grace-period=0"]);
     cluster.wait("the refusal", || driver.count("unpublish vol-4") > 0);
@@ -296,17 +304,17 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     let before = driver.count("unpublish vol-4");
     cluster.up();
     cluster.apply(&two);
-    cluster.wait("the second pod to be told", || {
+    cluster.wait("an event about the second pod", || {
         cluster
             .events("two")
             .contains("already in use by another pod")
     });
     assert_eq!(driver.count("publish vol-4"), 1, "{:?}", driver.calls());
     // The agent retries the cleanup of the first pod, which blocks nothing else.
-    cluster.wait("the driver to be asked again", || {
+    cluster.wait("the next calls of the driver", || {
         driver.count("unpublish vol-4") > before + 2
     });
-    cluster.wait_quietly("what else was left to go", || !unknown.pod.exists());
+    cluster.wait_quietly("other leftovers to be removed", || !unknown.pod.exists());
     for (sample, value) in [
         ("kubelet_orphan_pod_cleaned_volumes_errors", 1.0),
         ("force_cleaned_failed_volume_operations_total", 1.0),
@@ -317,7 +325,7 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     assert!(unknown.outside.path().join("canary").exists());
     driver.refuse("unpublish", false);
     let mended = Instant::now();
-    cluster.wait("the second pod", || ready("two"));
+    cluster.wait("the second pod to be ready", || ready("two"));
     // By then the retries are some seconds apart, not a minute.
     assert!(
         mended.elapsed() < Duration::from_secs(40),
@@ -328,11 +336,11 @@ fn alone_until_undone(cluster: &Cluster, driver: &Driver, [one, two]: [String; 2
     // A pod that stops normally passes the volume on immediately.
     let three = two.replace("{name: two}", "{name: three}");
     cluster.apply(&three);
-    cluster.wait("the third pod to be told", || {
+    cluster.wait("an event about the third pod", || {
         cluster.events("three").matches("already in use").count() > 0
     });
     cluster.kubectl(&["delete", "pod", "two"]);
-    cluster.wait("the third pod", || ready("three"));
+    cluster.wait("the third pod to be ready", || ready("three"));
     cluster.kubectl(&["delete", "pod", "three"]);
 }
 
@@ -347,9 +355,11 @@ fn cut_off_in_staging(
     let (driver, dir) = (first.driver.clone(), tempfile::tempdir().unwrap());
     driver.hang("stage", true);
     cluster.apply(pod);
-    cluster.wait("it to be staged", || driver.count("stage vol-3") > 0);
+    cluster.wait("a call to stage the volume", || {
+        driver.count("stage vol-3") > 0
+    });
     drop(first);
-    cluster.wait("the failure to be told", || {
+    cluster.wait("an event about the failure", || {
         cluster.events("cut").contains("code = Unavailable")
     });
     cluster.kubectl(&["delete", "pod", "cut", "--wait=false"]);
@@ -357,7 +367,7 @@ fn cut_off_in_staging(
     cluster.wait("the volume to be unstaged", || {
         second.driver.count("unstage vol-3") == 1
     });
-    cluster.wait("the pod to go", || cluster.pods().is_empty());
+    cluster.wait("the pod to be removed", || cluster.pods().is_empty());
 }
 
 /// A driver whose limit the agent queries periodically, with an in-tree volume that is migrated to it
@@ -385,7 +395,7 @@ fn objects(name: &str) -> String {
 
 /// A driver that serves migrated in-tree volumes, whose limit changes and which exits during a call.
 #[test]
-fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
+fn migrated_volumes_new_limits_and_volumes_of_unknown_state() {
     const EBS: &str = "ebs.csi.aws.com";
     let cluster = Cluster::start("csi-state", 95);
     let image = support::busybox(&cluster);
@@ -422,11 +432,11 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
         by_claim("claimed", "old"),
         of("inline", "awsElasticBlockStore: {volumeID: vol-2}")
     ));
-    cluster.wait("the pods", || ready("claimed") && ready("inline"));
+    cluster.wait("pods to be ready", || ready("claimed") && ready("inline"));
     let published = ["vol-1", "vol-2"].map(|volume| driver.count(&format!("publish {volume}")));
     assert_eq!(published, [1, 1]);
     cluster.kubectl(&["delete", "pod", "claimed", "inline"]);
-    cluster.wait("both to be unstaged", || driver.count("unstage") == 2);
+    cluster.wait("volumes to be unstaged", || driver.count("unstage") == 2);
 
     // The CSIDriver requests this query every ten seconds.
     cluster.wait("the driver's new limit", || {
@@ -446,7 +456,7 @@ fn migrated_volumes_new_limits_and_volumes_whose_state_is_unknown() {
 /// If the scheduler binds a pod to a node that cannot attach its volume, the pod fails, so that its
 /// controller creates another one (KEP-4876). The test plays the attacher.
 #[test]
-fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
+fn a_pod_fails_at_the_volume_attachment_limit() {
     const FULL: &str = "full.test";
     let cluster = Cluster::start("csi-full", 97);
     let image = support::busybox(&cluster);
@@ -476,7 +486,7 @@ fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
         assert!(!failed(), "{}", cluster.pod("over"));
         std::thread::sleep(Duration::from_secs(1));
     }
-    cluster.wait("the pod to be given up", failed);
+    cluster.wait("the pod to fail", failed);
     let status = &cluster.pod("over")["status"];
     assert_eq!(status["reason"], "VolumeAttachmentLimitExceeded");
     let message = status["message"].as_str().unwrap();
@@ -490,6 +500,8 @@ fn a_pod_fails_when_the_node_can_have_no_more_volumes_attached() {
     assert!(drivers.contains(r#""count":3"#), "{drivers}");
     assert_eq!(full.driver.count("stage"), 0);
     cluster.delete_finished();
-    cluster.wait("the attachment to go", || attachments().trim().is_empty());
+    cluster.wait("the attachment to be deleted", || {
+        attachments().trim().is_empty()
+    });
     cluster.assert_clean();
 }

@@ -63,7 +63,7 @@ impl OtherNode<'_> {
     /// A pod that needs the disk, which only one node may use, waits until the other node no longer uses it.
     fn keeps_it_from(&self, pod: &str) {
         let cluster = self.cluster;
-        cluster.wait("the pod to be told", || {
+        cluster.wait("events about the disk in use", || {
             let told = cluster.events(pod);
             told.contains("Multi-Attach error for volume \"block\"")
                 && told.contains("MapVolume.WaitForAttach failed for volume \"block\"")
@@ -78,7 +78,7 @@ impl OtherNode<'_> {
         assert_eq!(here("volumesInUse[*]"), OtherNode::disk());
         assert_eq!(here("volumesAttached[*].name"), "");
         self.says(&json!({"volumesInUse": null}));
-        cluster.wait("the pod", || {
+        cluster.wait("the pod to be ready", || {
             condition(&cluster.pod(pod), "Ready") == "True"
         });
         assert_eq!(here("volumesAttached[*].name"), OtherNode::disk());
@@ -88,7 +88,7 @@ impl OtherNode<'_> {
 
 /// Creates a pod that needs the disk while another node uses it.
 fn wait_for_another_node(cluster: &Cluster, pod: &str, manifest: &str) {
-    if support::skip::needs_bundled("its controller reads what nodes say at any time") {
+    if support::skip::needs_bundled("its controller reads the nodes' status at any time") {
         return cluster.apply(manifest);
     }
     let other_node = OtherNode::with_the_disk(cluster);
@@ -105,7 +105,7 @@ fn no_disk_is_in_use(cluster: &Cluster) {
 }
 
 #[test]
-fn disks_are_attached_mounted_shared_and_let_go() {
+fn disks_are_attached_mounted_shared_and_detached() {
     let tools = tempfile::tempdir().unwrap();
     let (disk, other, said) = (Loop::new(), Loop::new(), tools.path().join("said"));
     let link = Link::named(&format!("ip-192.0.2.7:3260-iscsi-{IQN}-lun-1"));
@@ -139,17 +139,17 @@ fn disks_are_attached_mounted_shared_and_let_go() {
 
     secret("wrong");
     cluster.apply(&pod("one", &source));
-    cluster.wait("the refusal to be told", || {
+    cluster.wait("an event about the refused login", || {
         cluster
             .events("one")
             .contains("failed to attach iSCSI target")
     });
     assert!(
         !cluster.events("one").contains("wrong"),
-        "a password is nobody's business"
+        "an event shows the password"
     );
     secret("right");
-    cluster.wait("the pod", || ready("one"));
+    cluster.wait("the pod to be ready", || ready("one"));
     assert_eq!(
         inside(
             &cluster,
@@ -164,14 +164,14 @@ fn disks_are_attached_mounted_shared_and_let_go() {
         "4343"
     );
     cluster.apply(&pod("two", &source));
-    cluster.wait("the second pod", || ready("two"));
+    cluster.wait("the second pod to be ready", || ready("two"));
     assert_eq!(
         inside(&cluster, "two", &["busybox", "cat", "/v/file"]),
         "kept"
     );
     let logins = calls().matches("--login").count();
     cluster.kubectl(&["delete", "pod", "one"]);
-    assert!(!calls().contains("--logout"), "the other pod still uses it");
+    assert!(!calls().contains("--logout"), "another pod uses the disk");
     cluster.kubectl(&["delete", "pod", "two"]);
     assert!(
         calls().contains("--logout") && calls().contains("-o delete"),
@@ -181,7 +181,7 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     assert!(!link.0.exists());
     // The written data is still there.
     cluster.apply(&pod("three", &source));
-    cluster.wait("the pod", || ready("three"));
+    cluster.wait("the pod to be ready", || ready("three"));
     assert_eq!(
         inside(&cluster, "three", &["busybox", "cat", "/v/file"]),
         "kept"
@@ -228,13 +228,13 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     let before = logouts();
     wait_for_another_node(&cluster, "four", &raw("four", "block"));
     cluster.apply(&raw("five", "block"));
-    cluster.wait("the pods", || ready("four") && ready("five"));
+    cluster.wait("the pods to be ready", || ready("four") && ready("five"));
     assert_eq!(magic("four"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "four"]);
     assert_eq!(
         (logouts(), magic("five").as_str()),
         (before, "53 ef"),
-        "the other pod still has it"
+        "another pod uses the disk"
     );
     // A restarted agent knows which session the disk belongs to.
     nix::sys::signal::kill(
@@ -252,12 +252,12 @@ fn disks_are_attached_mounted_shared_and_let_go() {
     std::os::unix::fs::symlink(&other.device, &fibre.0).unwrap();
     let channel = "fc: {targetWWNs: ['50060e801049cfd1'], lun: 0, fsType: ext4}";
     cluster.apply(&pod("fibre", channel));
-    cluster.wait("the pod", || ready("fibre"));
+    cluster.wait("the pod to be ready", || ready("fibre"));
     inside(&cluster, "fibre", &["busybox", "touch", "/v/file"]);
     cluster.kubectl(&["delete", "pod", "fibre"]);
     persistent("raw", channel);
     cluster.apply(&raw("raw", "raw"));
-    cluster.wait("the pod", || ready("raw"));
+    cluster.wait("the pod to be ready", || ready("raw"));
     assert_eq!(magic("raw"), "53 ef", "ext4");
     cluster.kubectl(&["delete", "pod", "raw"]);
 
@@ -299,7 +299,7 @@ fn a_local_disk_grows_under_its_pod() {
     let spec =
         json!({"terminationGracePeriodSeconds": 1, "containers": [container], "volumes": volumes});
     support::pod(&cluster, "p", &spec);
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("p"), "Ready") == "True"
     });
     let mebibytes = || -> u64 {
@@ -316,7 +316,7 @@ fn a_local_disk_grows_under_its_pod() {
     };
     disk.grow(640 << 20);
     capacity("640Mi");
-    cluster.wait("the claim to have it", || {
+    cluster.wait("the claim to show the new size", || {
         let has = "jsonpath={.status.capacity.storage}";
         cluster.kubectl(&["get", "pvc", "disk", "-o", has]) == "640Mi"
     });
@@ -325,7 +325,7 @@ fn a_local_disk_grows_under_its_pod() {
     let restarts = &cluster.pod("p")["status"]["containerStatuses"][0]["restartCount"];
     assert_eq!(restarts, 0);
     for who in ["p", "disk"] {
-        cluster.wait("the event", || {
+        cluster.wait("the event about the new size", || {
             let told = cluster.events(who);
             told.contains("FileSystemResizeSuccessful")
                 && told.contains("MountVolume.NodeExpandVolume succeeded for volume \"disk\"")

@@ -31,7 +31,7 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: exposed}}\nspec: {{containers: [{{name: c, image: '{}', ports: [{{hostPort: {port}, containerPort: 80}}]}}]}}\n",
         DEMO[0]
     ));
-    cluster.wait("the port leads to the pod", || {
+    cluster.wait("the port to reach the pod", || {
         page(port).is_some_and(|p| p.contains("Hello from exposed"))
     });
     cluster.kubectl(&["delete", "pod", "exposed"]);
@@ -39,13 +39,13 @@ fn host_ports_lead_to_pods(cluster: &Cluster, port: u16) {
 }
 
 #[test]
-fn the_main_job_from_up_to_down() {
+fn a_deployment_from_up_to_down() {
     let cluster = Cluster::start("main", 1);
     let said = cluster.up();
     assert_eq!(
         said.lines().count(),
         3,
-        "a second up is harmless and says the same: {said}"
+        "a second up changes nothing and prints the same: {said}"
     );
     assert!(said.contains("kubectl create deployment web"), "{said}");
 
@@ -65,7 +65,7 @@ fn the_main_job_from_up_to_down() {
         .collect();
     ips.sort_unstable();
     ips.dedup();
-    assert_eq!(ips.len(), 3, "each pod has an address of its own");
+    assert_eq!(ips.len(), 3, "each pod has its own address");
     for ip in &ips {
         // The pod has no readiness probe: it is Running before it listens.
         cluster.wait("the node to reach the pod", || {
@@ -95,7 +95,7 @@ fn the_main_job_from_up_to_down() {
         &format!("demo={}", DEMO[1]),
     ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=180s"]);
-    cluster.wait("only new pods", || {
+    cluster.wait("the old pods to be removed", || {
         cluster
             .pods()
             .iter()
@@ -129,14 +129,14 @@ fn the_main_job_from_up_to_down() {
     cluster.assert_clean();
     assert!(
         !std::path::Path::new("/sys/class/net").join(bridge).exists(),
-        "the bridge is gone"
+        "the bridge was deleted"
     );
     cluster.up();
-    cluster.wait("the pods are back", || running(&cluster.pods()) == 2);
+    cluster.wait("the pods to run again", || running(&cluster.pods()) == 2);
 }
 
 #[test]
-fn jobs_run_to_their_end() {
+fn jobs_run_to_completion() {
     let cluster = Cluster::start("jobs", 98);
     let image = support::busybox(&cluster);
     let flag = format!("--image={image}");
@@ -187,19 +187,19 @@ fn jobs_run_to_their_end() {
     let table = cluster.kubectl(&["get", "cronjobs"]);
     assert!(table.contains("0 0 31 1 *   <none>     False"), "{table}");
     cluster.kubectl(&["delete", "cronjob", "rare"]);
-    cluster.wait("the job to go", || {
+    cluster.wait("the job to be deleted", || {
         !cluster.kubectl(&["get", "jobs"]).contains("now")
     });
 
     cluster.kubectl(&["delete", "job", "hello", "some"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
     // Objects of finished pods are removed immediately; the node cleans up just afterwards.
-    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
     cluster.assert_clean();
 }
 
 #[test]
-fn pods_reach_each_other_and_have_what_they_ask_for() {
+fn pods_reach_each_other_and_get_their_volumes_and_settings() {
     let cluster = Cluster::start("pods", 2);
     cluster.kubectl(&[
         "create",
@@ -268,7 +268,7 @@ spec:
 "#,
         DEMO[0]
     ));
-    cluster.wait("the worker has ended", || {
+    cluster.wait("the worker to terminate", || {
         matches!(
             cluster.pod("worker")["status"]["phase"].as_str(),
             Some("Succeeded" | "Failed")
@@ -285,17 +285,17 @@ spec:
         "{worker:#}"
     );
     assert_eq!(worker["status"]["qosClass"], "Burstable");
-    cluster.wait("the server runs", || {
+    cluster.wait("the server to run", || {
         cluster.pod("server")["status"]["phase"] == "Running"
     });
     let ip = cluster.pod("server")["status"]["podIP"].clone();
     let ip = ip.as_str().unwrap();
     let address = format!("{ip}:80");
-    cluster.wait("the server listens", || http_get(&address).is_some());
+    cluster.wait("the server to listen", || http_get(&address).is_some());
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: client}}\nspec:\n  restartPolicy: Never\n  containers: [{{name: c, image: '{busybox}', command: [wget, -q, -O, /dev/termination-log, 'http://{ip}/']}}]\n"
     ));
-    cluster.wait("the client has ended", || {
+    cluster.wait("the client to terminate", || {
         matches!(
             cluster.pod("client")["status"]["phase"].as_str(),
             Some("Succeeded" | "Failed")
@@ -323,7 +323,7 @@ spec:
     assert!(
         cluster.pod("crash")["status"]["containerStatuses"][0]["restartCount"].as_i64() >= Some(1)
     );
-    cluster.wait("the missing reference", || {
+    cluster.wait("a status about the missing reference", || {
         waiting("lost")["message"] == "configmap \"nosuch\" not found"
     });
     cluster.end_clean();
@@ -352,7 +352,7 @@ fn the_mirror_is_not_the_pod(cluster: &Cluster, mirror: &Value) {
 }
 
 #[test]
-fn a_killed_agent_finds_its_pods_and_disturbs_none() {
+fn a_restarted_agent_finds_its_pods_and_disturbs_none() {
     let cluster = Cluster::start("restart", 3);
     std::fs::write(
         cluster.data().join("agent/manifests/static.yaml"),
@@ -369,10 +369,8 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
         "--replicas=3",
     ]);
     cluster.kubectl(&["rollout", "status", "deployment/web", "--timeout=180s"]);
-    cluster.wait("the static pod and its mirror", || {
-        running(&cluster.pods()) == 4
-    });
-    cluster.wait("the bad manifest is reported", || {
+    cluster.wait("all four pods to run", || running(&cluster.pods()) == 4);
+    cluster.wait("the agent to report the invalid manifest", || {
         cluster.log("agent").contains("broken.yaml")
     });
     let mirror = cluster
@@ -412,7 +410,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     };
     // Several status writes may follow the start of the pods.
     let mut written = version();
-    cluster.wait("the statuses to be settled", || {
+    cluster.wait("the statuses to be stable", || {
         std::thread::sleep(std::time::Duration::from_secs(3));
         let now = version();
         let last = std::mem::replace(&mut written, now);
@@ -440,7 +438,7 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     for old in written {
         assert!(
             version().contains(&old),
-            "a status was written without need"
+            "a status was written without a change"
         );
     }
 
@@ -450,13 +448,13 @@ fn a_killed_agent_finds_its_pods_and_disturbs_none() {
     assert_eq!(running(&cluster.pods()), 5);
     values_of_another_cluster_are_refused(&cluster);
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=2"]);
-    cluster.wait("two and the static one", || cluster.pods().len() == 3);
+    cluster.wait("two pods and the static pod", || cluster.pods().len() == 3);
 
     the_mirror_is_not_the_pod(&cluster, &mirror);
     cluster.kubectl(&["delete", "deployment", "web"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
     // A mirror pod may be removed before the resources of its static pod.
-    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 }
 
 /// `up` with a port or an address range that the running cluster does not have names the cluster's, and changes nothing.
@@ -488,7 +486,7 @@ fn values_of_another_cluster_are_refused(cluster: &Cluster) {
 }
 
 #[test]
-fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
+fn the_node_reports_a_dead_runtime_and_recovers_with_it() {
     let cluster = Cluster::start("runtime", 4);
     cluster.kubectl(&[
         "create",
@@ -529,7 +527,7 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
     // containerd has no supervisor and stays down.
     cluster.wait_for_end(pid);
     let mut told = Value::Null;
-    cluster.wait("the node is not ready", || {
+    cluster.wait("the node not to be ready", || {
         told = ready();
         told["status"] == "False"
     });
@@ -541,10 +539,10 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
         "{told}"
     );
     cluster.up();
-    cluster.wait("the node is ready again", || ready()["status"] == "True");
-    assert_eq!(ids(), before, "containers outlive their daemon");
-    cluster.wait("both pods are ready", || running(&cluster.pods()) == 2);
-    assert_eq!(ids(), before, "containers are not started over");
+    cluster.wait("the node to be ready", || ready()["status"] == "True");
+    assert_eq!(ids(), before, "containers keep running without the daemon");
+    cluster.wait("both pods to be ready", || running(&cluster.pods()) == 2);
+    assert_eq!(ids(), before, "containers are not restarted");
     cluster.kubectl(&["delete", "deployment", "web"]);
     cluster.wait("no pods", || cluster.pods().is_empty());
 }
@@ -552,7 +550,7 @@ fn a_runtime_that_dies_makes_the_node_say_so_and_comes_back() {
 /// The same lifecycle of pods with the containerds that `make test` has unpacked. Versions 1.7 and 2.x
 /// have events; the installed one may not.
 #[test]
-fn newer_runtimes_do_the_same_with_events() {
+fn newer_runtimes_report_ends_by_events() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     for (i, containerd) in containerds.iter().enumerate() {
         let bin = containerd.parent().unwrap().to_owned();
@@ -578,12 +576,12 @@ fn newer_runtimes_do_the_same_with_events() {
         cluster.apply(&format!(
             "apiVersion: v1\nkind: Pod\nmetadata: {{name: job}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [sleep, '2']}}]}}\n"
         ));
-        cluster.wait("the job has ended", || {
+        cluster.wait("the job to finish", || {
             cluster.pod("job")["status"]["phase"] == "Succeeded"
         });
         assert!(
             !cluster.log("agent").contains("pods every second"),
-            "this runtime has events"
+            "this runtime reports events"
         );
         let job = cluster.pod("job");
         let time = |v: &Value| v.as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
@@ -597,14 +595,14 @@ fn newer_runtimes_do_the_same_with_events() {
             .unwrap();
         assert!(
             time(&seen["lastTransitionTime"]).as_second() - finished.as_second() <= 15,
-            "the end was seen by its event, not by the audit: {job:#}"
+            "the end was reported by an event, not found by the audit: {job:#}"
         );
         if version.contains("://2.") {
             // Image volumes require 2.1.
             cluster.apply(&format!(
                 "apiVersion: v1\nkind: Pod\nmetadata: {{name: imaged}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{busybox}', command: [busybox, sh, -c, 'test -x /img/bin/busybox && ! touch /img/x'], volumeMounts: [{{name: i, mountPath: /img}}]}}], volumes: [{{name: i, image: {{reference: '{busybox}', pullPolicy: Never}}}}]}}\n"
             ));
-            cluster.wait("the image is mounted", || {
+            cluster.wait("the image to be mounted", || {
                 cluster.pod("imaged")["status"]["phase"] == "Succeeded"
             });
         }
@@ -617,7 +615,7 @@ fn newer_runtimes_do_the_same_with_events() {
 }
 
 #[test]
-fn mistakes_are_answered_with_the_thing_and_the_remedy() {
+fn errors_name_the_cause_and_the_remedy() {
     let run = |arguments: &[&str]| {
         let output = std::process::Command::new(support::holdfast())
             .args(arguments)

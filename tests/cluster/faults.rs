@@ -126,9 +126,13 @@ fn static_pods_alone_start_by_default(
         let all = ask(cluster, async |runtime| runtime.running().await.unwrap());
         all.iter().filter(|c| c.pod.starts_with("fixed-")).count()
     };
-    cluster.wait_quietly("the static pod", || statics() == 1);
+    cluster.wait_quietly("the static pod to run", || statics() == 1);
     std::thread::sleep(Duration::from_secs(5));
-    assert_eq!(running(cluster, uid), None, "it waits for the apiserver");
+    assert_eq!(
+        running(cluster, uid),
+        None,
+        "other pods wait for the apiserver"
+    );
     // Its status is available without a mirror pod.
     cluster.wait_quietly("the static pod's status", || {
         let Some(listed) = get(16924, "/pods") else {
@@ -141,14 +145,14 @@ fn static_pods_alone_start_by_default(
         pods.len() == 1 && pods[0]["status"]["phase"] == "Running" && ready(&pods[0])
     });
     let secrets = cluster.data().join("agent/sealed/secrets");
-    cluster.wait_quietly("nothing of others to be kept", || {
+    cluster.wait_quietly("the secrets of other pods to be removed", || {
         std::fs::read_dir(&secrets).unwrap().count() == 0
     });
     std::fs::remove_file(&manifest).unwrap();
     careful.kill().unwrap();
     careful.wait().unwrap();
     cluster.up();
-    cluster.wait("it goes on with the apiserver", || {
+    cluster.wait("the pod to start with the apiserver", || {
         running(cluster, uid).is_some()
     });
 }
@@ -175,25 +179,25 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: kept}}\nspec:\n  terminationGracePeriodSeconds: 1\n  containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, '{check}'], env: [{{name: COLOR, valueFrom: {{configMapKeyRef: {{name: settings, key: color}}}}}}], volumeMounts: [{{name: k, mountPath: /keys}}]}}]\n  volumes: [{{name: k, secret: {{secretName: keys}}}}]\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: gone}}\nspec: {{terminationGracePeriodSeconds: 1, containers: [{{name: c, image: '{image}', command: [busybox, sleep, '1000']}}]}}\n"
     ));
-    cluster.wait("both are ready", || {
+    cluster.wait("both pods to be ready", || {
         ready(&cluster.pod("kept")) && ready(&cluster.pod("gone"))
     });
     let sealed = cluster.data().join("agent/sealed");
     let count = || std::fs::read_dir(sealed.join("pods")).map_or(0, Iterator::count);
-    cluster.wait("both are sealed", || count() == 3);
+    cluster.wait("both pods to be sealed", || count() == 3);
     cluster.kubectl(&["delete", "pod", "gone"]);
-    cluster.wait("what is gone is unsealed", || count() == 2);
+    cluster.wait("the deleted pod to be unsealed", || count() == 2);
     let kept = cluster.pod("kept");
     let uid = kept["metadata"]["uid"].as_str().unwrap().to_owned();
     assert_eq!(
         found_below(&sealed, canary),
         Vec::<String>::new(),
-        "secrets are sealed"
+        "a secret is stored in plain text"
     );
     assert_eq!(
         found_below(&cluster.data().join("logs"), canary),
         Vec::<String>::new(),
-        "secrets are not logged"
+        "a secret is in the logs"
     );
 
     // The machine reboots without its apiserver.
@@ -213,7 +217,7 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     let log = cluster
         .data()
         .join(format!("pods-logs/default_kept_{uid}/c"));
-    cluster.wait_quietly("it found its secret, its settings and its token", || {
+    cluster.wait_quietly("the pod to find its secret, settings and token", || {
         !found_below(&log, "stdout F fine").is_empty()
     });
     alone.kill().unwrap();
@@ -223,27 +227,31 @@ fn a_node_that_boots_without_an_apiserver_starts_its_pods() {
     cluster.up();
     // The API has the old status until the agent writes the next one.
     let kept = format!("containerd://{container}");
-    cluster.wait("the pod is ready with the container that runs", || {
+    cluster.wait("the pod to be ready with the running container", || {
         let pod = cluster.pod("kept");
         ready(&pod) && pod["status"]["containerStatuses"][0]["containerID"] == *kept
     });
-    assert_eq!(running(), Some(container), "nothing was started over");
+    assert_eq!(
+        running(),
+        Some(container),
+        "the container was not restarted"
+    );
     assert_eq!(cluster.pod("kept")["metadata"]["uid"], uid.as_str());
 
     static_pods_alone_start_by_default(&cluster, &image, &uid, &arguments);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("nothing is left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
     let secrets = || {
         ["secrets", "tokens", "configmaps"]
             .iter()
             .map(|kind| std::fs::read_dir(sealed.join(kind)).unwrap().count())
             .sum::<usize>()
     };
-    cluster.wait("what no pod needs is not kept", || secrets() == 0);
+    cluster.wait("secrets without a pod to be removed", || secrets() == 0);
 }
 
 #[test]
-fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
+fn killed_agents_and_shims_disturb_no_other_pod_and_no_readiness() {
     let cluster = Cluster::start("killed", 25);
     let image = support::busybox(&cluster);
     let pod = |name: &str| {
@@ -252,7 +260,7 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
         )
     };
     cluster.apply(&format!("{}{}", pod("one"), pod("two")));
-    cluster.wait("both are ready", || {
+    cluster.wait("both pods to be ready", || {
         ready(&cluster.pod("one")) && ready(&cluster.pod("two"))
     });
     let state = |name: &str| {
@@ -298,13 +306,13 @@ fn killed_agents_and_shims_disturb_no_other_and_no_readiness() {
         Signal::SIGKILL,
     )
     .unwrap();
-    cluster.wait("the pod of the dead shim is ready again", || {
+    cluster.wait("the pod of the dead shim to be ready again", || {
         let pod = cluster.pod("one");
         ready(&pod) && pod["status"]["containerStatuses"][0]["restartCount"].as_i64() >= Some(1)
     });
     assert_eq!(state("two"), before[1]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("nothing is left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 }
 
 /// Simulates the effect of a power loss on recently written files. The runtime's CNI library caches the result
@@ -318,7 +326,7 @@ fn tear_cached_results(sandbox: &str) -> usize {
 }
 
 #[test]
-fn a_pod_ends_whose_network_result_was_torn_by_a_loss_of_power() {
+fn a_pod_with_a_corrupt_cni_result_terminates() {
     torn("torn", 87, None);
     for (i, containerd) in (0..).zip(support::skip::fetched(
         "HOLDFAST_RUNTIMES",
@@ -344,9 +352,9 @@ fn torn(name: &str, number: u16, containerd: Option<std::path::PathBuf>) {
     pod_with_torn_result();
     cluster.kubectl(&["delete", "pod", "torn", "--wait=false"]);
     let begun = std::time::Instant::now();
-    cluster.wait("the pod to end", || cluster.pods().is_empty());
+    cluster.wait("the pod to be removed", || cluster.pods().is_empty());
     assert!(begun.elapsed() < Duration::from_secs(15));
-    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 
     pod_with_torn_result();
     cluster.holdfast(&["down"]);

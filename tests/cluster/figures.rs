@@ -102,7 +102,7 @@ impl Node<'_> {
 }
 
 #[test]
-fn figures_are_those_that_dashboards_read() {
+fn metrics_are_those_that_dashboards_query() {
     let (collector, collects, _runtime) = Collector::listen();
     let tracing =
         format!("tracing: {{endpoint: '127.0.0.1:{collects}', samplingRatePerMillion: 1000000}}\n");
@@ -113,7 +113,7 @@ fn figures_are_those_that_dashboards_read() {
         .replace("containers:", "volumes: [{name: v, emptyDir: {}}], containers:")
         .replace("command:", "resources: {limits: {memory: 64Mi, cpu: '1'}}, readinessProbe: {periodSeconds: 1, timeoutSeconds: 30, exec: {command: [busybox, test, -e, /v/done]}}, volumeMounts: [{name: v, mountPath: /v}], command:");
     cluster.apply(&busy);
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("busy"), "Ready") == "True"
     });
     let node = Node::of(&cluster);
@@ -135,7 +135,7 @@ fn figures_are_those_that_dashboards_read() {
                 && l.contains(r#"pod="busy""#))
     );
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("its figures to go", || {
+    cluster.wait("the pod's metrics to be removed", || {
         !node.raw("/metrics/probes").contains("busy")
             && !node.raw("/metrics/resource").contains("busy")
     });
@@ -150,7 +150,7 @@ fn resource_metrics(node: &Node) {
     let start = format!("container_start_time_seconds{labels}");
     let mut resource = String::new();
     // The container appears once the agent has seen its own status update through the watch.
-    node.cluster.wait("the processor time to count", || {
+    node.cluster.wait("the CPU time to be counted", || {
         resource = node.raw("/metrics/resource");
         let has = |name: &str| resource.lines().any(|l| l.starts_with(name));
         has(&start) && has(&cpu) && value(&resource, &cpu) > 0.05
@@ -267,12 +267,12 @@ fn names_are_those_of_the_list(node: &Node) {
         let served = series(&page);
         let served: BTreeSet<&str> = served.iter().map(String::as_str).collect();
         let lost: Vec<_> = always.difference(&served).collect();
-        assert!(lost.is_empty(), "{path} has lost {lost:#?}");
+        assert!(lost.is_empty(), "{path} lacks {lost:#?}");
         let known: BTreeSet<&str> = always.union(&sometimes).copied().collect();
         let new: Vec<_> = served.difference(&known).collect();
         assert!(
             new.is_empty() || path == "/metrics",
-            "{path} has what the list does not have: {new:#?}"
+            "{path} has series that the list lacks: {new:#?}"
         );
     }
 }
@@ -282,7 +282,7 @@ fn summary(node: &Node) {
     let mut summary = serde_json::Value::Null;
     let mut own = serde_json::Value::Null;
     // Disk usage that takes long to measure appears in a later response.
-    node.cluster.wait("the disks to be counted", || {
+    node.cluster.wait("the disk usage to be measured", || {
         summary = serde_json::from_str(&node.raw("/stats/summary")).unwrap();
         let pods = summary["pods"].as_array().unwrap();
         let busy = pods.iter().find(|p| p["podRef"]["name"] == "busy");
@@ -338,7 +338,7 @@ fn traces(cluster: &Cluster, collector: &Collector) {
         ("volume", "syncPod"),
         ("GET /stats", ""),
     ] {
-        cluster.wait(&format!("the trace of {name} in {within:?}"), || {
+        cluster.wait(&format!("a span {name} within {within:?}"), || {
             collector.has(name, within)
         });
     }
@@ -423,7 +423,7 @@ fn the_doctor_names_what_is_wrong(cluster: &Cluster) {
     };
     let node = cluster.node_name();
     // The doctor warns of slow responses, which can occur on a busy machine.
-    cluster.wait("the doctor to find all well", || {
+    cluster.wait("the doctor to find no problem", || {
         let said = cluster.holdfast(&["doctor", "-o", "json", "--hostname-override", &node]);
         println!("{said}");
         let found = severities(&said);
@@ -518,7 +518,7 @@ fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
         pod("short", image, "true").replace("containers:", "restartPolicy: Never, containers:");
     cluster.apply(&short);
     let phase = || cluster.pod("short")["status"]["phase"].clone();
-    cluster.wait("it ends", || phase() == "Succeeded");
+    cluster.wait("the pod to succeed", || phase() == "Succeeded");
     let most = 4.0_f64.max(3.0 + begun.elapsed().as_secs_f64().floor());
     // A change of the object outside its status must not cause a status write.
     for n in 0..5 {
@@ -528,7 +528,7 @@ fn a_short_pod_costs_few_requests(node: &Node, image: &str) {
     let cost = patches() - before;
     assert!(
         (1.0..=most).contains(&cost),
-        "{cost} patches of its status, {most} at most"
+        "{cost} patches of the pod's status, at most {most} allowed"
     );
 }
 

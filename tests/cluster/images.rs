@@ -56,7 +56,7 @@ impl Registry {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .expect("docker-registry is installed (make test does that)");
+            .expect("docker-registry is installed (make test installs it)");
         let mut registry = Registry {
             process,
             address: format!("127.0.0.1:{port}"),
@@ -69,7 +69,7 @@ impl Registry {
             }
             assert!(
                 start.elapsed() < support::patience(),
-                "the registry did not come up"
+                "the registry did not start"
             );
             std::thread::sleep(std::time::Duration::from_millis(50));
         }
@@ -155,7 +155,7 @@ fn pod(name: &str, image: &str, more: &str) -> String {
 }
 
 #[test]
-fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
+fn images_are_available_only_to_pods_with_credentials() {
     let (open, closed) = (Registry::start(false), Registry::start(true));
     let cluster = Cluster::start("images", 27);
     let image = support::busybox(&cluster);
@@ -196,16 +196,16 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
     let waiting = |name: &str| {
         cluster.pod(name)["status"]["containerStatuses"][0]["state"]["waiting"].clone()
     };
-    cluster.wait("images that may be had are had", || {
+    cluster.wait("pods with access to their images to succeed", || {
         phase("free") == "Succeeded" && phase("member") == "Succeeded"
     });
-    cluster.wait("their events", || {
+    cluster.wait("the events of these pods", || {
         let said = cluster.events("member");
         said.contains("Normal Pulled Successfully pulled image")
             && said.contains("Warning FailedToRetrieveImagePullSecret Unable to retrieve some image pull secrets (nosuch)")
     });
     for name in ["stranger", "nowhere"] {
-        cluster.wait("others wait and say why", || {
+        cluster.wait("other pods to wait with a reason", || {
             let state: Value = waiting(name);
             ["ErrImagePull", "ImagePullBackOff"]
                 .contains(&state["reason"].as_str().unwrap_or_default())
@@ -221,24 +221,24 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
         pod("colleague", &closed_image, secrets),
         pod("again", &format!("{}/free:1", open.address), ""),
     ));
-    cluster.wait("who may uses what is there", || {
+    cluster.wait("pods with access to use the present image", || {
         phase("colleague") == "Succeeded" && phase("again") == "Succeeded"
     });
-    cluster.wait("it to be told", || {
+    cluster.wait("an event about the present image", || {
         cluster
             .events("colleague")
             .contains("already present on machine")
     });
-    cluster.wait("who may not does not", || {
+    cluster.wait("pods without access to wait", || {
         ["ErrImagePull", "ImagePullBackOff"]
             .contains(&waiting("thief")["reason"].as_str().unwrap_or_default())
     });
-    cluster.wait("that it is there not to be told", || {
+    cluster.wait("a message that does not reveal the image", || {
         let said = waiting("curious")["message"].to_string();
         said.contains("is not present with pull policy of Never")
     });
     // Between two retries.
-    cluster.wait("why to be explained", || {
+    cluster.wait("an explanation of the failed pull", || {
         cluster
             .holdfast(&["explain", "pod", "thief"])
             .contains("the image of container c cannot be pulled")
@@ -262,7 +262,7 @@ fn images_are_pulled_by_who_may_and_kept_from_who_may_not() {
             && said.contains("MiB of 1 part in progress")
     });
     throttle.free.store(true, Ordering::Relaxed);
-    cluster.wait("the slow image", || phase("slow") == "Succeeded");
+    cluster.wait("the slow pod to succeed", || phase("slow") == "Succeeded");
     cluster.end_clean();
 }
 
@@ -305,7 +305,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
         line("finished c #0").contains("the pod's status and logs"),
         "{told}"
     );
-    assert!(images().contains(&second), "nothing was removed");
+    assert!(images().contains(&second), "a dry run removes nothing");
     let report: Value = serde_json::from_str(&gc(cluster, &["-o", "json"])).unwrap();
     let all = report["images"].as_array().unwrap();
     // `up` may have imported its own images again, which are unused as well.
@@ -319,7 +319,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
         .collect();
     assert_eq!(going.len(), 1, "{report}");
     assert_eq!(going[0]["names"][0], second.as_str());
-    assert!(!images().contains(&second), "it was removed");
+    assert!(!images().contains(&second), "the unused image was removed");
 }
 
 /// For an invalid image name the status and two events have the kubelet's messages.
@@ -340,7 +340,7 @@ fn a_wrong_name_is_told(cluster: &Cluster) {
 }
 
 #[test]
-fn images_that_nothing_uses_make_room() {
+fn unused_images_are_garbage_collected() {
     let crowded =
         "imageGCHighThresholdPercent: 1\nimageGCLowThresholdPercent: 0\nimageMinimumGCAge: 1s\n";
     let cluster = Cluster::start_configured("image-gc", 29, crowded);
@@ -361,10 +361,12 @@ fn images_that_nothing_uses_make_room() {
     .unwrap();
     cluster.up();
     let images = || support::ctr(&cluster, "k8s.io", &["images", "ls", "-q"]);
-    cluster.wait("what nothing uses to go", || !images().contains(&unused));
+    cluster.wait("the unused image to be removed", || {
+        !images().contains(&unused)
+    });
     let left = images();
     assert!(left.contains(&image) && left.contains("pause"), "{left}");
-    cluster.wait("the node to be told that this was not enough", || {
+    cluster.wait("an event that too little was freed", || {
         cluster
             .kubectl(&[
                 "get",

@@ -27,7 +27,7 @@ fn manifest(name: &str, spec: &str) -> String {
 }
 
 #[test]
-fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
+fn probes_hooks_restarts_and_ends_follow_the_pod_spec() {
     let cluster = Cluster::start("life", 20);
     let image = support::busybox(&cluster);
     let notes = tempfile::tempdir().unwrap();
@@ -149,11 +149,11 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
     cluster.apply(&pods.concat());
     let pod = |name: &str| cluster.pod(name);
 
-    cluster.wait("readiness by HTTP", || {
+    cluster.wait("the HTTP probe to succeed", || {
         condition(&pod("ready"), "Ready") == "True"
     });
     std::fs::write(notes.path().join("ill"), "").unwrap();
-    cluster.wait("readiness is taken back", || {
+    cluster.wait("the failing probe to make the pod unready", || {
         condition(&pod("ready"), "Ready") == "False"
     });
     assert!(
@@ -161,52 +161,51 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             && status(&pod("ready"), "c")["restartCount"] == 0
     );
 
-    cluster.wait(
-        "a container that fails its liveness probe is restarted",
-        || status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1),
-    );
-    cluster.wait("the events of that", || {
+    cluster.wait("a restart after the failed liveness probe", || {
+        status(&pod("live"), "c")["restartCount"].as_i64() >= Some(1)
+    });
+    cluster.wait("the events of the restart", || {
         let said = cluster.events("live");
         said.contains("Warning Unhealthy Liveness probe failed: cat: can't open '/tmp/alive'")
             && said.contains("Normal Killing Container c failed liveness probe, will be restarted")
     });
 
-    cluster.wait("the startup probe lets readiness follow", || {
+    cluster.wait("readiness after the startup probe", || {
         condition(&pod("startup"), "Ready") == "True"
     });
     assert_eq!(status(&pod("startup"), "c")["started"], true);
 
-    cluster.wait("the postStart hook ran", || {
+    cluster.wait("the postStart hook to run", || {
         note("hooks") == "post\n" && notes.path().join("listens").exists()
     });
-    cluster.wait("the pod with hooks runs", || {
+    cluster.wait("the pod with hooks to run", || {
         condition(&pod("hooks"), "Ready") == "True"
     });
     cluster.kubectl(&["delete", "pod", "hooks"]);
     assert_eq!(
         note("hooks"),
         "post\npre\nterm\n",
-        "the hook comes before the signal"
+        "the hook runs before the signal"
     );
 
-    cluster.wait("a failing postStart hook stops its container", || {
+    cluster.wait("a failing postStart hook to stop its container", || {
         let said = cluster.events("badhook");
         said.contains("Warning FailedPostStartHook PostStartHook failed")
             && status(&pod("badhook"), "c")["restartCount"].as_i64() >= Some(1)
     });
 
-    cluster.wait("the sidecar's pod is ready", || {
+    cluster.wait("the sidecar's pod to be ready", || {
         condition(&pod("sidecar"), "Ready") == "True"
     });
     // The runtime reports `running` a moment before the container's shell writes anything.
-    cluster.wait("its container to say when it started", || {
+    cluster.wait("the container to write when it started", || {
         note("sidecar-start").ends_with('\n')
     });
     assert_eq!(note("sidecar-start"), "after\n");
     cluster.kubectl(&["delete", "pod", "sidecar"]);
-    assert_eq!(note("order"), "main\nside\n", "sidecars end last");
+    assert_eq!(note("order"), "main\nside\n", "sidecars are stopped last");
 
-    cluster.wait("the deadline", || {
+    cluster.wait("the deadline to be exceeded", || {
         pod("deadline")["status"]["reason"] == "DeadlineExceeded"
     });
     let ended = pod("deadline");
@@ -216,7 +215,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         "Pod was active on the node longer than the specified deadline"
     );
 
-    cluster.wait("the end of the log is the message", || {
+    cluster.wait("the pod with a log as message to fail", || {
         pod("fallback")["status"]["phase"] == "Failed"
     });
     assert_eq!(
@@ -224,13 +223,13 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         "first\nboom\n"
     );
 
-    cluster.wait("the rule restarts once", || {
+    cluster.wait("the pod with one restart to succeed", || {
         pod("rules")["status"]["phase"] == "Succeeded"
     });
     assert_eq!(status(&pod("rules"), "c")["restartCount"], 1);
 
     // The exiting container may have exited before the next one is started again.
-    cluster.wait("all containers start over", || {
+    cluster.wait("all containers to be restarted", || {
         let all = pod("all");
         status(&all, "a")["state"]["terminated"]["exitCode"] == 0
             && status(&all, "b")["restartCount"].as_i64() >= Some(1)
@@ -268,12 +267,12 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
         )
     };
     // A single failure below the threshold is reset when the probe succeeds again.
-    cluster.wait("the probe that failed once", || {
+    cluster.wait("an event about one failed probe", || {
         cluster
             .events("blip")
             .contains("Unhealthy Liveness probe failed")
     });
-    cluster.wait("it is well again", || {
+    cluster.wait("the probe to succeed again", || {
         explain("blip", "text").contains("as specified")
     });
     assert_eq!(status(&pod("blip"), "c")["restartCount"], 0);
@@ -284,11 +283,11 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             && running.contains("sandbox"),
         "{running}"
     );
-    cluster.wait("the image that is not there is named", || {
+    cluster.wait("an explanation that names the missing image", || {
         explain("nosuch", "text")
             .contains("the image of container c cannot be pulled: ErrImageNeverPull")
     });
-    cluster.wait("the volume that cannot be had is named", || {
+    cluster.wait("an explanation that names the missing volume", || {
         let (said, pod) = (explain("unmounted", "text"), pod("unmounted"));
         let message = status(&pod, "c")["state"]["waiting"]["message"]
             .as_str()
@@ -299,7 +298,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
             && message == "volume v cannot be set up; the pod's events have the error"
     });
     // Between two retries: during one, another step may be the blocking one.
-    cluster.wait("what blocks it, as JSON", || {
+    cluster.wait("the blocking step as JSON", || {
         let json: Value = serde_json::from_str(&explain("unmounted", "json")).unwrap();
         json["blocking"]["step"] == "volume" && json["blocking"]["subject"] == "v"
     });
@@ -312,7 +311,7 @@ fn containers_are_probed_hooked_restarted_and_ended_as_their_pods_say() {
 /// Shortens the grace period while a pod that ignores SIGTERM is being stopped.
 fn a_shorter_grace_takes_effect(cluster: &Cluster, image: &str, notes: &Path) {
     a_forced_deletion_takes_effect(cluster, image, notes);
-    cluster.wait("the stubborn pod runs", || {
+    cluster.wait("the stubborn pod to run", || {
         condition(&cluster.pod("stubborn"), "Ready") == "True"
     });
     cluster.kubectl(&["delete", "pod", "stubborn", "--wait=false"]);
@@ -342,14 +341,16 @@ fn a_forced_deletion_takes_effect(cluster: &Cluster, image: &str, notes: &Path) 
         let modified = notes.join(name).metadata().and_then(|file| file.modified());
         modified.is_ok_and(|at| at.elapsed().unwrap_or_default() < Duration::from_secs(2))
     };
-    cluster.wait("the deaf pods run", || names.iter().all(|name| beats(name)));
+    cluster.wait("the deaf pods to run", || {
+        names.iter().all(|name| beats(name))
+    });
     cluster.kubectl(&["delete", "pod", "deaf-deleted", "--wait=false"]);
     std::thread::sleep(Duration::from_secs(1));
     let forced = Instant::now();
     for name in names {
         cluster.kubectl(&["delete", "pod", name, "--force", "--grace-period=0"]);
     }
-    cluster.wait("the deaf pods have stopped", || {
+    cluster.wait("the deaf pods to stop", || {
         !names.iter().any(|name| beats(name))
     });
     assert!(
@@ -388,7 +389,7 @@ fn nothing_is_lost_across_rotations(log: &Path) {
         text = files.iter().map(|(_, text)| text.as_str()).collect();
         assert!(
             start.elapsed() < support::patience(),
-            "the log was not followed to its end"
+            "following the log did not reach its end"
         );
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -401,14 +402,14 @@ fn nothing_is_lost_across_rotations(log: &Path) {
     let expected: Vec<usize> = (first..3000).collect();
     assert!(
         first < 1500 && seen == expected,
-        "lines are lost or doubled across rotations: {} of {}, from {first}",
+        "lines are lost or duplicated across rotations: {} of {}, from {first}",
         seen.len(),
         expected.len()
     );
 }
 
 #[test]
-fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
+fn logs_are_rotated_linked_and_removed_with_their_container() {
     let cluster = Cluster::start_configured(
         "rotated",
         21,
@@ -455,10 +456,13 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
     let log = dir("chatty").join("0.log");
     cluster.wait("the log", || log.exists());
     nothing_is_lost_across_rotations(&log);
-    cluster.wait("files are bounded, and older ones compressed", || {
-        let names = names("chatty");
-        names.len() <= 3 && names.iter().any(|n| n.ends_with(".gz"))
-    });
+    cluster.wait(
+        "a limited number of files, with older ones compressed",
+        || {
+            let names = names("chatty");
+            names.len() <= 3 && names.iter().any(|n| n.ends_with(".gz"))
+        },
+    );
     let link = std::fs::read_dir(cluster.data().join("containers"))
         .unwrap()
         .flatten()
@@ -475,7 +479,7 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
     cluster.wait("two restarts", || {
         status(&cluster.pod("crash"), "c")["restartCount"].as_i64() >= Some(2)
     });
-    cluster.wait("older instances are gone with their logs", || {
+    cluster.wait("older instances to be removed with their logs", || {
         let count = status(&cluster.pod("crash"), "c")["restartCount"]
             .as_i64()
             .unwrap();
@@ -486,7 +490,7 @@ fn logs_are_rotated_linked_and_removed_with_what_wrote_them() {
 }
 
 #[test]
-fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
+fn static_pods_of_a_url_run_while_it_lists_them() {
     use std::io::{Read as _, Write as _};
     use std::sync::{Arc, Mutex};
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -533,7 +537,7 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
         "{{\"apiVersion\": \"v1\", \"kind\": \"Pod\", \"metadata\": {{\"name\": \"remote\"}}, \"spec\": {{\"terminationGracePeriodSeconds\": 1, \"containers\": [{{\"name\": \"c\", \"image\": \"{image}\", \"command\": [\"busybox\", \"sleep\", \"1000\"]}}]}}}}"
     );
     *answer.lock().unwrap() = (200, pod);
-    cluster.wait("its mirror is ready", || {
+    cluster.wait("the pod's mirror to be ready", || {
         mirror().is_some_and(|p| condition(&p, "Ready") == "True")
     });
     assert_eq!(
@@ -541,7 +545,7 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
         "http"
     );
     answer.lock().unwrap().0 = 500;
-    cluster.wait("the error to be told", || {
+    cluster.wait("the agent to log the error", || {
         cluster.log("agent").contains("answered 500")
     });
     std::thread::sleep(Duration::from_secs(1));
@@ -553,13 +557,13 @@ fn static_pods_of_a_url_run_until_it_lists_them_no_more() {
         200,
         "{\"apiVersion\": \"v1\", \"kind\": \"PodList\", \"items\": []}".to_owned(),
     );
-    cluster.wait("it is gone", || mirror().is_none());
-    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait("the mirror to be removed", || mirror().is_none());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 }
 
 /// logind over a real bus: the agent raises the delay, receives announcements, and detects a restart of logind.
 #[test]
-fn logind_is_made_to_wait_and_listened_to() {
+fn logind_is_delayed_and_its_announcements_are_received() {
     let mut logind = logind::Logind::start(Duration::from_secs(5));
     let ours = holdfast::sys::logind::Logind::at(&logind.address(), &logind.configuration());
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -594,13 +598,20 @@ fn logind_is_made_to_wait_and_listened_to() {
     logind.restart();
     let heard = async { tokio::time::timeout(support::patience(), listening.next()).await };
     let heard = runtime.block_on(heard);
-    assert_eq!(heard.unwrap(), None, "there is another logind now");
-    assert_eq!(logind.inhibitors().len(), 1, "it is held all the while");
+    assert_eq!(
+        heard.unwrap(),
+        None,
+        "the subscription ends with the old logind"
+    );
+    assert_eq!(logind.inhibitors().len(), 1, "the inhibitor is always held");
     drop(inhibitor);
     // A child process that another test of this process is starting also holds the lock until its exec.
     let dropped = std::time::Instant::now();
     while !logind.inhibitors().is_empty() {
-        assert!(dropped.elapsed() < support::patience(), "it is held on");
+        assert!(
+            dropped.elapsed() < support::patience(),
+            "the inhibitor was not released"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -623,7 +634,7 @@ fn has_told(cluster: &Cluster, node: &str, mirror: &str) {
         assert_eq!(pod["status"]["phase"], "Failed", "{pod}");
         assert_eq!(pod["status"]["reason"], "Terminated", "{pod}");
         assert_eq!(condition(&pod, "DisruptionTarget"), "True", "{pod}");
-        assert_eq!(own["exitCode"], 3, "it had time to end by itself: {pod}");
+        assert_eq!(own["exitCode"], 3, "the container had time to exit: {pod}");
         own["finishedAt"].as_str().unwrap().to_owned()
     };
     let ends = ["plain", mirror, "critical"].map(finished);
@@ -658,7 +669,7 @@ fn a_shutdown_waits_for_pods() {
         statics.path().display()
     );
     let cluster = Cluster::start_on_bus("shutdown", 59, &fields, Some(logind.address()));
-    cluster.wait("the inhibitor", || {
+    cluster.wait("an inhibitor", || {
         logind.inhibitors() == ["shutdown kubelet delay"]
     });
     let image = support::busybox(&cluster);
@@ -683,7 +694,7 @@ fn a_shutdown_waits_for_pods() {
         let found = pods.iter().find(|p| p["metadata"]["name"] == name);
         found.is_some_and(|p| condition(p, "Ready") == "True")
     };
-    cluster.wait("the pods", || {
+    cluster.wait("the pods to be ready", || {
         ready("plain") && ready("critical") && ready(&mirror)
     });
     let says = || {
@@ -693,24 +704,32 @@ fn a_shutdown_waits_for_pods() {
 
     let begun = Instant::now();
     logind.announce(true);
-    cluster.wait("the node to say so", || says() == "node is shutting down");
+    cluster.wait("the node to report the shutdown", || {
+        says() == "node is shutting down"
+    });
     cluster.apply(&pod("late", 5, &format!("  nodeName: {node}")));
     let reason = |name: &str| cluster.pod(name)["status"]["reason"].clone();
-    cluster.wait("its refusal", || reason("late") == "NodeShutdown");
-    cluster.wait_quietly("its end", || logind.inhibitors().is_empty());
+    cluster.wait("the late pod to be refused", || {
+        reason("late") == "NodeShutdown"
+    });
+    cluster.wait_quietly("the inhibitor to be released", || {
+        logind.inhibitors().is_empty()
+    });
     assert!(begun.elapsed() < Duration::from_secs(60));
     has_told(&cluster, &node, &mirror);
 
     logind.announce(false);
-    cluster.wait("the node to go on", || {
+    cluster.wait("the node to be ready again", || {
         logind.inhibitors().len() == 1 && says() == "kubelet is posting ready status"
     });
     cluster.apply(&pod("after", 1, ""));
-    cluster.wait("pods to run again", || ready("after") && ready(&mirror));
+    cluster.wait("pods to be ready again", || {
+        ready("after") && ready(&mirror)
+    });
     assert_eq!(reason("plain"), "Terminated");
     std::fs::remove_file(statics.path().join("manifest.yaml")).unwrap();
     cluster.kubectl(&["delete", "pod", "--all"]);
-    cluster.wait("all to be gone", || cluster.pods().is_empty());
+    cluster.wait("all pods to be removed", || cluster.pods().is_empty());
     // A mirror pod may be removed before the resources of its static pod.
-    cluster.wait("nothing to be left", || cluster.leftovers().is_empty());
+    cluster.wait("no leftovers", || cluster.leftovers().is_empty());
 }

@@ -39,7 +39,7 @@ fn checkpoints_are_refused(admin: &[&str], url: &str) {
 }
 
 #[test]
-fn what_a_container_says_is_read_in_every_way() {
+fn container_logs_are_readable_in_every_way() {
     let cluster = Cluster::start_configured(
         "logs",
         44,
@@ -57,7 +57,7 @@ fn what_a_container_says_is_read_in_every_way() {
         again,
         pod("absent", "registry.test/none:1", "true")
     ));
-    cluster.wait("the pods", || {
+    cluster.wait("the pods to run", || {
         let again = cluster.pod("again");
         let twice = again["status"]["containerStatuses"][0]["restartCount"] == 1;
         condition(&cluster.pod("talker"), "Ready") == "True"
@@ -70,9 +70,9 @@ fn what_a_container_says_is_read_in_every_way() {
             .trim_end()
             .to_owned()
     };
-    cluster.wait("the lines", || log(&[]).contains("line 5"));
+    cluster.wait("the first lines of the log", || log(&[]).contains("line 5"));
     support::inside(&cluster, "talker", &["busybox", "touch", "/go"]);
-    cluster.wait("all to be said", || log(&[]).ends_with("wrong"));
+    cluster.wait("the last line of the log", || log(&[]).ends_with("wrong"));
     assert_eq!(log(&[]), "line 1\nline 2\nline 3\nline 4\nline 5\nwrong");
     assert_eq!(log(&["--tail=2"]), "line 5\nwrong");
     assert_eq!(log(&["--limit-bytes=10"]), "line 1\nlin");
@@ -89,7 +89,7 @@ fn what_a_container_says_is_read_in_every_way() {
         "{stamped}"
     );
     // The container is ready a moment before it writes anything.
-    cluster.wait("its second instance to speak", || {
+    cluster.wait("the log of the second instance", || {
         cluster.kubectl(&["logs", "again"]) == "second\n"
     });
     assert_eq!(cluster.kubectl(&["logs", "again", "-p"]), "first\n");
@@ -181,7 +181,7 @@ fn what_a_container_says_is_read_in_every_way() {
     assert_eq!(
         curl(&[&admin[..], &["--tls-max", "1.2"]].concat(), "/pods"),
         "000",
-        "an older version of TLS is not spoken"
+        "an older version of TLS is refused"
     );
 
     // Logs of a service are searched in the journal, then in its own file.
@@ -218,7 +218,7 @@ fn what_a_container_says_is_read_in_every_way() {
         "200"
     );
     cluster.end_clean();
-    cluster.wait("what is logged of that", || {
+    cluster.wait("the log lines of the new verbosity", || {
         let log = cluster.log("agent");
         // The agent may be writing the last line.
         let (whole, _) = log.rsplit_once('\n').unwrap();
@@ -240,7 +240,7 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
     // Lines that were rotated away before following begins are not shown, so the script waits for the follower.
     let bursts = "echo begun; until test -e /go; do sleep 0.2; done; i=0; while test $i -lt 3000; do i=$((i+1)); echo number $i; test $((i % 1000)) -eq 0 && sleep 4; done; echo over";
     cluster.apply(&pod("counter", image, bursts));
-    cluster.wait("it to run", || {
+    cluster.wait("the pod to run", || {
         !cluster.pod("counter")["status"]["containerStatuses"][0]["state"]["running"].is_null()
     });
     let arguments = ["logs", "-f", "counter"];
@@ -265,7 +265,7 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
     let files = std::fs::read_dir(rotated.unwrap().path().join("c"))
         .unwrap()
         .count();
-    assert!(files > 1, "it was rotated meanwhile");
+    assert!(files > 1, "the log was rotated meanwhile");
     assert!(
         text == expected,
         "{} lines, {} bytes of {}",
@@ -274,7 +274,7 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
         expected.len()
     );
     let mut ended = None;
-    cluster.wait("the container's end to be told", || {
+    cluster.wait("the container's end in the status", || {
         let pod = cluster.pod("counter");
         let state = &pod["status"]["containerStatuses"][0]["state"];
         let at = state["terminated"]["finishedAt"].as_str();
@@ -282,7 +282,10 @@ fn a_log_is_followed_across_rotations(cluster: &Cluster, image: &str) {
         ended.is_some()
     });
     let late = over.as_second() - ended.unwrap().as_second();
-    assert!(late < 25, "it ends with the container, not {late} s later");
+    assert!(
+        late < 25,
+        "following ends with the container, not {late} s later"
+    );
 }
 
 /// The number of lines in the files of a log, from the oldest file on; each line begins with its
@@ -311,7 +314,7 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
             }
             let number = line.split(' ').nth(3).and_then(|n| n.parse::<u64>().ok());
             if number != Some(next) {
-                return Err(format!("{name}: {number:?} where {next} was to come"));
+                return Err(format!("{name}: {number:?} instead of {next}"));
             }
             next += 1;
         }
@@ -321,7 +324,7 @@ fn lines_in_order(dir: &Path) -> Result<u64, String> {
 
 /// The writer does not wait, and its log is rotated while it writes.
 #[test]
-fn a_fast_writer_loses_no_line_to_rotations() {
+fn rotations_lose_no_line_of_a_fast_writer() {
     let cluster = Cluster::start_configured(
         "fastlog",
         67,
@@ -336,7 +339,7 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     cluster.apply(&(writer + &pod("long", &image, long)));
     let of_all = cluster.data().join("pods-logs");
     let mut lines = None;
-    cluster.wait("all to be written", || {
+    cluster.wait("all lines to be written", || {
         let uid = cluster.pod("writer")["metadata"]["uid"].clone();
         let volume = "volumes/kubernetes.io~empty-dir/v/lines";
         let noted = format!("agent/pods/{}/{volume}", uid.as_str().unwrap());
@@ -351,15 +354,15 @@ fn a_fast_writer_loses_no_line_to_rotations() {
     let dir = of_pod.unwrap().path().join("c");
     let mut found = Ok(0);
     // Files that are being compressed exist twice for a while.
-    cluster.wait("every line once and in order", || {
+    cluster.wait("every line in the files, once and in order", || {
         found = lines_in_order(&dir);
         eprintln!("{found:?} of {lines:?}");
         found.as_ref().ok() == lines.as_ref()
     });
     let files = std::fs::read_dir(&dir).unwrap().count();
-    assert!(files > 2, "it was rotated meanwhile: {files}");
+    assert!(files > 2, "the log was rotated meanwhile: {files}");
     let log = |arguments: &[&str]| cluster.kubectl(&[&["logs", "long"], arguments].concat());
-    cluster.wait("the long line", || log(&[]).ends_with("end\n"));
+    cluster.wait("the long line in the log", || log(&[]).ends_with("end\n"));
     let line = "x".repeat(40_000) + "\n";
     assert_eq!(log(&["--tail=1"]), "end\n");
     assert!(log(&["--tail=2"]) == line.clone() + "end\n");
@@ -393,7 +396,7 @@ fn every_line_in_order(said: impl BufRead, each: impl Fn()) -> (u64, Option<Inst
         assert_eq!((number, line.len()), (Some(next), 999), "{times}");
         next += 1;
     }
-    panic!("it was cut off after line {next} of {times}");
+    panic!("the log ended after line {next} of {times}");
 }
 
 /// A pod that prints these lines from a host directory ten times, then up to thirty times until the
@@ -423,7 +426,7 @@ fn a_fast_log_is_followed_without_a_gap() {
     let lines = (0..LINES).map(|n| format!("{n:08}{}\n", "x".repeat(991)));
     std::fs::write(shared.path().join("lines"), lines.collect::<String>()).unwrap();
     cluster.apply(&fast_writer(&image, shared.path()));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("writer"), "Ready") == "True"
     });
     let of_pod = std::fs::read_dir(cluster.data().join("pods-logs"))
@@ -460,7 +463,7 @@ fn a_fast_log_is_followed_without_a_gap() {
         (times * LINES) as f64 / 1000.0 / took.as_secs_f64(),
         files()
     );
-    assert!(files() > 2, "it was rotated meanwhile: {}", files());
+    assert!(files() > 2, "the log was rotated meanwhile: {}", files());
     drop(follow);
     cluster.kubectl(&["delete", "pod", "writer"]);
 }
@@ -476,7 +479,7 @@ fn answered_now(cluster: &Cluster) -> Vec<String> {
 
 /// Measured from the timestamps of the runtime: the delay is caused by the agent, the control plane and kubectl.
 #[test]
-fn a_followed_log_shows_a_line_at_once() {
+fn a_followed_log_shows_new_lines_immediately() {
     let cluster = Cluster::start("follow", 94);
     let image = support::busybox(&cluster);
     cluster.apply(&pod(
@@ -484,7 +487,7 @@ fn a_followed_log_shows_a_line_at_once() {
         &image,
         "while true; do sleep 0.7; echo tick; done",
     ));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("clock"), "Ready") == "True"
     });
     let mut follow = Running(
@@ -507,7 +510,7 @@ fn a_followed_log_shows_a_line_at_once() {
             })
             .collect();
         late.sort_unstable();
-        assert_eq!(late.len(), 15, "it goes on");
+        assert_eq!(late.len(), 15, "15 lines arrive");
         late
     };
     // On an idle machine the delay is some milliseconds. A busy machine delays some of the lines, and
@@ -523,10 +526,14 @@ fn a_followed_log_shows_a_line_at_once() {
     }
     assert!(
         rows.iter().any(|late| late[4] < 100),
-        "a third of some row within a tenth of a second: {rows:?} ms"
+        "a third of the lines of a row within a tenth of a second: {rows:?} ms"
     );
-    assert_eq!(answered_now(&cluster), ["1"], "while it is followed");
+    assert_eq!(
+        answered_now(&cluster),
+        ["1"],
+        "one open request while following"
+    );
     drop(follow);
-    cluster.wait("the request's end", || answered_now(&cluster) == ["0"]);
+    cluster.wait("the request to end", || answered_now(&cluster) == ["0"]);
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
 }

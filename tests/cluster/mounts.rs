@@ -16,7 +16,7 @@ fn ready(cluster: &Cluster, pod: &str) -> bool {
 }
 
 #[test]
-fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
+fn a_subpath_never_escapes_its_volume() {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
     use holdfast::core::pod::cgroup::Driver;
@@ -109,7 +109,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
             match runtime.block_on(host.mount_source(&pod, &resolved, &place)) {
                 Ok(target) => {
                     mounted += 1;
-                    assert!(!target.join("secret").exists(), "{path} led outside");
+                    assert!(!target.join("secret").exists(), "{path} escaped the volume");
                     nix::mount::umount2(&target, nix::mount::MntFlags::MNT_DETACH).unwrap();
                 }
                 Err(_) => refused += 1,
@@ -121,7 +121,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
         .unwrap()
         .map(|e| e.unwrap().file_name().into_string().unwrap())
         .collect();
-    assert_eq!(names, ["x"], "nothing was made outside");
+    assert_eq!(names, ["x"], "nothing was created outside");
     eprintln!(
         "{} swaps, {mounted} mounts, {refused} refusals",
         swaps.load(Ordering::Relaxed)
@@ -129,7 +129,7 @@ fn a_subpath_never_leads_out_of_its_volume_whoever_swaps_what() {
 }
 
 #[test]
-fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
+fn mounts_follow_their_propagation_and_host_paths_are_checked() {
     use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
     let cluster = Cluster::start("propagation", 40);
@@ -248,7 +248,7 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
         "[{name: v, nfs: {server: 127.0.0.1, path: /none, readOnly: true}}]",
         "[{name: v, mountPath: /v}]",
     ));
-    cluster.wait("the mount's words", || {
+    cluster.wait("an event with the error of mount", || {
         cluster
             .events("nfs")
             .contains("mount -t nfs 127.0.0.1:/none failed with ")
@@ -262,7 +262,7 @@ fn mounts_appear_where_their_propagation_says_and_host_paths_are_checked() {
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
     assert!(
         place.path().join("made/deep").is_dir(),
-        "what is on the host stays"
+        "directories of the host remain"
     );
     for below in ["late", "theirs", ""] {
         umount2(&place.path().join(below), MntFlags::MNT_DETACH).unwrap();

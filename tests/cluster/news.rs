@@ -103,7 +103,7 @@ fn annotations(bench: &Bench) {
 }
 
 #[test]
-fn containers_start_as_soon_as_what_they_lacked_is_there() {
+fn containers_start_as_soon_as_a_missing_object_exists() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("proxy.sock");
     let target = PathBuf::from("/run/holdfast-t-news/containerd.sock");
@@ -126,5 +126,5 @@ fn containers_start_as_soon_as_what_they_lacked_is_there() {
     let all = ["delete", "pod", "--all", "--wait=true"];
     bench.cluster.kubectl(&all);
     let nothing = || bench.cluster.leftovers_known().is_empty();
-    bench.cluster.wait_quietly("nothing to be left", nothing);
+    bench.cluster.wait_quietly("no leftovers", nothing);
 }

@@ -83,7 +83,7 @@ fn labels_count_at_once(cluster: &Cluster) {
         "--overwrite",
         "kubernetes.io/os=plan9",
     ]);
-    cluster.wait("the platform's label to be put right", || {
+    cluster.wait("the platform's label to be corrected", || {
         cluster.node()["metadata"]["labels"]["kubernetes.io/os"] == "linux"
     });
 }
@@ -95,14 +95,14 @@ fn devices_of_another_agent_are_zeroed(cluster: &Cluster) {
     stop_agent(cluster);
     let before = heartbeat(cluster);
     cluster.up();
-    cluster.wait("the first report of an agent that starts anew", || {
+    cluster.wait("the first status of the restarted agent", || {
         heartbeat(cluster) != before
     });
     let kept = capacity(cluster, "example.com/gpu");
     assert_eq!(
         kept.as_deref(),
         Some("4"),
-        "an administrator's resources stay"
+        "an administrator's resources remain"
     );
     stop_agent(cluster);
     let huge = json!({"nodeInfo": {"kubeletVersion": "v1.36.2"}, "capacity": {"hugepages-3Mi": "6Mi"}, "allocatable": {"hugepages-3Mi": "6Mi"}});
@@ -131,9 +131,13 @@ fn a_short_absence_of_the_runtime_is_no_news(cluster: &Cluster) {
     let before = transition(&cluster.node());
     signal(containerd, nix::sys::signal::SIGSTOP);
     std::thread::sleep(Duration::from_secs(18));
-    assert_eq!(cluster.ready().0, "True", "18 s without the runtime");
+    assert_eq!(
+        cluster.ready().0,
+        "True",
+        "the node is ready after 18 s without the runtime"
+    );
     assert_eq!(transition(&cluster.node()), before);
-    cluster.wait("the node to be not ready", || cluster.ready().0 == "False");
+    cluster.wait("the node not to be ready", || cluster.ready().0 == "False");
     let message = cluster.ready().1;
     assert!(
         message.starts_with("container runtime is down: "),
@@ -170,20 +174,25 @@ fn what_becomes_of_the_node_is_told(cluster: &Cluster) {
         cluster.kubectl(&[verb, &name]);
         cluster.wait(now, || told(cluster).contains(&event));
     }
-    assert!(!told(cluster).contains("Rebooted"), "only the agent was");
+    assert!(
+        !told(cluster).contains("Rebooted"),
+        "the agent restarted, the machine did not"
+    );
     let boot_id = cluster.node()["status"]["nodeInfo"]["bootID"].clone();
     let boot_id = boot_id.as_str().unwrap();
     let event = format!("Warning Rebooted Node {name} has been rebooted, boot id: {boot_id}\n");
     stop_agent(cluster);
     write_status(cluster, &json!({"nodeInfo": {"bootID": "of-before"}}));
     cluster.up();
-    cluster.wait("a reboot", || told(cluster).contains(&event));
+    cluster.wait("the event about the reboot", || {
+        told(cluster).contains(&event)
+    });
 }
 
 fn a_deleted_node_is_registered_at_the_next_start(cluster: &Cluster) {
     let name = cluster.node_name();
     cluster.kubectl(&["delete", "node", &name]);
-    cluster.wait_quietly("the agent to say so", || {
+    cluster.wait_quietly("the agent to log the deletion", || {
         cluster.log("agent").contains("the Node object was deleted")
     });
     std::thread::sleep(Duration::from_secs(5));
@@ -213,7 +222,7 @@ fn limits_are_the_configured_ones(cluster: &Cluster) {
 }
 
 #[test]
-fn the_node_object_is_true_and_known() {
+fn the_node_object_is_kept_correct() {
     let resolv_conf = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(resolv_conf.path(), "nameserver 192.0.2.1\n").unwrap();
     let fields = format!(
@@ -258,7 +267,7 @@ fn a_second_one_is_refused(cluster: &Cluster, image: &str, resources: &Value) {
     // With a node's name in the spec, the scheduler is not involved.
     let spec = json!({"nodeName": cluster.node_name(), "restartPolicy": "Never", "containers": [container]});
     pod(cluster, "second", &spec);
-    cluster.wait("the second one to be refused", || {
+    cluster.wait("the second pod to be refused", || {
         cluster.pod("second")["status"]["phase"] == "Failed"
     });
     assert_eq!(cluster.pod("second")["status"]["reason"], "OutOfcpu");
@@ -289,11 +298,11 @@ fn managers_are_counted(cluster: &Cluster) {
 }
 
 #[test]
-fn processors_and_memory_are_a_guaranteed_pods_own() {
+fn a_guaranteed_pod_gets_exclusive_cpus_and_memory() {
     let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap();
     let all = cpuset::parse_list(&online).unwrap();
     let Some(last) = all.last().filter(|_| all.len() > 1) else {
-        return support::skip::skipped("this machine has one processor");
+        return support::skip::skipped("this machine has one CPU");
     };
     // All other CPUs are reserved, so that one can be assigned.
     let rest = cpuset::list(&(&all - &[*last].into()));
@@ -319,7 +328,7 @@ fn processors_and_memory_are_a_guaranteed_pods_own() {
     run("own", whole.clone());
     runs("own");
     assert_eq!(allowed(&cluster, "own"), last);
-    cluster.wait("the other to leave it", || {
+    cluster.wait("the other pod to leave the CPU", || {
         allowed(&cluster, "shares") == rest
     });
     run("later", json!({}));
@@ -334,19 +343,19 @@ fn processors_and_memory_are_a_guaranteed_pods_own() {
     a_second_one_is_refused(&cluster, &image, &whole);
     stop_agent(&cluster);
     cluster.up();
-    cluster.wait("the agent to answer", || cluster.ready().0 == "True");
-    cluster.wait("the processors to be as they were", || {
+    cluster.wait("the node to be ready", || cluster.ready().0 == "True");
+    cluster.wait("the CPUs to be assigned as before", || {
         allowed(&cluster, "own") == last && allowed(&cluster, "shares") == rest
     });
     // The containers keep their CPUs all the time, which does not show whether the new agent knows the assignment.
-    cluster.wait("the agent to know whose they are", || {
+    cluster.wait("the agent to report the same assignments", || {
         (who_has_what(&cluster), checkpointed(&cluster)) == (told.clone(), 1)
     });
     cluster.kubectl(&["delete", "pod", "own"]);
-    cluster.wait("all to be shared again", || {
+    cluster.wait("all CPUs to be shared again", || {
         allowed(&cluster, "shares") == all && allowed(&cluster, "later") == all
     });
-    cluster.wait("its memory to be free", || checkpointed(&cluster) == 0);
+    cluster.wait("the memory to be released", || checkpointed(&cluster) == 0);
 }
 
 fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std::path::Path) {
@@ -364,7 +373,7 @@ fn the_resolver_configuration_is_read_again(cluster: &Cluster, resolv_conf: &std
     let draft = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(draft.path(), "nameserver 192.0.2.2\n").unwrap();
     draft.persist(resolv_conf).unwrap();
-    cluster.wait_quietly("the agent to see it", || {
+    cluster.wait_quietly("the agent to see the change", || {
         cluster.log("agent").contains("DNS configuration changed")
     });
     assert!(of("after").contains("nameserver 192.0.2.2"));
@@ -390,12 +399,12 @@ fn tiers_weigh_what_their_pods_ask_for(cluster: &Cluster) {
     };
     let burstable = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": {"cpu": "250m"}}}]});
     pod(cluster, "burst", &burstable);
-    cluster.wait("the burstable tier to weigh what its pod asks for", || {
+    cluster.wait("the burstable tier to have its pod's weight", || {
         shares(cluster, "/burstable") == expected("256", "10")
     });
     assert_eq!(shares(cluster, "/besteffort"), expected("2", "1"));
     cluster.kubectl(&["delete", "pod", "burst"]);
-    cluster.wait("the burstable tier to weigh nothing again", || {
+    cluster.wait("the burstable tier to have the lowest weight again", || {
         shares(cluster, "/burstable") == expected("2", "1")
     });
 }
@@ -441,7 +450,7 @@ fn units() -> Vec<(String, String)> {
 
 /// The runtime must see the mounts that the agent creates, so the service must not get its own mount namespace.
 #[test]
-fn units_leave_mounts_alone_and_are_never_given_up() {
+fn units_have_no_mount_namespace_and_restart_without_limit() {
     let namespaces = [
         "ProtectSystem",
         "ProtectHome",
@@ -494,7 +503,7 @@ fn units_leave_mounts_alone_and_are_never_given_up() {
 }
 
 #[test]
-fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
+fn uninstalling_leaves_only_files_of_the_administrator() {
     let root = tempfile::tempdir().unwrap();
     let run = |target: &str| {
         let mut command = Command::new("make");
@@ -574,7 +583,7 @@ fn installing_and_uninstalling_leaves_only_what_is_the_administrators() {
 
 /// The help of the flags lists every flag that the unit files use.
 #[test]
-fn flags_of_the_kubelet_are_known() {
+fn kubelet_flags_are_in_the_help() {
     let output = Command::new(support::holdfast())
         .args(["agent", "--help"])
         .output()
@@ -665,7 +674,7 @@ fn share_a_claim(cluster: &Cluster, image: &str) {
         cluster.apply(&pod.to_string());
     }
     for name in ["one", "two"] {
-        cluster.wait("the claim to be refused while it is not the pod's", || {
+        cluster.wait("an event that the claim is not the pod's", || {
             let events = cluster.events(name);
             events.contains("FailedPrepareDynamicResources Failed to prepare dynamic resources: prepare dynamic resources: pod")
                 && events.contains("is not allowed to use ResourceClaim shared")
@@ -682,7 +691,7 @@ fn exchange_the_agent(cluster: &Cluster, driver: &str) {
     cluster.apply(&slice.to_string());
     cluster.kill("agent");
     cluster.up();
-    cluster.wait("the slice to be gone", || {
+    cluster.wait("the slice to be deleted", || {
         let slices = cluster.kubectl(&["get", "resourceslices", "-o", "name"]);
         slices.is_empty()
     });
@@ -727,7 +736,7 @@ fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
 /// Two pods share a claim. The claim is prepared once, and its device is in both pods. The claim is
 /// unprepared when both have exited, before the terminal status of the second one is published.
 #[test]
-fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
+fn claims_are_prepared_once_and_released_before_the_terminal_status() {
     const DRIVER: &str = "dra.holdfast.test";
     let Some(containerd) = containerd_with_cdi() else {
         return;
@@ -757,26 +766,26 @@ fn claims_are_prepared_once_and_given_back_before_the_end_is_told() {
         asked("outcome \"\"") >= 2
     });
     cluster.kubectl(&["delete", "pod", "one"]);
-    cluster.wait("the first pod to be gone", || cluster.pods().len() == 1);
+    cluster.wait("the first pod to be removed", || cluster.pods().len() == 1);
     assert_eq!((asked("prepare shared"), asked("unprepare")), (1, 0));
 
     driver.refuse(Some("not yet"));
     let id = cluster.pod("two")["status"]["containerStatuses"][0]["containerID"].clone();
     let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
     support::ctr(&cluster, "k8s.io", &["tasks", "kill", "-s", "SIGKILL", &id]);
-    cluster.wait("the claim to be given back", || {
+    cluster.wait("a call to unprepare the claim", || {
         asked("unprepare shared") > 0
     });
     let status = cluster.pod("two")["status"].clone();
     assert_eq!(status["phase"], "Running", "{status}");
     driver.refuse(None);
-    cluster.wait("the second pod to have ended", || {
+    cluster.wait("the second pod to fail", || {
         cluster.pod("two")["status"]["phase"] == "Failed"
     });
     let state = std::fs::read_to_string(cluster.data().join("agent/dra_manager_state")).unwrap();
     assert!(state.contains("\\\"ClaimInfoStateList\\\":[]"), "{state}");
     cluster.kubectl(&["delete", "pod", "two"]);
-    cluster.wait("nothing to be left of the pods", || {
+    cluster.wait("no leftovers of the pods", || {
         cluster.leftovers().is_empty()
     });
 }

@@ -111,7 +111,7 @@ fn let_grow(cluster: &Cluster, names: &[&str]) {
     }
     for name in names {
         let done = volume_of(cluster, name).join("done");
-        cluster.wait_quietly(&format!("{name} to have grown"), || done.exists());
+        cluster.wait_quietly(&format!("{name} to grow"), || done.exists());
     }
 }
 
@@ -136,7 +136,7 @@ struct Bystanders(std::collections::BTreeMap<String, Value>);
 impl Bystanders {
     fn of(cluster: &Cluster, names: &[&str]) -> Bystanders {
         let ready = |name: &&str| support::condition(&cluster.pod(name), "Ready") == "True";
-        cluster.wait("the bystanders", || names.iter().all(ready));
+        cluster.wait("the bystanders to be ready", || names.iter().all(ready));
         let id =
             |name: &str| cluster.pod(name)["status"]["containerStatuses"][0]["containerID"].clone();
         let all = names.iter().map(|name| ((*name).to_owned(), id(name)));
@@ -161,7 +161,7 @@ impl Bystanders {
 /// Starts a hog and waits until the node has reported the pressure and evicted it. Returns the hog's status.
 fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Value {
     let_go(cluster, name);
-    cluster.wait("the node to say what is short", || {
+    cluster.wait("the node to report the pressure", || {
         pressure(cluster, kind) == "True"
     });
     cluster.wait(&format!("{name} to be evicted"), || {
@@ -177,7 +177,7 @@ fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Valu
     assert_eq!(target.unwrap()["reason"], "TerminationByKubelet");
     let evicted = format!("Warning Evicted {low}");
     let attempt = format!("Warning EvictionThresholdMet Attempting to reclaim {resource}");
-    cluster.wait("the events of that", || {
+    cluster.wait("the events of the eviction", || {
         cluster.events(name).contains(&evicted)
             && cluster.events(&cluster.node_name()).contains(&attempt)
     });
@@ -186,7 +186,7 @@ fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Valu
 }
 
 fn until_relieved(cluster: &Cluster, kind: &str) {
-    cluster.wait("the node to be short of nothing", || {
+    cluster.wait("the end of the pressure", || {
         pressure(cluster, kind) == "False"
     });
 }
@@ -224,7 +224,9 @@ fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
     let event = eviction_of(cluster, name);
     let told: Timestamp = event["firstTimestamp"].as_str().unwrap().parse().unwrap();
     let late = told.duration_since(crossed).as_secs_f64();
-    eprintln!("{name}: evicted {late:.1} s after the crossing, or less than a second later");
+    eprintln!(
+        "{name}: evicted {late:.1} s after the threshold was crossed, rounded down to a second"
+    );
     assert!((-1.0..=2.0).contains(&late), "{late}: {event}");
 }
 
@@ -234,12 +236,12 @@ fn memory_hogs_go(cluster: &Cluster) {
     for name in ["smaller", "modest", "memory-low"] {
         let_go(cluster, name);
     }
-    cluster.wait("all to have their memory", || used(cluster) > 270 << 20);
+    cluster.wait("all pods to use their memory", || used(cluster) > 270 << 20);
     let status = std::thread::scope(|scope| {
         let measured = scope.spawn(|| watch_memory(cluster, 400 << 20, 300 << 20));
         let status = is_evicted(cluster, "memory-hog", "MemoryPressure", "memory");
         let (crossed, took) = measured.join().unwrap();
-        eprintln!("from the crossing to the victims' end: {took:?}");
+        eprintln!("from the crossing to the end of the victims: {took:?}");
         // The grace period of a hard threshold is a second; the test machine may be busy.
         assert!(took < Duration::from_secs(15), "{took:?}");
         is_quick(cluster, "memory-low", crossed);
@@ -305,12 +307,9 @@ fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
     let id = id.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
     let dead = || support::ctr(cluster, "k8s.io", &["containers", "ls", "-q"]).contains(&id);
     let_grow(cluster, &["disk-asked", "disk-more"]);
-    assert!(dead(), "its logs are there until it is deleted");
+    assert!(dead(), "the container remains until its pod is deleted");
     is_evicted(cluster, "disk-less", "DiskPressure", "ephemeral-storage");
-    assert!(
-        !dead(),
-        "the node is short of disk: dead containers went first"
-    );
+    assert!(!dead(), "dead containers are removed first");
 }
 
 fn make_disk_hogs(cluster: &Cluster) {
@@ -390,7 +389,7 @@ fn fork_bombs_go(cluster: &Cluster) {
     hog(cluster, "forks-few", &processes(60));
     hog(cluster, "forks-more", &processes(800));
     hog_with(cluster, "forks-low", &processes(700), &of_class("low"));
-    cluster.wait("the third one", || {
+    cluster.wait("the third pod to be ready", || {
         support::condition(&cluster.pod("forks-more"), "Ready") == "True"
     });
     count_processes_anew(cluster);
@@ -413,7 +412,7 @@ fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
     hog_with(cluster, "soft-hog", script, &patient);
     hog(cluster, "late-hog", &memory_of_size("300m"));
     let_go(cluster, "soft-hog");
-    cluster.wait("the soft threshold to be acted upon", || {
+    cluster.wait("an eviction by the soft threshold", || {
         cluster.events("soft-hog").contains("Warning Evicted ")
     });
     let crossed = std::thread::scope(|scope| {
@@ -432,7 +431,7 @@ fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
 
 /// Waits until a pod whose eviction has begun has stopped, and returns its status.
 fn is_evicted_at_last(cluster: &Cluster, name: &str) -> Value {
-    cluster.wait(&format!("{name} to end"), || {
+    cluster.wait(&format!("{name} to terminate"), || {
         cluster.pod(name)["status"]["phase"] == "Failed"
     });
     let status = cluster.pod(name)["status"].clone();
@@ -500,7 +499,7 @@ fn make_small_node() -> (Cluster, Small, Group) {
 /// For each resource there are two hogs, and other pods that use no more than they may: only the hogs
 /// are evicted, in order.
 #[test]
-fn pods_that_use_up_the_node_are_evicted_and_others_stay() {
+fn pods_that_exhaust_the_node_are_evicted_and_others_stay() {
     let (cluster, root, _system) = make_small_node();
     let sizes = json!({"cpu": "10m", "memory": "50Mi"});
     let guaranteed = json!({"containers": [{"name": "c", "image": "holdfast.local/demo:1", "resources": {"requests": sizes, "limits": sizes}}]});
@@ -618,7 +617,7 @@ fn guaranteed() -> Pod {
 
 /// The tree with its QoS tiers and reservations. The agent reverts changes of others in it and in a pod's cgroup.
 #[tokio::test]
-async fn cgroups_are_as_described_whoever_changes_them() {
+async fn changed_cgroups_are_restored() {
     let (root, system) = ("/holdfast-t-tree", "/holdfast-t-tree-system");
     let _groups = [Group::made(root), Group::made(system)];
     let dir = tempfile::tempdir().unwrap();
@@ -661,8 +660,8 @@ async fn cgroups_are_as_described_whoever_changes_them() {
     sys::cgroup::remove(&format!("{root}/kubepods/burstable")).unwrap();
     let begun = Instant::now();
     let mended = tokio::time::timeout(Duration::from_secs(10), host.mend_cgroups()).await;
-    let mended = mended.expect("changes are seen within seconds");
-    eprintln!("set back after {:?}: {mended:?}", begun.elapsed());
+    let mended = mended.expect("changes are detected within seconds");
+    eprintln!("restored after {:?}: {mended:?}", begun.elapsed());
     let names: Vec<&str> = mended.iter().map(|m| m.cgroup.as_str()).collect();
     let burstable = format!("{root}/kubepods/burstable");
     assert_eq!(names, [system, &tier, &burstable, &own]);

@@ -173,7 +173,7 @@ fn attach(cluster: &Cluster) {
         let names = "jsonpath={.items[*].metadata.name}";
         cluster.kubectl(&["get", "volumeattachments", "-o", names])
     };
-    cluster.wait("the attachment to be asked for", || !names().is_empty());
+    cluster.wait("a VolumeAttachment", || !names().is_empty());
     let patch = r#"{"status": {"attached": true}}"#;
     let name = names();
     let how = ["--subresource=status", "--type=merge", "-p", patch];
@@ -209,7 +209,7 @@ impl Node {
         });
         let node = cluster.node_name();
         cluster.apply(&objects(&node, dirs[1].path(), disks.each_ref()));
-        cluster.wait("the drivers", || {
+        cluster.wait("the drivers to be registered", || {
             let mut all = drivers.iter();
             all.all(|(running, _)| running.driver.outcome().as_deref() == Some(""))
         });
@@ -237,7 +237,7 @@ impl Node {
             }
         }
         if self.iscsi.link.symlink_metadata().is_ok() {
-            left.push("the session of iSCSI".into());
+            left.push("the iSCSI session".into());
         }
         for (kind, field) in [
             ("nodes", "status.volumesInUse[*]"),
@@ -292,7 +292,7 @@ impl Node {
         while !self.left().is_empty() {
             assert!(
                 Instant::now() < deadline,
-                "{round}: there is left: {:#?}\nagent's log:\n{}",
+                "{round}: leftovers: {:#?}\nagent's log:\n{}",
                 self.left(),
                 self.cluster.log("agent")
             );
@@ -303,7 +303,7 @@ impl Node {
             assert_eq!(canary.unwrap(), "alive");
         }
         for (running, _) in &self.drivers {
-            self.cluster.wait("what was staged to be unstaged", || {
+            self.cluster.wait("all staged volumes to be unstaged", || {
                 let calls = running.driver.calls();
                 let last = |call: &str| calls.iter().rposition(|c| c.starts_with(call));
                 last("unstage") >= last("stage")
@@ -313,7 +313,7 @@ impl Node {
 }
 
 #[test]
-fn what_a_killed_agent_had_set_up_is_undone_for_each_type() {
+fn volumes_of_a_killed_agent_are_cleaned_up_for_each_type() {
     let node = Node::start();
     node.round("ready", None);
     node.round("soon", Some(Duration::from_millis(300)));

@@ -34,12 +34,12 @@ const FREEZE: Duration = Duration::from_secs(33);
 const DRIVER: &str = "slow.test";
 
 #[test]
-fn the_installed_runtime() {
+fn recovery_is_quick_with_the_installed_runtime() {
     Node::start("rows", 60, None).all_rows();
 }
 
 #[test]
-fn newer_runtimes() {
+fn recovery_is_quick_with_newer_runtimes() {
     let containerds = support::skip::fetched("HOLDFAST_RUNTIMES", "usr/bin/containerd");
     // One after the other: three concurrent bursts on two cores would measure the machine.
     for (i, containerd) in (0..).zip(&containerds) {
@@ -144,9 +144,7 @@ impl Node {
         self.frozen_apiserver();
         self.cluster
             .kubectl(&["delete", "pod", "--all", "--wait=true"]);
-        self.within(20, "nothing is left", || {
-            self.cluster.leftovers().is_empty()
-        });
+        self.within(20, "no leftovers", || self.cluster.leftovers().is_empty());
     }
 
     /// Runs rows in threads. If a row fails, the test fails after all have finished.
@@ -233,7 +231,9 @@ impl Node {
     fn delete(&self, name: &str, seconds: u64) {
         self.cluster
             .kubectl(&["delete", "pod", name, "--wait=false"]);
-        self.within(seconds, &format!("{name} is gone"), || self.is_gone(name));
+        self.within(seconds, &format!("{name} is removed"), || {
+            self.is_gone(name)
+        });
     }
 
     fn observe(&self, uid: &str) -> ObservedPod {
@@ -330,7 +330,7 @@ impl Node {
         let spec = with_sidecar(&sidecar, &self.container("main", "sleep 2", ""));
         self.cluster.apply(&manifest("sidecar", "", &spec));
         let uid = uid(&self.pod("sidecar").unwrap());
-        self.within(10, "the container starts", || {
+        self.within(10, "the container starts after its sidecar", || {
             let said = self.explain("sidecar");
             // The runtime is queried after the explanation, so its state can only be newer.
             let main = self.observe(&uid).newest("main").cloned();
@@ -338,14 +338,14 @@ impl Node {
             assert!(!waits || !said.contains("Running as specified"), "{said}");
             !waits
         });
-        self.within(15, "the pod ends", || self.is("sidecar", "Succeeded"));
+        self.within(15, "the pod succeeds", || self.is("sidecar", "Succeeded"));
         let pod = self.pod("sidecar").unwrap();
         let main = &pod["status"]["containerStatuses"][0]["state"]["terminated"];
         let waited =
             time(&main["startedAt"]).duration_since(time(&pod["metadata"]["creationTimestamp"]));
         assert!(is_within(waited, 10), "{waited:?}: {pod:#}");
         self.took(
-            "a container with a sidecar that takes a second starts after",
+            "a container whose sidecar takes a second to start starts after",
             waited,
         );
         self.delete("sidecar", 10);
@@ -412,7 +412,10 @@ impl Node {
             assert!(is_within(after, 5), "{after:?}: {pod:#}");
             longest = longest.max(after);
         }
-        self.took("20 containers that end at once are seen after", longest);
+        self.took(
+            "20 containers that exit at once are reported after",
+            longest,
+        );
         self.cluster
             .kubectl(&["delete", "pod", "-l", "row=instant"]);
     }
@@ -439,7 +442,7 @@ impl Node {
         };
         let ended = self.within(20, "no shim is left", || shims() == 0);
         self.took(
-            "the shims of 48 pods that were deleted while they started ended after",
+            "the shims of 48 pods that were deleted during their start exited after",
             ended,
         );
     }
@@ -455,7 +458,7 @@ impl Node {
             &format!("containers: [{first}, {second}]"),
         ));
         let status = || self.pod("hook").unwrap()["status"]["containerStatuses"].clone();
-        self.within(20, "a is started again", || {
+        self.within(20, "container a is restarted", || {
             let a = status()[0].clone();
             a["restartCount"].as_i64() >= Some(1) && a["lastState"]["terminated"].is_object()
         });
@@ -468,7 +471,7 @@ impl Node {
             let waited =
                 time(started).duration_since(time(&a["lastState"]["terminated"]["finishedAt"]));
             assert!(is_within(waited, 8), "{waited:?}: {a:#}");
-            self.took("restart beside a hook after", waited);
+            self.took("restart while a hook runs after", waited);
         }
         self.delete("hook", 15);
     }
@@ -482,19 +485,19 @@ impl Node {
             metadata,
             &format!("containers: [{container}]"),
         ));
-        self.within(20, "it is ready", || self.is_ready("held"));
+        self.within(20, "the pod is ready", || self.is_ready("held"));
         self.cluster
             .kubectl(&["delete", "pod", "held", "--wait=false"]);
-        self.within(20, "it ends", || {
+        self.within(20, "the container exits", || {
             let pod = self.pod("held").unwrap();
             pod["status"]["containerStatuses"][0]["state"]["terminated"].is_object()
         });
         // Its final status is published first; the node releases its resources a moment later.
-        self.within(20, "the node gives it back", || {
+        self.within(20, "the node releases the pod", || {
             self.pod("held").unwrap()["metadata"]["deletionGracePeriodSeconds"] == 0
         });
         let version = || self.pod("held").unwrap()["metadata"]["resourceVersion"].clone();
-        self.within(20, "its last status", || {
+        self.within(20, "the pod's last status", || {
             let before = version();
             std::thread::sleep(Duration::from_secs(1));
             version() == before
@@ -503,20 +506,22 @@ impl Node {
         std::thread::sleep(Duration::from_secs(10));
         let deletes = self.requests("DELETE") - before.0;
         let patches = self.requests("PATCH") - before.1;
-        assert_eq!(version(), before.2, "nothing is written to it");
+        assert_eq!(version(), before.2, "the pod is not updated");
         // Two other rows run at the same time. Each deletes a pod and reports the start and the end of its pods.
         assert!(
             deletes <= 3 && patches <= 40,
             "{deletes} DELETE, {patches} PATCH requests in 10 s"
         );
         self.took(
-            "requests in 10 s beside a finalizer, DELETE and PATCH",
+            "DELETE and PATCH requests in 10 s while a finalizer exists",
             (deletes, patches),
         );
         let patch = r#"{"metadata": {"finalizers": null}}"#;
         self.cluster
             .kubectl(&["patch", "pod", "held", "--type=merge", "--patch", patch]);
-        self.within(5, "it is gone with its finalizer", || self.is_gone("held"));
+        self.within(5, "the pod is removed with its finalizer", || {
+            self.is_gone("held")
+        });
     }
 
     /// The script of each version of a static pod: it writes its version. Every other version exits, so
@@ -533,9 +538,11 @@ impl Node {
             ));
         }
         let ran = self.within(40, "the last version runs", || self.note("changed") == "10");
-        let shown = self.within(20, "its mirror shows it", || self.mirrors("changed", 10));
+        let shown = self.within(20, "the mirror shows the last version", || {
+            self.mirrors("changed", 10)
+        });
         self.took(
-            "the tenth version of a manifest runs and is mirrored after another",
+            "the tenth version of a manifest runs after, and then is mirrored after",
             (ran, shown),
         );
     }
@@ -547,12 +554,12 @@ impl Node {
         let container = self.container("c", &format!("sleep {marker}"), "");
         self.cluster
             .apply(&manifest("shim", "", &format!("containers: [{container}]")));
-        self.within(20, "it is ready", || self.is_ready("shim"));
+        self.within(20, "the pod is ready", || self.is_ready("shim"));
         let before = self.pod("shim").unwrap();
         let id = |pod: &Value| pod["status"]["containerStatuses"][0]["containerID"].to_string();
         let sandbox = self.observe(&uid(&before)).sandboxes[0].id.clone();
         // The runtime reports `running` when runc releases the process, before the exec of the shell.
-        self.within(10, "its process is the container's own", || {
+        self.within(10, "the container's process runs", || {
             !processes(&format!("sleep {marker}")).is_empty()
         });
         let old = processes(&format!("sleep {marker}"));
@@ -565,12 +572,16 @@ impl Node {
             self.pod("shim")
                 .is_some_and(|pod| condition(&pod, "Ready") == "True" && id(&pod) != id(&before))
         });
-        self.took("ready after its shim was killed", ready);
+        self.took("a pod whose shim was killed is ready after", ready);
         let left: Vec<i32> = processes(&format!("sleep {marker}"))
             .into_iter()
             .filter(|p| old.contains(p))
             .collect();
-        assert_eq!(left, Vec::<i32>::new(), "processes of the old container");
+        assert_eq!(
+            left,
+            Vec::<i32>::new(),
+            "processes of the old container still run"
+        );
         self.delete("shim", 20);
     }
 
@@ -583,19 +594,21 @@ impl Node {
         ));
         let running = Driver::new(DRIVER, directory.path()).run(&registry);
         let driver = &running.driver;
-        self.within(20, "the registration", || driver.outcome().is_some());
+        self.within(20, "the driver is registered", || {
+            driver.outcome().is_some()
+        });
         let mount = "volumeMounts: [{name: v, mountPath: /v}]";
         let container = self.container("c", UNTIL_TERM, mount);
         let spec =
             format!("containers: [{container}], volumes: [{{name: v, csi: {{driver: {DRIVER}}}}}]");
         self.cluster.apply(&manifest("left", "", &spec));
-        self.within(20, "it is ready", || self.is_ready("left"));
+        self.within(20, "the pod is ready", || self.is_ready("left"));
         driver.hang("unpublish", true);
         kill(Pid::from_raw(self.cluster.pid("agent")), Signal::SIGKILL).unwrap();
         self.cluster
             .kubectl(&["delete", "pod", "left", "--grace-period=0", "--force"]);
         self.cluster.up();
-        self.within(40, "the driver is asked", || driver.count("unpublish") > 0);
+        self.within(40, "the driver is called", || driver.count("unpublish") > 0);
         (running, directory)
     }
 
@@ -608,11 +621,15 @@ impl Node {
                 .lines()
                 .any(|l| l.contains("kubernetes.io~csi") && l.contains(pods.to_str().unwrap()))
         };
-        assert!(mounted(), "nothing was undone in {}", directory.display());
+        assert!(
+            mounted(),
+            "the volume in {} was unmounted too early",
+            directory.display()
+        );
         hanging.driver.hang("unpublish", false);
-        let undone = self.within(20, "the volume is undone", || !mounted());
+        let undone = self.within(20, "the volume is unmounted", || !mounted());
         self.took(
-            "a volume that was left, after the driver answers again",
+            "a leftover volume is unmounted after the driver's recovery",
             undone,
         );
     }
@@ -647,10 +664,10 @@ impl Node {
         // and cannot be removed either.
         self.within(20, "the node is not ready", || !self.is_node_ready());
         apply(waiting[1]);
-        self.within(20, "it says what it waits for", || {
+        self.within(20, "an event names the network", || {
             self.cluster.events("later").contains("NetworkNotReady")
         });
-        self.within(10, "the agent says so, too", || {
+        self.within(10, "the agent explains this, too", || {
             let said = self.explain("later");
             said.contains("the node's network is not ready")
         });
@@ -666,13 +683,13 @@ impl Node {
             std::thread::sleep(Duration::from_millis(200));
         }
         drop(without);
-        let ready = self.within(30, "they start with the network", || {
+        let ready = self.within(30, "the pods start with the network", || {
             waiting.iter().all(|name| self.is_ready(name))
         });
-        let gone = self.within(60, "all that were going are gone", || {
+        let gone = self.within(60, "all deleted pods are removed", || {
             (0..30).all(|n| self.is_gone(&format!("going-{n}")))
         });
-        self.took("ready, and gone, after the network is back", (ready, gone));
+        self.took("pods ready, others removed, after recovery", (ready, gone));
         self.cluster.kubectl(&["delete", "pod", "at-once", "later"]);
         self.within(10, "no address is leased", || {
             !self
@@ -701,7 +718,7 @@ impl Node {
             self.cluster
                 .apply(&manifest(name, "", &format!("containers: [{container}]")));
         }
-        self.within(30, "they are ready", || {
+        self.within(30, "the pods are ready", || {
             probed.iter().all(|name| self.is_ready(name))
         });
         let readiness = || probed.map(|name| self.readiness(name));
@@ -734,12 +751,12 @@ impl Node {
             "",
             &format!("containers: [{container}]"),
         ));
-        self.within(20, "a new pod starts", || self.is_ready("thawed"));
+        self.within(20, "a new pod is ready", || self.is_ready("thawed"));
         self.took("a new pod is ready after the thaw", thawed.elapsed());
-        self.within(20, "the mirrors are right", || {
+        self.within(20, "the mirrors are correct", || {
             self.mirrors("changed", 12) && self.mirrors("placed", 2)
         });
-        self.took("the mirrors are right after the thaw", thawed.elapsed());
+        self.took("the mirrors are correct after the thaw", thawed.elapsed());
         std::thread::sleep(Duration::from_secs(3));
         assert_eq!(
             readiness(),
@@ -754,7 +771,7 @@ impl Node {
                     .join(format!("agent/manifests/{pod}.yaml")),
             )
             .unwrap();
-            self.within(20, "the static pod is gone", || self.is_gone(&name));
+            self.within(20, "the static pod is removed", || self.is_gone(&name));
         }
     }
 

@@ -121,7 +121,7 @@ const fn mebi(n: u64) -> u64 {
 }
 
 #[test]
-fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
+fn whole_pods_and_running_init_containers_are_resized() {
     let cluster = Cluster::start("resize-whole", 74);
     let image = support::busybox(&cluster);
     let sleep = json!(["busybox", "sleep", "1000"]);
@@ -148,7 +148,7 @@ fn pods_as_a_whole_and_init_containers_that_run_are_resized() {
         "alone",
         &json!({"resources": memory, "containers": [{"name": "c", "image": image, "command": sleep}]}),
     );
-    cluster.wait("all run", || {
+    cluster.wait("all pods to run", || {
         whole.runs("shares") && whole.runs("anew") && begins.runs("step") && alone.runs("c")
     });
     whole_pod(&whole);
@@ -185,7 +185,7 @@ fn whole_pod(pod: &Sized<'_>) {
     let before = pod.container("shares")["containerID"].clone();
     let more = json!({"limits": {"memory": "24Mi"}, "requests": {"memory": "8Mi"}});
     pod.resize(&json!({"resources": sizes("1", "128Mi"), "containers": [{"name": "anew", "resources": more}]}));
-    pod.cluster.wait("the pod's new size", || {
+    pod.cluster.wait("the pod to have the new size", || {
         pod.status()["resources"]["limits"]["memory"] == "128Mi"
             && pod.container("anew")["restartCount"] == 1
             && pod.runs("anew")
@@ -207,13 +207,14 @@ fn below_what_is_used(pod: &Sized<'_>) {
     let sized = |memory: &str| json!({"resources": {"requests": {"memory": memory}, "limits": {"memory": memory}}});
     pod.resize(&sized("8Ki"));
     let mut said = String::new();
-    pod.cluster.wait("why it is not carried out", || {
-        let Some(condition) = pod.condition() else {
-            return false;
-        };
-        said = condition["message"].as_str().unwrap_or_default().into();
-        condition["type"] == "PodResizeInProgress" && condition["reason"] == "Error"
-    });
+    pod.cluster
+        .wait("a condition about the refused resize", || {
+            let Some(condition) = pod.condition() else {
+                return false;
+            };
+            said = condition["message"].as_str().unwrap_or_default().into();
+            condition["type"] == "PodResizeInProgress" && condition["reason"] == "Error"
+        });
     assert!(
         said.contains("pod memory limit (8192) below current usage ("),
         "{said}"
@@ -221,7 +222,7 @@ fn below_what_is_used(pod: &Sized<'_>) {
     assert_eq!(pod.limits(None).0, mebi(32));
     assert_eq!(pod.limits(Some("c")).0, mebi(32));
     pod.resize(&sized("48Mi"));
-    pod.cluster.wait("another size", || {
+    pod.cluster.wait("the pod to have another size", || {
         pod.limits(None).0 == mebi(48) && pod.condition().is_none()
     });
     assert_eq!(pod.limits(Some("c")).0, mebi(48));
@@ -234,7 +235,7 @@ fn one(resources: &Value) -> Value {
 }
 
 #[test]
-fn pods_are_resized_in_place_and_wait_for_room() {
+fn pods_are_resized_in_place_and_wait_for_capacity() {
     let cluster = Cluster::start("resize", 28);
     let image = support::busybox(&cluster);
     let allocatable = cluster.node()["status"]["allocatable"]["cpu"].clone();
@@ -248,7 +249,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     let live = pod("live", "100m", "NotRequired");
     let anew = pod("anew", "100m", "RestartContainer");
     let big = pod("big", &format!("{}m", cpus * 1000 - 700), "NotRequired");
-    cluster.wait("all run", || {
+    cluster.wait("all pods to run", || {
         [&live, &anew, &big].iter().all(|p| p.runs("c"))
     });
     let before = live.container("c")["containerID"].clone();
@@ -256,7 +257,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
         json!({"requests": {"cpu": "200m", "memory": "48Mi"}, "limits": {"memory": "128Mi"}});
     for pod in [&live, &anew] {
         pod.resize(&one(&larger));
-        cluster.wait("it has its new size", || {
+        cluster.wait("the pod to have the new size", || {
             let resources = &pod.container("c")["resources"];
             resources["requests"]["cpu"] == "200m"
                 && resources["limits"]["memory"] == "128Mi"
@@ -273,13 +274,13 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     assert_eq!(
         anew.container("c")["restartCount"],
         1,
-        "its policy wants it"
+        "the resize policy requires a restart"
     );
     if !holdfast::sys::cgroup::is_v2() {
         let shares = ["cat", "/sys/fs/cgroup/cpu/cpu.shares"];
         assert_eq!(support::inside(&cluster, "live", &shares), "204");
     }
-    cluster.wait("the events", || {
+    cluster.wait("the events of the resize", || {
         let said = cluster.events("live");
         said.contains("ResizeStarted Pod resize started: {")
             && said.contains("ResizeCompleted Pod resize completed: {")
@@ -287,7 +288,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
 
     // A resize that does not fit is deferred, reports this, and is applied when capacity becomes free.
     live.resize(&one(&json!({"requests": {"cpu": "700m"}})));
-    cluster.wait("it waits", || {
+    cluster.wait("the resize to be deferred", || {
         let Some(condition) = live.condition() else {
             return false;
         };
@@ -298,7 +299,7 @@ fn pods_are_resized_in_place_and_wait_for_room() {
     });
     assert_eq!(live.container("c")["allocatedResources"]["cpu"], "200m");
     cluster.kubectl(&["delete", "pod", "big"]);
-    cluster.wait("it is granted", || {
+    cluster.wait("the resize to be granted", || {
         live.container("c")["resources"]["requests"]["cpu"] == "700m" && live.condition().is_none()
     });
     assert_eq!(live.container("c")["containerID"], before);

@@ -53,7 +53,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
         pod("dying", dead),
         pod("absent", "").replace(&image, "registry.test/none:1")
     ));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("well"), "Ready") == "True"
     });
     cluster.kubectl(&[
@@ -85,7 +85,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
     let text = std::fs::read_to_string(&log).unwrap();
     assert!(
         text.contains("TRACE") && text.len() > 100_000,
-        "this is the highest verbosity: {} bytes",
+        "the agent logs at the highest verbosity: {} bytes",
         text.len()
     );
     for entry in std::fs::read_dir(cluster.data().join("logs")).unwrap() {
@@ -96,7 +96,7 @@ fn a_secret_is_in_no_log_event_or_core_file() {
     let store = std::fs::read_dir(cluster.data().join("control"))
         .unwrap()
         .any(|e| stands_in(&e.unwrap().path(), &needles));
-    assert!(store, "the store has it");
+    assert!(store, "the store contains the secret");
     for said in [
         cluster.kubectl(&["get", "events", "-A", "-o", "yaml"]),
         cluster.kubectl(&["get", "pods", "-A", "-o", "yaml"]),

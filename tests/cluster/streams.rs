@@ -10,13 +10,13 @@ use support::client::{Administrator, Running, kubectl, pod, with};
 use support::{Cluster, condition};
 
 #[test]
-fn commands_run_in_containers_and_ports_are_reached() {
+fn commands_run_in_containers_and_ports_are_forwarded() {
     let cluster = Cluster::start("exec", 45);
     let image = support::busybox(&cluster);
     let script = "echo ready; while read line; do echo got $line; done; sleep 10000";
     cluster.apply(&pod("shell", &image, script).replace("command:", "stdin: true, command:"));
     cluster.kubectl(&["run", "web", "--image=holdfast.local/demo:1"]);
-    cluster.wait("the pods", || {
+    cluster.wait("the pods to be ready", || {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")
@@ -155,7 +155,7 @@ fn commands_run_in_containers_and_ports_are_reached() {
                 .success()
         );
     }
-    cluster.wait("their descriptors to be closed", || {
+    cluster.wait("the descriptors of the sessions to be closed", || {
         descriptors() <= before + 5
     });
     // kubectl used WebSockets with the newest protocol. It falls back to SPDY only if the server rejects them.
@@ -190,7 +190,7 @@ fn a_container_looks_around(cluster: &Cluster, image: &str) {
     .output()
     .unwrap();
     assert!(looked.status.success(), "{looked:?}");
-    cluster.wait("what it saw", || {
+    cluster.wait("the log of the ephemeral container", || {
         let pod = cluster.pod("shell");
         let name = pod["spec"]["ephemeralContainers"][0]["name"]
             .as_str()
@@ -246,7 +246,7 @@ fn input_arrives(cluster: &Cluster) {
     eprintln!("{tries} short inputs in {:?}", begun.elapsed());
     let large: Vec<u8> = (0..4_u32 << 20).flat_map(u32::to_le_bytes).collect();
     write("/large", &large, false);
-    assert!(exec(&["cat", "/large"]).stdout == large, "a large input");
+    assert!(exec(&["cat", "/large"]).stdout == large, "the large input");
 
     // Sessions with input end in the same way as sessions without.
     let ids = |text: &[u8]| {
@@ -300,7 +300,7 @@ fn input_arrives(cluster: &Cluster) {
         .read_exact(&mut echo)
         .unwrap();
     drop(left);
-    cluster.wait("the end of a command whose client has left", || {
+    cluster.wait("the end of a command whose client has disconnected", || {
         exec(&["cat", "/ended"]).stdout == b"ended\n"
     });
     let fifos = cluster.data().join("agent/exec");
@@ -395,23 +395,29 @@ fn sessions_have_time_to_end_when_the_agent_stops(cluster: &Cluster) {
         let output = kubectl(cluster, &["exec", "shell", "--", "true"]).output();
         output.unwrap().status.success()
     };
-    cluster.wait_quietly("no other to begin", || !another());
+    cluster.wait_quietly("new sessions to be refused", || !another());
     // On a busy machine this may have taken as long as the grace period of sessions.
     let goes_on = long.0.try_wait().unwrap().is_none();
     assert!(
         goes_on || begun.elapsed() > Duration::from_secs(9),
-        "those that were there go on meanwhile"
+        "existing sessions continue meanwhile"
     );
     let mut rest = String::new();
     output.read_to_string(&mut rest).unwrap();
-    assert_eq!(rest, "done\n", "it ran to its end");
+    assert_eq!(rest, "done\n", "the short command ran to completion");
     assert!(short.0.wait().unwrap().success());
-    assert!(!long.0.wait().unwrap().success(), "it was cut off");
-    assert!(begun.elapsed() > Duration::from_secs(9), "after some time");
+    assert!(
+        !long.0.wait().unwrap().success(),
+        "the long command was interrupted"
+    );
+    assert!(
+        begun.elapsed() > Duration::from_secs(9),
+        "the grace period of sessions was observed"
+    );
     cluster.wait_for_end(pid);
     cluster.up();
     // The status of the Node may be old.
-    cluster.wait("others to begin again", another);
+    cluster.wait("new sessions to be accepted again", another);
 }
 
 /// Whether a pod's web server answers: a pod without a probe is ready before it listens.
@@ -446,11 +452,11 @@ fn resident(cluster: &Cluster) -> u64 {
 }
 
 #[test]
-fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
+fn idle_connections_and_slow_readers_block_no_other_client() {
     let cluster = Cluster::start("abuse", 48);
     let image = support::busybox(&cluster);
     cluster.apply(&pod("shell", &image, "sleep 10000"));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("shell"), "Ready") == "True"
     });
     let address = cluster.node_address();
@@ -460,7 +466,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
         assert_eq!(cluster.ask_node("/healthz"), "ok");
         assert!(
             begun.elapsed() < Duration::from_secs(20),
-            "others are answered: {:?}",
+            "other clients are served: {:?}",
             begun.elapsed()
         );
     };
@@ -529,7 +535,7 @@ fn whoever_holds_connections_or_does_not_read_keeps_nobody_out() {
     // build. Memory may also shrink: an idle agent releases memory, and the kernel reclaims file pages.
     assert!(
         held.max(streaming).saturating_sub(before) <= 50,
-        "MiB before, with idle connections, with streams nobody reads: {before}, {held}, {streaming}"
+        "MiB before, with idle connections, with unread streams: {before}, {held}, {streaming}"
     );
     cluster.end_clean();
 }
@@ -552,7 +558,7 @@ async fn answered(stream: &mut (impl tokio::io::AsyncRead + Unpin), line: &str, 
         let length = read
             .unwrap_or_else(|_| panic!("{line}: no answer after {said:?}"))
             .unwrap();
-        assert!(length > 0, "{line}: it ended after {said:?}");
+        assert!(length > 0, "{line}: the connection ended after {said:?}");
         said += &String::from_utf8_lossy(&piece[..length]);
     }
 }
@@ -564,7 +570,7 @@ fn thousands_of_streams_leave_nothing_behind() {
     let cluster = Cluster::start("thousands", 50);
     let image = support::busybox(&cluster);
     cluster.apply(&pod("shell", &image, "echo hello; sleep 10000"));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("shell"), "Ready") == "True"
     });
     let address = cluster.node_address();
@@ -644,7 +650,7 @@ fn thousands_of_streams_leave_nothing_behind() {
         );
     };
     many(0, 300);
-    cluster.wait("the first to be gone", || descriptors(&cluster) < 60);
+    cluster.wait("the first to be closed", || descriptors(&cluster) < 60);
     let before = (descriptors(&cluster), resident(&cluster));
     many(0, STREAMS);
     cluster.wait("all descriptors to be closed", || {
@@ -664,7 +670,7 @@ fn thousands_of_streams_leave_nothing_behind() {
 }
 
 #[test]
-fn newer_kubectls_do_the_same() {
+fn newer_kubectls_run_commands_and_forward_ports() {
     let programs = support::skip::fetched("HOLDFAST_KUBECTLS", "usr/bin/kubectl");
     if programs.is_empty() {
         return;
@@ -674,7 +680,7 @@ fn newer_kubectls_do_the_same() {
     let script = "echo ready; while read line; do echo got $line; done; sleep 10000";
     cluster.apply(&pod("shell", &image, script).replace("command:", "stdin: true, command:"));
     cluster.kubectl(&["run", "web", "--image=holdfast.local/demo:1"]);
-    cluster.wait("the pods", || {
+    cluster.wait("the pods to be ready", || {
         ["shell", "web"]
             .iter()
             .all(|name| condition(&cluster.pod(name), "Ready") == "True")

@@ -38,13 +38,13 @@ impl Drop for Supervisor {
 fn wait(what: &str, mut is: impl FnMut() -> bool) {
     let deadline = Instant::now() + support::patience();
     while !is() {
-        assert!(Instant::now() < deadline, "{what} did not come");
+        assert!(Instant::now() < deadline, "not in time: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
 #[test]
-fn a_part_that_ends_is_started_again() {
+fn a_part_that_exits_is_restarted() {
     let dir = tempfile::tempdir().unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_holdfast"))
         .args(["supervise", "--part", "agent", "--run"])
@@ -58,17 +58,19 @@ fn a_part_that_ends_is_started_again() {
     wait("the part", || supervisor.part().is_some());
     let first = supervisor.part().unwrap();
     kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
-    wait("another", || supervisor.part().is_some_and(|p| p != first));
+    wait("another part", || {
+        supervisor.part().is_some_and(|p| p != first)
+    });
     // The PID is recorded before the state is.
     let restarted = || supervisor.state().is_some_and(|s| s["restarts"] == 1);
-    wait("its count", restarted);
+    wait("the count of restarts", restarted);
     let state = supervisor.state().unwrap();
     assert_eq!(state["last_end"][0], "it was killed by SIGKILL");
 }
 
 /// A supervisor that is killed at any moment leaves no component running whose PID is not recorded.
 #[test]
-fn no_part_runs_that_is_noted_nowhere() {
+fn every_running_part_is_recorded() {
     for round in 0..30_u64 {
         let dir = tempfile::tempdir().unwrap();
         let mark = format!("{}{round:03}", 1_000_000 + std::process::id());
@@ -126,7 +128,7 @@ fn no_part_runs_that_is_noted_nowhere() {
 /// A process may record its PID only after its supervisor has died and another one has started the
 /// component. Then it leaves the other record alone.
 #[test]
-fn a_late_process_does_not_take_the_place_of_the_part() {
+fn a_late_process_does_not_replace_the_recorded_part() {
     let dir = tempfile::tempdir().unwrap();
     let noted = dir.path().join("agent.pid");
     std::fs::write(&noted, "7 7\n").unwrap();
@@ -145,7 +147,7 @@ fn a_late_process_does_not_take_the_place_of_the_part() {
 }
 
 #[test]
-fn a_control_plane_that_dies_comes_back() {
+fn a_killed_control_plane_is_restarted() {
     let cluster = Cluster::start("supervised", 71);
     let before = cluster.pid("control-plane");
     kill(Pid::from_raw(before), Signal::SIGKILL).unwrap();
@@ -163,7 +165,7 @@ fn a_control_plane_that_dies_comes_back() {
             String::from_utf8(output.stdout).unwrap(),
         )
     };
-    cluster.wait("the API", || {
+    cluster.wait("the API to be served", || {
         status().1.contains("restarted 1 times")
             && cluster
                 .log("control-plane")
@@ -181,7 +183,7 @@ fn a_control_plane_that_dies_comes_back() {
     cluster.up();
     assert_eq!(cluster.pid("agent"), agent);
     cluster.unsupervise("agent");
-    cluster.wait("the loss to be told", || {
+    cluster.wait("a status about the missing supervisor", || {
         status().1.contains("without a supervisor")
     });
     cluster.up();
@@ -206,7 +208,7 @@ fn the_control_plane_keeps_its_secrets(cluster: &Cluster) {
     assert!(connects([127, 0, 0, 1]).is_ok());
     assert!(
         connects([127, 0, 0, 2]).is_err(),
-        "no address that nobody named"
+        "the API listens only on the given addresses"
     );
     // The agent needs only the rights of a node.
     let refused = cluster.log("agent");
@@ -249,7 +251,9 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
         assert!(names, "{message}");
         let get = "get events -A --field-selector reason=KubeletSetupFailed -o jsonpath={.items[*].message}";
         let get: Vec<&str> = get.split(' ').collect();
-        cluster.wait("its event", || cluster.kubectl(&get).contains(&message));
+        cluster.wait("an event about the failure", || {
+            cluster.kubectl(&get).contains(&message)
+        });
         drop(taken);
         up.join().unwrap();
     });
@@ -288,7 +292,7 @@ fn the_networks_file_is_written_anew(cluster: &Cluster) {
 /// A node without an agent becomes Unknown and is tainted. Its pods are deleted when their toleration
 /// expires. The node recovers when the agent returns.
 #[test]
-fn a_node_that_falls_silent_loses_its_pods() {
+fn pods_of_a_silent_node_are_deleted() {
     let cluster = Cluster::start("silent", 73);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -350,8 +354,8 @@ fn a_node_that_falls_silent_loses_its_pods() {
     );
     assert!(!deleting("long"));
     cluster.up();
-    cluster.wait("the node to be well", || ready().trim() == "True");
-    cluster.wait("the pod to end", || {
+    cluster.wait("the node to be ready", || ready().trim() == "True");
+    cluster.wait("the pod to be deleted", || {
         cluster.kubectl(&["get", "pods", "-o", "name"]).trim() == "pod/long"
     });
 }

@@ -34,7 +34,7 @@ impl Users<'_> {
             .lines()
             .map(|l| l.split_whitespace().map(|n| n.parse().unwrap()).collect())
             .collect();
-        assert_eq!(lines[0], lines[1], "users and groups are the same");
+        assert_eq!(lines[0], lines[1], "users and groups have the same mapping");
         assert_eq!((lines.len(), lines[0][0], lines[0][2]), (2, 0, USERS));
         lines[0][1]
     }
@@ -72,7 +72,7 @@ fn runtime() -> Option<PathBuf> {
 }
 
 #[test]
-fn pods_have_users_of_their_own() {
+fn pods_have_their_own_user_namespaces() {
     let Some(runtime) = runtime() else { return };
     let fields = format!("userNamespaces: {{idsPerPod: {USERS}}}");
     let cluster = Cluster::start_configured_with("users", 77, &fields, runtime);
@@ -108,7 +108,7 @@ fn pods_have_users_of_their_own() {
         "0:1234 2777\n0:1234 440\n0:1234 644\n0:1234\n42"
     );
     let last = "busybox chown 131071 /e/f; busybox stat -c %u /e/f; busybox chown 0 /e/f";
-    assert_eq!(one.says(last), "131071", "the last of its users");
+    assert_eq!(one.says(last), "131071", "the last user ID of the pod");
     // On the host, files below the kubelet's paths belong to root, so that an agent without user
     // namespaces can read them.
     let file = std::fs::metadata(
@@ -132,7 +132,7 @@ fn pods_have_users_of_their_own() {
         |name| cluster.pod(name)["status"]["containerStatuses"][0]["restartCount"].clone();
     assert_eq!([restarts("one"), restarts("two")], [0, 0]);
     let started = cluster.metric("kubelet_started_user_namespaced_pods_total");
-    assert_eq!(started, Some(1.0), "since this agent's start");
+    assert_eq!(started, Some(1.0), "the count since this agent's start");
 
     cluster.end_clean();
 }

@@ -25,7 +25,7 @@ fn an_awaited_object_starts_its_pod(cluster: &Cluster, image: &str) {
     let volumes = "[{name: m, configMap: {name: awaited}}]";
     let mounts = "[{name: m, mountPath: /m}]";
     cluster.apply(&pod("two", image, volumes, mounts));
-    cluster.wait("the wait to be explained", || {
+    cluster.wait("a status that explains the wait", || {
         let waiting = &cluster.pod("two")["status"]["containerStatuses"][0]["state"]["waiting"];
         waiting["message"] == "volume m cannot be set up; the pod's events have the error"
     });
@@ -35,7 +35,7 @@ fn an_awaited_object_starts_its_pod(cluster: &Cluster, image: &str) {
     let created = std::time::Instant::now();
     // A new pod shows how long a start takes on this machine now.
     cluster.apply(&pod("three", image, "[]", "[]"));
-    cluster.wait("the new pod", || ready(cluster, "three"));
+    cluster.wait("the new pod to be ready", || ready(cluster, "three"));
     let new = created.elapsed();
     cluster.wait("the pod to start", || ready(cluster, "two"));
     assert!(
@@ -46,7 +46,7 @@ fn an_awaited_object_starts_its_pod(cluster: &Cluster, image: &str) {
 }
 
 #[test]
-fn what_changes_in_the_api_changes_in_the_container() {
+fn volumes_follow_changes_in_the_api() {
     // With this period, only a change notification causes a volume refresh.
     let cluster = Cluster::start_configured("refresh", 34, "{syncFrequency: 1h}");
     let image = support::busybox(&cluster);
@@ -66,7 +66,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
     let volumes = "[{name: m, configMap: {name: settings}}, {name: s, secret: {secretName: keys, defaultMode: 0400}}, {name: d, downwardAPI: {items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]}}, {name: p, projected: {sources: [{configMap: {name: settings, items: [{key: color, path: a/b}]}}, {secret: {name: keys}}, {configMap: {name: late, optional: true}}]}}]";
     let mounts = "[{name: m, mountPath: /m}, {name: s, mountPath: /s}, {name: d, mountPath: /d}, {name: p, mountPath: /p}, {name: m, mountPath: /once, subPath: color}]";
     cluster.apply(&pod("one", &image, volumes, mounts));
-    cluster.wait("the pod", || ready(&cluster, "one"));
+    cluster.wait("the pod to be ready", || ready(&cluster, "one"));
     let cat = |path: &str| inside(&cluster, "one", &["cat", path]);
     assert_eq!(
         [
@@ -100,7 +100,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
     assert_eq!(
         cat("/once"),
         "blue",
-        "a subPath is what it was when its container was started"
+        "a subPath keeps the content of the container's start"
     );
     cluster.kubectl(&[
         "patch",
@@ -117,13 +117,13 @@ fn what_changes_in_the_api_changes_in_the_container() {
         cat("/d/labels").contains("color=\"red\"")
     });
     cluster.kubectl(&["create", "configmap", "late", "--from-literal=late=here"]);
-    cluster.wait("what was optional and came later", || {
+    cluster.wait("the optional object that was created later", || {
         cat("/p/late") == "here"
     });
 
     // The content of a deleted object remains, an event reports the loss, and the container can restart.
     cluster.kubectl(&["delete", "configmap", "settings"]);
-    cluster.wait("the loss to be told", || {
+    cluster.wait("an event about the deleted object", || {
         cluster
             .events("one")
             .contains("configmap \"settings\" not found in namespace \"default\"")
@@ -145,7 +145,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         nix::sys::signal::Signal::SIGKILL,
     )
     .unwrap();
-    cluster.wait("the container to be started again", || {
+    cluster.wait("the container to be restarted", || {
         let pod = cluster.pod("one");
         pod["status"]["containerStatuses"][0]["restartCount"] == 1
             && condition(&pod, "Ready") == "True"
@@ -163,7 +163,7 @@ fn what_changes_in_the_api_changes_in_the_container() {
         r#"{"data": {"x": "z"}}"#,
     ]);
     cluster.up();
-    cluster.wait("what changed while nobody looked", || {
+    cluster.wait("a change from a time without an agent", || {
         inside(&cluster, "two", &["cat", "/m/x"]) == "z"
     });
     let restarts: Vec<Value> = cluster
@@ -192,7 +192,7 @@ fn volume(name: &str, node: &str, source: &str) -> String {
 fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2], disk: &Loop) {
     let sharer = directory.replace("{name: directory,", "{name: sharer,");
     cluster.apply(&sharer.replace("4242", "4343"));
-    cluster.wait("the other group to be told", || {
+    cluster.wait("an event about the other group", || {
         let events = cluster.events("sharer");
         events.contains("requested fsGroup is 4343, but the volume directory has GID 4242")
     });
@@ -202,7 +202,7 @@ fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2],
         volume("other", node, &source),
         claim("other", ", storageClassName: by-hand")
     ));
-    cluster.wait("the volume to be told", || {
+    cluster.wait("an event about the volume", || {
         let format =
             "jsonpath={range .items[*]}{.involvedObject.name} {.reason}: {.message}{\"\\n\"}{end}";
         let events = cluster.kubectl(&["get", "events", "-o", format]);
@@ -217,19 +217,19 @@ fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2],
 fn a_claim_for_one_pod_passes_on(cluster: &Cluster, image: &str, volumes: &str, at: &str) {
     cluster.apply(&claim("single", "").replace("ReadWriteOnce]", "ReadWriteOncePod]"));
     cluster.apply(&pod("holder", image, volumes, at));
-    cluster.wait("the holder", || ready(cluster, "holder"));
+    cluster.wait("the holder to be ready", || ready(cluster, "holder"));
     cluster.apply(&pod("heir", image, volumes, at));
-    cluster.wait("the heir to be told", || {
+    cluster.wait("an event about the claim in use", || {
         cluster
             .events("heir")
             .contains("already in use by another pod")
     });
     cluster.kubectl(&["delete", "pod", "holder"]);
-    cluster.wait("the heir", || ready(cluster, "heir"));
+    cluster.wait("the heir to be ready", || ready(cluster, "heir"));
 }
 
 #[test]
-fn claims_are_bound_mounted_kept_and_given_back() {
+fn claims_are_bound_mounted_kept_and_released() {
     let cluster = Cluster::start("claims", 35);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -252,7 +252,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         cluster.events("data").contains("WaitForFirstConsumer")
     });
     cluster.apply(&pod("first", &image, &of("data"), at));
-    cluster.wait("its first consumer", || ready(&cluster, "first"));
+    cluster.wait("the first pod to be ready", || ready(&cluster, "first"));
     inside(
         &cluster,
         "first",
@@ -271,7 +271,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     );
     // A claim in use stays until its last pod is deleted.
     cluster.apply(&pod("second", &image, &of("data"), at));
-    cluster.wait("its second consumer", || ready(&cluster, "second"));
+    cluster.wait("the second pod to be ready", || ready(&cluster, "second"));
     cluster.kubectl(&["delete", "pvc", "data", "--wait=false"]);
     cluster.kubectl(&["delete", "pod", "first"]);
     assert_eq!(inside(&cluster, "second", &["cat", "/v/note"]), "kept");
@@ -281,10 +281,10 @@ fn claims_are_bound_mounted_kept_and_given_back() {
             .contains("Terminating")
     );
     cluster.kubectl(&["delete", "pod", "second"]);
-    cluster.wait("the claim to go", || {
+    cluster.wait("the claim to be deleted", || {
         get("pvc", "data", ".metadata.name").is_empty()
     });
-    cluster.wait("its volume to go", || {
+    cluster.wait("the claim's volume to be deleted", || {
         get("pv", &made, ".metadata.name").is_empty()
     });
     assert!(!std::path::Path::new(&directory).exists());
@@ -402,7 +402,7 @@ fn claims_are_bound_mounted_kept_and_given_back() {
     assert!(!table.contains(&whole_name) && ours.is_empty(), "{ours:?}");
     // A device with data is never formatted.
     cluster.apply(&user("disk"));
-    cluster.wait("the disk once more", || ready(&cluster, "disk"));
+    cluster.wait("the disk's pod to be ready", || ready(&cluster, "disk"));
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");
 
     a_claim_for_one_pod_passes_on(&cluster, &image, &of("single"), at);
@@ -433,13 +433,13 @@ fn claims_are_bound_mounted_kept_and_given_back() {
         "{mounts}"
     );
     assert!(!get("pvc", "short-v", ".spec.volumeName").is_empty());
-    cluster.wait("what is missing to be named", || {
+    cluster.wait("an event that names the missing claim", || {
         cluster
             .events("lost")
             .contains("persistentvolumeclaim \"nosuch\" not found")
     });
     cluster.kubectl(&["delete", "pod", "--all", "--wait=true"]);
-    cluster.wait("the short-lived claim to go", || {
+    cluster.wait("the short-lived claim to be deleted", || {
         get("pvc", "short-v", ".metadata.name").is_empty()
     });
     cluster.assert_clean();
@@ -493,7 +493,7 @@ impl Drop for Dead {
 }
 
 #[test]
-fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
+fn pods_above_their_disk_limits_are_evicted() {
     let cluster = Cluster::start("evict", 37);
     let image = support::busybox(&cluster);
     let greedy = |name: &str, limit: &str, volumes: &str, target: &str| {
@@ -549,19 +549,19 @@ fn who_uses_more_of_the_disk_than_it_may_is_evicted() {
             (Some("Evicted"), Some(message)),
             "{now:#}"
         );
-        cluster.wait("its event", || {
+        cluster.wait("the event about the eviction", || {
             cluster
                 .events(name)
                 .contains(&format!("Warning Evicted {}", message.trim()))
         });
         assert_eq!(condition(&cluster.pod(name), "DisruptionTarget"), "");
     }
-    cluster.wait("the modest one to be ready", || ready(&cluster, "modest"));
+    cluster.wait("the modest pod to be ready", || ready(&cluster, "modest"));
     cluster.end_clean();
 }
 
 #[test]
-fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
+fn a_hanging_mount_blocks_only_its_own_pod() {
     let cluster = Cluster::start("hung", 36);
     let image = support::busybox(&cluster);
     let dead = Dead::mount();
@@ -585,7 +585,7 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
             .unwrap_or_default()
             .to_owned()
     };
-    cluster.wait("the wait to be told", || {
+    cluster.wait("a status about the waiting volume", || {
         why("stuck-7").contains("cannot be set up; the pod's events have the error")
     });
     cluster.apply(&pod(
@@ -595,24 +595,24 @@ fn a_mount_that_hangs_holds_up_its_own_pod_alone() {
         "[{name: v, mountPath: /v}]",
     ));
     let begun = std::time::Instant::now();
-    cluster.wait("another pod to start", || ready(&cluster, "free"));
+    cluster.wait("another pod to be ready", || ready(&cluster, "free"));
     cluster.kubectl(&["delete", "pod", "free"]);
     assert!(
         begun.elapsed() < Duration::from_secs(30),
-        "it was not held up: {:?}",
+        "the pod was not delayed: {:?}",
         begun.elapsed()
     );
     // The pods can be deleted, and hanging operations finish once the filesystem is unmounted.
     cluster.kubectl(&["delete", "pod", "stuck-0", "stuck-1"]);
     drop(dead);
     std::fs::create_dir_all(&path).unwrap();
-    cluster.wait("a pod that hung to start", || ready(&cluster, "stuck-2"));
+    cluster.wait("a blocked pod to be ready", || ready(&cluster, "stuck-2"));
     cluster.end_clean();
     std::fs::remove_dir(&path).unwrap();
 }
 
 #[test]
-fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
+fn a_kill_during_a_mount_or_unmount_leaks_nothing() {
     let cluster = Cluster::start("mount-kill", 41);
     let image = support::busybox(&cluster);
     let node = cluster.node_name();
@@ -650,7 +650,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         let name = format!("pod-{round}");
         cluster.apply(&pod(&name, &image, volumes, mounts));
         die_after(round * 25);
-        cluster.wait("the pod", || ready(&cluster, &name));
+        cluster.wait("the pod to be ready", || ready(&cluster, &name));
         assert_eq!(
             inside(
                 &cluster,
@@ -666,7 +666,7 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
         );
         cluster.kubectl(&["delete", "pod", &name, "--wait=false"]);
         die_after(round * 15);
-        cluster.wait("the pod to go", || cluster.pods().is_empty());
+        cluster.wait("the pod to be removed", || cluster.pods().is_empty());
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
         let left: Vec<&str> = table
             .lines()
@@ -674,12 +674,12 @@ fn an_agent_that_is_killed_while_it_mounts_or_unmounts_leaks_nothing() {
             .collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
         // The runtime may finish its own cleanup a moment later.
-        cluster.wait_quietly(&format!("nothing to be left in round {round}"), || {
+        cluster.wait_quietly(&format!("no leftovers in round {round}"), || {
             cluster.leftovers_known().is_empty()
         });
     }
     cluster.down();
-    cluster.wait_quietly("nothing at all to be left", || {
+    cluster.wait_quietly("no leftovers after `down`", || {
         cluster.leftovers().is_empty()
     });
 }
@@ -739,18 +739,18 @@ fn pod_of_every_kind(cluster: &Cluster, image: &str, node: &str, local: &std::pa
 /// A pod's volumes have the kubelet's paths, for backup agents, `kubectl debug node`, or a kubelet that
 /// takes over. They are removed when the pod has terminated, even if its object remains.
 #[test]
-fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
+fn volumes_use_the_kubelets_paths_and_are_removed_after_the_pod() {
     let cluster = Cluster::start("layout", 92);
     let image = support::busybox(&cluster);
     let local = tempfile::tempdir().unwrap();
     let node = cluster.node_name();
     pod_of_every_kind(&cluster, &image, &node, local.path());
-    cluster.wait("the pod", || ready(&cluster, "one"));
+    cluster.wait("the pod to be ready", || ready(&cluster, "one"));
     let uid = cluster.kubectl(&["get", "pod", "one", "-o", "jsonpath={.metadata.uid}"]);
     let dir = cluster.data().join("agent/pods").join(&uid);
     let place =
         |plugin: &str, name: &str| dir.join(format!("volumes/kubernetes.io~{plugin}/{name}"));
-    cluster.wait_quietly("its files", || {
+    cluster.wait_quietly("the files of the pod", || {
         place("local-volume", "disk").join("file").exists()
     });
     for (plugin, name, file, content, kind) in [
@@ -773,7 +773,7 @@ fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
     assert!(!cluster.data().join("agent/memory").exists());
 
     std::fs::write(place("empty-dir", "e").join("end"), "").unwrap();
-    cluster.wait("the pod to end", || {
+    cluster.wait("the pod to succeed", || {
         cluster.pod("one")["status"]["phase"] == "Succeeded"
     });
     let left = || {
@@ -781,10 +781,10 @@ fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
         let volumes = plugins.flat_map(|p| std::fs::read_dir(p.path()).unwrap().flatten());
         volumes.map(|v| v.path()).collect::<Vec<_>>()
     };
-    cluster.wait_quietly("its volumes to be given back", || left().is_empty());
+    cluster.wait_quietly("the pod's volumes to be removed", || left().is_empty());
     assert!(
         dir.join("containers").exists(),
-        "the rest stays until it is deleted"
+        "other files remain until the pod is deleted"
     );
     let log = || kubectl(&cluster, &["logs", "one"]).output().unwrap();
     assert_eq!(log().stdout, b"said\n");
@@ -794,7 +794,7 @@ fn volumes_lie_where_the_kubelet_has_them_and_go_when_their_pod_ends() {
     // A restarted agent has nothing to do for the pod.
     cluster.kill("agent");
     cluster.up();
-    cluster.wait("its log once more", || log().stdout == b"said\n");
+    cluster.wait("the pod's log again", || log().stdout == b"said\n");
     cluster.kubectl(&["delete", "pod", "one"]);
-    cluster.wait_quietly("the rest to go", || cluster.leftovers().is_empty());
+    cluster.wait_quietly("no leftovers", || cluster.leftovers().is_empty());
 }

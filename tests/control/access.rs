@@ -11,7 +11,7 @@ use crate::jobs::Plane;
 use crate::server::{MERGE, PODS, Server, pod};
 
 #[tokio::test]
-async fn tokens_name_their_account_and_die_with_it() {
+async fn tokens_name_their_account_and_expire_with_their_pod() {
     let server = Server::new().await;
     server.ok("POST", PODS, &pod("p")).await;
     let url = "/api/v1/namespaces/default/serviceaccounts/default/token";
@@ -24,7 +24,7 @@ async fn tokens_name_their_account_and_die_with_it() {
     let user = server
         .0
         .authenticate(None, Some(&format!("Bearer {token}")))
-        .expect("a good token");
+        .expect("a valid token");
     assert_eq!(user.name, "system:serviceaccount:default:default");
     let may = |user: &User, path: &str| {
         let mut request = Server::request("GET", path, "", vec![]);
@@ -53,7 +53,7 @@ async fn tokens_name_their_account_and_die_with_it() {
     let refused = server
         .0
         .authenticate(None, Some(&format!("Bearer {token}")))
-        .expect_err("the pod is gone");
+        .expect_err("the token expires with its pod");
     assert_eq!(refused.code, 401);
     assert!(
         server
@@ -64,7 +64,7 @@ async fn tokens_name_their_account_and_die_with_it() {
 }
 
 #[tokio::test]
-async fn roles_give_what_they_say_and_nobody_gives_more_than_they_have() {
+async fn roles_grant_their_rules_and_users_grant_only_what_they_have() {
     let server = Server::new().await;
     for (plural, object) in holdfast::control::api::rbac::bootstrap() {
         server
@@ -222,7 +222,7 @@ async fn bound(server: &Server, pod: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
+async fn a_node_reads_only_objects_of_its_pods() {
     let server = Server::new().await;
     for name in ["mine", "other", "theirs"] {
         server
@@ -372,7 +372,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
         .await
         .code,
         403,
-        "only mirrors"
+        "a node creates only mirror pods"
     );
     for (method, url, code) in [
         (
@@ -422,7 +422,7 @@ async fn a_node_sees_what_its_pods_refer_to_and_nothing_else() {
 /// A request for a name without a namespace covers all namespaces. The node may not send it, even if
 /// one of its pods refers to this name in one namespace.
 #[tokio::test]
-async fn a_node_reads_no_name_in_all_namespaces() {
+async fn a_node_cannot_read_a_name_in_all_namespaces() {
     let server = Server::new().await;
     let mut own = pod("p");
     own["spec"]["nodeName"] = json!("n1");
@@ -461,7 +461,7 @@ async fn reviewed(plane: &Plane, token: &str) -> Option<String> {
 /// Waits for the token of a Secret, and checks the other fields that the controller sets.
 async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> String {
     let found = plane
-        .wait("a token", || async move {
+        .wait("a token in the Secret", || async move {
             let found = secrets.get(name).await.unwrap();
             let data = found.data.clone().filter(|d| d.contains_key("token"));
             data.map(|data| (data, found))
@@ -479,7 +479,7 @@ async fn token_of(plane: &Plane, secrets: &kube::Api<Secret>, name: &str) -> Str
 /// A Secret for tokens is filled. Its token is valid while the Secret contains it. The Secret is
 /// deleted with its ServiceAccount.
 #[tokio::test]
-async fn a_secret_of_an_account_gets_its_token() {
+async fn a_secret_of_a_service_account_gets_its_token() {
     let plane = Plane::start().await;
     let account = |name: &str| json!({"metadata": {"name": name}});
     let secret = |name: &str, account: &str| json!({"metadata": {"name": name, "annotations": {"kubernetes.io/service-account.name": account}}, "type": "kubernetes.io/service-account-token"});
@@ -530,9 +530,10 @@ async fn a_secret_of_an_account_gets_its_token() {
     for name in ["three", "orphan"] {
         let secrets = &secrets;
         plane
-            .wait("the end of a Secret without its account", || async move {
-                secrets.get_opt(name).await.unwrap().is_none().then_some(())
-            })
+            .wait(
+                "the deletion of a Secret without its account",
+                || async move { secrets.get_opt(name).await.unwrap().is_none().then_some(()) },
+            )
             .await;
     }
 }
@@ -564,7 +565,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
         token("Secret", "s").await,
         token("Node", "n1").await,
     );
-    let extra = who(&of_pod).expect("a good token").extra;
+    let extra = who(&of_pod).expect("a valid token").extra;
     assert_eq!(extra["authentication.kubernetes.io/pod-name"], ["p"]);
     assert_eq!(extra["authentication.kubernetes.io/node-name"], ["n1"]);
     assert!(extra.contains_key("authentication.kubernetes.io/node-uid"));
@@ -575,7 +576,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
     server.ok("DELETE", &format!("{secrets}/s"), &null).await;
     server.ok("DELETE", "/api/v1/nodes/n1", &null).await;
     assert!(who(&of_secret).is_none() && who(&of_node).is_none());
-    assert!(who(&of_pod).is_some(), "its node is only noted");
+    assert!(who(&of_pod).is_some(), "a pod's token outlives its node");
     // The pod's deletion time is now, and a finalizer keeps the object: the token is valid for the leeway only.
     let deleted = server
         .ok("DELETE", &format!("{PODS}/p?gracePeriodSeconds=0"), &null)
@@ -601,7 +602,7 @@ async fn tokens_are_bound_to_pods_secrets_and_nodes() {
 
 /// An invalid bearer token is rejected if no other credential is valid. Another scheme is not a credential.
 #[tokio::test]
-async fn only_credentials_that_are_shown_can_be_bad() {
+async fn only_presented_bearer_tokens_are_rejected() {
     let server = Server::new().await;
     let who = |header: &str| {
         let user = server.0.authenticate(None, Some(header));

@@ -19,7 +19,7 @@ fn cron(name: &str, fields: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_cron_job_gets_defaults_and_is_shown() {
+async fn a_cron_job_gets_defaults_and_a_table_row() {
     let server = Server::new().await;
     let made = server
         .ok("POST", CRONS, &cron("c", json!({"timeZone": "Etc/UTC"})))
@@ -37,7 +37,7 @@ async fn a_cron_job_gets_defaults_and_is_shown() {
     assert_eq!(
         template.get("backoffLimit"),
         None,
-        "a job that is made of it gets one"
+        "only the created job gets a default"
     );
     let status = json!({"status": {"active": [{"name": "a"}], "lastScheduleTime": jiff::Timestamp::now().to_string()}});
     let url = format!("{CRONS}/c");
@@ -78,7 +78,7 @@ jobTemplate.spec.parallelism TEMPLATE, "parallelism": -1}}
 jobTemplate.spec.template.spec.restartPolicy TEMPLATE}}"#;
 
 #[tokio::test]
-async fn a_cron_job_that_cannot_work_is_refused_with_the_field() {
+async fn an_invalid_cron_job_is_refused_with_the_field() {
     let server = Server::new().await;
     let template = r#""jobTemplate": {"spec": {"template": {"spec": {"containers": [{"name": "c", "image": "i:1"}]}}"#;
     for line in REFUSED.lines().skip(1) {
@@ -108,7 +108,7 @@ async fn a_cron_job_that_cannot_work_is_refused_with_the_field() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
+async fn a_cron_job_creates_jobs_on_time_and_deletes_them() {
     let plane = Plane::start().await;
     let crons = plane.api::<CronJob>();
     let jobs = || async {
@@ -134,7 +134,7 @@ async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
     assert_eq!(job.labels()["a"], "1");
     assert!(job.annotations()["batch.kubernetes.io/cronjob-scheduled-timestamp"].ends_with(":00Z"));
     let listed = plane
-        .wait("it to be listed", || async {
+        .wait("the job in the status", || async {
             let status = crons.get("c").await.unwrap().status?;
             let last = status.last_schedule_time.filter(|t| t.0 > before)?;
             Some((status.active?.first()?.uid.clone(), last))
@@ -150,7 +150,7 @@ async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
     let pods = plane.active(1).await;
     plane.ends(&pods[0], "Succeeded", 0).await;
     plane
-        .wait("its success to be noted", || async {
+        .wait("the success in the status", || async {
             let status = crons.get("c").await.unwrap().status?;
             (status.active.is_none() && status.last_successful_time.is_some()).then_some(())
         })
@@ -161,7 +161,7 @@ async fn a_job_is_made_when_its_time_has_come_and_goes_with_its_cron_job() {
         .await
         .unwrap();
     plane
-        .wait("all that it made to go", || async {
+        .wait("the jobs and pods to be deleted", || async {
             let pods = plane
                 .api::<Pod>()
                 .list(&ListParams::default())

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::server::{MAPS, MERGE, PODS, Server, next, pod};
 
 #[tokio::test]
-async fn deletion_waits_for_grace_and_finalizers() {
+async fn deletion_waits_for_grace_periods_and_finalizers() {
     let server = Server::new().await;
     let gone = server
         .ok("POST", MAPS, &json!({"metadata": {"name": "a"}}))
@@ -41,7 +41,7 @@ async fn deletion_waits_for_grace_and_finalizers() {
         .await;
     assert_eq!(
         more.code, 422,
-        "no finalizer is added to what is being deleted"
+        "no finalizer is added to an object that is being deleted"
     );
     server
         .patch(
@@ -68,7 +68,7 @@ async fn deletion_waits_for_grace_and_finalizers() {
             .await
             .code,
         404,
-        "nobody waits for a pod without a node"
+        "a pod without a node is deleted immediately"
     );
     server.ok("POST", PODS, &pod("p")).await;
     server
@@ -97,7 +97,7 @@ async fn deletion_waits_for_grace_and_finalizers() {
             &json!({"gracePeriodSeconds": 60}),
         )
         .await;
-    assert_eq!(grace(&longer), Some(20), "grace only shrinks");
+    assert_eq!(grace(&longer), Some(20), "a grace period only shrinks");
     let shorter = server
         .ok(
             "DELETE",
@@ -152,7 +152,7 @@ async fn deletion_waits_for_grace_and_finalizers() {
 /// As a kube-apiserver does: the last grace period of a pod is written before the pod is removed, so that the
 /// node knows the grace period of its containers. A pod that is already marked is removed in one revision.
 #[tokio::test]
-async fn a_forced_deletion_is_written_as_a_change_and_a_removal() {
+async fn a_forced_deletion_writes_a_modification_and_a_deletion() {
     let server = Server::new().await;
     let mut pods = server.watch(&format!("{PODS}?watch=1")).await;
     let bound = |name: &str, finalizers: Value| {
@@ -213,7 +213,7 @@ async fn a_forced_deletion_is_written_as_a_change_and_a_removal() {
 }
 
 #[tokio::test]
-async fn an_object_without_grace_is_deleted_with_one_revision() {
+async fn an_object_without_grace_period_is_deleted_in_one_revision() {
     let server = Server::new().await;
     let mut maps = server.watch(&format!("{MAPS}?watch=1")).await;
     let map = json!({"metadata": {"name": "m"}});
@@ -227,7 +227,7 @@ async fn an_object_without_grace_is_deleted_with_one_revision() {
 
 /// No time in a request crashes the process or creates an undecodable object.
 #[tokio::test]
-async fn times_from_outside_have_bounds() {
+async fn times_in_requests_are_bounded() {
     let server = Server::new().await;
     let bound = |name: &str| {
         let mut pod = pod(name);
@@ -279,7 +279,7 @@ async fn times_from_outside_have_bounds() {
 /// The garbage collector's finalizers are set only on kinds that it handles. All other objects are
 /// removed immediately, whatever the policy.
 #[tokio::test]
-async fn foreground_deletion_ends() {
+async fn foreground_deletion_completes() {
     let server = Server::new().await;
     let secrets = "/api/v1/namespaces/default/secrets";
     server.ok("POST", PODS, &pod("p")).await;

@@ -66,7 +66,7 @@ fn keys(store: &Store) -> Vec<(String, u64)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_disk_is_written_again_when_there_is_room() {
+async fn writes_resume_when_a_full_disk_has_room() {
     let disk = Disk::new("16m");
     let (file, ballast) = (disk.0.path().join("store"), disk.0.path().join("ballast"));
     std::fs::write(&ballast, vec![0; 6 << 20]).unwrap();
@@ -87,8 +87,12 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
         refused == 3 && !acknowledged.is_empty(),
         "the disk was full"
     );
-    assert_eq!(keys(&store), acknowledged, "what failed is not shown");
-    assert_eq!(health(&store).await, (500, 500), "a full disk is told");
+    assert_eq!(keys(&store), acknowledged, "a failed write is not visible");
+    assert_eq!(
+        health(&store).await,
+        (500, 500),
+        "the health checks report a full disk"
+    );
     std::fs::remove_file(ballast).unwrap();
     for i in 0..5 {
         let key = format!("a/later{i}");
@@ -111,14 +115,14 @@ async fn a_full_disk_is_written_again_when_there_is_room() {
     assert_eq!(
         keys(&reopened),
         acknowledged,
-        "nothing acknowledged is lost, nothing else is there"
+        "only acknowledged writes exist, and all of them"
     );
     assert_eq!(reopened.revision(), revision);
 }
 
 /// A client whose watch was closed by a restart resumes where it was, with the events that match its selector.
 #[tokio::test]
-async fn a_watch_goes_on_after_a_restart() {
+async fn a_watch_resumes_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let (file, copy) = (dir.path().join("store"), dir.path().join("copy"));
     let server = Server::over(Store::open(&file, object::index).unwrap());

@@ -42,7 +42,7 @@ async fn server() -> Server {
 }
 
 #[tokio::test]
-async fn admin_edit_and_view_have_what_they_say() {
+async fn admin_edit_and_view_have_their_upstream_rights() {
     let server = server().await;
     let secrets = "/api/v1/namespaces/default/secrets";
     let roles = format!("{RBAC}/namespaces/default/roles");
@@ -66,7 +66,7 @@ async fn admin_edit_and_view_have_what_they_say() {
     }
 }
 
-/// The body that a row of [`nobody_climbs_by_roles`] names.
+/// The body that a row of [`roles_allow_no_escalation`] names.
 fn body(words: &str) -> Value {
     let rule = |group: &str, resource: &str, verbs: &[&str]| json!([{"apiGroups": [group], "resources": [resource], "verbs": verbs}]);
     let rules = |name: &str| match name {
@@ -90,7 +90,7 @@ fn body(words: &str) -> Value {
 
 /// Every path of RBAC by which a namespace's administrator or a writer of cluster roles could gain rights.
 #[tokio::test]
-async fn nobody_climbs_by_roles() {
+async fn roles_allow_no_escalation() {
     let server = server().await;
     for (who, method, path, what, code) in [
         ("admin", "POST", "roles", "role nodes", 403),
@@ -186,7 +186,7 @@ async fn nobody_climbs_by_roles() {
 
 /// A field selector counts for authorisation only where it restricts the request.
 #[tokio::test]
-async fn a_selector_in_the_query_gives_no_rights() {
+async fn a_selector_in_the_query_grants_no_rights() {
     let server = Server::with_roles().await;
     let one = json!([{"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["mine"], "verbs": ["create", "list", "deletecollection"]}]);
     let roles = format!("{RBAC}/namespaces/default");
@@ -234,7 +234,7 @@ fn request(usages: &[&str]) -> Value {
 
 /// Approving a request requires `approve` on its signer, issuing requires `sign`. A status write cannot approve.
 #[tokio::test]
-async fn requests_are_decided_by_whom_the_signer_allows() {
+async fn certificate_requests_need_rights_on_their_signer() {
     let server = Server::with_roles().await;
     let requests = |verbs: &[&str], resource: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": [resource], "verbs": verbs});
     let signers = |verb: &str, name: &str| json!({"apiGroups": ["certificates.k8s.io"], "resources": ["signers"], "resourceNames": [name], "verbs": [verb]});
@@ -317,7 +317,7 @@ async fn requests_are_decided_by_whom_the_signer_allows() {
 }
 
 #[tokio::test]
-async fn reviews_are_of_their_group_and_tokens_for_their_audience() {
+async fn reviews_check_their_group_and_tokens_their_audience() {
     let server = Server::with_roles().await;
     let bound = binding("delegates", "ClusterRole", "system:auth-delegator", "d");
     server
@@ -363,7 +363,7 @@ async fn reviews_are_of_their_group_and_tokens_for_their_audience() {
             .0
             .authenticate(None, Some(&format!("Bearer {vault}")))
             .is_err(),
-        "a token for somebody else opens nothing here"
+        "a token for another audience is not accepted"
     );
     let asked = json!({"spec": {"token": ours}});
     let stranger = server.call_as("x", &[], "POST", reviews, &asked).await;
@@ -373,7 +373,7 @@ async fn reviews_are_of_their_group_and_tokens_for_their_audience() {
 /// Every verb on every kind, with the credentials of a node and of a bootstrap token: everything that
 /// is not listed is forbidden.
 #[tokio::test]
-async fn nodes_and_bootstrap_tokens_may_little() {
+async fn nodes_and_bootstrap_tokens_have_few_rights() {
     let server = Server::with_roles().await;
     for (name, node) in [("mine", "n1"), ("theirs", "n2")] {
         let mut pod = pod(name);
@@ -448,7 +448,7 @@ async fn nodes_and_bootstrap_tokens_may_little() {
             shown.push_str(&format!("  {line}\n"));
         }
     }
-    assert_eq!(shown, golden, "what they may has changed");
+    assert_eq!(shown, golden, "the rights differ from control/may.txt");
     for (url, code) in [
         (format!("{PODS}/mine"), 200),
         (format!("{PODS}/theirs"), 403),
@@ -479,7 +479,7 @@ const NODE: (&str, &[&str]) = ("system:node:n1", &["system:nodes"]);
 /// A mirror pod grants its node nothing: the node cannot create one with a reference, and references of
 /// an existing one do not count.
 #[tokio::test]
-async fn a_mirror_opens_no_secret() {
+async fn a_mirror_pod_grants_no_secret() {
     let server = Server::with_roles().await;
     let secret = json!({"metadata": {"name": "treasure"}, "data": {"k": "dg=="}});
     let secrets = "/api/v1/namespaces/default/secrets";
@@ -523,7 +523,7 @@ async fn a_mirror_opens_no_secret() {
 
 /// Status writes of a node, below its own objects, grant it nothing either (CVE-2025-4563).
 #[tokio::test]
-async fn a_nodes_status_writes_are_of_the_status() {
+async fn a_nodes_status_writes_grant_nothing() {
     let server = Server::with_roles().await;
     let claim = json!({"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}}});
     let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
@@ -573,7 +573,7 @@ async fn a_nodes_status_writes_are_of_the_status() {
     let stolen = server.call_as(name, groups, "POST", CSRS, &request).await;
     assert_eq!(
         stolen.code, 403,
-        "it is in the name of another: {}",
+        "the request names another node: {}",
         stolen.body
     );
     request["metadata"]["name"] = json!("own");
@@ -585,7 +585,7 @@ async fn a_nodes_status_writes_are_of_the_status() {
 
 /// An update that creates an object requires the right to create.
 #[tokio::test]
-async fn an_update_alone_creates_nothing() {
+async fn an_update_needs_the_right_to_create() {
     let server = Server::with_roles().await;
     let may = |verbs: &[&str]| json!([{"apiGroups": ["", "coordination.k8s.io"], "resources": ["services", "endpoints", "events", "leases"], "verbs": verbs}]);
     let roles = format!("{RBAC}/namespaces/default");
@@ -637,7 +637,7 @@ async fn an_update_alone_creates_nothing() {
 /// The node proxy presents its certificate to any address in a Node's status. The certificate may call
 /// agents and grants nothing on this API.
 #[tokio::test]
-async fn the_proxys_certificate_opens_nothing_here() {
+async fn the_front_proxys_certificate_is_not_accepted() {
     let server = Server::with_roles().await;
     let proxy = holdfast::control::api::rbac::NODE_CLIENT;
     for (method, url, code) in [

@@ -216,7 +216,7 @@ async fn mutated_patches_are_refused_or_readable() {
 }
 
 #[tokio::test]
-async fn mutated_bytes_and_queries_get_an_answer() {
+async fn mutated_bytes_and_queries_get_a_response() {
     let server = Server::new().await;
     let mut envelope = b"k8s\0".to_vec();
     // A TypeMeta (v1, Pod), and a pod with a name and a label.

@@ -10,7 +10,7 @@ use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server};
 
 /// Random bytes and paths are rejected, never with an unintended 5xx and never with a panic.
 #[tokio::test]
-async fn hostile_requests_get_an_answer() {
+async fn hostile_requests_get_a_response() {
     let server = Server::new().await;
     let bodies: Vec<Vec<u8>> = vec![
         b"k8s\0".to_vec(),
@@ -254,7 +254,7 @@ impl Server {
 /// A list that is eight times as long takes about eight times as long, not 64 times. Regression: four
 /// lists of 38 repeated words (38⁴ combinations) took four seconds, and so did 20,000 finalizers.
 #[tokio::test]
-async fn the_cost_of_a_list_grows_with_its_length() {
+async fn the_cost_of_a_list_is_linear_in_its_length() {
     const LONG: usize = 8;
     let server = Server::with_roles().await;
     let binding = json!({"metadata": {"name": "admin"}, "roleRef": {"kind": "ClusterRole", "name": "admin"},
@@ -283,7 +283,7 @@ async fn the_cost_of_a_list_grows_with_its_length() {
 /// Complete requests that once blocked the whole server: each is answered, and the message names the
 /// limit if there is one.
 #[tokio::test]
-async fn requests_that_cost_too_much_name_the_limit() {
+async fn requests_that_cost_too_much_get_the_limit() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "m"}});
     server.ok("POST", MAPS, &map).await;
@@ -309,7 +309,7 @@ async fn requests_that_cost_too_much_name_the_limit() {
 
 /// A slow request runs on its own thread, so that the only worker stays responsive.
 #[tokio::test]
-async fn a_large_request_does_not_hold_a_worker() {
+async fn a_large_request_does_not_block_a_worker() {
     let server = Server::new().await;
     let data: serde_json::Map<_, _> = words("k", 30_000)
         .into_iter()
@@ -344,7 +344,7 @@ async fn a_large_request_does_not_hold_a_worker() {
     assert_eq!(
         turns(&mut here(request(&map))).await,
         (201, 0),
-        "the control"
+        "the small request for comparison"
     );
     let (code, count) = turns(&mut apart(request(&map))).await;
     assert!(code == 201 && count > 10, "{code}, {count} turns");

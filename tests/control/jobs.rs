@@ -108,7 +108,7 @@ successPolicy.rules[0].succeededIndexes INDEXED, "successPolicy": {"rules": [{"s
 successPolicy.rules[0].succeededCount INDEXED, "successPolicy": {"rules": [{"succeededIndexes": "0,2", "succeededCount": 3}]}"#;
 
 #[tokio::test]
-async fn a_job_that_cannot_work_is_refused_with_the_field() {
+async fn an_invalid_job_is_refused_with_the_field() {
     let server = Server::new().await;
     for line in REFUSED.lines().skip(1) {
         let (field, fields) = line.split_once(' ').unwrap();
@@ -130,7 +130,7 @@ async fn a_job_that_cannot_work_is_refused_with_the_field() {
     let long = server
         .call("POST", JOBS, &job(&"x".repeat(62), indexed))
         .await;
-    assert_eq!(long.code, 422, "its pods' names are too long");
+    assert_eq!(long.code, 422, "the names of the job's pods are too long");
     let both = json!({"manualSelector": true, "selector": {"matchLabels": {"a": "1"}}, "template": {"metadata": {"labels": {"a": "1"}}, "spec": template()["spec"]}});
     let own = server.ok("POST", JOBS, &job("own", both)).await;
     assert_eq!(
@@ -140,7 +140,7 @@ async fn a_job_that_cannot_work_is_refused_with_the_field() {
 }
 
 #[tokio::test]
-async fn what_a_job_is_about_does_not_change() {
+async fn the_template_of_a_job_is_immutable() {
     let server = Server::new().await;
     server.ok("POST", JOBS, &job("j", json!({}))).await;
     let indexed = json!({"completions": 3, "parallelism": 3, "completionMode": "Indexed"});
@@ -202,7 +202,7 @@ async fn what_a_job_is_about_does_not_change() {
 }
 
 #[tokio::test]
-async fn a_table_shows_how_far_jobs_are() {
+async fn a_table_shows_the_progress_of_jobs() {
     let server = Server::new().await;
     for (name, spec, status, expected) in [
         ("a", json!({}), json!({}), json!(["Running", "0/1", ""])),
@@ -275,7 +275,7 @@ f - "conditions": [IS "FailureTarget"}, IS "Failed"}]
 f conditions "conditions": [IS "FailureTarget"}]"#;
 
 #[tokio::test]
-async fn the_status_of_a_job_makes_sense_and_does_not_go_back() {
+async fn the_status_of_a_job_is_consistent_and_final() {
     let server = Server::new().await;
     let indexed = json!({"completions": 3, "completionMode": "Indexed", "backoffLimitPerIndex": 1});
     server.ok("POST", JOBS, &job("i", indexed)).await;
@@ -325,7 +325,7 @@ async fn client(path: &Path) -> Client {
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    panic!("the control plane does not answer");
+    panic!("the control plane does not respond");
 }
 
 impl Plane {
@@ -455,7 +455,7 @@ impl Plane {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_jobs_pods_are_created_counted_and_let_go() {
+async fn a_jobs_pods_are_created_counted_and_released() {
     let plane = Plane::start().await;
     let fields = json!({"completions": 2, "parallelism": 2, "completionMode": "Indexed"});
     let made: Job = plane.create(job("j", fields)).await;
@@ -480,7 +480,7 @@ async fn a_jobs_pods_are_created_counted_and_let_go() {
     }
     plane.ends(&pods[1], "Succeeded", 0).await;
     plane
-        .wait("one to be counted", || async {
+        .wait("one pod to be counted", || async {
             let status = plane.api::<Job>().get("j").await.unwrap().status.unwrap();
             (status.completed_indexes.as_deref() == Some("1") && status.active == Some(1))
                 .then_some(())
@@ -502,14 +502,14 @@ async fn a_jobs_pods_are_created_counted_and_let_go() {
         .await
         .unwrap();
     plane
-        .wait("the pods to go", || async {
+        .wait("the pods to be deleted", || async {
             plane.pods().await.is_empty().then_some(())
         })
         .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_job_fails_is_suspended_and_goes_on() {
+async fn a_job_fails_is_suspended_and_resumes() {
     let plane = Plane::start().await;
     plane
         .create::<Job>(job(
@@ -536,7 +536,7 @@ async fn a_job_fails_is_suspended_and_goes_on() {
     assert_eq!(status.failed, Some(1));
     plane.told("f", &["BackoffLimitExceeded"]).await;
     plane
-        .wait("the end of its time", || async {
+        .wait("the deletion after the job's ttl", || async {
             let gone = plane.api::<Job>().get_opt("f").await.unwrap().is_none();
             (gone && plane.pods().await.is_empty()).then_some(())
         })
@@ -566,11 +566,11 @@ async fn a_job_fails_is_suspended_and_goes_on() {
     plane
         .told("s", &["Suspended", "Resumed", "DeadlineExceeded"])
         .await;
-    assert!(plane.pods().await.is_empty(), "what still ran has gone");
+    assert!(plane.pods().await.is_empty(), "running pods are deleted");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_pods_of_a_job_outlive_it_where_nobody_says_otherwise() {
+async fn the_pods_of_a_job_are_orphaned_by_default() {
     let plane = Plane::start().await;
     plane.create::<Job>(job("j", json!({}))).await;
     let before = plane.active(1).await;
@@ -580,7 +580,7 @@ async fn the_pods_of_a_job_outlive_it_where_nobody_says_otherwise() {
         .await
         .unwrap();
     let free = plane
-        .wait("the pod to be free", || async {
+        .wait("the pod without an owner", || async {
             let pods = plane.pods().await;
             let free = |p: &Pod| p.owner_references().is_empty() && p.finalizers().is_empty();
             pods.iter().all(free).then_some(pods)
@@ -588,7 +588,7 @@ async fn the_pods_of_a_job_outlive_it_where_nobody_says_otherwise() {
         .await;
     assert_eq!(free[0].uid(), before[0].uid());
     plane
-        .wait("the job to go", || async {
+        .wait("the job to be deleted", || async {
             let job = plane.api::<Job>().get_opt("j").await.unwrap();
             job.is_none().then_some(())
         })

@@ -52,7 +52,7 @@ async fn lists_page_from_one_snapshot() {
     assert_eq!(
         names(&rest),
         ["m2", "m3", "m4"],
-        "the second page is from the same moment"
+        "the second page is from the same snapshot"
     );
     assert_eq!(
         rest["metadata"]["resourceVersion"],
@@ -68,7 +68,7 @@ async fn lists_page_from_one_snapshot() {
     assert_eq!(
         names(&any).len(),
         5,
-        "limit does not count at resourceVersion=0"
+        "limit is ignored at resourceVersion=0"
     );
     let mut table = Server::request("GET", &format!("{MAPS}?limit=500"), "", vec![]);
     table.accept = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json".into();
@@ -96,7 +96,7 @@ async fn lists_page_from_one_snapshot() {
 
 /// The store retains changes by number only, not by age, so that many changes evict the oldest.
 #[tokio::test]
-async fn watches_see_every_change_as_their_selector_does() {
+async fn watches_see_changes_according_to_their_selector() {
     let server = Server::new_over(Store::in_memory_for(Duration::ZERO)).await;
     server
         .ok(
@@ -168,7 +168,7 @@ async fn watches_see_every_change_as_their_selector_does() {
                 .unwrap()
                 .parse()
                 .unwrap();
-            assert!(revision > last, "revisions grow, a deletion's too");
+            assert!(revision > last, "revisions grow, also with deletions");
             last = revision;
         }
     }
@@ -180,8 +180,8 @@ async fn watches_see_every_change_as_their_selector_does() {
     let mut short = server.watch(&format!("{MAPS}?watch=1&resourceVersion={since}&fieldSelector=metadata.name=none&timeoutSeconds=1")).await;
     let ended = tokio::time::timeout(Duration::from_secs(30), short.recv())
         .await
-        .expect("it ends in time");
-    assert!(ended.is_none(), "without an event");
+        .expect("the watch ends in time");
+    assert!(ended.is_none(), "the watch ends without an event");
     for i in 0..9000 {
         server
             .ok(
@@ -206,7 +206,7 @@ async fn watches_see_every_change_as_their_selector_does() {
 }
 
 #[tokio::test]
-async fn discovery_tells_what_there_is_in_both_forms() {
+async fn discovery_lists_resources_in_both_forms() {
     let server = Server::new().await;
     let list = server.ok("GET", "/apis/apps/v1", &Value::Null).await;
     let names: Vec<&str> = list["resources"]
@@ -271,7 +271,7 @@ async fn cells(server: &Server, url: &str) -> Value {
 }
 
 #[tokio::test]
-async fn tables_show_what_is_outside_who_is_bound_and_scales() {
+async fn tables_show_external_addresses_bindings_and_scales() {
     let server = Server::new().await;
     let services = "/api/v1/namespaces/default/services";
     let port = json!([{"port": 80}]);
@@ -327,7 +327,7 @@ async fn tables_show_what_is_outside_who_is_bound_and_scales() {
 
 /// kubectl requests this document before it sends a `List`, and fails without it.
 #[tokio::test]
-async fn the_older_openapi_document_is_there() {
+async fn the_older_openapi_document_is_served() {
     let server = Server::new().await;
     let kind = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf";
     let mut request = Server::request("GET", "/openapi/v2", "", vec![]);
@@ -346,7 +346,7 @@ async fn the_older_openapi_document_is_there() {
 
 /// An object that leaves a selector is sent as it was before. A timeout of 0 is no timeout.
 #[tokio::test]
-async fn what_leaves_a_selector_is_told_as_it_was() {
+async fn an_object_that_leaves_a_selector_is_sent_as_it_was() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "a", "labels": {"l": "1"}}, "data": {"k": "old"}});
     let made = server.ok("POST", MAPS, &map).await;
@@ -369,12 +369,12 @@ async fn what_leaves_a_selector_is_told_as_it_was() {
     );
     assert_eq!(
         event["object"]["metadata"]["resourceVersion"], changed.body["metadata"]["resourceVersion"],
-        "at the revision at which it left"
+        "the event has the revision of the change"
     );
 }
 
 #[tokio::test]
-async fn options_that_make_no_sense_are_refused() {
+async fn invalid_options_are_refused() {
     let server = Server::new().await;
     for (query, code) in [
         ("resourceVersion=1&resourceVersionMatch=Bogus", 422),
@@ -395,7 +395,7 @@ async fn options_that_make_no_sense_are_refused() {
 
 /// A watch from now shows later changes, and a watch from a future revision fails.
 #[tokio::test]
-async fn a_watch_begins_where_it_says() {
+async fn a_watch_begins_at_its_resource_version() {
     let server = Server::new().await;
     let map = |name: &str| json!({"metadata": {"name": name}});
     server.ok("POST", MAPS, &map("before")).await;

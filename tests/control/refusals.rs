@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::server::{MAPS, PODS, Server, pod};
 
 #[tokio::test]
-async fn refusals_have_the_right_code_reason_and_words() {
+async fn refusals_have_the_right_code_reason_and_message() {
     let server = Server::new().await;
     server
         .ok(
@@ -358,7 +358,7 @@ async fn refusals_have_the_right_code_reason_and_words() {
 
 /// The resources of a whole pod and of its containers must match, at creation and after a resize.
 #[tokio::test]
-async fn a_pod_as_a_whole_is_no_less_than_its_containers() {
+async fn pod_level_resources_are_no_less_than_the_containers() {
     let server = Server::new().await;
     let sized = |name: &str, whole: Value, one: Value| {
         let containers = json!([{"name": "a", "image": "i", "resources": one}, {"name": "b", "image": "i", "resources": one}]);

@@ -66,7 +66,7 @@ async fn a_pods_status_is_validated() {
 }
 
 #[tokio::test]
-async fn a_pods_addresses_are_one_of_each_family() {
+async fn a_pod_has_one_address_of_each_family() {
     let server = Server::new().await;
     server.ok("POST", PODS, &pod("never")).await;
     let status = |name: &str| format!("{PODS}/{name}/status");
@@ -144,7 +144,7 @@ async fn counts_phases_and_labels_are_validated_and_deleting_objects_get_no_fina
 }
 
 #[tokio::test]
-async fn scheduling_gates_hold_a_pod_until_they_are_removed() {
+async fn scheduling_gates_block_a_pod_until_they_are_removed() {
     let server = Server::new().await;
     let mut gated = pod("p");
     gated["spec"]["schedulingGates"] = json!([{"name": "a.b/one"}, {"name": "two"}]);
@@ -218,7 +218,7 @@ fn node_ports(service: &Value) -> Vec<i64> {
 }
 
 #[tokio::test]
-async fn services_have_what_their_type_needs() {
+async fn services_have_the_fields_of_their_type() {
     let server = Server::new().await;
     let mut taken = vec![];
     // Concurrently, because two could choose the same.
@@ -243,7 +243,11 @@ async fn services_have_what_their_type_needs() {
     let url = format!("{SERVICES}/s0");
     let before = server.ok("GET", &url, &Value::Null).await;
     let kept = server.ok("PUT", &url, &service("s0", "NodePort")).await;
-    assert_eq!(node_ports(&kept), node_ports(&before), "a PUT keeps them");
+    assert_eq!(
+        node_ports(&kept),
+        node_ports(&before),
+        "a PUT keeps the node ports"
+    );
     assert_eq!(kept["spec"]["clusterIP"], before["spec"]["clusterIP"]);
     let own = |port: i64| json!({"spec": {"ports": [{"name": "a", "port": 80, "nodePort": port}]}});
     patches(
@@ -264,7 +268,7 @@ async fn services_have_what_their_type_needs() {
 }
 
 #[tokio::test]
-async fn a_service_gets_an_address_when_it_is_external_no_more() {
+async fn a_service_gets_an_address_when_no_longer_external() {
     let server = Server::new().await;
     server
         .ok("POST", SERVICES, &service("s0", "NodePort"))
@@ -294,7 +298,7 @@ async fn a_service_gets_an_address_when_it_is_external_no_more() {
 }
 
 #[tokio::test]
-async fn a_rollout_has_to_be_able_to_move() {
+async fn a_rollout_that_cannot_progress_is_refused() {
     let server = Server::new().await;
     let deployments = "/apis/apps/v1/namespaces/default/deployments";
     for (surge, unavailable, code) in [
@@ -365,7 +369,7 @@ async fn a_bound_claim_does_not_shrink() {
 /// Every created object has a resource version from before the namespace's deletion: nothing is created
 /// in a terminating namespace.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nothing_is_created_in_a_namespace_that_ends() {
+async fn nothing_is_created_in_a_terminating_namespace() {
     let server = std::sync::Arc::new(Server::new().await);
     let version = |object: &Value| {
         let text = object["metadata"]["resourceVersion"].as_str().unwrap();
@@ -404,7 +408,7 @@ async fn nothing_is_created_in_a_namespace_that_ends() {
 
 /// A client that does not read its watch is disconnected, and uses little memory until then.
 #[tokio::test]
-async fn a_watch_that_is_not_read_ends() {
+async fn a_watch_without_a_reader_is_closed() {
     let server = Server::new().await;
     let mut lines = server
         .watch(&format!("{MAPS}?watch=1&resourceVersion=1"))
@@ -421,5 +425,5 @@ async fn a_watch_that_is_not_read_ends() {
     while lines.recv().await.is_some() {
         more += 1;
     }
-    assert!(more < 20, "{more} lines waited");
+    assert!(more < 20, "{more} lines were queued");
 }

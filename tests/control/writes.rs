@@ -6,7 +6,7 @@ use crate::server::{MAPS, MERGE, PODS, STRATEGIC, Server, pod};
 
 /// `kubectl patch` names no fieldValidation; the response warns of dropped fields.
 #[tokio::test]
-async fn a_patch_with_an_unknown_field_is_warned_of() {
+async fn a_patch_with_an_unknown_field_returns_a_warning() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "warned"}});
     server.ok("POST", MAPS, &map).await;
@@ -19,7 +19,7 @@ async fn a_patch_with_an_unknown_field_is_warned_of() {
 }
 
 #[tokio::test]
-async fn writes_keep_what_is_the_servers() {
+async fn writes_keep_the_servers_fields() {
     let server = Server::new().await;
     let made = server
         .ok(
@@ -35,7 +35,7 @@ async fn writes_keep_what_is_the_servers() {
     let same = server.patch(&url, MERGE, json!({"data": {"k": "1"}})).await;
     assert_eq!(
         same.body["metadata"]["resourceVersion"], made["metadata"]["resourceVersion"],
-        "nothing changed, nothing is written"
+        "a patch without a change writes nothing"
     );
     let dry = server
         .patch(
@@ -95,7 +95,7 @@ async fn writes_keep_what_is_the_servers() {
     assert_eq!(
         server.ok("GET", &pod_url, &Value::Null).await["status"]["phase"],
         "Pending",
-        "status only through /status"
+        "only /status changes the status"
     );
     server
         .patch(
@@ -267,7 +267,7 @@ async fn a_dry_run_stores_nothing() {
 
 /// An eviction's dry run may be in its body, and the name in a body must match the path.
 #[tokio::test]
-async fn an_eviction_says_which_pod_and_whether_it_counts() {
+async fn an_eviction_checks_its_name_and_dry_run() {
     let server = Server::new().await;
     for name in ["p", "bound"] {
         server.ok("POST", PODS, &pod(name)).await;
@@ -291,7 +291,7 @@ async fn an_eviction_says_which_pod_and_whether_it_counts() {
 }
 
 #[tokio::test]
-async fn patches_neither_rename_nor_overtake() {
+async fn patches_cannot_rename_or_use_an_old_version() {
     let server = Server::new().await;
     let map = json!({"metadata": {"name": "a"}, "data": {"k": "1"}});
     let old = server.ok("POST", MAPS, &map).await;
@@ -308,7 +308,7 @@ async fn patches_neither_rename_nor_overtake() {
     };
     let kind = "application/json-patch+json";
     let late = server.patch(&url, kind, operations(&version)).await;
-    assert_eq!(late.code, 409, "it names a version that is over");
+    assert_eq!(late.code, 409, "the patch names an old version");
     let now = server.ok("GET", &url, &Value::Null).await["metadata"]["resourceVersion"].clone();
     let fine = server.patch(&url, kind, operations(&now)).await;
     assert_eq!((fine.code, &fine.body["data"]["k"]), (200, &json!("3")));
@@ -346,6 +346,6 @@ async fn nulls_and_numbers_out_of_range_are_not_stored() {
     let refused = server.patch(&url, strategic, with("B")).await;
     assert_eq!(
         refused.code, 413,
-        "patches do not add up to more than a body may have"
+        "many patches cannot exceed the limit of a body"
     );
 }

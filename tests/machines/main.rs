@@ -28,7 +28,7 @@ use support::{Cluster, condition, skip};
 const IQN: &str = "iqn.2026-11.test.holdfast:disk";
 
 #[test]
-fn filesystems_count_what_pods_write() {
+fn filesystem_quotas_count_the_writes_of_pods() {
     vm::run(
         "quotas_inside",
         &["quota_v2", "brd rd_nr=1 rd_size=65536"],
@@ -41,7 +41,7 @@ fn filesystems_count_what_pods_write() {
 fn quotas_inside() {
     assert!(
         vm::is_inside(),
-        "this makes filesystems: it runs in a virtual machine only"
+        "this test creates filesystems: it runs in a virtual machine only"
     );
     let made = std::process::Command::new("/sbin/mkfs.ext4")
         .args(["-q", "-O", "quota,project", "/dev/ram0"])
@@ -109,7 +109,7 @@ fn quotas_inside() {
     for volume in ["v", "w"] {
         let known = quota::used(&dir("counted", volume))
             .unwrap()
-            .expect("the filesystem counts");
+            .expect("the filesystem has quotas");
         assert_eq!(known, usage::of(&dir("counted", volume), u64::MAX).unwrap());
         assert_eq!(
             (used(&counted, volume), used(&walked, volume)),
@@ -118,7 +118,7 @@ fn quotas_inside() {
         assert_eq!(
             quota::used(&dir("walked", volume)).unwrap(),
             None,
-            "who is in that pod could tell the filesystem otherwise"
+            "a user of that pod could change the project of its files"
         );
     }
     // A removed volume no longer counts, and its project ID is free for others.
@@ -151,7 +151,7 @@ fn programs() -> Vec<PathBuf> {
 
 /// A whole node, as in most clusters: systemd creates the cgroups, and they are version 2.
 #[test]
-fn systemd_makes_the_cgroups() {
+fn systemd_creates_the_cgroups() {
     vm::run_on_node("systemd_inside", &programs());
 }
 
@@ -241,13 +241,13 @@ fn limits_outlast_others(cluster: &Cluster, tier: &Path, pod: &Path) {
     let inner = std::fs::read_dir(pod).unwrap().flatten().map(|e| e.path());
     let mut scopes = inner.filter(|path| path.is_dir());
     assert!(scopes.any(|scope| protected(&scope) == 64 << 20));
-    cluster.wait("all pods' slice to protect as much", || {
+    cluster.wait("the slice of all pods to protect as much memory", || {
         protected(tier) >= 64 << 20
     });
     let weight = tier.join("holdfast_t_vm-kubepods-besteffort.slice/cpu.weight");
     std::fs::write(&weight, "77").unwrap();
     std::fs::write(pod.join("pids.max"), "77").unwrap();
-    cluster.wait("the slices to be as they were", || {
+    cluster.wait("the limits to be restored", || {
         [line(&weight), line(&pod.join("pids.max"))] == ["1", "100"]
     });
 }
@@ -289,7 +289,7 @@ fn what_is_on_servers_outlives_every_pod(cluster: &Cluster, image: &str, root: &
             mounts.join(", "),
             iscsi()
         ));
-        cluster.wait("the pod to find what is on the disk", || {
+        cluster.wait("the pod to find the data on the disk", || {
             condition(&cluster.pod(&name), "Ready") == "True"
                 && cluster.kubectl(&["logs", &name]) == "alive\nalive\n"
         });
@@ -305,7 +305,7 @@ fn what_is_on_servers_outlives_every_pod(cluster: &Cluster, image: &str, root: &
             cluster.kill("agent");
             cluster.up();
         }
-        cluster.wait_quietly("the pod and its directory to go", || {
+        cluster.wait_quietly("the pod and its directory to be removed", || {
             !cluster
                 .kubectl(&["get", "pods", "-o", "name"])
                 .contains(&name)
@@ -330,7 +330,7 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
         String::from_utf8(output.stdout).unwrap()
     };
     let inhibits = || run("systemd-inhibit", &["--list", "--no-legend"]).contains("kubelet");
-    cluster.wait("the inhibitor", inhibits);
+    cluster.wait("the agent's inhibitor", inhibits);
     let delay = [
         "get-property",
         "org.freedesktop.login1",
@@ -338,13 +338,13 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
         "org.freedesktop.login1.Manager",
         "InhibitDelayMaxUSec",
     ];
-    cluster.wait("logind to wait for as long", || {
+    cluster.wait("logind to accept the delay", || {
         run("busctl", &delay).trim() == "t 900000000"
     });
     cluster.apply(&format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: last}}\nspec: {{terminationGracePeriodSeconds: 200, containers: [{{name: c, image: '{image}', command: [busybox, sh, -c, 'trap \"busybox sleep 6; exit 3\" TERM; while :; do busybox sleep 0.2; done']}}]}}\n"
     ));
-    cluster.wait("the pod", || {
+    cluster.wait("the pod to be ready", || {
         condition(&cluster.pod("last"), "Ready") == "True"
     });
     // The machine stops when the script of this test ends, so this inhibitor keeps it up until this process exits.
@@ -352,14 +352,14 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
         .args(["--what=shutdown", "--mode=delay", "sleep", "100000"])
         .spawn()
         .unwrap();
-    cluster.wait("an inhibitor of this test's own", || {
+    cluster.wait("the inhibitor of this test", || {
         run("systemd-inhibit", &["--list", "--no-legend"]).contains("sleep")
     });
     run("systemctl", &["poweroff"]);
-    cluster.wait_quietly("the agent to let the machine go", || !inhibits());
+    cluster.wait_quietly("the agent to release its inhibitor", || !inhibits());
     assert!(still.try_wait().unwrap().is_none());
     let mut pod = json!(null);
-    cluster.wait("the pod's end to be told", || {
+    cluster.wait("the pod's end in its status", || {
         pod = cluster.pod("last");
         let state = &pod["status"]["containerStatuses"][0]["state"];
         !state["terminated"].is_null() && pod["status"]["reason"].is_string()
@@ -367,9 +367,9 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
     assert_eq!(pod["status"]["reason"], "Terminated", "{pod}");
     assert_eq!(
         pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"], 3,
-        "it had its time: {pod}"
+        "the container had its grace period: {pod}"
     );
-    cluster.wait("the shutdown to be told", || {
+    cluster.wait("the shutdown in the node's status", || {
         let nodes = cluster.kubectl(&["get", "nodes", "-o", "json"]);
         nodes.contains("node is shutting down")
     });
@@ -379,7 +379,7 @@ fn a_real_shutdown_waits_for_pods(cluster: Cluster, image: &str) {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn systemd_inside() {
-    assert!(vm::is_inside(), "this needs a machine of its own");
+    assert!(vm::is_inside(), "this test runs in a virtual machine only");
     serve_a_directory_and_a_disk();
     let cluster = Cluster::start_configured("vm", 49, NODE);
     let root = the_root_is_a_link(&cluster);
@@ -412,7 +412,7 @@ fn systemd_inside() {
     ));
     let ready = |name: &str| condition(&cluster.pod(name), "Ready") == "True";
     cluster.wait("the pods", || ["one", "two", "disk"].into_iter().all(ready));
-    cluster.wait("what the pod wrote to be on the server", || {
+    cluster.wait("the pod's file on the server", || {
         line(Path::new("/srv/shared/file")) == "hello"
     });
 
@@ -443,7 +443,7 @@ fn systemd_inside() {
                 .to_string_lossy()
                 .starts_with("cri-containerd-")
         });
-        assert_eq!(scopes.count(), 2, "the sandbox's and the container's");
+        assert_eq!(scopes.count(), 2, "scopes of sandbox and container");
     }
     limits_outlast_others(&cluster, tier, &one);
     // The kernel kills a container that uses too much memory. (The runtime may not report the OOM kill in time.)
@@ -451,14 +451,14 @@ fn systemd_inside() {
         cluster.pod("greedy")["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"]
             .as_i64()
     };
-    cluster.wait("the greedy pod to end", || code().is_some());
+    cluster.wait("the pod above its limit to terminate", || code().is_some());
     assert_eq!(code(), Some(137));
     // Stats come from the same cgroups.
     let node = cluster
         .kubectl(&["get", "nodes", "-o", "name"])
         .replace("node/", "");
     let path = format!("/api/v1/nodes/{}/proxy/stats/summary", node.trim());
-    cluster.wait("the pod's figures", || {
+    cluster.wait("the pod's stats", || {
         let summary = cluster.kubectl(&["get", "--raw", &path]);
         let summary: serde_json::Value = serde_json::from_str(&summary).unwrap();
         let mut pods = summary["pods"].as_array().unwrap().iter();
@@ -477,8 +477,8 @@ fn systemd_inside() {
     what_is_on_servers_outlives_every_pod(&cluster, &image, &root);
     cluster.wait("the sessions to end", || sessions() == 0);
     cluster.apply(&pod("again", "{}", "cat /v/file; sleep 10000", &disk));
-    cluster.wait("the pod", || ready("again"));
-    cluster.wait("what was kept", || {
+    cluster.wait("the pod to be ready", || ready("again"));
+    cluster.wait("the kept data in the pod's log", || {
         cluster.kubectl(&["logs", "again"]).trim() == "kept"
     });
 
@@ -492,7 +492,7 @@ fn systemd_inside() {
         "--patch",
         patch,
     ]);
-    cluster.wait("the slice's limits", || {
+    cluster.wait("the slice's new limits", || {
         ["memory.max", "memory.min", "cpu.max"].map(|f| line(&one.join(f)))
             == ["100663296", "100663296", "30000 100000"]
     });
@@ -506,7 +506,7 @@ fn systemd_inside() {
     .unwrap();
     cluster.wait_for_end(agent);
     cluster.up();
-    cluster.wait("both to be ready", || ready("one") && ready("two"));
+    cluster.wait("both pods to be ready", || ready("one") && ready("two"));
     assert_eq!(
         cluster.pod("one")["status"]["containerStatuses"][0]["restartCount"],
         0
@@ -519,19 +519,19 @@ fn systemd_inside() {
         support::find_pods(Path::new("/sys/fs/cgroup/holdfast_t_vm.slice"), &mut found);
         found
     };
-    cluster.wait("the slices to go", || slices().is_empty());
+    cluster.wait("the slices to be removed", || slices().is_empty());
     assert!(
         !std::fs::read_to_string("/proc/self/mountinfo")
             .unwrap()
             .contains(" - nfs4 "),
-        "nothing of the server is mounted"
+        "no volume of the server is mounted"
     );
     cluster.assert_clean();
     a_real_shutdown_waits_for_pods(cluster, &image);
     // The cgroup is removed a moment after its slice has stopped.
     let deadline = Instant::now() + support::patience();
     while tier.exists() {
-        assert!(Instant::now() < deadline, "the slice stays");
+        assert!(Instant::now() < deadline, "the slice still exists");
         std::thread::sleep(Duration::from_millis(100));
     }
 }

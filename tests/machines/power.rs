@@ -24,7 +24,7 @@ const NODE: &str =
     "cgroupDriver: systemd\nshutdownGracePeriod: 300s\nshutdownGracePeriodCriticalPods: 100s\n";
 
 #[test]
-fn a_node_comes_back_from_every_end_of_its_power() {
+fn a_node_recovers_from_every_kind_of_power_loss() {
     let Some(node) = vm::Node::new("power::inside", &programs()) else {
         return;
     };
@@ -39,14 +39,14 @@ fn a_node_comes_back_from_every_end_of_its_power() {
             checked && !said.contains("panicked"),
             "boot {cycle} of the virtual machine:\n{said}"
         );
-        println!("boot {cycle} of {cycles} is as it should be");
+        println!("boot {cycle} of {cycles} is correct");
     }
 }
 
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn inside() {
-    assert!(vm::is_inside(), "this ends its machine");
+    assert!(vm::is_inside(), "this test powers its machine off");
     let cycle: u32 = std::fs::read_to_string(COUNT).map_or(0, |text| text.parse().unwrap());
     write_through(COUNT, &(cycle + 1).to_string());
     an_uplink();
@@ -96,7 +96,7 @@ fn make_pods(cluster: &Cluster) {
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: fixed}}\nspec: {{terminationGracePeriodSeconds: 5, containers: [{idle}]}}\n"
     );
     std::fs::write(manifest, text).unwrap();
-    cluster.wait("the pods", || all_run(cluster));
+    cluster.wait("the pods to run", || all_run(cluster));
     // The images that the runtime has unpacked must be on the disk; syncing them is not the agent's task.
     nix::unistd::sync();
 }
@@ -130,7 +130,7 @@ fn check(cluster: &Cluster) {
     // Pods that a shutdown has terminated stay terminated, as with the kubelet. Their controller replaces
     // them; a pod without a controller is replaced by this test.
     let is_failed = |p: &Value| p["status"]["phase"] == "Failed";
-    cluster.wait("the agent to have looked at every pod", || {
+    cluster.wait("every pod to be ready or failed", || {
         let running = |p: &Value| condition(p, "Ready") == "True";
         cluster.pods().iter().all(|p| is_failed(p) || running(p))
     });
@@ -143,7 +143,7 @@ fn check(cluster: &Cluster) {
         cluster.apply(&keeper(IMAGE));
     }
     cluster.kubectl(&["scale", "deployment", "web", "--replicas=2"]);
-    cluster.wait("every pod to be back", || all_run(cluster));
+    cluster.wait("every pod to run again", || all_run(cluster));
     let pods = cluster.pods();
     if !keeper_ended {
         let dir = cluster
@@ -152,7 +152,10 @@ fn check(cluster: &Cluster) {
             .join(uid(named(&pods, "keeper")[0]));
         let lines = dir.join("volumes/kubernetes.io~empty-dir/v/lines");
         let lines = std::fs::read_to_string(lines).unwrap();
-        assert!(lines.lines().count() > 1, "its files are kept: {lines:?}");
+        assert!(
+            lines.lines().count() > 1,
+            "the files of the pod are kept: {lines:?}"
+        );
     }
     nothing_else_is_there(cluster, &pods);
 }
@@ -160,7 +163,7 @@ fn check(cluster: &Cluster) {
 /// Checks that directories, cgroups and addresses exist for these pods only.
 fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
     if let Ok(deleted) = std::fs::read_to_string(DELETED) {
-        cluster.wait("nothing to be left of the pod that was deleted", || {
+        cluster.wait("no leftovers of the deleted pod", || {
             !cluster
                 .leftovers()
                 .iter()
@@ -176,10 +179,10 @@ fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
         .iter()
         .map(|p| config(p).unwrap_or_else(|| uid(p)))
         .collect();
-    cluster.wait("the directories of these pods alone", || {
+    cluster.wait("the directories of only these pods", || {
         directories(&cluster.data().join("agent/pods")) == uids
     });
-    cluster.wait("the cgroups of these pods alone", || {
+    cluster.wait("the cgroups of only these pods", || {
         let mut found = vec![];
         find_pods(
             Path::new("/sys/fs/cgroup/holdfast_t_power.slice"),
@@ -192,7 +195,7 @@ fn nothing_else_is_there(cluster: &Cluster, pods: &[Value]) {
         found.len() == uids.len() && found.iter().all(is_known)
     });
     let addresses = cluster.data().join("cni/networks").join(cluster.name());
-    cluster.wait("one address a pod", || {
+    cluster.wait("one address for each pod", || {
         let given = directories(&addresses);
         let given = given
             .iter()

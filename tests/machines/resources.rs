@@ -20,7 +20,7 @@ const LIMIT: u64 = 400 * MIB;
 const LEFT: u64 = 150 * MIB;
 
 #[test]
-fn a_machine_of_two_numa_nodes_is_shared_out() {
+fn resources_of_two_numa_nodes_are_aligned() {
     if let Some(node) = vm::Node::new("resources::inside", &programs()) {
         node.run(TWO_NODES);
     }
@@ -29,7 +29,7 @@ fn a_machine_of_two_numa_nodes_is_shared_out() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn inside() {
-    assert!(vm::is_inside(), "this makes the machine swap");
+    assert!(vm::is_inside(), "this test lets its machine swap");
     an_uplink();
     make_swap();
     // The machine is deleted after the test, and the cluster with it.
@@ -274,7 +274,7 @@ fn a_hog_goes_and_others_stay(cluster: &Cluster, containers: &Containers) {
     assert_eq!(
         kills,
         Some("oom_kill 0"),
-        "the kernel killed nobody: {events}"
+        "the kernel killed no process: {events}"
     );
     for (name, _, id) in &containers.steady {
         let (name, container) = name.split_once('/').unwrap();

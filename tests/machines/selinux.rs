@@ -23,7 +23,7 @@ const IMAGE: &str = "test.local/busybox:1";
 const LEVEL: &str = "s0:c10,c20";
 
 #[test]
-fn labels_are_enforced() {
+fn selinux_labels_are_enforced() {
     compile_policy();
     let mut files = programs();
     files.push(POLICY.into());
@@ -54,14 +54,17 @@ fn compile_policy() {
         .args(["--output", POLICY])
         .arg(file)
         .status();
-    let compiled = compiled.expect("secilc is installed (make test does that)");
+    let compiled = compiled.expect("secilc is installed (make test installs it)");
     assert!(compiled.success());
 }
 
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn inside() {
-    assert!(vm::is_inside(), "this changes what the machine's users may");
+    assert!(
+        vm::is_inside(),
+        "this test changes the machine's SELinux policy"
+    );
     enforce();
     an_uplink();
     share_disk();
@@ -161,7 +164,7 @@ fn until_all_have_ended(cluster: &Cluster) {
     let has_ended = |pod: &Value| {
         ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
     };
-    cluster.wait_quietly("the pods to end", || {
+    cluster.wait_quietly("the pods to terminate", || {
         // A query costs as much CPU time as the pods need.
         std::thread::sleep(Duration::from_secs(3));
         cluster.pods().iter().all(has_ended)

@@ -20,7 +20,7 @@ const KUBELET: &str = "/usr/bin/kubelet";
 const SERVICE: &str = "[Unit]\nDescription=kubelet: The Kubernetes Node Agent\nWants=network-online.target\nAfter=network-online.target\n[Service]\nExecStart=/usr/bin/kubelet\nRestart=always\nStartLimitInterval=0\nRestartSec=10\n[Install]\nWantedBy=multi-user.target\n";
 
 #[test]
-fn a_kubelets_unit_is_turned_over_and_back() {
+fn a_kubelets_unit_switches_to_holdfast_and_back() {
     let Some(mut node) = vm::Node::new("units::inside", &programs()) else {
         return;
     };
@@ -45,7 +45,7 @@ fn a_kubelets_unit_is_turned_over_and_back() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn inside() {
-    assert!(vm::is_inside(), "this installs a kubelet");
+    assert!(vm::is_inside(), "this test installs a kubelet");
     an_uplink();
     for program in [INSTALLED, KUBELET] {
         std::fs::create_dir_all(Path::new(program).parent().unwrap()).unwrap();
@@ -222,7 +222,7 @@ fn start_pods(cluster: &Cluster) -> Pods {
     )
     .unwrap();
     let mirror = format!("fixed-{}", cluster.node_name());
-    cluster.wait_quietly("the static pod's mirror", || cluster.pods().len() == 2);
+    cluster.wait_quietly("the mirror of the static pod", || cluster.pods().len() == 2);
     let names = ["plain", &mirror];
     wait_for(cluster, "condition=Ready", &names);
     Pods(
@@ -261,7 +261,7 @@ impl Pods {
 fn is_heard(cluster: &Cluster, unit: &str) {
     let begun = property(unit, "ExecMainStartTimestamp");
     let begun: i64 = begun.trim_start_matches('@').parse().unwrap();
-    cluster.wait("the node to be Ready by this agent's word", || {
+    cluster.wait("this agent to report the node as ready", || {
         let node = cluster.node();
         let mut conditions = node["status"]["conditions"].as_array().unwrap().iter();
         let ready = conditions.find(|c| c["type"] == "Ready").unwrap();
@@ -344,7 +344,7 @@ fn a_confined_agent_can_do_its_work(cluster: &Cluster) {
             {"name": "hidden", "secret": {"secretName": "hidden"}}]}});
     cluster.apply(&pod.to_string());
     wait_for(cluster, "condition=Ready", &["later"]);
-    cluster.wait_quietly("what it finds in its volumes", || {
+    cluster.wait_quietly("the contents of the pod's volumes", || {
         // A tmpfs keeps its sticky bit.
         cluster.kubectl(&["logs", "later"]) == "4321:3777\nvaluevaluevalue\n"
     });
@@ -358,5 +358,5 @@ fn a_confined_agent_can_do_its_work(cluster: &Cluster) {
         .to_owned();
     cluster.kubectl(&["delete", "pod", "later"]);
     let dir = cluster.data().join("agent/pods").join(uid);
-    cluster.wait_quietly("nothing to be left of it", || !dir.exists());
+    cluster.wait_quietly("the pod's directory to be removed", || !dir.exists());
 }

@@ -91,7 +91,7 @@ impl Probes {
         assert!(self.readyz.len() > 100);
         assert!(
             self.failed * 100 <= self.readyz.len() as u64,
-            "/readyz is answered"
+            "too many probes of /readyz failed"
         );
         for (i, limit) in [50, 500].into_iter().enumerate() {
             // A response needs several context switches, the echo two.
@@ -103,7 +103,7 @@ impl Probes {
             let limit = Duration::from_millis(limit) + more;
             assert!(
                 readyz[i] <= limit,
-                "/readyz: {:?}, allowed are {limit:?}",
+                "/readyz took {:?}, the limit is {limit:?}",
                 readyz[i]
             );
         }

@@ -114,7 +114,7 @@ impl Logind {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .expect("it is installed (make test does that)");
+            .expect("dbus-daemon is installed (make test installs it)");
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -135,7 +135,10 @@ impl Logind {
         let begun = Instant::now();
         // The socket exists a moment before the bus listens on it.
         while std::os::unix::net::UnixStream::connect(logind.dir.path().join("bus")).is_err() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "no bus");
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "the bus did not start in time"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         logind.restart();

@@ -268,7 +268,7 @@ impl Cluster {
 
     /// Waits until a signalled process has exited: [`Cluster::up`] does not start a component that still seems to run.
     pub fn wait_for_end(&self, pid: i32) {
-        self.wait_quietly(&format!("process {pid} to end"), || has_ended(pid));
+        self.wait_quietly(&format!("process {pid} to exit"), || has_ended(pid));
     }
 
     pub fn log(&self, part: &str) -> String {
@@ -282,7 +282,7 @@ impl Cluster {
             .arg(self.data().join("kubeconfig"))
             .args(arguments)
             .output()
-            .expect("kubectl is installed (make test does that)")
+            .expect("kubectl is installed (make test installs it)")
     }
 
     /// Runs kubectl, which must succeed.
@@ -343,7 +343,7 @@ impl Cluster {
         // Links of logs contain the name, everything else the UID.
         let mut marks: Vec<String> = names.iter().map(|n| format!("log link {n}_")).collect();
         marks.extend(pods.iter().map(|p| text(&p["metadata"]["uid"])));
-        self.wait("nothing to be left of what has finished", || {
+        self.wait("no leftovers of finished pods", || {
             let left = self.leftovers();
             !left
                 .iter()
@@ -518,7 +518,7 @@ impl Cluster {
         let ports = Command::new("ip")
             .args(["-o", "link", "show", "type", "veth"])
             .output()
-            .expect("iproute2 is installed (make test does that)");
+            .expect("iproute2 is installed (make test installs it)");
         let bridge = self.bridge();
         found.extend(
             String::from_utf8_lossy(&ports.stdout)
@@ -547,7 +547,7 @@ impl Cluster {
             }
             assert!(
                 left.iter().all(ends_by_itself) && Instant::now() < deadline,
-                "there is left: {left:#?}"
+                "leftovers: {left:#?}"
             );
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -682,7 +682,7 @@ fn import_busybox(
 ) -> String {
     use holdfast::up::images::{Image, ImageFile, pack};
     let program =
-        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test does that)");
+        std::fs::read("/bin/busybox").expect("busybox-static is installed (make test installs it)");
     let programs = commands.iter().map(|c| format!("bin/{c}"));
     let programs: Vec<String> = programs.collect();
     let mut files = vec![ImageFile {

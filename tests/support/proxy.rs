@@ -149,7 +149,9 @@ impl Proxy {
             .unwrap();
         let (fault, faults) = watch::channel(None);
         let hits = Arc::new(Mutex::new(0));
-        let killer: Killer = Arc::new(Mutex::new(Box::new(|| panic!("nobody said whom to kill"))));
+        let killer: Killer = Arc::new(Mutex::new(Box::new(|| {
+            panic!("no process to kill was set")
+        })));
         let shared = Shared {
             fault: faults,
             hits: Arc::clone(&hits),

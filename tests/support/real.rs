@@ -68,7 +68,7 @@ pub fn prepare(cluster: &Cluster, admin: &Path) {
     kubectl(&own, &[&context[..], &namespace[..]].concat());
 
     kubectl(admin, &["create", "namespace", cluster.name()]);
-    cluster.wait_quietly("the namespace to be furnished", || {
+    cluster.wait_quietly("the namespace's default objects", || {
         let furniture = ["serviceaccount/default", "configmap/kube-root-ca.crt"];
         let get = [&["get"], &furniture[..]].concat();
         run(&own, &get, "").status.success()

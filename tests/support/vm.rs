@@ -119,7 +119,7 @@ fn kernel(name: &str) -> Option<PathBuf> {
     let found = std::env::var_os("HOLDFAST_MACHINE").map(PathBuf::from);
     if found.is_none() {
         crate::skip::skipped(&format!(
-            "{name} needs the virtual machine that `make test` makes; HOLDFAST_MACHINE is not set"
+            "{name} needs the virtual machine that `make test` builds; HOLDFAST_MACHINE is not set"
         ));
     }
     found
@@ -286,7 +286,7 @@ fn boot(kernel: &Path, disk: Archive, init: &str, arguments: &str, more: &[Strin
     let mut machine = Machine::boot(kernel, disk.clone(), init, arguments, more);
     if machine.wait(None) == Waited::StoodStill {
         eprintln!(
-            "the virtual machine stood still for {STANDS_STILL:?} and is booted once more; it had said:\n{}",
+            "the virtual machine made no progress for {STANDS_STILL:?} and is booted once more; its output was:\n{}",
             machine.said()
         );
         machine = Machine::boot(kernel, disk, init, arguments, more);

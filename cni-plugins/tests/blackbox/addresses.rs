@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::world::{World, ip, versions};
 
 #[test]
-fn host_local_gives_requested_addresses_and_refuses_what_it_cannot() {
+fn host_local_allocates_requested_addresses_and_refuses_unavailable_ones() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     let asked = world.call(
@@ -72,7 +72,7 @@ fn a_relative_data_directory_is_refused() {
 }
 
 #[test]
-fn static_addresses_come_from_the_place_that_counts() {
+fn static_addresses_come_from_the_source_with_precedence() {
     let world = World::new();
     let config = |version: &str, ipam: Value, more: Value| {
         let mut config =
@@ -164,7 +164,7 @@ fn static_addresses_come_from_the_place_that_counts() {
             &[]
         ),
         "10.13.0.1/24 -",
-        "no ipam is needed then"
+        "addresses in the runtimeConfig need no ipam"
     );
     // Errors name the invalid field.
     let two = json!({"type": "static", "addresses": [{"address": "10.10.0.1/24"}, {"address": "10.10.1.1/24"}]});
@@ -240,7 +240,7 @@ fn static_addresses_come_from_the_place_that_counts() {
 }
 
 #[test]
-fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
+fn host_local_reads_old_records_and_accepts_requests_from_every_source() {
     let world = World::new();
     let resolv = world.data.path().join("resolv.conf");
     std::fs::write(&resolv, "# c\nnameserver 192.0.2.1\n nameserver 192.0.2.2\ndomain a.test\nsearch a b\noptions ndots:5\n").unwrap();
@@ -267,7 +267,11 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
     let second = world.ok_with("host-local", "ADD", &config, &[("CNI_IFNAME", "eth1")]);
     assert_eq!(addresses(&second), ["10.198.1.3/28", "fd00:198:1::3/64"]);
     world.ok("host-local", "DEL", &config);
-    assert_eq!(world.taken().len(), 2, "eth1's stay");
+    assert_eq!(
+        world.taken().len(),
+        2,
+        "the addresses of eth1 remain allocated"
+    );
     assert!(
         world
             .call("host-local", "DEL", &config, &[("CNI_IFNAME", "eth1")])
@@ -278,7 +282,11 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
     std::fs::write(world.data.path().join("net/10.198.1.9"), " c1 \n").unwrap();
     std::fs::write(world.data.path().join("net/10.198.1.8"), "c1\r\neth0\n").unwrap();
     world.ok("host-local", "DEL", &config);
-    assert_eq!(world.taken(), ["10.198.1.9"], "its own first");
+    assert_eq!(
+        world.taken(),
+        ["10.198.1.9"],
+        "DEL releases the interface's own address first"
+    );
     world.ok("host-local", "DEL", &config);
     assert!(world.taken().is_empty());
     // Requested addresses, with and without a prefix, one for each set.
@@ -327,7 +335,7 @@ fn host_local_reads_what_it_finds_and_takes_requests_from_everywhere() {
 }
 
 #[test]
-fn an_audit_looks_at_the_interfaces() {
+fn an_audit_compares_addresses_with_the_interfaces() {
     let (world, other) = (World::new(), World::new());
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);
@@ -387,7 +395,10 @@ fn an_audit_looks_at_the_interfaces() {
     ip(&["-n", &other.container, "addr", "flush", "dev", "eth0"]);
     let (well, table) = audit(&["--mend"]);
     let starting = row(&table, "10.198.1.3").contains("starting: its ADD may still be");
-    assert!(well && starting, "it was reserved a moment ago: {table}");
+    assert!(
+        well && starting,
+        "the address was reserved a moment ago: {table}"
+    );
     assert_eq!(world.taken().len(), 2);
     let (well, table) = audit(&["--mend", "--older-than=0"]);
     assert!(

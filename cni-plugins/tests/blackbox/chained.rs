@@ -20,7 +20,7 @@ pub fn bridged(version: &str, extra: Value) -> (World, Value, Value) {
 
 /// containerd sends this burst if none is configured. The reference uses the value literally.
 #[test]
-fn a_burst_of_the_reference_passes_check() {
+fn a_burst_set_by_the_reference_passes_check() {
     let (world, _, result) = bridged("1.1.0", json!({}));
     let mut requested = World::chained("1.1.0", "bandwidth", &result, json!({}));
     requested["runtimeConfig"] =
@@ -42,7 +42,7 @@ fn a_burst_of_the_reference_passes_check() {
 }
 
 #[test]
-fn bandwidth_limits_what_a_container_receives_and_sends() {
+fn bandwidth_limits_received_and_sent_traffic() {
     let tc = |world: &World, args: &[&str]| world.on_host(&[&["tc"], args].concat());
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({}));
@@ -71,7 +71,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
             filter.contains(&format!("Redirect to device {ifb}")),
             "{filter}"
         );
-        assert!(reaches(&world.container, "10.198.1.1"), "it still talks");
+        assert!(reaches(&world.container, "10.198.1.1"), "traffic passes");
         // Packets from the container pass the limited link.
         let sent = tc(&world, &["-s", "qdisc", "show", "dev", ifb]);
         assert!(!sent.contains("Sent 0 bytes"), "{sent}");
@@ -98,7 +98,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     assert_eq!(
         world.ok("bandwidth", "ADD", &requested)["interfaces"],
         result["interfaces"],
-        "no limits, nothing done"
+        "without limits, ADD changes nothing"
     );
     requested["runtimeConfig"] = json!({"bandwidth": {"IngressRate": 8_000_000, "IngressBurst": u32::MAX, "EgressRate": 8_000_000, "EgressBurst": u32::MAX}});
     world.ok("bandwidth", "ADD", &requested);
@@ -137,7 +137,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
     );
     assert!(
         !ip(&["-n", &line.host, "link"]).contains("bwp"),
-        "nothing for what it sends"
+        "no ifb device without an egress limit"
     );
     let huge = World::chained(
         "1.0.0",
@@ -197,7 +197,7 @@ fn bandwidth_limits_what_a_container_receives_and_sends() {
 }
 
 #[test]
-fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
+fn tuning_sets_sysctls_and_properties_and_restores_them() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, _, result) = bridged(version, json!({}));
         let data = world.data.path().join("tuning");
@@ -251,7 +251,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
         for _ in 0..2 {
             world.ok("tuning", "DEL", &chained);
         }
-        assert_eq!(looks(), before, "as it was");
+        assert_eq!(looks(), before, "DEL restores the settings");
         assert_eq!(std::fs::read_dir(&data).unwrap().count(), 0);
         // If the namespace was removed, DEL deletes the stored properties, too.
         world.ok("tuning", "ADD", &chained);
@@ -330,7 +330,7 @@ fn tuning_sets_sysctls_and_properties_and_gives_them_back() {
 }
 
 #[test]
-fn what_comes_from_an_address_leaves_by_its_interface() {
+fn packets_leave_by_the_interface_of_their_source_address() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     let second = {
         let mut c = world.config("1.0.0", json!({"bridge": "br9", "name": "second"}));
@@ -351,7 +351,7 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
     let main = ip(&["-n", &world.container, "route"]);
     assert!(
         main.contains("default via 10.198.1.1 dev eth0") && !main.contains("net1"),
-        "what has no address of net1's does not leave by it: {main}"
+        "only packets from an address of net1 leave by net1: {main}"
     );
     world.ok_with("sbr", "CHECK", &chained, &env);
     assert!(reaches(&world.container, "10.198.9.1"));
@@ -361,13 +361,13 @@ fn what_comes_from_an_address_leaves_by_its_interface() {
     assert!(!ip(&["-n", &world.container, "rule"]).contains("10.198.9.2"));
     assert!(
         world.call("sbr", "CHECK", &chained, &env).stdout.len() > 2,
-        "it is missed"
+        "CHECK reports the missing rule"
     );
     assert_eq!(result["cniVersion"], "1.0.0");
 }
 
 #[test]
-fn sbr_leaves_in_the_main_table_what_it_is_told_to() {
+fn sbr_keeps_configured_routes_in_the_main_table() {
     let env = [("CNI_IFNAME", "net1")];
     let ranges = json!([[{"subnet": "10.198.9.0/24"}], [{"subnet": "fd00:198:9::/64"}]]);
     let added = |extra: Value| {

@@ -175,7 +175,7 @@ impl Drop for Network {
 }
 
 #[test]
-fn leases_are_got_and_given_back() {
+fn leases_are_acquired_and_released() {
     let network = Network::new(1, 3600);
     let (world, env) = (
         &network.world,
@@ -269,7 +269,7 @@ fn leases_are_got_and_given_back() {
 }
 
 #[test]
-fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
+fn leases_are_renewed_outlive_the_daemon_and_expire_without_their_server() {
     // Long enough for a busy machine to renew the lease in time.
     let mut network = Network::new(1, 8);
     let config = network.config("1.1.0");
@@ -285,7 +285,7 @@ fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
     end(&mut network.daemon);
     network.start();
     let now = since();
-    wait("the next daemon renews it, too", || since() > now);
+    wait("the next daemon renews the lease, too", || since() > now);
     assert!(network.has_address());
     // The server was stopped: the address is removed when the lease expires.
     let pid = std::fs::read_to_string(network.far.data.path().join("pid")).unwrap();
@@ -298,7 +298,7 @@ fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
     wait("the interface goes down", || {
         ip(&["-n", &network.world.container, "link", "show", "eth0"]).contains("state DOWN")
     });
-    wait("its expiry is logged and the lease is dropped", || {
+    wait("the daemon logs the end and holds no lease", || {
         let log = network.log();
         log.contains("has expired") && log.contains("renewing the lease") && network.held() == 0
     });
@@ -306,7 +306,7 @@ fn leases_are_renewed_and_outlive_the_daemon_and_end_with_their_server() {
 }
 
 #[test]
-fn systemd_may_have_opened_the_socket() {
+fn the_daemon_accepts_a_socket_opened_by_systemd() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("dhcp.sock");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
@@ -331,12 +331,12 @@ fn systemd_may_have_opened_the_socket() {
 }
 
 #[test]
-fn a_container_that_vanishes_ends_its_lease() {
+fn the_lease_of_a_deleted_container_is_dropped() {
     let network = Network::new(1, 8);
     network.world.ok("macvlan", "ADD", &network.config("1.1.0"));
     ip(&["netns", "del", &network.world.container]);
     wait("the lease is dropped", || network.held() == 0);
-    wait("the reason is logged", || {
+    wait("the daemon logs why", || {
         network.log().contains("no longer exists")
     });
     ip(&["netns", "add", &network.world.container]);

@@ -22,7 +22,7 @@ pub fn pings(from: &str, to: &str) -> bool {
 }
 
 #[test]
-fn the_firewall_lets_pass_what_the_host_would_drop() {
+fn the_firewall_accepts_packets_that_the_host_would_drop() {
     for version in ["0.4.0", "1.0.0", "1.1.0"] {
         let (world, config, result) = bridged(version, json!({}));
         // A peer beyond the host.
@@ -47,7 +47,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
         );
         assert!(
             !pings(&far.container, "10.198.1.2"),
-            "only answers may come in"
+            "only replies are accepted from outside"
         );
         // iptables can read the rules.
         let rules = world.on_host(&["iptables", "-S"]);
@@ -75,7 +75,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
         assert_eq!(
             world.on_host(&["iptables", "-S"]),
             rules,
-            "again is nothing new"
+            "a repeated ADD adds no rules"
         );
         world.ok("firewall", "CHECK", &chained);
         world.on_host(&[
@@ -121,7 +121,7 @@ fn the_firewall_lets_pass_what_the_host_would_drop() {
 }
 
 #[test]
-fn bridges_are_kept_apart() {
+fn bridges_are_isolated_from_each_other() {
     let (world, config, result) = bridged("1.0.0", json!({}));
     let far = World::new();
     let far_config = {
@@ -151,13 +151,16 @@ fn bridges_are_kept_apart() {
         world.on_host(&["iptables", "-S"])
     );
     assert!(!pings(&world.container, "10.198.9.2"));
-    assert!(reaches(&near.container, "10.198.1.2"), "within the bridge");
+    assert!(
+        reaches(&near.container, "10.198.1.2"),
+        "containers of one bridge reach each other"
+    );
     let rules = world.on_host(&["iptables", "-S"]);
     world.ok("firewall", "ADD", &policy(&result, "same-bridge"));
     assert_eq!(
         world.on_host(&["iptables", "-S"]),
         rules,
-        "again is nothing new"
+        "a repeated ADD adds no rules"
     );
     world.ok("firewall", "CHECK", &policy(&result, "same-bridge"));
     world.refused("firewall", "CHECK", &policy(&result, "isolated"), &[]);
@@ -188,7 +191,7 @@ fn bridges_are_kept_apart() {
 }
 
 #[test]
-fn firewalls_of_many_containers_at_once_have_no_rule_twice() {
+fn concurrent_adds_create_no_rule_twice() {
     let world = World::new();
     let results: Vec<Value> = (0..20)
         .map(|i| {

@@ -59,7 +59,7 @@ impl Firewalld {
                     .stdout(Stdio::null())
                     .stderr(Stdio::null())
                     .spawn()
-                    .expect("it is installed (make test does that)"),
+                    .expect("firewalld is installed (make test installs it)"),
             );
             // firewalld needs the bus when it starts.
             let socket = firewalld.world.data.path().join("bus");
@@ -97,7 +97,7 @@ impl Drop for Firewalld {
 }
 
 #[test]
-fn where_firewalld_runs_it_is_told() {
+fn a_running_firewalld_gets_the_containers_addresses() {
     let firewalld = Firewalld::new();
     let (world, bus) = (&firewalld.world, firewalld.address());
     let env = [("DBUS_SYSTEM_BUS_ADDRESS", bus.as_str())];
@@ -138,7 +138,7 @@ fn where_firewalld_runs_it_is_told() {
     }
     assert!(
         !world.ruleset().contains("CNI-FORWARD"),
-        "iptables' tables are left alone"
+        "the iptables tables are unchanged"
     );
     // The zone does not exist, and no partial state remains.
     let config = World::chained(

@@ -155,7 +155,7 @@ fn is_accepted(world: &World, config: &Value, what: &str) -> bool {
         );
         assert!(
             message.len() < 5000,
-            "{plugin} {what}: the message repeats what it was given: {} bytes",
+            "{plugin} {what}: the message repeats the input: {} bytes",
             message.len()
         );
     }
@@ -198,11 +198,16 @@ fn torment(world: &World, good: &Value, path: &str) {
         !refused
             .iter()
             .any(|config| is_accepted(world, config, &what(config))),
-        "{path}: refused, then accepted"
+        "{path}: a refused configuration was accepted later"
     );
     if state(world) != before {
         let all: Vec<String> = refused.iter().map(what).collect();
-        assert_eq!(state(world), before, "{}: one of {all:#?}", good["type"]);
+        assert_eq!(
+            state(world),
+            before,
+            "{}: changed by one of {all:#?}",
+            good["type"]
+        );
     }
     refused
         .iter()
@@ -210,7 +215,7 @@ fn torment(world: &World, good: &Value, path: &str) {
 }
 
 #[test]
-fn every_field_may_be_anything() {
+fn arbitrary_values_of_fields_are_handled() {
     let worlds: Vec<World> = configurations(&World::new())
         .iter()
         .map(|_| World::new())
@@ -236,8 +241,8 @@ fn every_field_may_be_anything() {
             ]);
             let good = configurations(world).swap_remove(place);
             // The first call creates the bridge and the tables.
-            is_accepted(world, &good, "as it should be");
-            end(world, &good, "as it should be");
+            is_accepted(world, &good, "the valid configuration");
+            end(world, &good, "the valid configuration");
             let mut all = vec![];
             paths(&good, "", &mut all);
             all.retain(|path| path != "/type");
@@ -248,7 +253,7 @@ fn every_field_may_be_anything() {
                 let mut config = good.clone();
                 *config.pointer_mut(path).unwrap() = "x".repeat(1 << 20).into();
                 if !is_accepted(world, &config, path) {
-                    assert_eq!(state(world), before, "{path}: a megabyte");
+                    assert_eq!(state(world), before, "{path}: a value of a megabyte");
                 }
                 end(world, &config, path);
                 let _ = std::process::Command::new("ip")
@@ -264,7 +269,7 @@ fn every_field_may_be_anything() {
 }
 
 #[test]
-fn names_from_hell_are_refused() {
+fn malformed_names_are_refused() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     let before = state(&world);

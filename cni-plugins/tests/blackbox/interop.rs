@@ -72,7 +72,7 @@ fn del(world: &World, bin: &Path, chain: &[Value], result: &Value) {
 }
 
 #[test]
-fn what_the_reference_made_passes_check_until_it_is_damaged() {
+fn networks_of_the_reference_pass_check_until_damaged() {
     let world = World::new();
     let chain = chain(&world);
     let result = add(&world, &reference(), &chain);
@@ -95,13 +95,16 @@ fn what_the_reference_made_passes_check_until_it_is_damaged() {
     };
     let refused = |config: &Value| !check(config).status.success();
     change(&rule);
-    assert!(refused(&chain[1]), "without {rule}");
+    assert!(refused(&chain[1]), "CHECK fails without {rule}");
     change(&rule.replacen("-D", "-A", 1));
-    assert!(!refused(&chain[1]), "with {rule} again");
+    assert!(!refused(&chain[1]), "CHECK succeeds with {rule} again");
     change("-F CNI-HOSTPORT-DNAT");
-    assert!(refused(&chain[1]), "nothing leads to its chain");
+    assert!(
+        refused(&chain[1]),
+        "CHECK fails if no rule jumps to the container's chain"
+    );
     change("-F POSTROUTING");
-    assert!(refused(&chain[0]), "nothing is masqueraded");
+    assert!(refused(&chain[0]), "CHECK fails without masquerading");
     // DEL removes the remaining rules.
     del(&world, &plugins(), &chain, &result);
     let rules = world.on_host(&["iptables-save"]);
@@ -112,7 +115,7 @@ fn what_the_reference_made_passes_check_until_it_is_damaged() {
 }
 
 #[test]
-fn what_the_reference_made_is_removed() {
+fn networks_of_the_reference_are_removed() {
     let world = World::new();
     let chain = chain(&world);
     let result = add(&world, &reference(), &chain);
@@ -143,7 +146,7 @@ fn what_the_reference_made_is_removed() {
 }
 
 #[test]
-fn what_ours_made_the_reference_can_remove() {
+fn the_reference_can_remove_our_networks() {
     let world = World::new();
     let mut chain = chain(&world);
     // Debian's version does not know the tables of these two; it removes everything else.
@@ -161,7 +164,7 @@ fn what_ours_made_the_reference_can_remove() {
     let second = add(&world, &theirs, &chain);
     assert_eq!(
         second["ips"][0]["address"], "10.198.1.3/24",
-        "it goes on behind our last"
+        "the reference allocates the address after our last"
     );
     let refusal = world.refused("host-local", "ADD", &chain[0], &[]);
     assert!(
@@ -177,7 +180,7 @@ fn what_ours_made_the_reference_can_remove() {
 
 /// Our GC, for containers that the reference has attached: only one of this network is valid.
 #[test]
-fn what_the_reference_made_for_containers_that_are_gone_is_collected() {
+fn gc_collects_networks_of_the_reference_for_deleted_containers() {
     let world = World::new();
     let theirs = reference();
     let path = [("CNI_PATH", theirs.to_str().unwrap())];
@@ -302,7 +305,7 @@ impl Podman {
             .env("CONTAINERS_CONF", path.join("containers.conf"));
         command
             .output()
-            .expect("podman and nsenter are installed (make test does that)")
+            .expect("podman and nsenter are installed (make test installs them)")
     }
 
     fn ok(&self, arguments: &[&str]) -> String {
@@ -323,7 +326,7 @@ impl Drop for Podman {
 }
 
 #[test]
-fn podman_uses_them() {
+fn podman_uses_the_plugins() {
     let podman = Podman::new();
     let rootfs = podman.dir.path().join("rootfs");
     let limits = [

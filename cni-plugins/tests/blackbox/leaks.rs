@@ -154,7 +154,7 @@ fn in_a_thread_of_its_own(work: impl FnOnce() + Send) {
 }
 
 #[test]
-fn no_address_is_lost_and_none_given_twice() {
+fn no_address_is_leaked_or_allocated_twice() {
     in_a_thread_of_its_own(|| {
         let mut machine = Machine::new();
         let mut dice = Dice(42);
@@ -189,7 +189,7 @@ fn no_address_is_lost_and_none_given_twice() {
                     let address = result["ips"][0]["address"].as_str().unwrap().to_owned();
                     assert!(
                         !live.values().any(|a| *a == address),
-                        "round {round}: {address} was given twice"
+                        "round {round}: {address} was allocated twice"
                     );
                     live.insert(container, address);
                 }
@@ -227,7 +227,7 @@ fn no_address_is_lost_and_none_given_twice() {
                     assert_eq!(
                         addresses(&machine.data().join("net")).len(),
                         live.len(),
-                        "round {round}: GC leaves what lives and nothing else"
+                        "round {round}: GC keeps the addresses of live containers only"
                     );
                 }
                 95..98 => {
@@ -261,7 +261,7 @@ fn no_address_is_lost_and_none_given_twice() {
 }
 
 #[test]
-fn an_audit_shows_what_is_wrong_and_mends_it() {
+fn an_audit_reports_and_repairs_inconsistencies() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         let dir = machine.data().join("net");
@@ -314,7 +314,7 @@ fn an_audit_shows_what_is_wrong_and_mends_it() {
 }
 
 #[test]
-fn a_full_disk_takes_no_address_and_gives_all_back() {
+fn a_full_disk_leaks_no_address_and_releases_all() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         std::fs::create_dir(machine.data()).unwrap();
@@ -385,7 +385,7 @@ fn a_full_disk_takes_no_address_and_gives_all_back() {
 }
 
 #[test]
-fn a_full_pool_is_not_full_of_the_dead() {
+fn a_full_pool_reuses_addresses_of_deleted_containers() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         for i in 0..CAPACITY {
@@ -432,7 +432,7 @@ fn released(findings: &[Finding]) -> Vec<&str> {
 }
 
 #[test]
-fn a_repair_releases_only_what_failed_sandboxes_left() {
+fn a_repair_releases_only_addresses_of_failed_sandboxes() {
     in_a_thread_of_its_own(|| {
         let machine = Machine::new();
         let request = |patience: u64| Request {
@@ -453,7 +453,11 @@ fn a_repair_releases_only_what_failed_sandboxes_left() {
         std::fs::write(&theirs, "pod-theirs\r\neth0").unwrap();
         let listed = BTreeSet::from(["pod-listed".to_owned(), "podman".to_owned()]);
         let repaired = |patience: u64| repair(&request(patience), "net", &listed).unwrap();
-        assert_eq!(released(&repaired(300)), [""; 0], "its ADD may still run");
+        assert_eq!(
+            released(&repaired(300)),
+            [""; 0],
+            "the container's ADD may still run"
+        );
         assert_eq!(released(&repaired(0)), ["pod-failed"]);
         assert_eq!(released(&repaired(0)), [""; 0]);
         let left = addresses(&machine.data().join("net"));
@@ -466,7 +470,7 @@ fn a_repair_releases_only_what_failed_sandboxes_left() {
         assert_eq!(
             released(&audited.unwrap()),
             [""; 0],
-            "an audit has the same rule"
+            "an audit follows the same rule"
         );
         let nowhere = repair(&request(0), "nosuch", &listed).unwrap();
         assert_eq!(released(&nowhere), [""; 0]);
@@ -487,7 +491,7 @@ fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTre
         let address = address.split('/').next().unwrap().to_owned();
         assert!(
             live.lock().unwrap().insert(address.clone()),
-            "{address} was given twice"
+            "{address} was allocated twice"
         );
         let owner = std::fs::read_to_string(dir.join(&address)).unwrap_or_default();
         assert_eq!(owner, format!("{container}\r\neth0"), "{address} was lost");
@@ -500,7 +504,7 @@ fn pods_come_and_go(world: &World, config: &Value, name: &str, live: &Mutex<BTre
 const PODS_OF_A_WORLD: usize = 50;
 
 #[test]
-fn a_repair_takes_nothing_from_pods_that_come_and_go() {
+fn a_repair_releases_no_address_of_starting_and_stopping_pods() {
     let worlds = [(); 4].map(|()| World::new());
     let config = worlds[0].config("1.1.0", json!({}));
     let (live, done) = (Mutex::new(BTreeSet::new()), AtomicBool::new(false));

@@ -170,7 +170,7 @@ fn lives(kind: &str, extra: Value, expected: &[&str]) {
 }
 
 #[test]
-fn macvlans_have_addresses_and_macs_of_their_own() {
+fn macvlans_have_their_own_addresses_and_macs() {
     lives(
         "macvlan",
         json!({"mode": "private", "mtu": 1400}),
@@ -192,7 +192,7 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
     assert_eq!(result["interfaces"][0]["mac"], "c2:11:22:33:44:66");
     assert!(
         reaches(&world, "10.198.4.1"),
-        "the other end of the wire answers"
+        "the peer of the link answers"
     );
     world.ok("macvlan", "STATUS", &plain);
     // STATUS reports links that the kernel does not support.
@@ -273,7 +273,7 @@ fn macvlans_have_addresses_and_macs_of_their_own() {
 }
 
 #[test]
-fn a_device_of_the_host_moves_in_and_back() {
+fn a_host_device_moves_into_the_container_and_back() {
     for by in ["device", "hwaddr"] {
         let (world, _far) = with_wire();
         let mac = ip(&["-n", &world.host, "link", "show", "phys0"])
@@ -304,7 +304,7 @@ fn a_device_of_the_host_moves_in_and_back() {
         }
         assert!(
             ip(&["-n", &world.host, "link"]).contains("phys0"),
-            "under its own name again"
+            "the device has its own name again"
         );
         assert!(world.taken().is_empty());
     }
@@ -376,7 +376,7 @@ fn a_device_of_the_host_moves_in_and_back() {
 
 /// As in the reference: the name, then the MAC, then the path, then the PCI address.
 #[test]
-fn of_several_names_of_a_device_the_first_counts() {
+fn the_first_of_several_device_identifiers_is_used() {
     let (world, far) = with_wire();
     let host = &world.host;
     let pair = "link add phys1 type veth peer name wire1 netns";
@@ -410,7 +410,7 @@ fn of_several_names_of_a_device_the_first_counts() {
 
 /// With fake buses: `ip netns exec` gives each call a separate mount namespace, so that no other test sees them.
 #[test]
-fn devices_are_found_on_their_buses() {
+fn devices_are_found_by_their_bus_ids() {
     let (world, _far) = with_wire();
     let script = world.data.path().join("host-device");
     let buses = "mount -t tmpfs none /sys/bus && cd /sys/bus
@@ -466,7 +466,7 @@ ln -s ../../drivers/vfio-pci pci/devices/0000:00:06.0/driver";
 }
 
 #[test]
-fn taps_are_made_as_asked() {
+fn taps_have_the_configured_options() {
     let world = World::new();
     let config = config(
         &world,
@@ -519,7 +519,7 @@ fn config_with(config: &Value, extra: Value) -> Value {
 }
 
 #[test]
-fn what_the_kernel_at_hand_lacks_works_in_another() {
+fn plugins_work_on_a_kernel_with_all_modules() {
     let modules = [
         "veth",
         "bridge",
@@ -544,7 +544,7 @@ fn what_the_kernel_at_hand_lacks_works_in_another() {
 }
 
 #[test]
-fn a_kernel_without_nftables_holds_no_del_up() {
+fn del_succeeds_on_a_kernel_without_nftables() {
     vm::run(
         "links::bare_kernel_inside",
         &["veth", "bridge"],
@@ -555,7 +555,7 @@ fn a_kernel_without_nftables_holds_no_del_up() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn bare_kernel_inside() {
-    assert!(vm::is_inside(), "this is for a virtual machine");
+    assert!(vm::is_inside(), "this test runs in a virtual machine only");
     let world = World::new();
     let plain = world.config("1.1.0", json!({}));
     let result = world.ok("bridge", "ADD", &plain);
@@ -592,7 +592,7 @@ fn bare_kernel_inside() {
 #[test]
 #[ignore = "runs in a virtual machine"]
 fn kernel_inside() {
-    assert!(vm::is_inside(), "this is for a virtual machine");
+    assert!(vm::is_inside(), "this test runs in a virtual machine only");
     lives(
         "vlan",
         json!({"vlanId": 77, "mtu": 1400}),
@@ -771,7 +771,7 @@ fn bridge_vlans() {
 }
 
 #[test]
-fn what_a_container_sends_comes_from_its_mac() {
+fn packets_with_another_source_mac_are_dropped() {
     let world = World::new();
     let config = world.config("1.0.0", json!({"macspoofchk": true}));
     let result = world.ok("bridge", "ADD", &config);
@@ -782,7 +782,7 @@ fn what_a_container_sends_comes_from_its_mac() {
     ip(&inside.chain(change).collect::<Vec<_>>());
     assert!(
         !pings(&world, "10.198.1.1"),
-        "another address is not let in: {}",
+        "packets from another MAC address pass: {}",
         world.ruleset()
     );
     assert!(

@@ -58,13 +58,13 @@ fn bridge_adds_checks_and_deletes_in_every_version() {
         );
         assert!(
             !ip(&["-n", &world.host, "link"]).contains("veth"),
-            "the host's end is gone"
+            "the host's end of the pair was deleted"
         );
     }
 }
 
 #[test]
-fn del_cleans_up_when_the_namespace_is_gone_or_unknown() {
+fn del_cleans_up_when_the_namespace_was_deleted_or_is_unknown() {
     for netns in ["", "/run/netns/nonexistent"] {
         let world = World::new();
         let config = world.config("1.0.0", json!({"ipMasq": true}));
@@ -79,7 +79,7 @@ fn del_cleans_up_when_the_namespace_is_gone_or_unknown() {
 }
 
 #[test]
-fn a_failed_add_leaves_nothing() {
+fn a_failed_add_leaves_nothing_behind() {
     let world = World::new();
     let config = world.config("1.0.0", json!({}));
     world.ok("bridge", "ADD", &config);
@@ -128,13 +128,13 @@ fn a_failed_add_leaves_nothing() {
         refusal["msg"].as_str().unwrap().contains("forceAddress"),
         "{refusal}"
     );
-    assert_eq!(world.taken().len(), 1, "the address was given back");
+    assert_eq!(world.taken().len(), 1, "the address was released");
     let links = ip(&["-n", &world.host, "link"]);
     assert_eq!(links.matches("master br1").count(), 0, "{links}");
 }
 
 #[test]
-fn many_containers_at_once_get_different_addresses() {
+fn concurrent_containers_get_different_addresses() {
     let world = World::new();
     let config = world.config("1.0.0", json!({"ipMasq": true}));
     let names: Vec<String> = (0..20)
@@ -182,7 +182,7 @@ fn many_containers_at_once_get_different_addresses() {
     let mut gc = world.config("1.1.0", json!({"ipMasq": true}));
     let keep = json!([{"containerID": names[3], "ifname": "eth0"}]);
     world.ok("bridge", "GC", &gc);
-    assert_eq!(world.taken().len(), 20, "a missing list says nothing");
+    assert_eq!(world.taken().len(), 20, "no list, nothing to release");
     gc["cni.dev/valid-attachments"] = keep;
     world.ok("bridge", "GC", &gc);
     assert_eq!(world.taken().len(), 1);
@@ -209,7 +209,7 @@ fn dual_stack_layer_two_and_exhaustion() {
     let shown = ip(&["-n", &world.container, "-6", "addr", "show", "eth0"]);
     assert!(
         shown.contains("fd42::2/64") && !shown.contains("tentative"),
-        "no waiting for duplicates: {shown}"
+        "duplicate address detection is off: {shown}"
     );
     let status = world.refused("host-local", "STATUS", &config, &[]);
     assert_eq!(status["code"], 50, "{status}");
@@ -233,11 +233,11 @@ fn dual_stack_layer_two_and_exhaustion() {
 fn fast_once<T>(like: impl Fn() -> Duration, act: impl Fn() -> (Duration, T)) -> T {
     let mut tries = (0..5).map(|_| (like(), act()));
     let fast = tries.find(|(like, (took, _))| took.saturating_sub(*like).as_millis() < 900);
-    fast.expect("it waits for nobody").1.1
+    fast.expect("the call waits for no other call").1.1
 }
 
 #[test]
-fn ptp_leads_everything_over_a_line_to_the_host() {
+fn ptp_routes_all_traffic_through_the_host() {
     for version in versions("bridge") {
         let world = World::new();
         let ipam = json!({"type": "host-local", "dataDir": world.data.path(), "subnet": "10.198.2.0/24", "routes": [{"dst": "0.0.0.0/0"}]});
@@ -269,7 +269,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         }
         assert!(ip(&["-n", &world.host, "route"]).contains("10.198.2.2 dev veth"));
         assert!(world.ruleset().contains("10.198.2.2"));
-        assert!(reaches(&world.container, "10.198.2.1"), "the host answers");
+        assert!(reaches(&world.container, "10.198.2.1"), "the host replies");
         if version >= "0.4.0" {
             let with = World::with_previous(&config, &result);
             world.ok("ptp", "CHECK", &with);
@@ -286,7 +286,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         assert!(world.taken().is_empty() && !world.ruleset().contains("10.198.2.2"));
         assert!(
             !ip(&["-n", &world.host, "link"]).contains("veth"),
-            "nothing is left"
+            "DEL removes the pair"
         );
     }
     // Both families, without waiting for duplicate address detection.
@@ -312,7 +312,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
     assert!(ip(&["-n", &world.host, "-6", "route"]).contains("fd00:198:3::2 dev veth"));
     assert!(
         reaches(&world.container, "fd00:198:3::1"),
-        "the host answers"
+        "the host replies"
     );
     // Two containers reach each other through the host.
     let other = World::new();
@@ -323,7 +323,7 @@ fn ptp_leads_everything_over_a_line_to_the_host() {
         "{}",
         String::from_utf8_lossy(&second.stdout)
     );
-    assert!(reaches(&world.container, "10.198.3.3"), "the other answers");
+    assert!(reaches(&world.container, "10.198.3.3"), "the peer replies");
     assert!(world.call("ptp", "DEL", &config, &env).status.success());
     world.ok("ptp", "STATUS", &config);
     let mut gone = config.clone();
@@ -359,7 +359,7 @@ fn loopback_goes_up_and_down() {
 }
 
 #[test]
-fn a_bridge_has_the_options_that_were_asked_for() {
+fn a_bridge_has_the_configured_options() {
     let world = World::new();
     let port = |result: &Value| -> Value {
         let name = result["interfaces"][1]["name"].as_str().unwrap();
@@ -432,7 +432,7 @@ fn a_bridge_has_the_options_that_were_asked_for() {
 }
 
 #[test]
-fn a_bridge_of_others_takes_no_router_advertisements() {
+fn an_existing_bridge_accepts_no_router_advertisements() {
     let world = World::new();
     let bridge = |what: &str| ip(&["-n", &world.host, "-d", "link", "show", what]);
     let promiscuous = world.config("1.0.0", json!({"bridge": "br2", "promiscMode": true}));
@@ -471,7 +471,11 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
     ]);
     let force = world.config("1.0.0", json!({"bridge": "br3", "forceAddress": true}));
     world.ok("bridge", "ADD", &force);
-    assert_eq!(accept_ra("br3"), "0", "also where others made the bridge");
+    assert_eq!(
+        accept_ra("br3"),
+        "0",
+        "also on a bridge that already existed"
+    );
     let shown = ip(&["-n", &world.host, "addr", "show", "br3"]);
     assert!(
         shown.contains("10.198.1.1/24") && !shown.contains("10.1.1.1"),
@@ -503,7 +507,7 @@ fn a_bridge_of_others_takes_no_router_advertisements() {
 }
 
 #[test]
-fn routes_have_what_ipam_says_of_them() {
+fn routes_have_the_attributes_from_ipam() {
     let world = World::new();
     let routes = json!([{"dst": "0.0.0.0/0"}, {"dst": "10.9.0.0/16", "gw": "10.198.1.9", "mtu": 1300, "advmss": 1200, "priority": 77},
         {"dst": "10.8.0.0/16", "table": 42}, {"dst": "10.7.0.0/16", "scope": 253}, {"dst": "10.6.0.0/16", "gw": "10.198.1.6"}, {"dst": "10.6.0.0/16", "gw": "10.198.1.7"}]);
@@ -513,7 +517,10 @@ fn routes_have_what_ipam_says_of_them() {
         json!({"isDefaultGateway": false, "isGateway": true, "ipam": ipam}),
     );
     let result = world.ok("bridge", "ADD", &config);
-    assert_eq!(result["routes"], routes, "as they were given");
+    assert_eq!(
+        result["routes"], routes,
+        "the result has the routes of the configuration"
+    );
     let main = ip(&["-n", &world.container, "route"]);
     for expected in [
         "default via 10.198.1.1",

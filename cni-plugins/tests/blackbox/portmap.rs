@@ -40,7 +40,7 @@ fn ports(version: &str, previous: &Value, mappings: Value, extra: Value) -> Valu
 }
 
 #[test]
-fn ports_of_the_host_lead_to_the_container_in_every_version() {
+fn host_ports_reach_the_container_in_every_version() {
     for version in versions("bridge").into_iter().filter(|v| *v >= "0.3.0") {
         let (world, config, result) = bridged(version, json!({"hairpinMode": true}));
         say(&world.container, "0.0.0.0:80", "container");
@@ -96,7 +96,7 @@ fn ports_of_the_host_lead_to_the_container_in_every_version() {
 }
 
 #[test]
-fn ports_have_conditions_addresses_and_sources_of_their_own() {
+fn ports_have_their_own_conditions_addresses_and_sources() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     say(&world.container, "0.0.0.0:80", "container");
     // A mapping for one host address; a source that the conditions exclude; a second network of the same container.
@@ -118,12 +118,12 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
     assert_eq!(
         heard(&world.host, "10.198.1.1:8081"),
         None,
-        "not for this address"
+        "the mapping is for another host address"
     );
     assert_eq!(
         heard(&world.host, "10.198.9.1:8082"),
         None,
-        "the other family's"
+        "the mapping is for the other address family"
     );
     let not_localhost = json!({"name": "other", "conditionsV4": ["!", "-d", "127.0.0.0/8"]});
     let second = ports(
@@ -137,12 +137,12 @@ fn ports_have_conditions_addresses_and_sources_of_their_own() {
         heard(&world.host, "10.198.9.1:8083").as_deref(),
         Some("container")
     );
-    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "the condition");
+    assert_eq!(heard(&world.host, "127.0.0.1:8083"), None, "source denied");
     world.ok("portmap", "DEL", &second);
     assert_eq!(
         heard(&world.host, "10.198.9.1:8081").as_deref(),
         Some("container"),
-        "DEL of one network leaves the other's"
+        "DEL of one network keeps the mappings of the other"
     );
     // masqAll: the container sees an address of the host as source.
     let all = ports(
@@ -255,7 +255,7 @@ fn rules_of_the_reference_in_nftables_pass_check_and_are_removed() {
 
 /// The reference deletes every rule of these chains whose comment is the container's id (`unforwardPorts`).
 #[test]
-fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
+fn rules_in_nftables_have_the_comments_that_the_reference_expects() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     let mappings = json!([mapping(8080, 80, "tcp"), mapping(8053, 53, "udp")]);
     let own = ports("1.0.0", &result, mappings, json!({}));
@@ -313,7 +313,7 @@ fn rules_in_nftables_are_marked_as_the_reference_looks_for_them() {
 /// GC of rules that newer versions of the reference have left in nftables, using libcni's result cache.
 /// `ip netns exec` gives the call a separate mount namespace, so that no other test sees the directory.
 #[test]
-fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_is_there() {
+fn gc_collects_rules_of_the_reference_in_nftables_for_known_attachments() {
     let (world, _, _) = bridged("1.0.0", json!({}));
     let nft = |commands: &str| world.on_host(&["nft", commands]);
     nft(
@@ -351,15 +351,23 @@ fn rules_of_the_reference_in_nftables_are_collected_where_the_runtime_knows_who_
     };
     let before = world.ruleset();
     assert_eq!(before.matches("\"gone\"").count(), 3, "{before}");
-    assert_eq!(gc(&[]), before, "nothing is known");
-    assert_eq!(gc(&[("other", "elsewhere")]), before, "of another runtime");
+    assert_eq!(
+        gc(&[]),
+        before,
+        "GC without known attachments removes nothing"
+    );
+    assert_eq!(
+        gc(&[("other", "elsewhere")]),
+        before,
+        "GC keeps rules of another runtime"
+    );
     let after = gc(&[("net", "kept"), ("other", "elsewhere")]);
     let left = before.lines().filter(|l| !l.contains("\"gone\""));
     assert_eq!(after, left.map(|l| format!("{l}\n")).collect::<String>());
 }
 
 #[test]
-fn a_failed_add_takes_only_its_own_rules_back() {
+fn a_failed_add_removes_only_its_own_rules() {
     let (world, _, result) = bridged("1.0.0", json!({}));
     world.on_host(&[
         "nft",
@@ -412,7 +420,7 @@ fn a_table_of_the_reference_without_masquerading_is_completed() {
 }
 
 #[test]
-fn udp_goes_to_the_container_that_has_the_port_now() {
+fn udp_reaches_the_container_that_has_the_port_now() {
     let (world, config, result) = bridged("1.0.0", json!({}));
     let other = World::new();
     let env = [("CNI_CONTAINERID", "c2"), ("CNI_NETNS", &*other.netns())];
@@ -439,14 +447,14 @@ fn udp_goes_to_the_container_that_has_the_port_now() {
     world.ok_with("portmap", "ADD", &two, &env);
     assert!(
         arrives(&second_socket),
-        "the flow went on to the first container"
+        "the flow still reaches the first container"
     );
     world.ok_with("portmap", "DEL", &two, &env);
     assert!(world.call("bridge", "DEL", &config, &env).status.success());
 }
 
 #[test]
-fn ipv6_ports_lead_to_the_container() {
+fn ipv6_ports_reach_the_container() {
     let ranges = |world: &World| json!({"ipam": {"type": "host-local", "dataDir": world.data.path(), "ranges": [[{"subnet": "10.198.5.0/24"}], [{"subnet": "fd00:198:5::/64"}]]}});
     let world = World::new();
     let config = world.config("1.1.0", ranges(&world));

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::world::{World, ip};
 
 #[test]
-fn the_protocol_is_kept_to_the_letter() {
+fn the_protocol_follows_the_specification() {
     let world = World::new();
     let good = world.config("1.0.0", json!({}));
     let with = |key: &str, value: Value| {
@@ -98,7 +98,7 @@ fn the_protocol_is_kept_to_the_letter() {
     assert!(!Path::new("/etc/lock").exists());
     assert!(
         !ip(&["-n", &world.host, "link"]).contains("veth"),
-        "nothing was changed"
+        "refused calls change nothing"
     );
     let version = world.call("bridge", "VERSION", &json!(null), &[]);
     let version: Value = serde_json::from_slice(&version.stdout).unwrap();
@@ -106,7 +106,7 @@ fn the_protocol_is_kept_to_the_letter() {
 }
 
 #[test]
-fn every_verb_says_what_it_lacks() {
+fn every_verb_names_its_missing_parameters() {
     let world = World::new();
     let all = ["CNI_CONTAINERID", "CNI_NETNS", "CNI_IFNAME", "CNI_PATH"];
     let without: Vec<(&str, &str)> = all.iter().map(|name| (*name, "")).collect();

@@ -34,7 +34,7 @@ pub fn ip(arguments: &[&str]) -> String {
     let output = Command::new("ip")
         .args(arguments)
         .output()
-        .expect("iproute2 is installed (make test does that)");
+        .expect("iproute2 is installed (make test installs it)");
     assert!(
         output.status.success(),
         "ip {arguments:?}: {}",
@@ -178,7 +178,7 @@ impl World {
         let output = Command::new("ip")
             .args(["netns", "exec", &self.host, "nft", "list", "ruleset"])
             .output()
-            .expect("nftables is installed (make test does that)");
+            .expect("nftables is installed (make test installs it)");
         String::from_utf8(output.stdout).unwrap()
     }
 }
