@@ -314,7 +314,7 @@ async fn watches_have_their_own_connections_and_open_more_as_needed() {
 
 /// Sends requests until one shows a certificate. The client may have checked the files just before they
 /// changed; the next check is a second later.
-async fn asked_as(server: &Server, pods: &Api<Pod>, name: &str) {
+async fn requested_as(server: &Server, pods: &Api<Pod>, name: &str) {
     let begun = Instant::now();
     loop {
         pods.get("p").await.unwrap();
@@ -351,7 +351,7 @@ async fn renewed(server: &Server, path: &Path, renew: impl Fn(&str)) {
     let lists = server.seen.lists.load(Ordering::Relaxed);
     for name in ["two", "three"] {
         renew(name);
-        asked_as(server, &pods, name).await;
+        requested_as(server, &pods, name).await;
         let shows = |what: &str| {
             let all = server.seen.asked.lock().unwrap();
             all.iter().any(|(w, who)| w == what && who == name)
@@ -634,7 +634,7 @@ async fn requests_through_a_proxy_are_paced_reported_and_renewed() {
     let _following = watched.follow("n", ["m".to_owned()].iter(), &nobody());
     until("the watch to be open", || server.seen.open() == 1).await;
     write("two");
-    asked_as(&server, &pods, "two").await;
+    requested_as(&server, &pods, "two").await;
     // A tunnel is requested before anything goes through it.
     until("all connections to be tunnels", || {
         let tunnels = asked.lock().unwrap().len();

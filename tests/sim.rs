@@ -98,7 +98,7 @@ async fn scenario(world: &World) -> Result<(), String> {
     world.begin_quiet();
     tokio::time::sleep(Duration::from_secs(60)).await;
     world.check_quiet()?;
-    world.check_at_rest()?;
+    world.check_idle()?;
     world.fail_upkeep(false);
     for _ in 0..3 {
         world.exit_some_container();
@@ -373,15 +373,11 @@ fn three_hundred_objects_in_use_take_few_refreshes() {
         tokio::time::sleep(Duration::from_secs(60)).await;
         world.set_faults(false);
         tokio::time::sleep(Duration::from_secs(240)).await;
-        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.check_idle(), Ok(()));
         world.begin_quiet();
         world.change_all_objects();
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(
-            world.check_at_rest(),
-            Ok(()),
-            "the volumes show all changes"
-        );
+        assert_eq!(world.check_idle(), Ok(()), "the volumes show all changes");
         let refreshes = world.refreshes("wide", "k299");
         assert!((1..=3).contains(&refreshes), "{refreshes}");
         assert_eq!(world.broken(), Ok(()));
@@ -399,15 +395,15 @@ fn a_terminal_phase_not_yet_watched_is_not_overwritten() {
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_steady_pod("p");
         tokio::time::sleep(Duration::from_millis(1)).await;
-        assert_eq!(world.asked_for_sandboxes().len(), 1);
+        assert_eq!(world.requested_sandboxes().len(), 1);
         world.deafen(true);
-        world.tell_end("p");
+        world.publish_end("p");
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert_eq!(world.in_phase("Failed"), ["p"]);
         assert_eq!(world.broken(), Ok(()));
         world.deafen(false);
         tokio::time::sleep(Duration::from_secs(20)).await;
-        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.check_idle(), Ok(()));
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });
@@ -424,7 +420,7 @@ fn resources_are_kept_until_no_container_runs_after_a_foreign_terminal_phase() {
         world.create_pod_with_processors("one");
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.hang(&world.uid("one"));
-        world.tell_end("one");
+        world.publish_end("one");
         tokio::time::sleep(Duration::from_secs(5)).await;
         world.create_pod_with_processors("other");
         tokio::time::sleep(Duration::from_secs(5)).await;
@@ -448,7 +444,7 @@ fn no_sandbox_is_created_for_a_pod_deleted_while_queued() {
         while world.sandboxes() < 6 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let asked = world.asked_for_sandboxes();
+        let asked = world.requested_sandboxes();
         let waiting: Vec<_> = asked.iter().filter(|(_, times)| **times == 0).collect();
         assert!(waiting.len() > 20, "{asked:?}");
         for (uid, _) in &waiting {
@@ -456,9 +452,9 @@ fn no_sandbox_is_created_for_a_pod_deleted_while_queued() {
         }
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert_eq!(world.not_in_phase("Running"), Vec::<String>::new());
-        assert_eq!(world.asked_for_sandboxes().len(), 60 - waiting.len());
+        assert_eq!(world.requested_sandboxes().len(), 60 - waiting.len());
         for (uid, _) in waiting {
-            assert_eq!(world.asked_for_sandbox(uid), 0, "{uid}");
+            assert_eq!(world.requested_sandbox(uid), 0, "{uid}");
         }
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
@@ -570,13 +566,13 @@ fn resources_of_an_exited_container_delay_a_resize() {
             pod.contains("requested: 3000, used: 2000, capacity: 4000"),
             "{pod}"
         );
-        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.check_idle(), Ok(()));
         world.delete_pod("done");
         pause().await;
         let pod = world.object("grows");
         let status = &pod["status"]["containerStatuses"][0];
         assert_eq!(status["resources"]["requests"]["cpu"], "3", "{pod}");
-        assert_eq!(world.check_at_rest(), Ok(()));
+        assert_eq!(world.check_idle(), Ok(()));
         assert_eq!(world.broken(), Ok(()));
         agent.abort();
     });

@@ -48,7 +48,7 @@ struct Scale {
 }
 
 impl Scale {
-    fn asked() -> Scale {
+    fn from_environment() -> Scale {
         let Ok(minutes) = std::env::var("HOLDFAST_SOAK_MINUTES") else {
             return Scale {
                 time: Duration::from_secs(30),
@@ -647,7 +647,7 @@ fn check_memory(seen: &[(Duration, u64)], scale: &Scale) {
 
 #[test]
 fn hostile_clients_affect_no_other_client() {
-    let scale = Scale::asked();
+    let scale = Scale::from_environment();
     let cluster = Cluster::start("soak", 72);
     let image = support::busybox(&cluster);
     let target = Target::new(&cluster);

@@ -215,7 +215,7 @@ fn host(
 }
 
 /// Logs configuration fields that were read but have no effect.
-fn tell_unread(config: &Config) {
+fn log_unread(config: &Config) {
     for what in &config.unread {
         tracing::warn!(
             what,
@@ -233,7 +233,7 @@ fn tell_unread(config: &Config) {
 /// Builds the agent. Waits for the runtime; errors are those of configuration, credentials and this machine.
 pub async fn build(config: Config) -> anyhow::Result<Agent> {
     super::node::machine::prepare(&config)?;
-    tell_unread(&config);
+    log_unread(&config);
     make_directories(&config)?;
     let managers = super::node::managers::start(&config)?;
     let metrics = metrics();

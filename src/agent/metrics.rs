@@ -211,7 +211,7 @@ impl Metrics {
     }
 
     /// Counts requested changes of a container's resources.
-    pub fn resize_asked(&self, asked: &[Asked]) {
+    pub fn record_resize_request(&self, asked: &[Asked]) {
         self.with(|r| {
             for asked in asked {
                 let labels = [asked.resource, asked.of, asked.operation];

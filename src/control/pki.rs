@@ -14,7 +14,7 @@ use rcgen::{
     Issuer, KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType, SubjectPublicKeyInfo,
 };
 
-use crate::core::node::signing::{Asked, is_as_asked, pem};
+use crate::core::node::signing::{Asked, is_as_requested, pem};
 
 /// Why certificates cannot be created or read.
 #[derive(Debug, thiserror::Error)]
@@ -203,7 +203,7 @@ impl Pki {
         let certificate = params
             .signed_by(&key, &self.issuer)
             .map_err(|e| self.crypto(e))?;
-        is_as_asked(certificate.der(), asked, client).map_err(PkiError::Differs)?;
+        is_as_requested(certificate.der(), asked, client).map_err(PkiError::Differs)?;
         Ok(certificate.pem())
     }
 
@@ -306,7 +306,7 @@ mod tests {
         let differs = |change: &dyn Fn(&mut crate::core::node::signing::Asked), client| {
             let mut other = asked.clone();
             change(&mut other);
-            is_as_asked(&block.contents, &other, client).is_err()
+            is_as_requested(&block.contents, &other, client).is_err()
         };
         assert!(!differs(&|_| {}, false));
         assert!(

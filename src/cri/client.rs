@@ -259,7 +259,7 @@ impl Runtime for CriClient {
         }
     }
 
-    async fn tell_pod_cidrs(&self, cidrs: &str) -> Result<(), RuntimeError> {
+    async fn set_pod_cidrs(&self, cidrs: &str) -> Result<(), RuntimeError> {
         let network_config = Some(pb::NetworkConfig {
             pod_cidr: cidrs.to_owned(),
         });

@@ -32,7 +32,7 @@ use crate::core::serving::Streams;
 
 /// Why a call to the runtime failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}", told(*code, message))]
+#[error("{}", describe(*code, message))]
 pub struct RuntimeError {
     /// The class of the failure.
     pub kind: RuntimeErrorKind,
@@ -42,8 +42,11 @@ pub struct RuntimeError {
     pub message: String,
 }
 
-fn told(code: Option<&str>, message: &str) -> String {
-    code.map_or_else(|| message.to_owned(), |code| failure::told(code, message))
+fn describe(code: Option<&str>, message: &str) -> String {
+    code.map_or_else(
+        || message.to_owned(),
+        |code| failure::describe(code, message),
+    )
 }
 
 impl From<RuntimeError> for Fault {
@@ -265,7 +268,7 @@ pub trait Runtime: Send + Sync + 'static {
     async fn systemd_cgroups(&self) -> Result<Option<bool>, RuntimeError>;
     /// Sets the CIDRs of this node's pods, one for each address family, separated by commas. Some runtimes generate
     /// their CNI configuration from them.
-    async fn tell_pod_cidrs(&self, _cidrs: &str) -> Result<(), RuntimeError> {
+    async fn set_pod_cidrs(&self, _cidrs: &str) -> Result<(), RuntimeError> {
         Ok(())
     }
     /// Returns the networks in which host-local leases addresses to the runtime's sandboxes, and the ids of all

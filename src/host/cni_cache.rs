@@ -21,9 +21,9 @@ const LIMIT: u64 = 1 << 20;
 
 /// Removes a sandbox's cached results that are not valid JSON. Returns whether
 /// there was such a file, so that stopping the sandbox can now succeed.
-pub async fn remove_torn(sandbox: &str) -> bool {
+pub async fn remove_corrupt(sandbox: &str) -> bool {
     let of = sandbox.to_owned();
-    match blocking(move || remove_torn_below(Path::new(DIR), &of)).await {
+    match blocking(move || remove_corrupt_below(Path::new(DIR), &of)).await {
         Ok(torn) => {
             for file in &torn {
                 tracing::warn!(file = %file.display(), sandbox, "a corrupt cached CNI result prevented stopping the sandbox; removed the file");
@@ -41,7 +41,7 @@ fn failing(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HostError {
     doing(format!("{} cannot be {what}", path.display()))
 }
 
-fn remove_torn_below(dir: &Path, sandbox: &str) -> Result<Vec<PathBuf>, HostError> {
+fn remove_corrupt_below(dir: &Path, sandbox: &str) -> Result<Vec<PathBuf>, HostError> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
         entries => entries.map_err(failing("listed", dir))?,
@@ -81,13 +81,13 @@ mod tests {
         ] {
             fs::write(dir.path().join(name), text).expect("a file");
         }
-        let mut removed = remove_torn_below(dir.path(), "abc").expect("removed");
+        let mut removed = remove_corrupt_below(dir.path(), "abc").expect("removed");
         removed.sort();
         let expected = ["net-abc-eth0", "other-net-abc-eth0"].map(|name| dir.path().join(name));
         assert_eq!(removed, expected);
         let left = fs::read_dir(dir.path()).expect("a directory").count();
         assert_eq!(left, 3);
-        let none = remove_torn_below(&dir.path().join("none"), "abc");
+        let none = remove_corrupt_below(&dir.path().join("none"), "abc");
         assert!(none.expect("nothing there").is_empty());
     }
 }

@@ -655,8 +655,8 @@ impl PodHost for LinuxHost {
             .unwrap_or_default()
     }
 
-    async fn remove_torn_results(&self, sandbox: &str) -> bool {
-        super::cni_cache::remove_torn(sandbox).await
+    async fn remove_corrupt_results(&self, sandbox: &str) -> bool {
+        super::cni_cache::remove_corrupt(sandbox).await
     }
 
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError> {

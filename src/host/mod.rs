@@ -265,7 +265,7 @@ pub trait PodHost: Send + Sync + 'static {
     /// Removes the leftovers of an orphaned pod except its volumes. Never crosses a mount point.
     async fn remove_leftovers(&self, uid: &str) -> Result<(), HostError>;
     /// Removes a sandbox's corrupt results from libcni's cache. Returns whether there were any.
-    async fn remove_torn_results(&self, _sandbox: &str) -> bool {
+    async fn remove_corrupt_results(&self, _sandbox: &str) -> bool {
         false
     }
 }

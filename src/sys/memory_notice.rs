@@ -98,7 +98,7 @@ impl MemoryNotices {
 
     /// Registers for notifications when cgroups grow by these
     /// numbers of bytes from now on. Replaces earlier registrations.
-    pub fn tell_growth(&mut self, cgroups: &[(&str, u64)]) {
+    pub fn report_growth(&mut self, cgroups: &[(&str, u64)]) {
         self.grown.clear();
         if is_v2() {
             return;
@@ -153,7 +153,7 @@ mod tests {
             .spawn()
             .expect("sort runs");
         std::fs::write(dir.join("cgroup.procs"), sort.id().to_string()).expect("moved");
-        notices.tell_growth(&[(&name, 32 << 20)]);
+        notices.report_growth(&[(&name, 32 << 20)]);
         let mut input = sort.stdin.take().expect("a pipe");
         let mut grow = |megabytes: usize| {
             for _ in 0..megabytes {

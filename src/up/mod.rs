@@ -485,7 +485,7 @@ async fn remove_pods(settings: &Settings) -> anyhow::Result<()> {
             }
             for sandbox in &observed.sandboxes {
                 let mut stopped = runtime.stop_sandbox(&sandbox.id).await;
-                if stopped.is_err() && cni_cache::remove_torn(&sandbox.id).await {
+                if stopped.is_err() && cni_cache::remove_corrupt(&sandbox.id).await {
                     stopped = runtime.stop_sandbox(&sandbox.id).await;
                 }
                 stopped?;

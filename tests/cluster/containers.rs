@@ -374,7 +374,7 @@ fn a_container_waits_for_its_plugin(cluster: &Cluster) {
 }
 
 /// Waits until the first pod's status shows the health of its device.
-fn health_is_told(cluster: &Cluster, health: &str) {
+fn health_is_published(cluster: &Cluster, health: &str) {
     let device = json!([{"resourceID": "b", "health": health}]);
     let expected = json!([{"name": THING, "resources": device}]);
     cluster.wait(&format!("the pod's status to show {health}"), || {
@@ -387,13 +387,13 @@ fn health_follows_the_plugin(cluster: &Cluster, plugin: &Plugin) {
     let runs = plugin.run(&cluster.data().join("agent/device-plugins"));
     wait_for_things(cluster, THING, "2", "2");
     plugin.set(&[("a", true), ("b", false)]);
-    health_is_told(cluster, "Unhealthy");
+    health_is_published(cluster, "Unhealthy");
     plugin.set(&[("a", false), ("b", true)]);
-    health_is_told(cluster, "Healthy");
+    health_is_published(cluster, "Healthy");
     wait_for_things(cluster, THING, "2", "1");
     drop(runs);
     wait_for_things(cluster, THING, "2", "0");
-    health_is_told(cluster, "Unknown");
+    health_is_published(cluster, "Unknown");
 }
 
 fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &str) {
@@ -424,7 +424,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
         let status = cluster.pod("first")["status"]["containerStatuses"][0].clone();
         status["ready"] == true && status["restartCount"] == 1
     });
-    health_is_told(cluster, "Healthy");
+    health_is_published(cluster, "Healthy");
     let before = id();
     wants(cluster, "second", image, 1, None);
     running(cluster, "second");
@@ -456,7 +456,7 @@ fn devices_outlive_plugin_and_agent(cluster: &Cluster, plugin: &Plugin, image: &
     wait_for_things(cluster, THING, "2", "0");
 }
 
-fn a_plugin_that_hangs_or_refuses_holds_up_nobody_else(
+fn a_hanging_or_refusing_plugin_blocks_only_its_pod(
     cluster: &Cluster,
     plugin: &Plugin,
     image: &str,
@@ -524,7 +524,7 @@ fn devices_of_plugins_are_allocated_to_pods_and_survive_restarts() {
     cluster.kubectl(&["delete", "pod", "waits", "refused"]);
     drop(runs);
     devices_outlive_plugin_and_agent(&cluster, &plugin, &image);
-    a_plugin_that_hangs_or_refuses_holds_up_nobody_else(&cluster, &plugin, &image);
+    a_hanging_or_refusing_plugin_blocks_only_its_pod(&cluster, &plugin, &image);
 
     let other = Plugin::new("example.com/other", file.path(), &["x"]);
     other.feel(Mood::HidesOptions);

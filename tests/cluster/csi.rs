@@ -18,7 +18,7 @@ fn inside(cluster: &Cluster, pod: &str, script: &str) -> String {
 }
 
 /// The volume's usage as the driver reports it, and the metrics of calls for it.
-fn figures_tell_of_the_volume(cluster: &Cluster) {
+fn metrics_describe_the_volume(cluster: &Cluster) {
     let cluster_node = cluster.node_name();
     let path = format!("/api/v1/nodes/{cluster_node}/proxy/stats/summary");
     let mut full = serde_json::Value::Null;
@@ -77,7 +77,7 @@ fn figures_tell_of_the_volume(cluster: &Cluster) {
     assert!(metrics.contains("kubelet_volume_stats_used_bytes{namespace=\"default\",persistentvolumeclaim=\"shared\"} 700"), "{metrics}");
 }
 
-fn figures_tell_of_the_steps(cluster: &Cluster) {
+fn metrics_count_the_steps(cluster: &Cluster) {
     let node = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[0].metadata.name}"]);
     let path = format!("/api/v1/nodes/{node}/proxy/metrics");
     let metrics = cluster.kubectl(&["get", "--raw", &path]);
@@ -380,7 +380,7 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     );
     assert!(told["csi.storage.k8s.io/serviceAccount.tokens"].contains("vault"));
 
-    figures_tell_of_the_volume(&cluster);
+    metrics_describe_the_volume(&cluster);
 
     // A second pod: staged once, published twice; undone in the reverse order.
     cluster.apply(&pod("two", by_claim, ""));
@@ -608,7 +608,7 @@ fn drivers_register_and_volumes_are_staged_published_and_removed() {
     cluster.kubectl(&["delete", "pod", "third"]);
     cluster.wait("the attachment to be deleted", || attachment().is_empty());
     cluster.wait("the volume not to be in use any more", || !in_use());
-    figures_tell_of_the_steps(&cluster);
+    metrics_count_the_steps(&cluster);
 
     // A driver that unregisters is removed from the CSINode, and may return.
     drop((running, attached));

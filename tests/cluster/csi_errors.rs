@@ -149,7 +149,7 @@ fn gone_with_a_volume(cluster: &Cluster, driver: &Driver, image: &str, registry:
 
 /// A driver that fails to unstage delays neither the pod that had the volume nor the next one. The
 /// agent retries, also after a restart. A driver that does not answer does not delay the pod either.
-fn what_is_not_unstaged_holds_up_nobody(cluster: &Cluster, driver: &Driver, image: &str) {
+fn a_volume_that_stays_staged_blocks_no_pod(cluster: &Cluster, driver: &Driver, image: &str) {
     let named = |name: &str| {
         cluster.apply(&pod(name, image, ""));
         cluster.wait("the pod to be ready", || {
@@ -213,7 +213,7 @@ fn drivers_get_only_the_necessary_calls() {
     registered_beside_those_that_hang(&cluster, &registry);
     what_was_refused_is_not_undone(&cluster, &driver, &image);
     gone_with_a_volume(&cluster, &driver, &image, &registry);
-    what_is_not_unstaged_holds_up_nobody(&cluster, &driver, &image);
+    a_volume_that_stays_staged_blocks_no_pod(&cluster, &driver, &image);
 
     // The volume is republished regularly, and staged once. Its subpaths are unmounted before the driver is called.
     let staged = driver.count("stage");

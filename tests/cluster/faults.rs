@@ -327,17 +327,17 @@ fn tear_cached_results(sandbox: &str) -> usize {
 
 #[test]
 fn a_pod_with_a_corrupt_cni_result_terminates() {
-    torn("torn", 87, None);
+    corrupt("torn", 87, None);
     for (i, containerd) in (0..).zip(support::skip::fetched(
         "HOLDFAST_RUNTIMES",
         "usr/bin/containerd",
     )) {
         let bin = containerd.parent().unwrap().to_owned();
-        torn(&format!("torn{i}"), 13 + i, Some(bin));
+        corrupt(&format!("torn{i}"), 13 + i, Some(bin));
     }
 }
 
-fn torn(name: &str, number: u16, containerd: Option<std::path::PathBuf>) {
+fn corrupt(name: &str, number: u16, containerd: Option<std::path::PathBuf>) {
     let cluster = Cluster::start_with(name, number, containerd);
     let image = support::busybox(&cluster);
     let pod_with_torn_result = || {

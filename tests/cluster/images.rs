@@ -278,7 +278,7 @@ fn gc(cluster: &Cluster, flags: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> String) {
+fn gc_announces_removals(cluster: &Cluster, used: &str, images: &dyn Fn() -> String) {
     let finished = format!(
         "apiVersion: v1\nkind: Pod\nmetadata: {{name: finished}}\nspec: {{restartPolicy: Never, containers: [{{name: c, image: '{used}', command: [busybox, 'true']}}]}}\n"
     );
@@ -323,7 +323,7 @@ fn what_goes_is_said_before(cluster: &Cluster, used: &str, images: &dyn Fn() -> 
 }
 
 /// For an invalid image name the status and two events have the kubelet's messages.
-fn a_wrong_name_is_told(cluster: &Cluster) {
+fn an_invalid_name_is_reported(cluster: &Cluster) {
     cluster.apply(&pod("misnamed", "Busybox", ""));
     let why = "Failed to apply default image tag \"Busybox\": couldn't parse image name \"Busybox\": invalid reference format: repository name (library/Busybox) must be lowercase";
     cluster.wait("the container to wait", || {
@@ -351,7 +351,7 @@ fn unused_images_are_garbage_collected() {
     cluster.wait("the pod", || {
         support::condition(&cluster.pod("user"), "Ready") == "True"
     });
-    a_wrong_name_is_told(&cluster);
+    an_invalid_name_is_reported(&cluster);
     let unused = support::busybox_in(&cluster, "k8s.io", "test.local/unused:1", b"unused");
     // The first check after a start is immediate; the next ones are minutes apart.
     nix::sys::signal::kill(
@@ -376,7 +376,7 @@ fn unused_images_are_garbage_collected() {
             ])
             .contains("Insufficient free disk space")
     });
-    what_goes_is_said_before(&cluster, &image, &images);
+    gc_announces_removals(&cluster, &image, &images);
     let pod = cluster.pod("user");
     assert_eq!(
         pod["status"]["containerStatuses"][0]["restartCount"], 0,

@@ -627,7 +627,7 @@ fn slow_to_end(image: &str, name: &str, grace: u32, more: &str) -> String {
 
 /// When the agent releases its inhibitor lock, the API has the final state: which pods stopped, in
 /// which order, and why.
-fn has_told(cluster: &Cluster, node: &str, mirror: &str) {
+fn has_published(cluster: &Cluster, node: &str, mirror: &str) {
     let finished = |name: &str| {
         let pod = cluster.pod(name);
         let own = status(&pod, "c")["state"]["terminated"].clone();
@@ -716,7 +716,7 @@ fn a_shutdown_waits_for_pods() {
         logind.inhibitors().is_empty()
     });
     assert!(begun.elapsed() < Duration::from_secs(60));
-    has_told(&cluster, &node, &mirror);
+    has_published(&cluster, &node, &mirror);
 
     logind.announce(false);
     cluster.wait("the node to be ready again", || {

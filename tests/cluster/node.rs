@@ -121,7 +121,7 @@ fn devices_of_another_agent_are_zeroed(cluster: &Cluster) {
     });
 }
 
-fn a_short_absence_of_the_runtime_is_no_news(cluster: &Cluster) {
+fn a_short_absence_of_the_runtime_changes_nothing(cluster: &Cluster) {
     let containerd = cluster.pid("containerd");
     let transition = |node: &Value| {
         let conditions = node["status"]["conditions"].as_array().unwrap().clone();
@@ -163,7 +163,7 @@ fn told(cluster: &Cluster) -> String {
     cluster.kubectl(&get.split(' ').chain([lines]).collect::<Vec<&str>>())
 }
 
-fn what_becomes_of_the_node_is_told(cluster: &Cluster) {
+fn the_node_events_are_emitted(cluster: &Cluster) {
     let name = cluster.node_name();
     for (verb, now) in [
         ("cordon", "NodeNotSchedulable"),
@@ -236,8 +236,8 @@ fn the_node_object_is_kept_correct() {
     a_runtime_in_use_is_refused(&cluster);
     labels_count_at_once(&cluster);
     devices_of_another_agent_are_zeroed(&cluster);
-    a_short_absence_of_the_runtime_is_no_news(&cluster);
-    what_becomes_of_the_node_is_told(&cluster);
+    a_short_absence_of_the_runtime_changes_nothing(&cluster);
+    the_node_events_are_emitted(&cluster);
     a_deleted_node_is_registered_at_the_next_start(&cluster);
 }
 
@@ -699,7 +699,7 @@ fn exchange_the_agent(cluster: &Cluster, driver: &str) {
 
 /// The driver's report of a device's health appears in the status of each container with this device,
 /// and replaces the previous report.
-fn the_device_is_told_to_be_ill(cluster: &Cluster, driver: &dra::Driver) {
+fn the_device_is_reported_unhealthy(cluster: &Cluster, driver: &dra::Driver) {
     let told = |name: &str| {
         let status = cluster.pod(name)["status"]["containerStatuses"][0].clone();
         status["allocatedResourcesStatus"].clone()
@@ -756,7 +756,7 @@ fn claims_are_prepared_once_and_released_before_the_terminal_status() {
     let row = |pod: &str| format!("{pod} shared {DRIVER}/pool/a holdfast.test/thing=a");
     let rows = vec![row("one"), row("two")];
     assert_eq!(who_has_which_claim(&cluster), Some(rows));
-    the_device_is_told_to_be_ill(&cluster, &driver);
+    the_device_is_reported_unhealthy(&cluster, &driver);
     exchange_the_agent(&cluster, DRIVER);
     let asked = |call: &str| {
         let calls = driver.calls();

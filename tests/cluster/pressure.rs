@@ -62,11 +62,11 @@ fn hog(cluster: &Cluster, name: &str, script: &str) {
 }
 
 fn hog_with(cluster: &Cluster, name: &str, script: &str, more: &Value) {
-    hog_that_asks(cluster, name, script, &json!({}), more);
+    hog_with_requests(cluster, name, script, &json!({}), more);
 }
 
 /// The same with requests.
-fn hog_that_asks(cluster: &Cluster, name: &str, script: &str, asked: &Value, more: &Value) {
+fn hog_with_requests(cluster: &Cluster, name: &str, script: &str, asked: &Value, more: &Value) {
     let mut requests = json!({"cpu": "10m", "memory": "10Mi"});
     json_patch::merge(&mut requests, asked);
     let script =
@@ -82,7 +82,7 @@ fn of_class(class: &str) -> Value {
     json!({"priorityClassName": class})
 }
 
-fn let_go(cluster: &Cluster, name: &str) {
+fn release(cluster: &Cluster, name: &str) {
     signal(cluster, name, "go");
 }
 
@@ -107,7 +107,7 @@ fn volume_of(cluster: &Cluster, name: &str) -> std::path::PathBuf {
 /// Starts hogs, and waits until each uses its full amount.
 fn let_grow(cluster: &Cluster, names: &[&str]) {
     for name in names {
-        let_go(cluster, name);
+        release(cluster, name);
     }
     for name in names {
         let done = volume_of(cluster, name).join("done");
@@ -160,7 +160,7 @@ impl Bystanders {
 
 /// Starts a hog and waits until the node has reported the pressure and evicted it. Returns the hog's status.
 fn is_evicted(cluster: &Cluster, name: &str, kind: &str, resource: &str) -> Value {
-    let_go(cluster, name);
+    release(cluster, name);
     cluster.wait("the node to report the pressure", || {
         pressure(cluster, kind) == "True"
     });
@@ -234,7 +234,7 @@ fn is_quick(cluster: &Cluster, name: &str, crossed: Timestamp) {
 /// that is not sufficient. A pod that uses as much but requested it stays, and so does a pod with a higher priority.
 fn memory_hogs_go(cluster: &Cluster) {
     for name in ["smaller", "modest", "memory-low"] {
-        let_go(cluster, name);
+        release(cluster, name);
     }
     cluster.wait("all pods to use their memory", || used(cluster) > 270 << 20);
     let status = std::thread::scope(|scope| {
@@ -252,7 +252,7 @@ fn memory_hogs_go(cluster: &Cluster) {
         "memory-low",
         &["memory-low", "memory-hog", "modest", "smaller"],
     );
-    memory_pressure_is_told(cluster, &status);
+    memory_pressure_is_published(cluster, &status);
 }
 
 /// Checks the order of pods in the ranking of an eviction.
@@ -268,7 +268,7 @@ fn ranks(cluster: &Cluster, name: &str, expected: &[&str]) {
 }
 
 /// Checks the messages about a hog's eviction, and the state of the node after it.
-fn memory_pressure_is_told(cluster: &Cluster, status: &Value) {
+fn memory_pressure_is_published(cluster: &Cluster, status: &Value) {
     let message = status["message"].as_str().unwrap();
     assert!(message.contains("Container c was using "), "{message}");
     let event = eviction_of(cluster, "memory-hog");
@@ -315,7 +315,7 @@ fn disk_hogs_go_after_the_dead(cluster: &Cluster) {
 fn make_disk_hogs(cluster: &Cluster) {
     let files = |mib: u32| format!("busybox dd if=/dev/zero of=/v/f bs=1M count={mib}");
     let asked = json!({"ephemeral-storage": "60Mi"});
-    hog_that_asks(cluster, "disk-asked", &files(50), &asked, &json!({}));
+    hog_with_requests(cluster, "disk-asked", &files(50), &asked, &json!({}));
     hog(cluster, "disk-more", &files(45));
     hog(cluster, "disk-less", &files(42));
 }
@@ -361,7 +361,7 @@ fn small_node() -> String {
     fields.map(|field| field + "\n").concat()
 }
 
-fn limits_are_told(cluster: &Cluster) {
+fn limits_are_reported(cluster: &Cluster) {
     for done in [
         "Updated Node Allocatable limit across pods",
         "Updated limits on system reserved cgroup /holdfast-t-pressure-system",
@@ -375,7 +375,7 @@ fn limits_are_told(cluster: &Cluster) {
 
 /// Restarts the agent with a threshold for the current number of processes, because others on this
 /// machine have some too.
-fn count_processes_anew(cluster: &Cluster) {
+fn recount_processes(cluster: &Cluster) {
     let config = cluster.config.as_ref().unwrap();
     std::fs::write(config.path(), small_node()).unwrap();
     cluster.kill("agent");
@@ -392,7 +392,7 @@ fn fork_bombs_go(cluster: &Cluster) {
     cluster.wait("the third pod to be ready", || {
         support::condition(&cluster.pod("forks-more"), "Ready") == "True"
     });
-    count_processes_anew(cluster);
+    recount_processes(cluster);
     let_grow(cluster, &["forks-few", "forks-low"]);
     let status = is_evicted(cluster, "forks-more", "PIDPressure", "pids");
     let message = status["message"].as_str().unwrap();
@@ -411,7 +411,7 @@ fn memory_is_watched_while_a_pod_has_its_grace_period(cluster: &Cluster) {
     let patient = json!({"terminationGracePeriodSeconds": 120});
     hog_with(cluster, "soft-hog", script, &patient);
     hog(cluster, "late-hog", &memory_of_size("300m"));
-    let_go(cluster, "soft-hog");
+    release(cluster, "soft-hog");
     cluster.wait("an eviction by the soft threshold", || {
         cluster.events("soft-hog").contains("Warning Evicted ")
     });
@@ -461,7 +461,7 @@ fn make_memory_hogs(cluster: &Cluster) {
         &of_class("high"),
     );
     let asked = json!({"memory": "155Mi"});
-    hog_that_asks(
+    hog_with_requests(
         cluster,
         "modest",
         &memory_of_size("160m"),
@@ -492,7 +492,7 @@ fn make_small_node() -> (Cluster, Small, Group) {
     assert_eq!(limit, 600 << 20);
     let allocatable = cluster.node()["status"]["allocatable"]["memory"].clone();
     assert_eq!(allocatable, "400Mi");
-    limits_are_told(&cluster);
+    limits_are_reported(&cluster);
     (cluster, root, system)
 }
 

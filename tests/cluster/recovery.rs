@@ -223,7 +223,7 @@ impl Node {
             .is_some_and(|pod| condition(&pod, "Ready") == "True")
     }
 
-    fn is_gone(&self, name: &str) -> bool {
+    fn is_deleted(&self, name: &str) -> bool {
         self.pod(name).is_none()
     }
 
@@ -232,7 +232,7 @@ impl Node {
         self.cluster
             .kubectl(&["delete", "pod", name, "--wait=false"]);
         self.within(seconds, &format!("{name} is removed"), || {
-            self.is_gone(name)
+            self.is_deleted(name)
         });
     }
 
@@ -520,7 +520,7 @@ impl Node {
         self.cluster
             .kubectl(&["patch", "pod", "held", "--type=merge", "--patch", patch]);
         self.within(5, "the pod is removed with its finalizer", || {
-            self.is_gone("held")
+            self.is_deleted("held")
         });
     }
 
@@ -687,7 +687,7 @@ impl Node {
             waiting.iter().all(|name| self.is_ready(name))
         });
         let gone = self.within(60, "all deleted pods are removed", || {
-            (0..30).all(|n| self.is_gone(&format!("going-{n}")))
+            (0..30).all(|n| self.is_deleted(&format!("going-{n}")))
         });
         self.took("pods ready, others removed, after recovery", (ready, gone));
         self.cluster.kubectl(&["delete", "pod", "at-once", "later"]);
@@ -771,7 +771,7 @@ impl Node {
                     .join(format!("agent/manifests/{pod}.yaml")),
             )
             .unwrap();
-            self.within(20, "the static pod is removed", || self.is_gone(&name));
+            self.within(20, "the static pod is removed", || self.is_deleted(&name));
         }
     }
 

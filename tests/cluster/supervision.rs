@@ -190,8 +190,8 @@ fn a_killed_control_plane_is_restarted() {
     let (runs, text) = status();
     assert!(runs && !text.contains("without a supervisor"), "{text}");
     the_readiness_is_that_of_the_agent_that_runs(&cluster);
-    an_api_that_cannot_be_served_is_told(&cluster);
-    the_networks_file_is_written_anew(&cluster);
+    a_failing_api_server_is_reported(&cluster);
+    the_network_file_is_rewritten(&cluster);
 }
 
 /// The process with the key of the cluster's CA writes no core file, and serves its API only on the
@@ -236,7 +236,7 @@ fn the_readiness_is_that_of_the_agent_that_runs(cluster: &Cluster) {
 }
 
 /// The agent's port is in use when it starts.
-fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
+fn a_failing_api_server_is_reported(cluster: &Cluster) {
     let endpoint = cluster.node()["status"]["daemonEndpoints"]["kubeletEndpoint"].clone();
     let port = u16::try_from(endpoint["Port"].as_u64().unwrap()).unwrap();
     cluster.kill("agent");
@@ -261,7 +261,7 @@ fn an_api_that_cannot_be_served_is_told(cluster: &Cluster) {
 }
 
 /// By `up`, and by `down`, because no pod can stop without this file.
-fn the_networks_file_is_written_anew(cluster: &Cluster) {
+fn the_network_file_is_rewritten(cluster: &Cluster) {
     let image = support::busybox(cluster);
     cluster.kubectl(&[
         "run",

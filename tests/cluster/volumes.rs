@@ -189,7 +189,12 @@ fn volume(name: &str, node: &str, source: &str) -> String {
 
 /// A pod with another fsGroup changes the group of shared files, and a pod that requests another
 /// filesystem than the disk has fails. Events report both.
-fn others_are_told(cluster: &Cluster, node: &str, [directory, other]: [&str; 2], disk: &Loop) {
+fn events_name_other_failures(
+    cluster: &Cluster,
+    node: &str,
+    [directory, other]: [&str; 2],
+    disk: &Loop,
+) {
     let sharer = directory.replace("{name: directory,", "{name: sharer,");
     cluster.apply(&sharer.replace("4242", "4343"));
     cluster.wait("an event about the other group", || {
@@ -388,7 +393,7 @@ fn claims_are_bound_mounted_kept_and_released() {
         ),
         "block"
     );
-    others_are_told(&cluster, &node, [&user("directory"), &user("other")], &disk);
+    events_name_other_failures(&cluster, &node, [&user("directory"), &user("other")], &disk);
     // The device stays mounted while a pod uses it, even if another pod is deleted.
     cluster.kubectl(&["delete", "pod", "reader"]);
     assert_eq!(inside(&cluster, "disk", &["cat", "/v/file"]), "here");

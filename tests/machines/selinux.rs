@@ -160,7 +160,7 @@ fn denied() -> String {
 }
 
 /// Waits until every pod has a terminal phase.
-fn until_all_have_ended(cluster: &Cluster) {
+fn until_all_have_exited(cluster: &Cluster) {
     let has_ended = |pod: &Value| {
         ["Succeeded", "Failed"].contains(&pod["status"]["phase"].as_str().unwrap_or_default())
     };
@@ -189,7 +189,7 @@ fn labels_decide_what_pods_can_use(cluster: &Cluster) {
     let unknown = pod("unknown", &none, &options("type", "unknown_t"));
     cluster.apply(&unknown.to_string());
     let names = ["chosen", "same", "other", "free"];
-    until_all_have_ended(cluster);
+    until_all_have_exited(cluster);
     let pods = cluster.pods();
     let state = |name: &str| {
         let found = pods.iter().find(|pod| pod["metadata"]["name"] == *name);

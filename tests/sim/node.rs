@@ -20,7 +20,7 @@ fn api_pods_wait_for_the_node_object_and_static_pods_do_not() {
         world.add_manifest();
         seconds(20).await;
         let late = world.uid("late");
-        assert_eq!(world.asked_for_sandbox(&late), 0);
+        assert_eq!(world.requested_sandbox(&late), 0);
         assert_eq!(world.sandboxes(), 1, "only the sandbox of the static pod");
         world.freeze(false);
         seconds(20).await;

@@ -94,7 +94,7 @@ fn a_deleted_pod_does_not_wait_for_a_hanging_network_plugin() {
             }
             tokio::time::sleep(Duration::from_secs(5)).await;
             let uid = world.uid("slow");
-            assert_eq!(world.asked_for_sandbox(&uid), 1, "seed {seed}");
+            assert_eq!(world.requested_sandbox(&uid), 1, "seed {seed}");
             world.delete_pod("slow");
             tokio::time::sleep(Duration::from_secs(8)).await;
             match seed % 2 {

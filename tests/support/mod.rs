@@ -268,7 +268,7 @@ impl Cluster {
 
     /// Waits until a signalled process has exited: [`Cluster::up`] does not start a component that still seems to run.
     pub fn wait_for_end(&self, pid: i32) {
-        self.wait_quietly(&format!("process {pid} to exit"), || has_ended(pid));
+        self.wait_quietly(&format!("process {pid} to exit"), || has_exited(pid));
     }
 
     pub fn log(&self, part: &str) -> String {
@@ -579,7 +579,7 @@ impl Cluster {
 }
 
 /// Whether a process has exited. Its first thread becomes a zombie before the last one closes the process's sockets.
-pub fn has_ended(pid: i32) -> bool {
+pub fn has_exited(pid: i32) -> bool {
     let zombie =
         std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |s| s.contains(") Z "));
     zombie && std::fs::read_dir(format!("/proc/{pid}/task")).map_or(true, |t| t.count() <= 1)

@@ -66,7 +66,7 @@ impl State {
 
     /// Whether the agent has known a pod's terminal status for at least a second. From then on it must not
     /// start anything for it.
-    pub(super) fn has_ended_elsewhere(&self, uid: &str) -> bool {
+    pub(super) fn was_terminated_elsewhere(&self, uid: &str) -> bool {
         let known = self.told.get(uid).and_then(|told| told.known);
         known.is_some_and(|at| at.elapsed() >= Duration::from_secs(1))
     }
@@ -97,7 +97,7 @@ impl State {
 
     /// Checks a pod whose terminal status another client has written: its containers are stopped, its
     /// resources released. `None` if there is no such status.
-    pub(super) fn has_come_to_the_told_end(&self, uid: &str) -> Option<Result<(), String>> {
+    pub(super) fn has_reached_the_published_end(&self, uid: &str) -> Option<Result<(), String>> {
         let told = self.told.get(uid)?;
         let pod = &self.pods[uid];
         let statuses = pod["status"]["containerStatuses"].as_array();
@@ -130,7 +130,7 @@ impl State {
         all.get(usize::try_from(place).unwrap()).cloned()
     }
 
-    fn tell(&mut self, uid: &str, change: impl FnOnce(&mut Value)) {
+    fn publish_status(&mut self, uid: &str, change: impl FnOnce(&mut Value)) {
         let pod = self.pods.get_mut(uid).unwrap();
         change(pod);
         let end = end_of(pod);
@@ -143,7 +143,7 @@ impl State {
 
 impl World {
     /// Writes a terminal status into some pod, as another client would.
-    pub(super) fn tell_some_end(&self) {
+    pub(super) fn publish_some_end(&self) {
         let now = self.1.now();
         let mut state = self.state();
         let Some(uid) = state.some_that_lives(false) else {
@@ -153,7 +153,7 @@ impl World {
             0 => {
                 // The pod garbage collector, because the node was lost for too long.
                 let mut target = Value::Null;
-                state.tell(&uid, |pod| {
+                state.publish_status(&uid, |pod| {
                     target = disrupt(pod, "DeletionByPodGC");
                     pod["status"]["phase"] = "Failed".into();
                 });
@@ -162,24 +162,24 @@ impl World {
                     state.remove(&uid);
                 }
             }
-            1 => state.tell(&uid, |pod| {
+            1 => state.publish_status(&uid, |pod| {
                 // Evicted by a kubelet that ran on this node earlier.
                 pod["status"]["phase"] = "Failed".into();
                 pod["status"]["reason"] = "Evicted".into();
                 pod["status"]["message"] = "The node was low on resource: memory.".into();
                 pod["status"]["containerStatuses"] = json!([]);
             }),
-            2 => state.tell(&uid, |pod| {
+            2 => state.publish_status(&uid, |pod| {
                 pod["status"]["phase"] = "Failed".into();
                 pod["status"]["reason"] = "NodeLost".into();
                 end_containers(pod, now);
             }),
-            _ => state.tell(&uid, |pod| pod["status"]["phase"] = "Succeeded".into()),
+            _ => state.publish_status(&uid, |pod| pod["status"]["phase"] = "Succeeded".into()),
         }
     }
 
     /// Writes a terminal status into some mirror pod. The agent must ignore it.
-    pub(super) fn tell_some_mirrors_end(&self) {
+    pub(super) fn publish_some_mirrors_end(&self) {
         let mut state = self.state();
         if let Some(uid) = state.some_that_lives(true) {
             state.pods.get_mut(&uid).unwrap()["status"]["phase"] = "Failed".into();
@@ -205,10 +205,10 @@ impl World {
     }
 
     /// Marks a pod as evicted, as another client would.
-    pub fn tell_end(&self, name: &str) {
+    pub fn publish_end(&self, name: &str) {
         let uid = self.uid(name);
         let mut state = self.state();
-        state.tell(&uid, |pod| {
+        state.publish_status(&uid, |pod| {
             pod["status"]["phase"] = "Failed".into();
             pod["status"]["reason"] = "Evicted".into();
         });

@@ -148,7 +148,7 @@ impl World {
     }
 
     /// Removes the mounts in progress of an agent that was killed.
-    pub(super) fn nobody_waits_for_mounts(state: &mut State) {
+    pub(super) fn no_task_waits_for_mounts(state: &mut State) {
         state.far.mounting.clear();
     }
 }

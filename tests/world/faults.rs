@@ -79,12 +79,12 @@ impl State {
 
     /// Whether a container of a pod may be started: the pod is wanted, or the watch has not yet delivered its removal.
     pub(super) fn may_start(&self, uid: &str) -> bool {
-        let is_known = self.is_known(uid) && !self.has_ended_elsewhere(uid);
+        let is_known = self.is_known(uid) && !self.was_terminated_elsewhere(uid);
         is_known || self.is_just_removed(uid)
     }
 
     /// Restarts the watch with a list, as after its resource version was compacted.
-    pub(super) fn list_anew(&mut self) {
+    pub(super) fn relist(&mut self) {
         if self.hears() {
             self.all_is_seen();
             self.all_ends_are_known();
@@ -183,14 +183,14 @@ impl World {
     pub fn freeze(&self, frozen: bool) {
         let mut state = self.state();
         state.frozen = frozen;
-        state.list_anew();
+        state.relist();
     }
 
     /// Makes the watch stop delivering changes without an error, or restart.
     pub fn deafen(&self, deaf: bool) {
         let mut state = self.state();
         state.deaf = deaf;
-        state.list_anew();
+        state.relist();
     }
 
     /// Stops the runtime, or starts it again with all its state. Its event stream ends in both cases.

@@ -319,7 +319,7 @@ impl World {
             state.statics_sender = Some(statics_sender);
             state.watcher = Some(removal::PodWatch::new(writer));
             state.publish_statics();
-            state.list_anew();
+            state.relist();
         }
         let mut config = config::load(None, &Overrides::default(), "node").unwrap();
         config.kubeconfig = Some("simulated".into());
@@ -599,7 +599,7 @@ impl World {
         self.note("the agent is killed", true);
         let mut state = self.state();
         state.life += 1;
-        World::nobody_waits_for_mounts(&mut state);
+        World::no_task_waits_for_mounts(&mut state);
     }
 
     async fn only_alive(&self) {

@@ -327,7 +327,7 @@ impl World {
     }
 
     /// The number of RunPodSandbox calls by pod, for the pods in the API.
-    pub fn asked_for_sandboxes(&self) -> BTreeMap<String, usize> {
+    pub fn requested_sandboxes(&self) -> BTreeMap<String, usize> {
         let state = self.state();
         let asked = |uid: &String| {
             let spent = state.spent.get(&(uid.clone(), "run_sandbox"));
@@ -338,7 +338,7 @@ impl World {
     }
 
     /// The number of RunPodSandbox calls for a pod, which may have been removed.
-    pub fn asked_for_sandbox(&self, uid: &str) -> usize {
+    pub fn requested_sandbox(&self, uid: &str) -> usize {
         let state = self.state();
         let spent = state.spent.get(&(uid.to_owned(), "run_sandbox"));
         spent.map_or(0, VecDeque::len)

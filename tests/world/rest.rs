@@ -21,13 +21,13 @@ impl World {
     }
 
     /// Rule: after a while without faults, every pod matches its spec.
-    pub fn check_at_rest(&self) -> Result<(), String> {
+    pub fn check_idle(&self) -> Result<(), String> {
         let state = self.state();
-        let mut wrong = state.pods.keys().map(|uid| state.is_at_rest(uid));
+        let mut wrong = state.pods.keys().map(|uid| state.is_idle(uid));
         let result = wrong
             .find(Result::is_err)
             .unwrap_or(Ok(()))
-            .and_then(|()| state.statics_are_at_rest())
+            .and_then(|()| state.statics_are_idle())
             .and_then(|()| state.has_room().map_err(|why| ("node".to_owned(), why)));
         drop(state);
         result.map_err(|(name, why)| format!("{name}: {why}\n  {}", self.last_decisions(&name)))
@@ -164,7 +164,7 @@ impl State {
         }
     }
 
-    fn is_at_rest(&self, uid: &str) -> Result<(), Wrong> {
+    fn is_idle(&self, uid: &str) -> Result<(), Wrong> {
         let pod = &self.pods[uid];
         let name = pod["metadata"]["name"].as_str().unwrap();
         let wrong = |why: String| Err((name.to_owned(), why));
@@ -179,7 +179,7 @@ impl State {
                 false => wrong(format!("deleted and still existing: {}", pod["status"])),
             };
         }
-        if let Some(told) = self.has_come_to_the_told_end(uid) {
+        if let Some(told) = self.has_reached_the_published_end(uid) {
             return told.or_else(wrong);
         }
         let refused = nodes::REFUSALS.map(Value::from);
@@ -201,7 +201,7 @@ impl State {
                 ));
             }
         }
-        are_told(pod, &live).or_else(wrong)?;
+        are_published(pod, &live).or_else(wrong)?;
         if let Err(why) = self.has_its_size(uid) {
             return wrong(why);
         }
@@ -233,7 +233,7 @@ impl State {
     }
 
     /// Rule: exactly the newest manifests run, and each has a mirror pod.
-    fn statics_are_at_rest(&self) -> Result<(), Wrong> {
+    fn statics_are_idle(&self) -> Result<(), Wrong> {
         let newest: BTreeSet<&str> = self
             .statics
             .values()
@@ -260,7 +260,7 @@ impl State {
 }
 
 /// Rule: the status shows each running container correctly.
-fn are_told(pod: &Value, live: &[&Container]) -> Result<(), String> {
+fn are_published(pod: &Value, live: &[&Container]) -> Result<(), String> {
     for container in live {
         let statuses = ["containerStatuses", "initContainerStatuses"];
         let shown = statuses

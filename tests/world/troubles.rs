@@ -87,9 +87,9 @@ impl World {
             (state.troubles, kind)
         };
         match kind {
-            0 if troubles.ends => self.tell_some_end(),
+            0 if troubles.ends => self.publish_some_end(),
             1 if troubles.ends => self.disrupt_some_pod(),
-            2 if troubles.ends => self.tell_some_mirrors_end(),
+            2 if troubles.ends => self.publish_some_mirrors_end(),
             3 | 4 if troubles.far => {
                 let (seconds, is_given_up) = {
                     let mut state = self.state();

@@ -570,7 +570,7 @@ impl Daemon {
 
     /// Releases the leases that `gone` selects. If the container's namespace no longer
     /// exists, no message can be sent and the server waits for the lease to expire.
-    fn give_back(&self, gone: impl Fn(&Holder) -> bool) -> usize {
+    fn release(&self, gone: impl Fn(&Holder) -> bool) -> usize {
         let ended: Vec<Arc<Held>> = lock(&self.leases)
             .values()
             .filter(|h| gone(&h.holder))
@@ -621,7 +621,7 @@ impl Daemon {
         match request.text("verb")? {
             "ADD" => self.add(request),
             "DEL" => {
-                self.give_back(|h| {
+                self.release(|h| {
                     h.network == network && h.container == container && h.ifname == ifname
                 });
                 Ok(json!({}))
@@ -633,7 +633,7 @@ impl Daemon {
                     keep.iter()
                         .any(|k| k[0] == h.container.as_str() && k[1] == h.ifname.as_str())
                 };
-                Ok(json!({"released": self.give_back(|h| h.network == network && !is_kept(h))}))
+                Ok(json!({"released": self.release(|h| h.network == network && !is_kept(h))}))
             }
             "STATUS" => Ok(json!({})),
             other => Err(Error::new(

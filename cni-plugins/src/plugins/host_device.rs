@@ -226,7 +226,7 @@ fn hand_over(
 }
 
 /// Moves the container's interface back to the host and restores its name there.
-fn give_back(call: &Call<'_>) -> Result<(), Error> {
+fn release(call: &Call<'_>) -> Result<(), Error> {
     let Some(namespace) = (if call.netns.is_empty() {
         None
     } else {
@@ -299,7 +299,7 @@ impl Plugin for HostDevice {
             })
         };
         // Report only the first error; the runtime calls DEL for leftovers.
-        let unmake = || drop(give_back(call));
+        let unmake = || drop(release(call));
         sublink::add(call, Addresses::of(call)?, make, unmake)
     }
 
@@ -309,7 +309,7 @@ impl Plugin for HostDevice {
             if has_no_link(call) {
                 Ok(())
             } else {
-                give_back(call)
+                release(call)
             }
         };
         interface::together([interface::ask_ipam(call, "DEL"), link()])

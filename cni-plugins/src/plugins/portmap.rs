@@ -243,7 +243,7 @@ fn route_localnet(container: IpAddr) -> Result<(), Error> {
 /// Whether the container of a rule of the reference no longer exists. The rule contains the container's
 /// id but not its network. The id must therefore be in no network of `attached`, the attachments known to
 /// the runtime. If `keep` is not a subset of `attached`, the list is incomplete and the answer is false.
-fn is_gone(
+fn is_removed(
     id: &str,
     network: &str,
     keep: &[(String, String)],
@@ -335,7 +335,7 @@ impl Plugin for Portmap {
     fn gc(&self, call: &Call<'_>, keep: &[(String, String)]) -> Result<(), Error> {
         let network = call.network()?;
         let attached = LazyCell::new(|| results::attached(Path::new(results::DEFAULT_DIR)));
-        let is_gone = |id: &str| is_gone(id, network, keep, &attached);
+        let is_gone = |id: &str| is_removed(id, network, keep, &attached);
         Nft::clean(|nft| {
             iptables::collect_hostports(nft, network, keep)?;
             hostport::collect(nft, network, keep, is_gone)
@@ -406,7 +406,7 @@ mod tests {
             ("gone", &keep, &attached(&[("other", "kept")]), false),
             ("gone", &[], &attached(&[]), false),
         ] {
-            assert_eq!(is_gone(id, "net", keep, attached), expected, "{id}");
+            assert_eq!(is_removed(id, "net", keep, attached), expected, "{id}");
         }
     }
 

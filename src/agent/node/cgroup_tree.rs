@@ -101,7 +101,7 @@ struct Told {
 }
 
 /// Reports changes in the state of a cgroup: the first success, a failure, and with back-off the same failure.
-fn tell(
+fn emit(
     context: &Context,
     told: &mut HashMap<String, Told>,
     group: &Group,
@@ -171,7 +171,7 @@ async fn apply(context: &Context) {
         let mut failed = false;
         for ((group, _), answer) in wanted.iter().zip(&answers) {
             failed |= answer.is_err();
-            tell(context, &mut told, group, answer.as_ref().err());
+            emit(context, &mut told, group, answer.as_ref().err());
         }
         if !failed {
             pauses.reset();

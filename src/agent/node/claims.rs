@@ -348,12 +348,12 @@ impl ClaimManager {
             return Ok(());
         }
         let begun = Instant::now();
-        let outcome = self.have_given_back(uid).await;
+        let outcome = self.record_release(uid).await;
         claim_metrics::given_back(&context.metrics, outcome.is_err(), begun.elapsed());
         outcome
     }
 
-    async fn have_given_back(&self, uid: &str) -> Result<(), ClaimsFailed> {
+    async fn record_release(&self, uid: &str) -> Result<(), ClaimsFailed> {
         let batches = self.begin(|claims| Ok(claims.give_back(uid))).await;
         let mut asking = Asking {
             manager: self,
@@ -391,11 +391,11 @@ impl ClaimManager {
         if instances.is_empty() {
             state.drivers.remove(name);
         }
-        self.tell_registered(&state);
+        self.reject_registered(&state);
         lost
     }
 
-    fn tell_registered(&self, state: &State) {
+    fn reject_registered(&self, state: &State) {
         let names = state.drivers.keys().cloned().collect();
         self.registered.send_replace(names);
     }
@@ -445,7 +445,7 @@ pub async fn register(
             ))),
             driver,
         });
-        context.claims.tell_registered(&state);
+        context.claims.reject_registered(&state);
     }
     // Pods that wait for the driver can retry immediately.
     context.ledger.drivers_changed();
@@ -475,7 +475,7 @@ async fn listen(context: Arc<Context>, name: String, driver: Driver) {
 }
 
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
-async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
+async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let manager = &context.claims;
     let (mut prepared, mut heard) = (manager.checkpoint.changes(), manager.heard.subscribe());
     let mut told = BTreeMap::new();
@@ -512,10 +512,10 @@ pub async fn run(
     roster: watch::Receiver<Roster>,
     hints: mpsc::Sender<Hint>,
 ) {
-    tokio::join!(give_back_all(&context, roster), tell_pods(&context, hints));
+    tokio::join!(release_all(&context, roster), notify_pods(&context, hints));
 }
 
-async fn give_back_all(context: &Context, mut roster: watch::Receiver<Roster>) {
+async fn release_all(context: &Context, mut roster: watch::Receiver<Roster>) {
     if roster.wait_for(|roster| roster.complete).await.is_err() {
         return std::future::pending().await;
     }
@@ -527,12 +527,12 @@ async fn give_back_all(context: &Context, mut roster: watch::Receiver<Roster>) {
             let _ = changes.changed().await;
             continue;
         }
-        give_back_left(context, &roster, &mut failures).await;
+        release_orphaned(context, &roster, &mut failures).await;
         tokio::time::sleep(RECONCILE).await;
     }
 }
 
-async fn give_back_left(
+async fn release_orphaned(
     context: &Context,
     roster: &watch::Receiver<Roster>,
     failures: &mut RepeatedFailures<String>,

@@ -346,7 +346,7 @@ impl Renewed {
 
     /// Whether a request is possible. A serving certificate needs an IP address: a request with names alone is not
     /// allowed (the gate `AllowDNSOnlyNodeCSR` is off).
-    fn can_be_asked_for(&self) -> bool {
+    fn can_be_requested(&self) -> bool {
         let addresses = self.addresses.as_ref();
         addresses.is_none_or(|known| !served(&known.borrow()).1.is_empty())
     }
@@ -418,7 +418,7 @@ pub async fn keep(mut kept: Renewed, client: Client, clock: Clock, metrics: Arc<
         let (now, names) = (clock.now(), kept.names());
         let present = std::fs::read(kept.pair.current()).unwrap_or_default();
         let due = kept.is_forced || is_due(&present, &names, answered.as_ref(), now);
-        if !kept.can_be_asked_for() || !due {
+        if !kept.can_be_requested() || !due {
             kept.idle().await;
             continue;
         }
@@ -558,16 +558,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_serving_certificate_waits_for_the_nodes_address() {
         let config = load(None, &Overrides::default(), "n1").expect("a configuration");
-        assert!(Renewed::client(&config, false).can_be_asked_for());
+        assert!(Renewed::client(&config, false).can_be_requested());
         // The cloud controller has not set any address yet.
         let addresses = watch::channel(reported(&[])).0;
         let mut kept = Renewed::serving(&config, addresses.subscribe());
-        assert!(!kept.can_be_asked_for());
+        assert!(!kept.can_be_requested());
         let begun = tokio::time::Instant::now();
         addresses.send_replace(reported(&["192.0.2.1"]));
         kept.idle().await;
         assert!(begun.elapsed() < LOOK, "the change is handled immediately");
-        assert!(kept.can_be_asked_for());
+        assert!(kept.can_be_requested());
         assert_eq!(kept.names(), ["n1", "192.0.2.1"]);
     }
 

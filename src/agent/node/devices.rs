@@ -416,7 +416,7 @@ pub async fn run(
         serve_registration(listener, registrar),
         keep(&context),
         release_gone(&context, roster),
-        tell_pods(&context, hints),
+        notify_pods(&context, hints),
     );
 }
 
@@ -446,7 +446,7 @@ async fn keep(context: &Context) {
 }
 
 /// Notifies pods when the health of their devices changes. Runs until the receiver of hints is dropped.
-async fn tell_pods(context: &Context, hints: mpsc::Sender<Hint>) {
+async fn notify_pods(context: &Context, hints: mpsc::Sender<Hint>) {
     let mut changes = context.devices.changes();
     let mut told = BTreeMap::new();
     loop {

@@ -14,7 +14,7 @@ use crate::agent::pod::inbox::Inbox;
 use crate::agent::{Context, Kind};
 use crate::core::node::admit::{self, Here, Refusal, Room};
 use crate::core::node::devices::{Devices, Slot};
-use crate::core::node::ledger::{Decision, Eviction, Ledger, asks_for_more};
+use crate::core::node::ledger::{Decision, Eviction, Ledger, requests_more};
 use crate::core::node::managers::Managers;
 use crate::core::pod;
 use crate::core::pod::pinning::Pinning;
@@ -277,7 +277,7 @@ pub async fn run(context: Arc<Context>, mut requests: Requests) {
             () = actor.overdue(), if !actor.waiting.is_empty() => actor.give_up_overdue(),
         }
         actor.save().await;
-        actor.tell_granted();
+        actor.notify_granted();
     }
 }
 
@@ -290,7 +290,7 @@ impl Actor {
                 self.ledger.book(&has);
                 let result = self.grow(&pod);
                 let both = before.zip(self.ledger.pod(pod::uid(&pod)));
-                let frees = both.is_some_and(|(before, now)| asks_for_more(&now, &before));
+                let frees = both.is_some_and(|(before, now)| requests_more(&now, &before));
                 answered(reply.send(result));
                 if frees {
                     self.retry_growth("pod_resized");
@@ -425,7 +425,7 @@ impl Actor {
     }
 
     /// Notifies admitted pods. If a pod needs devices, these are allocated first.
-    fn tell_granted(&mut self) {
+    fn notify_granted(&mut self) {
         for (waiting, slots) in std::mem::take(&mut self.granted) {
             if slots.is_empty() {
                 answered(waiting.reply.send(Ok(())));

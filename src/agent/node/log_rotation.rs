@@ -103,18 +103,18 @@ impl Rotation {
             return;
         };
         if let Err(error) = moved {
-            tell(container, "rotating a log failed", &error);
+            emit(container, "rotating a log failed", &error);
             return;
         }
         let compressing = context.host.compress_log(&log);
         let compressed = self.compressions.take(&container.id, compressing).await;
         if let Some(Err(error)) = compressed {
-            tell(container, "compressing a rotated log failed", &error);
+            emit(container, "compressing a rotated log failed", &error);
         }
     }
 }
 
-fn tell(container: &RunningContainer, what: &str, error: &dyn Display) {
+fn emit(container: &RunningContainer, what: &str, error: &dyn Display) {
     let (pod, namespace) = (&container.pod, &container.namespace);
     tracing::warn!(%error, pod, namespace, container = container.name, "{what}");
 }

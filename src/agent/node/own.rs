@@ -237,7 +237,7 @@ pub(super) async fn follow(context: &Context) {
             NodeChange::Present(node) => {
                 let now = !is_cordoned(&node);
                 if schedulable.replace(now).is_some_and(|before| before != now) {
-                    tell_schedulable(context, now);
+                    emit_schedulable(context, now);
                 }
                 context.node.see(*node);
             }
@@ -257,7 +257,7 @@ fn is_cordoned(node: &Node) -> bool {
     spec.and_then(|s| s.unschedulable) == Some(true)
 }
 
-fn tell_schedulable(context: &Context, schedulable: bool) {
+fn emit_schedulable(context: &Context, schedulable: bool) {
     let name = &context.config.node_name;
     let reason = if schedulable {
         "NodeSchedulable"

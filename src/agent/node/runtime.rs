@@ -134,7 +134,7 @@ pub(super) async fn pod_addresses(context: &Context) {
         };
         let mut again = None;
         if let Some(cidrs) = wanted.filter(|w| told.as_ref() != Some(w)) {
-            match context.runtime.tell_pod_cidrs(&cidrs).await {
+            match context.runtime.set_pod_cidrs(&cidrs).await {
                 Err(error) if error.kind != RuntimeErrorKind::Unimplemented => {
                     tracing::warn!(%error, cidrs, "setting the runtime's pod CIDR failed; retrying");
                     again = Some(POLL.1);

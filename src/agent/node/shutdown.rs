@@ -132,7 +132,7 @@ impl Watch<'_> {
         }
     }
 
-    fn tell(&self, what: &str) {
+    fn publish(&self, what: &str) {
         let name = &self.context.config.node_name;
         let message = format!("Shutdown manager detected shutdown {what}");
         let events = &self.context.events;
@@ -145,7 +145,7 @@ impl Watch<'_> {
         }
         tracing::warn!("the machine is shutting down: stopping the pods of this node");
         self.context.shutting_down.send_replace(true);
-        self.tell("event");
+        self.publish("event");
         if self.inhibitor.is_none() {
             tracing::warn!(
                 "the shutdown does not wait for pods: it was announced before the agent could delay it"
@@ -184,7 +184,7 @@ impl Watch<'_> {
         anew.extend(rejected(&self.context.roster.borrow()));
         tracing::warn!("the shutdown of the machine was cancelled: the node accepts pods again");
         self.context.shutting_down.send_replace(false);
-        self.tell("cancellation");
+        self.publish("cancellation");
         for uid in anew {
             if self.hints.send(Hint::StartAnew(uid)).await.is_err() {
                 tracing::debug!("the dispatcher has stopped: the process is exiting");

@@ -240,7 +240,7 @@ impl Rounds<'_> {
 }
 
 /// Emits events about the start of the agent, and about a reboot since the Node's last status.
-fn tell_start(context: &Context, before: &NodeStatus) {
+fn emit_start(context: &Context, before: &NodeStatus) {
     let name = &context.config.node_name;
     context
         .events
@@ -297,7 +297,7 @@ pub(super) async fn keep(
     let first = || compute(context, &inputs, &NodeStatus::default(), Extended::Kept);
     let node = registration::register(context, &*api, first).await;
     let before = node.status.clone().unwrap_or_default();
-    tell_start(context, &before);
+    emit_start(context, &before);
     let another = was_another_agents(&before);
     context.node.see(node);
     // A node that was ready must not become unready only because its CSINode is not written yet.

@@ -223,8 +223,8 @@ impl Log {
 
     /// The failure that blocks every container of the pod from starting, if there is one.
     #[must_use]
-    pub fn held_up(&self) -> Option<String> {
-        explain::held_up(&self.journal())
+    pub fn blocking_reason(&self) -> Option<String> {
+        explain::blocking_reason(&self.journal())
     }
 
     /// Sets the time of the next retry.

@@ -101,7 +101,7 @@ pub fn start(context: &Arc<Context>) -> watch::Receiver<Statics> {
     statics
 }
 
-fn tell(found: &Found, change: impl FnOnce(&mut Statics)) {
+fn notify(found: &Found, change: impl FnOnce(&mut Statics)) {
     found.send_if_modified(|statics| {
         let before = statics.clone();
         change(statics);
@@ -147,7 +147,7 @@ async fn uids(context: &Context) -> KeptUids {
 
 async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
     let Some(dir) = context.config.static_pod_path.clone() else {
-        tell(&found, |statics| statics.files = Some(vec![]));
+        notify(&found, |statics| statics.files = Some(vec![]));
         // The file source is empty for good; the sender must not be dropped.
         return std::future::pending::<()>().await;
     };
@@ -181,7 +181,7 @@ async fn follow_files(context: Arc<Context>, found: Arc<Found>) {
                     tracing::error!(%error, "skipping a static pod manifest");
                 }
                 let now = context.clock.now();
-                tell(&found, |statics| {
+                notify(&found, |statics| {
                     let before = statics.files.take().unwrap_or_default();
                     let pods = seen(pods, &before, now);
                     statics.count(&before, &pods, &rewritten);
@@ -218,7 +218,7 @@ fn rewritten(removed: &BTreeSet<OsString>, before: &Files, now: &Files) -> BTree
 
 async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
     let Some(url) = context.config.static_pod_url.clone() else {
-        tell(&found, |statics| statics.url = Some(vec![]));
+        notify(&found, |statics| statics.url = Some(vec![]));
         return std::future::pending::<()>().await;
     };
     let mut reported = String::new();
@@ -230,7 +230,7 @@ async fn follow_url(context: Arc<Context>, found: Arc<Found>) {
             Ok(pods) => {
                 reported.clear();
                 let now = context.clock.now();
-                tell(&found, |statics| {
+                notify(&found, |statics| {
                     let before = statics.url.take().unwrap_or_default();
                     let pods = seen(pods, &before, now);
                     statics.count(&before, &pods, &BTreeSet::new());

@@ -137,7 +137,7 @@ fn due(object: &Pod, newer: Option<&Answered>, wanted: &PodStatus) -> Option<Val
 }
 
 /// Reads the object again after another client has written to it.
-async fn read_anew(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> {
+async fn reread(api: &dyn PodApi, object: &Pod) -> Result<Answered, ApiFailure> {
     let namespace = object.namespace().unwrap_or_default();
     let pod = api.pod(&namespace, &object.name_any()).await?;
     match pod.uid() == object.uid() {
@@ -179,7 +179,7 @@ async fn write(
             let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
             let mut answer = api.patch_status(&namespace, &name, &patch).await;
             if let Err(ApiFailure::Conflict(_)) = answer {
-                match read_anew(&*api, object).await {
+                match reread(&*api, object).await {
                     Ok(read) => {
                         last = Some(read);
                         conflicts += 1;

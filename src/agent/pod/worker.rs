@@ -236,7 +236,7 @@ impl Shell {
         let facts = Facts {
             now,
             node_ips: self.context().node_ips.borrow().clone(),
-            held_up: self.log().held_up(),
+            blocking_reason: self.log().blocking_reason(),
             rules: rules(self.context(), &self.assets),
         };
         let object_before = object_of(self.worker.update());
@@ -254,7 +254,7 @@ impl Shell {
         let pod_now = &self.worker.update().pod;
         if !Arc::ptr_eq(&pod_before, pod_now) {
             let asked = resize::asked(&pod_before, pod_now);
-            self.context().metrics.resize_asked(&asked);
+            self.context().metrics.record_resize_request(&asked);
         }
         if self.worker.state.is_ending() {
             self.tools.ending.cancel();
@@ -370,7 +370,8 @@ impl Shell {
     /// Releases the requests of a pod whose containers have stopped and whose terminal status is published: other pods
     /// may use them before the scheduler reassigns them.
     fn uncount(&mut self) {
-        if self.worker.has_told_its_end() && !std::mem::replace(&mut self.uncounted, true) {
+        if self.worker.terminal_status_published() && !std::mem::replace(&mut self.uncounted, true)
+        {
             let uid = pod::uid(self.worker.pod());
             self.context().ledger.uncount(uid, true);
         }

@@ -120,7 +120,7 @@ async fn until<T, A: Future<Output = Result<T, String>>>(
             Err(_) if began.elapsed() < GRACE => PAUSES.0,
             Err(why) => {
                 if unserved.set(part, &why) {
-                    tell(&why);
+                    log(&why);
                 }
                 PAUSES.1
             }
@@ -129,7 +129,7 @@ async fn until<T, A: Future<Output = Result<T, String>>>(
     }
 }
 
-fn tell(context: &Context, part: Part, why: &str) {
+fn log(context: &Context, part: Part, why: &str) {
     tracing::error!("{why}; retrying");
     if part != Part::Healthz {
         let node = &context.config.node_name;
@@ -158,7 +158,7 @@ async fn bind(part: Part, address: SocketAddr) -> Result<TcpListener, String> {
 /// Listens on a port, and retries until it succeeds. Other tasks of the agent continue meanwhile.
 pub(super) async fn on(context: &Context, part: Part, address: SocketAddr) -> TcpListener {
     let unserved = &context.unserved;
-    let told = |why: &str| tell(context, part, why);
+    let told = |why: &str| log(context, part, why);
     let listener = until(unserved, part, told, || bind(part, address)).await;
     if part == Part::Main {
         unserved.settle();
@@ -191,7 +191,7 @@ pub(super) async fn tls(context: &Context, protocol: &Protocol) -> Arc<Tls> {
     until(
         &context.unserved,
         part,
-        |why| tell(context, part, why),
+        |why| log(context, part, why),
         attempt,
     )
     .await

@@ -78,7 +78,7 @@ fn last<'a>(
 
 /// The id of the log's instance, from the status alone, in the kubelet's order and words
 /// (`validateContainerLogStatus`). `None` for a terminated instance with an unknown id.
-fn told_id(
+fn published_id(
     told: Option<&ContainerStatus>,
     name: &str,
     container: &str,
@@ -154,7 +154,7 @@ fn instance(
     // The status may be older than the runtime's answer.
     let nothing = ContainerStatus::default();
     let told = told.or(newest.map(|_| &nothing));
-    let id = told_id(told, &name, container, previous).map_err(bad)?;
+    let id = published_id(told, &name, container, previous).map_err(bad)?;
     let why = unavailable(id.as_deref(), &name, container);
     if previous {
         return Err(bad(why));
@@ -201,7 +201,7 @@ pub async fn of_container(
         Err(error) => {
             tracing::debug!(%error, container, "cannot read a log: the runtime does not answer");
             let told = status(known.told(), container);
-            let id = told_id(told, &place.pod, container, options.previous).map_err(bad)?;
+            let id = published_id(told, &place.pod, container, options.previous).map_err(bad)?;
             return Err(bad(unavailable(id.as_deref(), &place.pod, container)));
         }
     };

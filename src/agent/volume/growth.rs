@@ -133,9 +133,9 @@ impl Growing<'_> {
             self.count(&outcome, begun);
         }
         let outcome = match outcome {
-            Ok(()) => self.tell_success().await,
+            Ok(()) => self.emit_success().await,
             Err(failed) => {
-                tell_failure(context, grown, &failed).await;
+                emit_failure(context, grown, &failed).await;
                 Err(failed)
             }
         };
@@ -146,7 +146,7 @@ impl Growing<'_> {
             Err(failed) if !failed.in_use => match holds_up {
                 true => Err(Problem::not_grown(failed.why)),
                 false => {
-                    self.tell_pod(&failed.why);
+                    self.emit_on_pod(&failed.why);
                     Ok(again)
                 }
             },
@@ -166,18 +166,18 @@ impl Growing<'_> {
     }
 
     /// Emits events about pod and claim, and publishes the new size in the claim's status.
-    async fn tell_success(&self) -> Result<(), NotGrown> {
+    async fn emit_success(&self) -> Result<(), NotGrown> {
         let (context, volume) = (self.context, self.volume);
         let node = &context.config.node_name;
         let message =
             format!("MountVolume.NodeExpandVolume succeeded for volume {volume:?} {node}");
         let what = (Kind::Normal, "FileSystemResizeSuccessful");
-        tell_both(context, self.pod, self.grown, what, &message);
-        tell_size(context, self.grown).await
+        emit_on_both(context, self.pod, self.grown, what, &message);
+        publish_size(context, self.grown).await
     }
 
     /// Emits an event about the pod that uses the volume; the claim has the failure in its status.
-    fn tell_pod(&self, why: &str) {
+    fn emit_on_pod(&self, why: &str) {
         let volume = self.volume;
         let message =
             format!("NodeExpandVolume.NodeExpandVolume failed for volume {volume:?} : {why}");
@@ -202,7 +202,7 @@ pub(super) async fn of_local(
     };
     if resolved.read_only {
         if waits {
-            tell_read_only(context, pod, &resolved.name, grown);
+            emit_read_only(context, pod, &resolved.name, grown);
         }
         return Ok(None);
     }
@@ -238,7 +238,7 @@ pub(super) async fn begin(context: &Context, grown: &Grown) -> Result<(), NotGro
 }
 
 /// Publishes a failure in the claim's status, if the claim tracks the resize.
-async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
+async fn emit_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
     if !grown.is_followed || !failed.is_final {
         return;
     }
@@ -254,12 +254,12 @@ async fn tell_failure(context: &Context, grown: &Grown, failed: &NotGrown) {
 }
 
 /// Emits events about pod and claim that a read-only volume is not expanded.
-pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: &Grown) {
+pub(super) fn emit_read_only(context: &Context, pod: &Pod, volume: &str, grown: &Grown) {
     let message = format!(
         "MountVolume.NodeExpandVolume failed for volume {volume:?} requested read-only file system"
     );
     let kind = Kind::Warning;
-    tell_both(
+    emit_on_both(
         context,
         pod,
         grown,
@@ -269,7 +269,7 @@ pub(super) fn tell_read_only(context: &Context, pod: &Pod, volume: &str, grown: 
 }
 
 /// Emits the same event about the pod and the claim.
-fn tell_both(
+fn emit_on_both(
     context: &Context,
     pod: &Pod,
     grown: &Grown,
@@ -281,7 +281,7 @@ fn tell_both(
 }
 
 /// Publishes the volume's size in the claim's status, unless it is there already.
-async fn tell_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
+async fn publish_size(context: &Context, grown: &Grown) -> Result<(), NotGrown> {
     if grown.is_told {
         return Ok(());
     }

@@ -267,9 +267,9 @@ impl Volumes {
         let set_up = self.attempt(context, volume, from, &named);
         let (made, again) = Box::pin(log.step(Step::Volume, &volume.name, set_up))
             .await
-            .map_err(|problem| self.tell_problem(context, pod, volume, named.get(), problem))?;
+            .map_err(|problem| self.emit_problem(context, pod, volume, named.get(), problem))?;
         if made.block && !self.resolved.contains_key(&volume.name) {
-            tell_mapped(context, pod, &made);
+            emit_mapped(context, pod, &made);
         }
         Ok((made, again))
     }
@@ -302,7 +302,7 @@ impl Volumes {
             None => is_new,
         };
         if has_ended {
-            tell_attempt(context, pod, &resolved, failed, begun.elapsed());
+            count_attempt(context, pod, &resolved, failed, begun.elapsed());
         }
         let Made { labelled, again } = outcome.map_err(|problem| match resolved.block {
             true => problem.of_device(),
@@ -316,7 +316,7 @@ impl Volumes {
     }
 
     /// Emits an event about a failure; `name` is the persistent volume's name, if it is known.
-    fn tell_problem(
+    fn emit_problem(
         &self,
         context: &Context,
         pod: &Pod,
@@ -368,7 +368,7 @@ impl Volumes {
 }
 
 /// Emits an event about a newly mapped block device.
-fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
+fn emit_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
     let (events, reason) = (&context.events, "SuccessfulMountVolume");
     for message in made.mapped(&context.config.root_dir, pod::uid(pod)) {
         events.pod(pod, None, Kind::Normal, reason, message);
@@ -377,7 +377,7 @@ fn tell_mapped(context: &Context, pod: &Pod, made: &ResolvedVolume) {
 
 /// Records an attempt to set up a volume. If a disk has a different filesystem than its
 /// persistent volume, emits an event about the volume.
-fn tell_attempt(
+fn count_attempt(
     context: &Context,
     pod: &Pod,
     resolved: &ResolvedVolume,

@@ -23,13 +23,13 @@ impl Telling {
         let mut all = lock(&self.0);
         all.retain(|_, telling| !telling.is_finished());
         all.entry(giving.root.clone()).or_insert_with(|| {
-            let telling = tell(events.clone(), pod.clone(), giving.clone());
+            let telling = emit(events.clone(), pod.clone(), giving.clone());
             AbortOnDropHandle::new(tokio::spawn(telling))
         });
     }
 }
 
-async fn tell(events: Events, pod: Pod, giving: Giving) {
+async fn emit(events: Events, pod: Pod, giving: Giving) {
     let far = || ownership::under_way(&giving.root);
     let Some(begun) = far().map(|far| far.begun) else {
         return;

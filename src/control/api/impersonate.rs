@@ -63,7 +63,7 @@ fn account(name: &str) -> Option<(&str, &str)> {
 }
 
 /// The permissions needed to impersonate `other`.
-fn asks(other: &User) -> Vec<Ask<'_>> {
+fn required_permissions(other: &User) -> Vec<Ask<'_>> {
     const OF_GROUP: &str = "authentication.k8s.io";
     let ask = |group: &'static str, resource: &'static str| Ask {
         verb: "impersonate",
@@ -110,7 +110,10 @@ pub fn acting(
     let Some(mut other) = named(headers)? else {
         return Ok(user);
     };
-    if let Some(refused) = asks(&other).iter().find(|ask| !may(&user, ask)) {
+    if let Some(refused) = required_permissions(&other)
+        .iter()
+        .find(|ask| !may(&user, ask))
+    {
         return Err(refusal(&user, refused));
     }
     if let (Some((namespace, _)), true) = (account(&other.name), other.groups.is_empty()) {

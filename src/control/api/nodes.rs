@@ -50,7 +50,7 @@ struct Agent {
 const REFUSAL: usize = 2048;
 
 /// Converts a node's error response to an API error.
-async fn told(answer: Response<Body>, pod: &str) -> ApiError {
+async fn error_of_node(answer: Response<Body>, pod: &str) -> ApiError {
     let code = answer.status().as_u16();
     let (mut body, mut bytes) = (answer.into_body(), vec![]);
     while let (true, Some(Ok(frame))) = (bytes.len() < REFUSAL, body.frame().await) {
@@ -410,7 +410,7 @@ impl Api {
         let (_, node) = self.fetch(kind, None, node)?;
         let answer = nodes.hand_on(&agent(&node)?, target, request).await?;
         if sub == Sub::Log && !answer.status().is_success() {
-            Err(told(answer, name).await)
+            Err(error_of_node(answer, name).await)
         } else {
             Ok(answer)
         }

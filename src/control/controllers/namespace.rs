@@ -33,7 +33,7 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String) {
                 unfinished = true;
                 empty(&client, &caches, &namespace).await
             } else {
-                furnish(&client, &caches, &namespace.name_any(), &ca).await
+                ensure_defaults(&client, &caches, &namespace.name_any(), &ca).await
             };
             if let Err(error) = result {
                 unfinished = true;
@@ -49,7 +49,7 @@ pub(super) async fn run(client: Client, caches: Caches, ca: String) {
     }
 }
 
-async fn furnish(
+async fn ensure_defaults(
     client: &Client,
     caches: &Caches,
     namespace: &str,

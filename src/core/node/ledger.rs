@@ -260,7 +260,7 @@ impl Ledger {
         own.waits = None;
         let before = std::mem::replace(&mut own.pod, Arc::clone(pod));
         self.recount(pod::uid(pod));
-        asks_for_more(pod, &before)
+        requests_more(pod, &before)
     }
 
     /// The queued resizes in the order in which they are granted (KEP-1287). Resizes that request no more than the pod
@@ -275,7 +275,7 @@ impl Ledger {
         waiting.sort_by_key(|(admitted, waits)| {
             let spec = pod::spec(&waits.pod);
             (
-                asks_for_more(&admitted.pod, &waits.pod),
+                requests_more(&admitted.pod, &waits.pod),
                 Reverse(spec.priority.unwrap_or_default()),
                 qos::of(spec) != QosClass::Guaranteed,
                 waits.place,
@@ -358,7 +358,7 @@ impl Ledger {
 
 /// Whether a pod requests more of any resource than it has.
 #[must_use]
-pub fn asks_for_more(has: &Pod, asks: &Pod) -> bool {
+pub fn requests_more(has: &Pod, asks: &Pod) -> bool {
     let has = requests(has);
     requests(asks)
         .iter()

@@ -157,7 +157,7 @@ pub fn asked(request: &[u8]) -> Result<Asked, String> {
 }
 
 /// Checks that a DER-encoded certificate has exactly the requested content; the error names the difference.
-pub fn is_as_asked(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
+pub fn is_as_requested(certificate: &[u8], asked: &Asked, client: bool) -> Result<(), String> {
     let (_, certificate) = x509_parser::parse_x509_certificate(certificate)
         .map_err(|_| "the certificate is not a valid X.509 certificate".to_owned())?;
     if only_names(certificate.subject())? != (asked.name.clone(), asked.organization.clone()) {

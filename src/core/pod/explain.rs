@@ -186,7 +186,7 @@ pub fn sentence(entry: &Entry) -> String {
 /// change the message. It therefore has no error text, and if several steps fail, it names the first one in the order
 /// of steps and subjects.
 #[must_use]
-pub fn held_up(journal: &Journal) -> Option<String> {
+pub fn blocking_reason(journal: &Journal) -> Option<String> {
     let fails =
         |e: &&Entry| e.step.before_containers() && matches!(e.progress, Progress::Failed(_));
     let order = |e: &&Entry| (e.step, e.subject.clone());
@@ -603,10 +603,14 @@ mod tests {
 
     #[test]
     fn only_failures_before_containers_set_the_sandbox_condition() {
-        assert_eq!(held_up(&journal(true)), None);
+        assert_eq!(blocking_reason(&journal(true)), None);
         let mut journal = Journal::default();
         journal.begin(Step::Sandbox, "", at(0));
-        assert_eq!(held_up(&journal), None, "a running step is no failure");
+        assert_eq!(
+            blocking_reason(&journal),
+            None,
+            "a running step is no failure"
+        );
         journal.end(
             Step::Sandbox,
             "",
@@ -614,7 +618,7 @@ mod tests {
             at(1),
         );
         assert_eq!(
-            held_up(&journal).as_deref(),
+            blocking_reason(&journal).as_deref(),
             Some("the pod's sandbox cannot be created; the pod's events have the error")
         );
     }
@@ -634,7 +638,7 @@ mod tests {
         };
         fail(&mut journal, "b", 0);
         fail(&mut journal, "a", 1);
-        let first = held_up(&journal);
+        let first = blocking_reason(&journal);
         assert_eq!(
             first.as_deref(),
             Some("volume a cannot be set up; the pod's events have the error")
@@ -642,9 +646,9 @@ mod tests {
         for second in 2..100 {
             let subject = if second % 2 == 0 { "a" } else { "b" };
             journal.begin(Step::Volume, subject, at(second * 1000));
-            assert_eq!(held_up(&journal), first, "during the retry");
+            assert_eq!(blocking_reason(&journal), first, "during the retry");
             fail(&mut journal, subject, second);
-            assert_eq!(held_up(&journal), first);
+            assert_eq!(blocking_reason(&journal), first);
         }
     }
 }

@@ -73,7 +73,7 @@ pub struct Entry {
     pub at: Timestamp,
     /// The failing step before the first container, according to the journal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub held_up: Option<String>,
+    pub blocking_reason: Option<String>,
     /// The input.
     pub input: Input,
     /// The decision.
@@ -187,7 +187,7 @@ impl Record {
         Facts {
             now: entry.at,
             node_ips: self.node_ips.clone(),
-            held_up: entry.held_up.clone(),
+            blocking_reason: entry.blocking_reason.clone(),
             rules: self.rules.clone(),
         }
     }
@@ -207,7 +207,7 @@ impl Record {
         }
         self.entries.push_back(Entry {
             at: facts.now,
-            held_up: facts.held_up.clone(),
+            blocking_reason: facts.blocking_reason.clone(),
             input,
             decision: Decision::of(turn, worker),
         });

@@ -592,7 +592,7 @@ pub fn told(container: &Container, actuated: &Sizes) -> ResourceRequirements {
 /// Pod-level `allocatedResources` and `resources` of the status: the requests that are allocated, with the overhead,
 /// and the amounts of the pod's cgroup.
 #[must_use]
-pub fn told_of_pod(
+pub fn published_of_pod(
     pod: &Pod,
     wanted: &Sizes,
     actuated: &Sizes,

@@ -66,7 +66,7 @@ pub struct Facts<'a> {
     /// Why containers could not be started.
     pub problems: &'a Problems,
     /// Which failing step blocks the start of all containers, if any.
-    pub held_up: Option<String>,
+    pub blocking_reason: Option<String>,
     /// The results of probes.
     pub probed: &'a Probed,
     /// The health of the containers' devices.
@@ -190,11 +190,11 @@ fn status_without_instance(
         }
     } else {
         // The kubelet leaves the message empty here. Holdfast reports the failing step.
-        let held_up = facts.held_up.as_deref().unwrap_or_default();
+        let blocking_reason = facts.blocking_reason.as_deref().unwrap_or_default();
         let (reason, message) = facts
             .problems
             .get(&container.name)
-            .map_or((initial, held_up), |(r, m)| (r, m));
+            .map_or((initial, blocking_reason), |(r, m)| (r, m));
         waiting(reason, message)
     });
     if facts.ended
@@ -208,7 +208,7 @@ fn status_without_instance(
     status
 }
 
-fn told_user(user: &observed::User) -> ContainerUser {
+fn published_user(user: &observed::User) -> ContainerUser {
     ContainerUser {
         linux: Some(LinuxContainerUser {
             uid: user.uid,
@@ -301,7 +301,7 @@ fn container_status(facts: &Facts<'_>, role: Role, container: &Container) -> Con
             .filter(|r| !r.is_empty());
         status.resources = Some(resize::told(container, &facts.resize.actuated));
     }
-    status.user = newest.user.as_ref().map(told_user);
+    status.user = newest.user.as_ref().map(published_user);
     status.stop_signal.clone_from(&newest.stop_signal);
     let running = running && !facts.starting.contains(container.name.as_str());
     status.started =
@@ -554,7 +554,10 @@ fn verdicts(
             "PodReadyToStartContainers",
             can_start,
             None,
-            facts.held_up.clone().filter(|_| !can_start && !facts.ended),
+            facts
+                .blocking_reason
+                .clone()
+                .filter(|_| !can_start && !facts.ended),
         ),
         initialized(facts, phase, regular, init, &sidecars),
         ready,
@@ -680,7 +683,7 @@ pub fn compute(facts: &Facts<'_>) -> PodStatus {
     let (ips, host_ips) = (addresses(facts), node_addresses(facts));
     let some = |list: Vec<ContainerStatus>| (!list.is_empty()).then_some(list);
     let (allocated_resources, resources) =
-        resize::told_of_pod(facts.pod, facts.wanted, &facts.resize.actuated);
+        resize::published_of_pod(facts.pod, facts.wanted, &facts.resize.actuated);
     let mut regular = regular;
     regular.sort_by(|a, b| a.name.cmp(&b.name));
     PodStatus {

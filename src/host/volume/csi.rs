@@ -512,7 +512,7 @@ mod tests {
     /// The volumes whose ownership was changed, and whether it failed.
     type Told = std::sync::Arc<std::sync::Mutex<Vec<(String, bool)>>>;
 
-    fn told_by(host: &mut LinuxHost) -> Told {
+    fn reported_by(host: &mut LinuxHost) -> Told {
         let told = Told::default();
         let telling = std::sync::Arc::clone(&told);
         host.given = Some(std::sync::Arc::new(move |plugin: &str, _, has_failed| {
@@ -531,7 +531,7 @@ mod tests {
         }
         let root = tempfile::tempdir().expect("a directory");
         let mut host = host(root.path());
-        let told = told_by(&mut host);
+        let told = reported_by(&mut host);
         let dirs = CsiDirs(host.root.clone());
         let data = VolumeData {
             spec_vol_id: "pv".into(),

@@ -91,7 +91,11 @@ pub(in crate::host) fn attach(disk: &Disk) -> Result<PathBuf, HostError> {
 fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
     let mut failed = vec![];
     for portal in &iscsi.portals {
-        match iscsi.login(portal).iter().try_for_each(|call| told(call)) {
+        match iscsi
+            .login(portal)
+            .iter()
+            .try_for_each(|call| reported(call))
+        {
             Ok(()) => {}
             Err(error) => failed.push(format!("portal {portal}: {error}")),
         }
@@ -109,7 +113,7 @@ fn log_in(iscsi: &Iscsi) -> Result<(), HostError> {
 }
 
 /// Runs `iscsiadm`. An existing session is no error. Errors contain no passwords.
-fn told(call: &[String]) -> Result<(), HostError> {
+fn reported(call: &[String]) -> Result<(), HostError> {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     match tool("iscsiadm", &words)? {
         (0 | SESSION_EXISTS, _) => Ok(()),

@@ -241,7 +241,7 @@ impl Manager {
             .into_iter()
             .chain(pods.map(|bytes| (of_pods.as_str(), bytes)))
             .collect();
-        notices.tell_growth(&cgroups);
+        notices.report_growth(&cgroups);
     }
 
     /// Waits until the next measurement is due: for at most `most`, until an evicted pod has

@@ -116,7 +116,7 @@ impl Job {
         self.log().begin(Step::StopSandbox, "");
         let context = self.context();
         let mut stopped = context.runtime.stop_sandbox(id).await;
-        if stopped.is_err() && context.host.remove_torn_results(id).await {
+        if stopped.is_err() && context.host.remove_corrupt_results(id).await {
             stopped = context.runtime.stop_sandbox(id).await;
         }
         match stopped {

@@ -26,7 +26,7 @@ pub(super) async fn grow(
     };
     if volume.read_only {
         if waits && !grown.is_told {
-            growth::tell_read_only(context, pod, &volume.name, grown);
+            growth::emit_read_only(context, pod, &volume.name, grown);
         }
         return Ok(None);
     }

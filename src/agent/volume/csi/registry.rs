@@ -212,7 +212,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
         if let Some((nodes, node)) = nodes.zip(node)
             && told.as_ref() != Some(&report(&node))
         {
-            if tell_of(context, nodes, &node, (&now, &served)).await {
+            if log_failure_of(context, nodes, &node, (&now, &served)).await {
                 (told, retry) = (Some(report(&node)), REPORT_RETRY);
             } else {
                 pause = pause.min(retry.pause());
@@ -230,7 +230,7 @@ async fn report_drivers(context: &Arc<Context>, nodes: Option<&dyn NodeApi>, cha
 
 /// Publishes the drivers: those registered `now`, and the removal of other
 /// `served` ones. Returns whether this succeeded.
-async fn tell_of(
+async fn log_failure_of(
     context: &Context,
     nodes: &dyn NodeApi,
     node: &Node,

@@ -122,7 +122,7 @@ async fn carry_out(
     let uid = cron.uid().unwrap_or_default();
     let api: Api<Job> = Api::namespaced(client.clone(), &namespace);
     for (reason, message) in std::mem::take(&mut plan.events) {
-        tell(client, cron, reason, message).await;
+        emit_event(client, cron, reason, message).await;
     }
     for name in &plan.replace {
         delete(client, &api, written, cron, name).await?;
@@ -168,7 +168,7 @@ async fn create(
     match api.create(&PostParams::default(), job).await {
         Ok(job) => {
             let message = format!("Created job {}", job.name_any());
-            tell(client, cron, "SuccessfulCreate", message).await;
+            emit_event(client, cron, "SuccessfulCreate", message).await;
             Ok(Some(job))
         }
         Err(error) if code(&error) == Some(409) => {
@@ -177,7 +177,7 @@ async fn create(
         }
         Err(error) => {
             let message = format!("Error creating job: {error}");
-            tell(client, cron, "FailedCreate", message).await;
+            emit_event(client, cron, "FailedCreate", message).await;
             Err(error)
         }
     }
@@ -198,13 +198,13 @@ async fn delete(
                 written.jobs.deleted(&uid, &job);
             }
             let message = format!("Deleted job {name}");
-            tell(client, cron, "SuccessfulDelete", message).await;
+            emit_event(client, cron, "SuccessfulDelete", message).await;
             Ok(())
         }
         Err(error) if code(&error) == Some(404) => Ok(()),
         Err(error) => {
             let message = format!("Deleted job: {error}");
-            tell(client, cron, "FailedDelete", message).await;
+            emit_event(client, cron, "FailedDelete", message).await;
             Err(error)
         }
     }
@@ -222,7 +222,7 @@ fn reference(job: &Job) -> ObjectReference {
     }
 }
 
-async fn tell(client: &Client, cron: &CronJob, reason: &str, message: String) {
+async fn emit_event(client: &Client, cron: &CronJob, reason: &str, message: String) {
     event(
         client, cron, "CronJob", "batch/v1", COMPONENT, reason, message,
     )

@@ -104,7 +104,7 @@ pub(super) async fn run(client: Client, caches: Caches) {
         let work = ready.map(|job| turn(&client, &memory, job, &of));
         let waits = futures::future::join_all(work).await;
         let orphans = all.iter().filter(|pod| is_orphan(pod, &caches));
-        let work = orphans.map(|pod| let_go(&client, &caches, pod));
+        let work = orphans.map(|pod| remove_finalizer(&client, &caches, pod));
         futures::future::join_all(work).await;
         memory.keep(&jobs);
         let most = waits.into_iter().flatten().fold(IDLE, Duration::min);
@@ -276,7 +276,7 @@ async fn remove(
             memory.pods.deleted(&uid, &pod);
         }
         let message = format!("Deleted pod: {}", surplus.name);
-        tell(client, job, "SuccessfulDelete", message).await;
+        emit_event(client, job, "SuccessfulDelete", message).await;
     }
     Ok(())
 }
@@ -329,12 +329,12 @@ async fn write(
     memory.jobs.wrote(&uid, &written);
     lock(&memory.failures).insert(uid, plan.backoff);
     for (reason, message) in &plan.events {
-        tell(client, job, reason, message.clone()).await;
+        emit_event(client, job, reason, message.clone()).await;
     }
     Ok(())
 }
 
-async fn tell(client: &Client, job: &Job, reason: &str, message: String) {
+async fn emit_event(client: &Client, job: &Job, reason: &str, message: String) {
     event(client, job, "Job", "batch/v1", COMPONENT, reason, message).await;
 }
 
@@ -358,7 +358,7 @@ fn is_orphan(pod: &Pod, caches: &Caches) -> bool {
 }
 
 /// Removes the finalizer of a pod that its job no longer counts.
-async fn let_go(client: &Client, caches: &Caches, pod: &Pod) {
+async fn remove_finalizer(client: &Client, caches: &Caches, pod: &Pod) {
     let (namespace, name) = key(pod);
     let owner = pod
         .owner_references()

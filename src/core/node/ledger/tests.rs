@@ -257,8 +257,8 @@ fn pods_that_wait_for_resources_get_them_in_order() {
         // A pod that gets its request, or requests no more than it has, leaves the queue.
         assert!(ledger.grow(&pod("b", 0, "1"), here.room()).is_ok());
         assert_eq!(waiting(&ledger), ["d", "a"]);
-        assert!(asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
-        assert!(!asks_for_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
+        assert!(requests_more(&pod("a", 0, "1"), &pod("a", 0, "1001m")));
+        assert!(!requests_more(&pod("a", 0, "1"), &pod("a", 0, "1000m")));
     });
 }
 

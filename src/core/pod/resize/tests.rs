@@ -195,7 +195,7 @@ fn the_kubelets_pod_level_status_is_parsed() {
     .expect("a status");
     assert!(same(&known(&pod), &desired(&pod)));
     assert!(same(&actuated(&pod), &wanted(&pod)));
-    let (allocated, resources) = told_of_pod(&pod, &wanted(&pod), &actuated(&pod));
+    let (allocated, resources) = published_of_pod(&pod, &wanted(&pod), &actuated(&pod));
     let status = pod.status.clone().expect("a status");
     assert_eq!(json!(allocated), json!(status.allocated_resources));
     assert_eq!(json!(resources), json!(status.resources));
@@ -244,7 +244,7 @@ fn the_pods_status_has_the_sums_of_its_containers() {
     let sums = |containers: Value| {
         let pod: Pod =
             serde_json::from_value(json!({"spec": {"containers": containers}})).expect("a pod");
-        let (allocated, resources) = told_of_pod(&pod, &wanted(&pod), &wanted(&pod));
+        let (allocated, resources) = published_of_pod(&pod, &wanted(&pod), &wanted(&pod));
         (json!(allocated), json!(resources))
     };
     let a = json!({"name": "a", "resources": {"requests": {"cpu": "20m", "memory": "10Mi", "example.com/x": "1"},

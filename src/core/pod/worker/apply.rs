@@ -50,10 +50,10 @@ impl Worker {
             Input::VolumesChanged => {
                 (self.volumes.stale, self.volumes.changed) = (true, true);
                 self.forget_retry(&Key::Volumes);
-                self.has_news(&[Class::WaitForNews]);
+                self.has_updates(&[Class::WaitForNews]);
             }
             // Changes since the outage are found by the listing.
-            Input::RuntimeBack => self.has_news(&[Class::WaitForNews]),
+            Input::RuntimeBack => self.has_updates(&[Class::WaitForNews]),
             Input::DriversChanged => {
                 self.forget_retry(&Key::Volumes);
                 if has_claims(self.update.with_status()) {
@@ -132,7 +132,7 @@ impl Worker {
         }
         self.adopt_update();
         // Paths and variables may reference labels and annotations.
-        self.has_news(&[Class::WaitForNews, Class::Final]);
+        self.has_updates(&[Class::WaitForNews, Class::Final]);
         if changed {
             self.retries.clear();
             if self.is_in_flight(&Key::Grow) {
@@ -221,7 +221,7 @@ impl Worker {
                 // If the pod was deleted meanwhile, its content must be released too, which the next plan does.
                 if let State::Finished { .. } = self.state {
                     self.leftover = false;
-                } else if content || !self.gives_back_content() {
+                } else if content || !self.returns_content() {
                     self.step(lifecycle::Input::Released, facts, turn);
                 }
             }
@@ -260,7 +260,7 @@ impl Worker {
         (self.look, self.unsure) = (true, true);
     }
 
-    fn gives_back_content(&self) -> bool {
+    fn returns_content(&self) -> bool {
         matches!(self.state, State::Terminated { cause } if cause.removes_content())
     }
 
@@ -288,7 +288,7 @@ impl Worker {
         });
         if self.volumes.stale || self.is_in_flight(&Key::Volumes) {
             // The missing object may be among the changes since.
-            self.has_news(&[Class::WaitForNews]);
+            self.has_updates(&[Class::WaitForNews]);
         }
         if matches!(op, Op::Start { .. }) {
             self.look_before_more();
@@ -655,7 +655,7 @@ impl Worker {
 
     /// Retries operations that failed with one of these classes. A minimum pause remains, as changes may arrive
     /// continually.
-    fn has_news(&mut self, of: &[Class]) {
+    fn has_updates(&mut self, of: &[Class]) {
         let waiting = self.retries.iter_mut();
         for retry in waiting.filter(|retry| of.contains(&retry.class)) {
             retry.until = retry.until.min(time::later(retry.since, RETRY.after(1)));

@@ -17,7 +17,7 @@ pub(super) enum EventEffect {
 
 /// Whether an operation completes as soon as the runtime has carried it out, which supplies the id of the sandbox or
 /// container. A start with a postStart hook completes later, so the container must be observed meanwhile.
-fn tells_soon(op: &Op) -> bool {
+fn reports_soon(op: &Op) -> bool {
     match op {
         Op::Sandbox { .. } => true,
         Op::Start { start, .. } => {
@@ -48,7 +48,7 @@ pub(super) fn event_effect(
     };
     if is_known {
         EventEffect::Known
-    } else if in_flight.iter().any(tells_soon) {
+    } else if in_flight.iter().any(reports_soon) {
         EventEffect::Defer
     } else {
         EventEffect::Observe

@@ -72,7 +72,7 @@ pub struct Facts {
     /// The node's addresses, which pods on the host network have. The primary one comes first.
     pub node_ips: Vec<String>,
     /// The failing step before the first container, as a sentence.
-    pub held_up: Option<String>,
+    pub blocking_reason: Option<String>,
     /// The configuration.
     pub rules: Rules,
 }
@@ -599,7 +599,7 @@ impl Worker {
             observed,
             previous: &self.status,
             problems: &self.problems,
-            held_up: facts.held_up.clone(),
+            blocking_reason: facts.blocking_reason.clone(),
             probed: &self.probed,
             devices: &self.devices,
             has_volumes: self.has_volumes(observed),

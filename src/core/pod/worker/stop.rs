@@ -129,7 +129,7 @@ impl Worker {
     /// status, containers may still run, and keep their resources until they stop (`filterOutInactivePods` in
     /// `pkg/kubelet/kubelet_pods.go`).
     #[must_use]
-    pub fn has_told_its_end(&self) -> bool {
+    pub fn terminal_status_published(&self) -> bool {
         let runs = |observed: &ObservedPod| observed.live().next().is_some() || self.may_begin();
         let is_told = self.published().is_some_and(|told| pod::is_final(told));
         is_told && !self.observed.as_deref().is_none_or(runs)
@@ -145,7 +145,7 @@ impl Worker {
                 cause: Cause::Completed,
                 ..
             }
-        ) && self.has_told_its_end()
+        ) && self.terminal_status_published()
             && !resources::has_host_ports(&self.effective)
     }
 

@@ -97,7 +97,7 @@ impl Run {
         let facts = Facts {
             now: at(self.now),
             node_ips: vec!["192.0.2.1".into()],
-            held_up: None,
+            blocking_reason: None,
             rules: rules(),
         };
         let turn = self.worker.turn(&facts, input.clone());

@@ -35,7 +35,7 @@ fn running() -> ObservedPod {
     }
 }
 
-fn is_told_as_ended(run: &Run, phase: &str) {
+fn is_published_as_terminal(run: &Run, phase: &str) {
     let status = &run.worker.status;
     assert_eq!(run.phase(), phase);
     assert_eq!(status.reason.as_deref(), Some("Evicted"));
@@ -57,7 +57,7 @@ fn a_pod_with_a_terminal_phase_is_not_started_by_the_next_agent() {
             let lives = !runtime.is_empty();
             let mut run = Run::over(runtime, with_status(1, ended(phase)));
             run.settle();
-            is_told_as_ended(&run, phase);
+            is_published_as_terminal(&run, phase);
             assert_eq!(run.runtime.live().count(), 0, "{phase}");
             let begins = |key: &Key| matches!(key, Key::Start(_) | Key::Sandbox | Key::Admit);
             assert!(!run.begun.iter().any(begins), "{:?}", run.begun);
@@ -76,19 +76,19 @@ fn a_terminal_phase_that_arrives_late_is_kept() {
         run.published.clear();
         run.input(Input::Update(with_status(2, ended(phase))));
         run.settle_but(|op| matches!(op, Op::Stop { .. }));
-        is_told_as_ended(&run, phase);
+        is_published_as_terminal(&run, phase);
         assert!(
-            !run.worker.has_told_its_end(),
+            !run.worker.terminal_status_published(),
             "its resources are still allocated"
         );
         run.settle();
-        assert!(run.worker.has_told_its_end());
-        is_told_as_ended(&run, phase);
+        assert!(run.worker.terminal_status_published());
+        is_published_as_terminal(&run, phase);
         assert_eq!((run.runtime.live().count(), run.count(&start("c"))), (0, 1));
         // If another client overwrites the terminal status, the worker ignores that.
         run.input(Input::Update(with_status(3, json!({"phase": "Running"}))));
         run.settle();
-        is_told_as_ended(&run, phase);
+        is_published_as_terminal(&run, phase);
     }
 }
 
@@ -147,7 +147,7 @@ fn a_late_foreign_terminal_status_does_not_revert_container_statuses() {
     run.input(Input::Update(with(2, told)));
     later(&mut run);
     run.settle();
-    assert!(run.worker.has_told_its_end());
+    assert!(run.worker.terminal_status_published());
     assert!(!run.published.is_empty());
     for status in &run.published {
         let end = [&status.phase, &status.reason, &status.message].map(Option::as_deref);
