@@ -49,13 +49,13 @@ fn is_caused_by_time(cause: Option<&(dyn Error + 'static)>) -> bool {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&told(code_name(self.code), &self.message))
+        f.write_str(&go_error(code_name(self.code), &self.message))
     }
 }
 
 /// Formats a failure as Go's gRPC library does, because users search for that text. `code` is a name of [`code_name`].
 #[must_use]
-pub fn told(code: &str, message: &str) -> String {
+pub fn go_error(code: &str, message: &str) -> String {
     format!("rpc error: code = {code} desc = {message}")
 }
 

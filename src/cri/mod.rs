@@ -45,7 +45,7 @@ pub struct RuntimeError {
 fn describe(code: Option<&str>, message: &str) -> String {
     code.map_or_else(
         || message.to_owned(),
-        |code| failure::describe(code, message),
+        |code| failure::go_error(code, message),
     )
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use holdfast_proto::failure::{code_name, told};
+use holdfast_proto::failure::{code_name, go_error};
 use holdfast_proto::health::HealthCheckRequest;
 use holdfast_proto::health::health_check_response::ServingStatus;
 use holdfast_proto::health::health_client::HealthClient;
@@ -70,7 +70,7 @@ pub async fn check(host: &str, port: u16, service: &str, timeout: Duration) -> R
         )),
         Ok(Err(status)) => Err(format!(
             "error: health rpc probe failed: {}",
-            told(code_name(status.code()), status.message())
+            go_error(code_name(status.code()), status.message())
         )),
         Ok(Ok(answer)) => match answer.into_inner().status() {
             ServingStatus::Serving => Ok(()),

@@ -48,7 +48,7 @@ impl Bench {
                 .unwrap();
             kill(Pid::from_raw(agent), Signal::SIGKILL).unwrap();
             // The agent has exited before this returns: `up` does not start an agent that still seems to run.
-            while !support::has_ended(agent) {
+            while !support::has_exited(agent) {
                 std::thread::sleep(Duration::from_millis(5));
             }
         });

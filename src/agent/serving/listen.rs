@@ -105,7 +105,7 @@ impl Unserved {
 async fn until<T, A: Future<Output = Result<T, String>>>(
     unserved: &Unserved,
     part: Part,
-    tell: impl Fn(&str),
+    log: impl Fn(&str),
     mut attempt: impl FnMut() -> A,
 ) -> T {
     let began = Instant::now();

@@ -166,7 +166,7 @@ impl LinuxHost {
             let (begun, plugin, block) =
                 (Instant::now(), place.plugin.replace('~', "/"), place.block);
             let outcome = self.take_away(place, &dir, &table).await;
-            if is_terminated(&outcome) {
+            if has_ended(&outcome) {
                 each(TakenAway {
                     plugin,
                     block,
@@ -224,7 +224,7 @@ impl LinuxHost {
             let (own, staged) = (had.contains(staged.device.as_str()), staged.clone());
             let work = move || unstage(&pods, &staged);
             let outcome = self.patient.call(&key, KERNEL_TIMEOUT, work).await;
-            if outcome != Ok(false) && is_terminated(&outcome) {
+            if outcome != Ok(false) && has_ended(&outcome) {
                 each(TakenAway {
                     plugin: plugin.into(),
                     block: false,
