@@ -691,8 +691,8 @@ fn hostile_clients_affect_no_other_client() {
         target.answered.load(Ordering::Relaxed),
         target.cost.load(Ordering::Relaxed)
     );
-    probes.check(scale.alone);
     check_memory(&memory, &scale);
+    probes.check(scale.alone);
     assert_eq!(
         cluster.pid("control-plane"),
         control,

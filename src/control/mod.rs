@@ -150,7 +150,29 @@ pub async fn run(settings: Settings) -> anyhow::Result<()> {
     let controllers = controllers::run(client, caches, ca, Some(directories), (sign, sign_token));
     parts.spawn(named("the controllers", controllers));
     parts.spawn(named("the event clean-up", expire_events(api)));
+    parts.spawn(named("the release of memory", release_memory()));
     Err(ended(parts).await)
+}
+
+/// Interval between checks of the allocator.
+const TRIM_INTERVAL: Duration = Duration::from_secs(30);
+/// The number of free bytes above which they are returned to the system.
+const MAX_FREE_BYTES: usize = 16 << 20;
+
+/// Returns memory to the system after bursts. The buffers of thousands of connections and of large requests leave holes
+/// all over the heap, and the allocator alone returns only its end.
+async fn release_memory() {
+    loop {
+        tokio::time::sleep(TRIM_INTERVAL).await;
+        // On a separate thread: a heap of some hundred MiB takes milliseconds.
+        let trimmed = tokio::task::spawn_blocking(|| {
+            if crate::sys::memory::free_bytes() > MAX_FREE_BYTES {
+                crate::sys::memory::trim();
+            }
+        });
+        // A panic stops the process.
+        let _ = trimmed.await;
+    }
 }
 
 /// Tasks that run until the process exits; each returns its name.

@@ -9,6 +9,13 @@ pub fn limit_arenas() {
     }
 }
 
+/// Returns the bytes that the allocator keeps but that are not in use.
+#[must_use]
+pub fn free_bytes() -> usize {
+    // SAFETY: mallinfo2 takes nothing and only reads the allocator's counters.
+    unsafe { libc::mallinfo2() }.fordblks
+}
+
 /// Returns free memory to the system. Takes about a millisecond after a burst.
 pub fn trim() {
     // SAFETY: malloc_trim takes a plain integer and touches only free memory.
