@@ -50,19 +50,9 @@ fn volumes_follow_changes_in_the_api() {
     // With this period, only a change notification causes a volume refresh.
     let cluster = Cluster::start_configured("refresh", 34, "{syncFrequency: 1h}");
     let image = support::busybox(&cluster);
-    cluster.kubectl(&[
-        "create",
-        "configmap",
-        "settings",
-        "--from-literal=color=blue",
-    ]);
-    cluster.kubectl(&[
-        "create",
-        "secret",
-        "generic",
-        "keys",
-        "--from-literal=pin=1111",
-    ]);
+    let create = |what: &str| cluster.kubectl(&what.split(' ').collect::<Vec<_>>());
+    create("create configmap settings --from-literal=color=blue");
+    create("create secret generic keys --from-literal=pin=1111");
     let volumes = "[{name: m, configMap: {name: settings}}, {name: s, secret: {secretName: keys, defaultMode: 0400}}, {name: d, downwardAPI: {items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]}}, {name: p, projected: {sources: [{configMap: {name: settings, items: [{key: color, path: a/b}]}}, {secret: {name: keys}}, {configMap: {name: late, optional: true}}]}}]";
     let mounts = "[{name: m, mountPath: /m}, {name: s, mountPath: /s}, {name: d, mountPath: /d}, {name: p, mountPath: /p}, {name: m, mountPath: /once, subPath: color}]";
     cluster.apply(&pod("one", &image, volumes, mounts));
