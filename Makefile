@@ -88,10 +88,11 @@ fuzz: ## Fuzz the bundled API and all decoders (SECONDS=60 for each kind)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked --lib -- $(READERS)
 	PROPTEST_CASES=$(or $(SECONDS),60)0000 $(CARGO) test --locked -p holdfast-cni --lib -- $(READERS)
 
-# With opt-level 1, as in .ci/run, because the limits are absolute.
+# A release, because the limits are absolute; without LTO, which takes minutes and changes little here.
+SOAK = CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 $(CARGO)
 soak: test-deps ## Run hostile clients while pods start and stop; needs an otherwise idle machine (MINUTES=10)
-	CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) build --locked -p holdfast-cni
-	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) CARGO_PROFILE_DEV_OPT_LEVEL=1 $(CARGO) test --locked --test soak -- --nocapture
+	$(SOAK) build --release --locked -p holdfast-cni
+	HOLDFAST_SOAK_MINUTES=$(or $(MINUTES),10) $(SOAK) test --release --locked --test soak -- --nocapture
 
 rounds: test-deps ## Run random pods and volumes with kills, full disks and removed devices (ROUNDS=1000 SEED=1)
 	$(CARGO) build --locked -p holdfast-cni
