@@ -108,7 +108,7 @@ impl Step {
             Step::PreStop => "preStop hook",
             Step::Stop => "stop",
             Step::StopSandbox => "stop sandbox",
-            Step::ReturnClaims => "unprepare resource claims",
+            Step::UnprepareClaims => "unprepare resource claims",
             Step::Release => "release",
             Step::Finalise => "finalise",
         }
@@ -176,7 +176,7 @@ pub fn sentence(entry: &Entry) -> String {
         Step::PreStop => format!("the preStop hook of container {subject} failed: {error}"),
         Step::Stop => format!("container {subject} cannot be stopped: {error}"),
         Step::StopSandbox => format!("the pod's sandbox cannot be stopped: {error}"),
-        Step::ReturnClaims => format!("the pod's resource claims cannot be unprepared: {error}"),
+        Step::UnprepareClaims => format!("the pod's resource claims cannot be unprepared: {error}"),
         Step::Release => format!("the pod's resources cannot be released: {error}"),
         Step::Finalise => error.clone(),
     }
@@ -550,7 +550,7 @@ mod tests {
             journal.end(step, subject, progress, at(to));
         }
         if failing {
-            journal.again(at(40_000));
+            journal.set_next_of_failed(at(40_000));
         }
         journal
     }

@@ -89,7 +89,7 @@ impl std::fmt::Display for Entry {
                 let verb = if *result { "succeeded" } else { "failed" };
                 write!(f, "{kind:?} probe of {id} {verb}")?;
             }
-            Input::Evicted(verdict) => {
+            Input::Terminate(verdict) => {
                 let what = match verdict.cause {
                     Cause::NodeShutdown => "stopped by the node's shutdown",
                     _ => "evicted",
@@ -97,7 +97,7 @@ impl std::fmt::Display for Entry {
                 write!(f, "{what}: {}", verdict.message)?;
             }
             Input::Network(network) => write!(f, "network: {network:?}")?,
-            Input::Happened(event) => write!(f, "event: {} {:?}", event.id, event.kind)?,
+            Input::RuntimeEvent(event) => write!(f, "event: {} {:?}", event.id, event.kind)?,
             other => f.write_str(other.name())?,
         }
         write!(f, " -> {}", self.decision)
@@ -136,9 +136,9 @@ fn brief(outcome: &Outcome) -> String {
         Outcome::Admitted => "admitted".into(),
         Outcome::Granted => "granted".into(),
         Outcome::Sandbox { id, .. } | Outcome::Started { id, .. } => id.clone(),
-        Outcome::NotBegun => "not started: the pod is terminating".into(),
+        Outcome::Abandoned => "not started: the pod is terminating".into(),
         Outcome::Done => "done".into(),
-        Outcome::Again(at) => format!("done, due again at {at}"),
+        Outcome::RetryPart(at) => format!("done, due again at {at}"),
     }
 }
 

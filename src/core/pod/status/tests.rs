@@ -491,7 +491,7 @@ fn changed_pod_addresses_replace_earlier_ones() {
 
 #[test]
 fn device_health_is_published_and_kept_while_unknown() {
-    use devices::{Health, told};
+    use devices::{Health, reported_health};
     let own = |health: Health| -> devices::OfContainer {
         let of = |ids: &[&str]| {
             ids.iter()
@@ -505,7 +505,7 @@ fn device_health_is_published_and_kept_while_unknown() {
         .into()
     };
     let status = |before: Option<&ContainerStatus>, health| ContainerStatus {
-        allocated_resources_status: told(Some(&own(health)), before, false),
+        allocated_resources_status: reported_health(Some(&own(health)), before, false),
         ..ContainerStatus::default()
     };
     let shown = |status: &ContainerStatus| {
@@ -530,17 +530,20 @@ fn device_health_is_published_and_kept_while_unknown() {
         ["x/one a=Unhealthy b=Unhealthy", "x/two c=Unhealthy"]
     );
     assert_eq!(
-        status(Some(&ill), Health::Untold),
+        status(Some(&ill), Health::NotReported),
         ill,
         "a new agent keeps the published health"
     );
-    let unknown = shown(&status(None, Health::Untold));
+    let unknown = shown(&status(None, Health::NotReported));
     assert_eq!(unknown, ["x/one a=Unknown b=Unknown", "x/two c=Unknown"]);
     assert_eq!(shown(&status(Some(&ill), Health::Unknown)), unknown);
     // The health of a terminated pod's devices is kept. A container without devices has no health.
-    assert_eq!(told(None, Some(&ill), true), ill.allocated_resources_status);
-    assert_eq!(told(None, Some(&ill), false), None);
-    assert_eq!(told(None, None, true), None);
+    assert_eq!(
+        reported_health(None, Some(&ill), true),
+        ill.allocated_resources_status
+    );
+    assert_eq!(reported_health(None, Some(&ill), false), None);
+    assert_eq!(reported_health(None, None, true), None);
 }
 
 /// The states of a terminated pod, by container: `waiting`, `lost`, or its exit code.
