@@ -454,7 +454,7 @@ impl Metrics {
         label: Option<&str>,
         [plugin, access_mode]: [&str; 2],
     ) -> Admission {
-        let is_strict = access_mode == selinux::ALONE;
+        let is_strict = access_mode == selinux::SINGLE_POD;
         let admission = lock(&self.labels).admit(volume, uid, label, is_strict);
         let family = match &admission {
             Admission::New if label.is_some() => SELINUX_ADMITTED,

@@ -66,7 +66,7 @@ impl Held {
                 self.token(context, pod, &source).await?,
             );
         }
-        let bundles = certificates::bundles(volume);
+        let bundles = certificates::trust_bundle_sources(volume);
         if !bundles.is_empty() {
             let all = context
                 .api
@@ -74,14 +74,15 @@ impl Held {
                 .await
                 .map_err(|e| Problem::later(format!("cannot read the trust bundles: {e}")))?;
             for source in bundles {
-                given
-                    .bundles
-                    .insert(source.path.clone(), certificates::trusted(source, &all)?);
+                given.bundles.insert(
+                    source.path.clone(),
+                    certificates::select_trust_bundle(source, &all)?,
+                );
             }
         }
         for source in certificates::sources(volume) {
             given.credentials.insert(
-                source.place,
+                source.source_index,
                 self.credential(context, pod, &volume.name, &source).await?,
             );
         }
@@ -137,7 +138,7 @@ impl Held {
         volume: &str,
         source: &CertificateSource,
     ) -> Result<Credential, Problem> {
-        let place = (volume.to_owned(), source.place);
+        let place = (volume.to_owned(), source.source_index);
         // Removed during the request to the API; inserted again with all changes, even after a failure.
         let mut certified = self
             .certificates
