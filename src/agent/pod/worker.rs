@@ -355,7 +355,7 @@ impl Shell {
             return;
         };
         let now = self.tools.context.clock.now();
-        for exit in self.exits.follow(observed, self.first_seen, now) {
+        for exit in self.exits.exits_to_log(observed, self.first_seen, now) {
             tracing::info!(
                 container = exit.container,
                 exit_code = exit.code,

@@ -32,7 +32,7 @@ use super::Kind;
 use super::metrics::{PodVolumes, VolumeOperation};
 use super::pod::journal::Log;
 use crate::core::fault::Fault;
-use crate::core::pod::env::Surroundings;
+use crate::core::pod::env::FieldContext;
 use crate::core::pod::journal::Step;
 use crate::core::pod::references::{self, References};
 use crate::core::volume::attachment::{self, Unattached};
@@ -77,7 +77,7 @@ pub struct SetUp {
 
 /// The inputs of volumes, in addition to their spec.
 struct MadeFrom<'a> {
-    around: Surroundings<'a>,
+    around: FieldContext<'a>,
     fetched: &'a Fetched,
     /// The allocatable memory of the node, in bytes.
     memory: u64,
@@ -198,7 +198,7 @@ impl Volumes {
             .step(Step::Objects, "", objects::fetch(&*context.api, pod))
             .await?;
         let (allocatable, node_ips) = (context.allocatable(), context.node_ips.borrow().clone());
-        let around = Surroundings {
+        let around = FieldContext {
             pod,
             pod_ips,
             node_ips: &node_ips,

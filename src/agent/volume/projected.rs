@@ -12,7 +12,7 @@ use tokio::sync::Mutex;
 
 use crate::agent::Context;
 use crate::core::volume::certificates::{self, CertificateSource, Outcome};
-use crate::core::volume::payload::{self, Credential, Given, TokenSource};
+use crate::core::volume::payload::{self, Credential, FetchedSources, TokenSource};
 use crate::core::volume::resolved::Problem;
 use crate::host::{HostError, blocking};
 use crate::kubeapi::pods::{ApiFailure, CertificateFor, Issued, TokenFor};
@@ -58,8 +58,8 @@ impl Held {
         context: &Context,
         pod: &Pod,
         volume: &Volume,
-    ) -> Result<Given, Problem> {
-        let mut given = Given::default();
+    ) -> Result<FetchedSources, Problem> {
+        let mut given = FetchedSources::default();
         for source in payload::tokens(volume) {
             given.tokens.insert(
                 source.path.clone(),

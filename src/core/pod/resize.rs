@@ -525,7 +525,7 @@ pub fn change(container: &Container, wanted: &Sizes, resizing: &Resizing) -> Cha
 
 /// The new memory limit of a container in bytes, if it is lower than the largest limit that the container may have now.
 #[must_use]
-pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
+pub fn lowered_memory_limit(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64> {
     let limit = |sizes: &Sizes| Size::amount(&sizes.containers.get(name)?.limits, "memory");
     let new = limit(wanted)?;
     let lowers = limit(at_most).is_none_or(|before| new < before);
@@ -534,7 +534,7 @@ pub fn lowers_memory(name: &str, wanted: &Sizes, at_most: &Sizes) -> Option<i64>
 
 /// The new memory limit of the pod's cgroup in bytes, if it is lower than the current one.
 #[must_use]
-pub fn lowers_memory_of_pod(pod: &Pod, actuated: &Sizes) -> Option<i64> {
+pub fn lowered_pod_memory_limit(pod: &Pod, actuated: &Sizes) -> Option<i64> {
     let limit = |pod: &Pod| pod_bounds(pod).get("memory").map(|q| q.units());
     let new = limit(pod)?;
     let lowers = limit(&with(pod, actuated)).is_none_or(|before| new < before);

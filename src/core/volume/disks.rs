@@ -500,7 +500,7 @@ mod tests {
     #[test]
     fn sessions_that_a_kubelet_began_are_logged_out() {
         // As kubelet 1.36 writes it.
-        let noted = |iface: &str, name: &str| {
+        let session_file = |iface: &str, name: &str| {
             format!(
                 r#"{{"VolName":"vol","Portals":["192.0.2.1:3260","192.0.2.2:3260"],"Iqn":"iqn.2026-11.test:disk","Lun":"3","InitIface":"default","Iface":"{iface}","InitiatorName":"{name}","MetricsProvider":null}}
 "#
@@ -519,11 +519,14 @@ mod tests {
             ["192.0.2.1", "192.0.2.2"]
                 .map(|portal| ["--logout", "-o delete"].map(|what| node(portal, iface, what)))
         };
-        assert_eq!(ended(&noted("default", "")), nodes("default").concat());
+        assert_eq!(
+            ended(&session_file("default", "")),
+            nodes("default").concat()
+        );
         let own = "192.0.2.1:3260:vol";
         let mut expected = nodes(own).concat();
         expected.push(format!("-m iface -I {own} -o delete"));
-        assert_eq!(ended(&noted(own, "iqn.me")), expected);
+        assert_eq!(ended(&session_file(own, "iqn.me")), expected);
         let Disk::Iscsi(ours) = iscsi(json!({"initiatorName": "iqn.me"})) else {
             panic!("iSCSI")
         };

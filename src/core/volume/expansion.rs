@@ -140,9 +140,9 @@ mod tests {
         let mut now = 0;
         for pause in [500, 1000, 2000] {
             assert_eq!(known.due("v", &two, at(now)), NextAttempt::Now, "{now}");
-            let again = known.record_attempt("v", &two, AttemptOutcome::Unknown, at(now));
+            let retry = known.record_attempt("v", &two, AttemptOutcome::Unknown, at(now));
             now += pause;
-            assert_eq!(again, Some(at(now)));
+            assert_eq!(retry, Some(at(now)));
             assert_eq!(known.due("v", &two, at(now - 1)), NextAttempt::At(at(now)));
         }
         assert!(!known.has_failed("v"), "the call may have succeeded");

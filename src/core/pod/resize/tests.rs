@@ -66,7 +66,8 @@ fn sizes_are_compared_by_amount_and_resized_by_policy() {
         );
         assert_eq!(same(&desired(&granted), &before), expected == Change::None);
     }
-    let lowered = |memory: &str| lowers_memory("a", &wanted(&pod("1", memory, json!([]))), &before);
+    let lowered =
+        |memory: &str| lowered_memory_limit("a", &wanted(&pod("1", memory, json!([]))), &before);
     assert_eq!(lowered("32Mi"), Some(32 << 20));
     assert_eq!(lowered("65Mi"), None);
 }
@@ -152,13 +153,16 @@ fn containers_without_their_own_limits_resize_with_the_pod() {
     let smaller = shared(&sized("1", "32Mi"));
     assert_eq!(changes(&smaller), [Update, Restart, None]);
     assert_eq!(
-        lowers_memory("a", &wanted(&smaller), &before),
+        lowered_memory_limit("a", &wanted(&smaller), &before),
         Some(32 << 20)
     );
-    assert_eq!(lowers_memory("b", &wanted(&smaller), &before), Option::None);
+    assert_eq!(
+        lowered_memory_limit("b", &wanted(&smaller), &before),
+        Option::None
+    );
     // A limit that is added can be too low as well.
     let unlimited = shared(&json!({"requests": {"cpu": "1"}}));
-    let limited = lowers_memory("a", &before, &wanted(&unlimited));
+    let limited = lowered_memory_limit("a", &before, &wanted(&unlimited));
     assert_eq!(limited, Some(64 << 20));
 }
 
@@ -302,7 +306,7 @@ fn a_memory_limit_cannot_go_below_the_current_usage() {
     // The pod's own limit is checked only if it is lowered.
     let before = wanted(&pod("1", "64Mi", json!([])));
     let of_pod =
-        |cpu: &str, memory: &str| lowers_memory_of_pod(&pod(cpu, memory, json!([])), &before);
+        |cpu: &str, memory: &str| lowered_pod_memory_limit(&pod(cpu, memory, json!([])), &before);
     assert_eq!(of_pod("2", "64Mi"), None);
     assert_eq!(of_pod("1", "65Mi"), None);
     assert_eq!(of_pod("1", "32Mi"), Some(32 << 20));
@@ -358,7 +362,8 @@ fn after_a_failed_resize_the_size_of_a_container_is_unknown() {
     }
     // A container that does not run is started with its wanted size.
     assert!(resizing.unsettled.contains_key("a"));
-    let lowered = |resizing: &Resizing| lowers_memory("a", &wanted(&small), &resizing.at_most());
+    let lowered =
+        |resizing: &Resizing| lowered_memory_limit("a", &wanted(&small), &resizing.at_most());
     assert_eq!(
         lowered(&resizing),
         Some(64 << 20),

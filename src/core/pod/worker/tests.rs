@@ -718,7 +718,7 @@ fn a_replayed_record_reports_different_decisions() {
     );
     read.entries[3].decision.begin.push(Key::Finalise);
     let differences = read.replay();
-    assert_eq!(differences.iter().map(|d| d.place).collect::<Vec<_>>(), [3]);
+    assert_eq!(differences.iter().map(|d| d.index).collect::<Vec<_>>(), [3]);
 }
 
 proptest! {
