@@ -208,6 +208,7 @@ pub struct Worker {
     /// Counts changes to the runtime. An observation that began before the last change is discarded.
     #[serde(rename = "acted")]
     epoch: u64,
+    /// The epoch when the last observation began.
     #[serde(rename = "observing")]
     observed_epoch: u64,
     /// Whether `observed` has results of operations that no observation has confirmed.
